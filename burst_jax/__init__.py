@@ -1,0 +1,18 @@
+"""Exact attention over sequences sharded across devices, for JAX.
+
+:func:`burst_attention` takes global arrays, :func:`ring_attention` one device's arrays inside the
+caller's own ``shard_map``; :func:`to_layout` and its kin put tokens into the order that balances a
+causal ring.
+"""
+
+from importlib.metadata import version as _version
+
+from burst_jax.attention import burst_attention as burst_attention
+from burst_jax.layout import from_layout as from_layout
+from burst_jax.layout import pad_to_layout as pad_to_layout
+from burst_jax.layout import positions as positions
+from burst_jax.layout import to_layout as to_layout
+from burst_jax.ring import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from burst_jax.ring import ring_attention as ring_attention
+
+__version__ = _version("burst-jax")

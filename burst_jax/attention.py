@@ -1,0 +1,234 @@
+"""``burst_attention``: global arrays in, global arrays out, the ring in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.checks import check_arrays, check_backward, check_segment_ids, make_spec
+from burst_jax.layout import Layout, check_layout, check_length
+from burst_jax.ring import ring_attention
+from burst_jax.rotation import Backward
+from pallas_kernels import Implementation
+
+Axes = str | tuple[str, ...] | None
+
+
+def burst_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    seq_axis: str = "seq",
+    batch_axis: Axes = None,
+    head_axis: Axes = None,
+    layout: Layout = "contiguous",
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    implementation: str | Implementation | None = None,
+    backward: Backward = "auto",
+    return_residual: bool = False,
+) -> Any:
+    r"""Exact attention over sequences sharded across a device mesh.
+
+    .. math:: out = softmax(mask(cap(scale \cdot query \cdot key^T))) \cdot value
+
+    ``jax.nn.dot_product_attention`` for sequences too long for one device: same meaning, same
+    defaults, and the sequence axis of every array split over ``seq_axis``. No device ever holds a
+    tensor of global length. How it works: :func:`burst_jax.ring_attention`.
+
+    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+
+    Args:
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses head ``h // (N // K)``.
+      value: ``[B, S, K, H]``, same dtype.
+      mesh: the device mesh; None is the one of ``jax.set_mesh``.
+      seq_axis: the mesh axis that T and S are split over.
+      batch_axis: the mesh axis or axes that B is split over; None: not split.
+      head_axis: the mesh axis or axes that N and K are split over; None: not split.
+      layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
+        :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
+      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      scale: factor on the logits; None is ``1 / sqrt(H)``.
+      local_window_size: ``(left, right)``: a query at position p sees keys at positions
+        ``p - left .. p + right``; an int is both. None is no window.
+      logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
+      query_segment_ids: int32 ``[B, T]`` in the layout's order; a query sees keys of its own segment
+        only, and 0 is padding, which sees nothing and is seen by nothing. Give both or neither.
+      key_value_segment_ids: int32 ``[B, S]``.
+      implementation: the local attention: "triton", "xla", "mosaic_gpu", an
+        :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
+        (Q, dO, dQ), or "auto" for fewer bytes.
+      return_residual: also return lse.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype, sharded like the query; with ``return_residual``
+      ``(out, lse)``, where lse is float32 ``[B, T, N]``, the natural log of the softmax's
+      denominator. Both have gradients. A row that may see nothing has out 0, lse -inf, and passes
+      exactly zero gradients.
+
+    Raises:
+      ValueError: the arguments are wrong; the message names argument, value and remedy.
+      NotImplementedError: the chosen implementation cannot do this; None never raises it.
+    """
+    check_arrays(query, key, value)
+    check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    check_layout(layout)
+    check_backward(backward)
+    make_spec(query, is_causal, scale, local_window_size, logits_soft_cap)
+    mesh = _mesh(mesh)
+    batch_axes, head_axes = _axes("batch_axis", batch_axis), _axes("head_axis", head_axis)
+    _check_axes(mesh, seq_axis, batch_axes, head_axes)
+    n = mesh.shape[seq_axis]
+    check_length(layout, query.shape[1], n, name="the query's length T")
+    check_length(layout, key.shape[1], n, name="the key's length S")
+    for name, size, axes in (
+        ("the batch size B", query.shape[0], batch_axes),
+        ("the number of query heads N", query.shape[2], head_axes),
+        ("the number of key/value heads K", key.shape[2], head_axes),
+    ):
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if size % shards:
+            raise ValueError(
+                f"{name} is {size}: it must be a multiple of {shards}, the size of mesh axes {axes}"
+            )
+    ring = _Ring(
+        mesh=mesh,
+        seq_axis=seq_axis,
+        batch_axes=batch_axes,
+        head_axes=head_axes,
+        options=(
+            ("layout", layout),
+            ("is_causal", bool(is_causal)),
+            ("scale", scale),
+            ("local_window_size", local_window_size),
+            ("logits_soft_cap", logits_soft_cap),
+            ("implementation", implementation),
+            ("backward", backward),
+        ),
+    )
+    arrays = {"query": query, "key": key, "value": value}
+    if query_segment_ids is not None:
+        arrays["query_segment_ids"] = query_segment_ids
+        arrays["key_value_segment_ids"] = key_value_segment_ids
+    ring.check_shardings(arrays)
+    out, lse = _run(ring, arrays)
+    return (out, lse) if return_residual else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """A ring on a mesh: static and hashable, so that eager calls find their compiled program."""
+
+    mesh: Mesh | AbstractMesh
+    seq_axis: str
+    batch_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def spec(self, name: str) -> P:
+        """How an argument or result is split."""
+        batch, heads = self.batch_axes or None, self.head_axes or None
+        if name.endswith("segment_ids"):
+            return P(batch, self.seq_axis)
+        if name == "lse":
+            return P(batch, self.seq_axis, heads)
+        return P(batch, self.seq_axis, heads, None)
+
+    def check_shardings(self, arrays: dict[str, jax.Array]) -> None:
+        """On Explicit axes an array's type says how it is split: it must be how the ring needs it."""
+        explicit = {
+            axis
+            for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        }
+        for name, array in arrays.items():
+            sharding = getattr(jax.typeof(array), "sharding", None)
+            if not explicit or sharding is None or sharding.mesh.empty:
+                continue
+            has = [_explicit(entry, explicit) for entry in sharding.spec]
+            needs = [_explicit(entry, explicit) for entry in self.spec(name)]
+            has += [()] * (len(needs) - len(has))
+            if has != needs:
+                raise ValueError(
+                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring needs "
+                    f"{self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is split, "
+                    f"or split it so: jax.reshard({name}, {self.spec(name)})"
+                )
+
+
+def _explicit(entry: Any, explicit: set[str]) -> tuple[str, ...]:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if name in explicit)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(ring: _Ring, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def local(arrays):
+        return ring_attention(
+            **arrays, axis_name=ring.seq_axis, return_residual=True, **dict(ring.options)
+        )
+
+    implementation = dict(ring.options)["implementation"]
+    return jax.shard_map(
+        local,
+        mesh=ring.mesh,
+        in_specs=({name: ring.spec(name) for name in arrays},),
+        out_specs=(ring.spec("out"), ring.spec("lse")),
+        check_vma=getattr(implementation, "checks_vma", True),
+    )(arrays)
+
+
+def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:
+        raise ValueError(
+            f"burst_attention is called inside a shard_map over {context.manual_axes}: call "
+            "ring_attention there, on one device's arrays"
+        )
+    if mesh is not None:
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise ValueError(f"mesh is a {type(mesh).__name__}: it must be a jax.sharding.Mesh")
+        return mesh
+    if context.empty:
+        raise ValueError("mesh is None and no mesh is set: pass mesh=, or enter jax.set_mesh(mesh)")
+    return context
+
+
+def _axes(name: str, axes: Axes) -> tuple[str, ...]:
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+        raise ValueError(f"{name} is {axes!r}: it must be a mesh axis, a tuple of them, or None")
+    return names
+
+
+def _check_axes(mesh: Any, seq_axis: Any, batch_axes: tuple, head_axes: tuple) -> None:
+    if isinstance(seq_axis, tuple) and all(isinstance(axis, str) for axis in seq_axis):
+        raise NotImplementedError(
+            f"seq_axis is {seq_axis!r}: the two-level ring is not there yet; pass one mesh axis"
+        )
+    if not isinstance(seq_axis, str):
+        raise ValueError(f"seq_axis is {seq_axis!r}: it must be the name of a mesh axis")
+    used: dict[str, str] = {}
+    for name, axes in (("seq_axis", (seq_axis,)), ("batch_axis", batch_axes), ("head_axis", head_axes)):
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"{name} is {axis!r}: the mesh's axes are {', '.join(map(repr, mesh.axis_names))}"
+                )
+            if axis in used:
+                raise ValueError(f"{name} is {axis!r}, and so is {used[axis]}: use different mesh axes")
+            used[axis] = name

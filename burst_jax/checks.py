@@ -1,0 +1,143 @@
+"""Checks of the callers' arguments: every message names the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burst_jax.layout import check_layout
+from burst_jax.rotation import BACKWARDS
+from pallas_kernels import AttentionSpec
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def make_spec(
+    query: Any,
+    is_causal: bool,
+    scale: float | None,
+    local_window_size: Any,
+    logits_soft_cap: float | None,
+) -> AttentionSpec:
+    """The masks and the scale of ``jax.nn.dot_product_attention``'s arguments, as one spec."""
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise ValueError(f"is_causal is {is_causal!r}: it must be True or False")
+    left, right = _window(local_window_size)
+    if is_causal:
+        right = 0
+    if scale is None:
+        head_dim = np.shape(query)[-1] if np.ndim(query) else 0
+        scale = head_dim**-0.5 if head_dim else 1.0
+    return AttentionSpec(
+        scale=_number("scale", scale, "fold a traced scale into the query"),
+        left=left,
+        right=right,
+        logits_soft_cap=None
+        if logits_soft_cap is None
+        else _number("logits_soft_cap", logits_soft_cap, "it is static"),
+    )
+
+
+def _number(name: str, value: Any, remedy: str) -> float:
+    if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
+    return float(value)
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    sides = (window, window) if isinstance(window, numbers.Integral) else window
+    if not (
+        isinstance(sides, tuple)
+        and len(sides) == 2
+        and all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sides)
+        and min(sides) >= 0
+    ):
+        raise ValueError(
+            f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
+            "0 or more, or None"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def check_arrays(query: Any, key: Any, value: Any) -> None:
+    """Raises ValueError unless query, key and value can attend to each other."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ValueError(f"{name} is a {type(array).__name__}: it must be an array")
+        letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
+        if len(array.shape) != 4:
+            raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
+        if jnp.dtype(array.dtype).name not in _DTYPES:
+            raise ValueError(
+                f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
+            )
+    if key.shape != value.shape:
+        raise ValueError(
+            f"key has shape {key.shape}, value {value.shape}: they must be equal, [B, S, K, H]"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query has dtype {query.dtype}, key {key.dtype}, value {value.dtype}: "
+            "cast them to one dtype"
+        )
+    for axis, letter in ((0, "batch size"), (3, "head dim")):
+        if query.shape[axis] != key.shape[axis]:
+            raise ValueError(
+                f"query has {letter} {query.shape[axis]}, key {key.shape[axis]}: they must be equal"
+            )
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
+
+
+def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: Any) -> None:
+    """Raises ValueError unless the segment ids, if any, fit query and key."""
+    given = {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
+    missing = [name for name, ids in given.items() if ids is None]
+    if len(missing) == 1:
+        raise ValueError(f"{missing[0]} is None but the other side's segment ids are given: pass both")
+    if missing:
+        return
+    for (name, ids), array in zip(given.items(), (query, key), strict=True):
+        if not hasattr(ids, "dtype") or ids.dtype != jnp.int32:
+            kind = getattr(ids, "dtype", type(ids).__name__)
+            raise ValueError(f"{name} has dtype {kind}: convert it to int32")
+        if tuple(ids.shape) != tuple(array.shape[:2]):
+            raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
+
+
+def check_backward(backward: str) -> None:
+    """Raises ValueError unless ``backward`` names a rotation."""
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward is {backward!r}: use one of {', '.join(map(repr, BACKWARDS))}")
+
+
+def check_local_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    layout: str,
+    backward: str,
+) -> None:
+    """Checks everything about one device's arrays."""
+    check_arrays(query, key, value)
+    check_segment_ids(query, key, q_segment_ids, kv_segment_ids)
+    check_layout(layout)
+    check_backward(backward)
+    if layout == "zigzag":
+        for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
+            if length % 2:
+                raise ValueError(
+                    f"{name} holds {length} tokens per shard: the zigzag layout needs an even "
+                    "number; pad the sequence with pad_to_layout"
+                )

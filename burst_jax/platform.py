@@ -1,0 +1,41 @@
+"""What the code being traced will run on, read from the mesh in context; starts no backend twice."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+# The kinds people have, by the name the driver gives them. A GPU that is not listed is asked itself.
+_CAPABILITIES = (
+    (r"A100|A800|A30\b", 8.0),
+    (r"A10\b|A10G|A40|A16|RTX A\d|RTX 30\d\d", 8.6),
+    (r"L4\b|L40|RTX 40\d\d|Ada", 8.9),
+    (r"H100|H200|H800|H20\b|GH200", 9.0),
+    (r"GB300|B300", 10.3),
+    (r"B200|GB200|B100", 10.0),
+    (r"RTX 50\d\d|RTX PRO", 12.0),
+    (r"V100", 7.0),
+    (r"T4\b|RTX 20\d\d", 7.5),
+)
+
+
+def platform() -> str:
+    """ "gpu", "cpu", ...: of the mesh in context if it says, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def compute_capability() -> float | None:
+    """8.0 for A100, 9.0 for H100 and H200; None if the platform is not a known NVIDIA GPU."""
+    if platform() != "gpu":
+        return None
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    for pattern, capability in _CAPABILITIES:
+        if re.search(pattern, kind):
+            return capability
+    for present in jax.devices():
+        if present.device_kind == kind and hasattr(present, "compute_capability"):
+            return float(present.compute_capability)
+    return None

@@ -1,0 +1,61 @@
+"""Small helpers on arrays that every implementation needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Two equally shaped arrays that travel together (K and V, or Q and dO): either a tuple, or packed
+# into one array along a new first axis, as the ring moves them.
+Pair = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def halves(pair: Pair) -> tuple[jax.Array, jax.Array]:
+    """The two arrays of a pair, sliced if packed."""
+    first, second = pair
+    return first, second
+
+
+def half_shape(pair: Pair) -> tuple[int, ...]:
+    """Shape of one of a pair's arrays."""
+    return pair[0].shape if isinstance(pair, tuple) else pair.shape[1:]
+
+
+def half_dtype(pair: Pair) -> Any:
+    """Dtype of a pair's arrays."""
+    return pair[0].dtype if isinstance(pair, tuple) else pair.dtype
+
+
+def varying_axes(*arrays: Any) -> frozenset:
+    """Manual mesh axes over which any of the arrays may differ from device to device."""
+    axes = frozenset()
+    for leaf in jax.tree.leaves(arrays):
+        axes |= jax.typeof(leaf).manual_axis_type.varying
+    return axes
+
+
+def vary(x: Any, axes: frozenset) -> Any:
+    """Marks a pytree as varying over manual mesh axes; values are untouched.
+
+    Inside ``shard_map`` with ``check_vma=True`` a loop's initial value must vary over the same axes
+    as what the loop makes of it, and a fresh ``zeros`` varies over none.
+    """
+
+    def cast(leaf):
+        missing = axes - jax.typeof(leaf).manual_axis_type.varying
+        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(cast, x)
+
+
+def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """Pads with zeros at the end of one axis up to ``length``; returns ``x`` itself if it fits."""
+    extra = length - x.shape[axis]
+    if not extra:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, extra)
+    return jnp.pad(x, widths)

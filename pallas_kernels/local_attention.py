@@ -1,0 +1,273 @@
+"""The one interface of local attention, its implementations, and the choice among them.
+
+Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim. Lengths
+are one device's. There is no mesh here, no ring and no layout: tokens have positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from pallas_kernels import reference, triton_forward, xla
+from pallas_kernels.arrays import Pair, half_shape
+from pallas_kernels.bounds import query_bounds
+from pallas_kernels.spec import AttentionSpec, Tokens
+
+Carry = tuple[jax.Array, jax.Array]
+
+
+class Forward(Protocol):
+    """``o = softmax(mask(scale q k^T)) v`` over the given keys, merged into ``carry``.
+
+    Args:
+      q: ``[B, T, N, H]``.
+      kv: K and V ``[B, S, K, H]`` as a tuple, or packed ``[2, B, S, K, H]``. Query head h uses
+        key/value head ``h // (N // K)``.
+      q_tokens: positions and segment ids of the queries.
+      kv_tokens: positions and segment ids of the keys.
+      bounds: what :meth:`Implementation.forward_bounds` gave for these tokens.
+      carry: float32 ``(o [B, T, N, H], lse [B, N, T])`` over other keys, or None to start fresh.
+      spec: scale, window, soft cap.
+
+    Returns:
+      ``(o, lse)``, float32, over the carry's keys and these: o normalised, lse the natural log of
+      the softmax's denominator. A row that sees no key has o = 0 and lse = -inf.
+    """
+
+    def __call__(
+        self,
+        q: jax.Array,
+        kv: Pair,
+        q_tokens: Tokens,
+        kv_tokens: Tokens,
+        bounds: Any,
+        carry: Carry | None = None,
+        *,
+        spec: AttentionSpec,
+    ) -> Carry:
+        """Runs it."""
+        ...
+
+
+class Backward(Protocol):
+    """Gradients from these keys, added into ``dq`` and ``dkv``.
+
+    With ``p = exp(logits - lse)`` (the global lse: over all keys, not only these) and
+    ``ds = p * (dO v^T - delta)``: ``dQ += scale ds k``, ``dK += scale ds^T q``, ``dV += p^T dO``,
+    K's and V's summed over the query heads that share them.
+
+    Args:
+      qdo: q and dO ``[B, T, N, H]`` as a tuple, or packed ``[2, B, T, N, H]``.
+      kv: as in :class:`Forward`.
+      stats: float32 lse and delta ``[B, N, T]`` as a tuple, or packed ``[2, B, N, T]``; delta is
+        ``rowsum(dO * O) - dlse``.
+      q_tokens: positions and segment ids of the queries.
+      kv_tokens: positions and segment ids of the keys.
+      bounds: what :meth:`Implementation.backward_bounds` gave for these tokens.
+      dq: float32 ``[B, T, N, H]`` to add into, or None to start from zero.
+      dkv: float32 ``[2, B, S, K, H]`` to add into, or None to start from zero.
+      spec: scale, window, soft cap.
+
+    Returns:
+      ``(dq, dkv)``, float32.
+    """
+
+    def __call__(
+        self,
+        qdo: Pair,
+        kv: Pair,
+        stats: Pair,
+        q_tokens: Tokens,
+        kv_tokens: Tokens,
+        bounds: Any,
+        dq: jax.Array | None = None,
+        dkv: jax.Array | None = None,
+        *,
+        spec: AttentionSpec,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute local attention. Frozen and hashable: part of a jit cache's key.
+
+    Attributes:
+      name: what users call it.
+      forward: see :class:`Forward`.
+      backward: see :class:`Backward`; None if it has none.
+      forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
+      backward_bounds: the same for ``backward``.
+      unsupported: ``(q, kv) -> reason`` why it cannot take such arrays, or None if it can.
+      checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward | None
+    forward_bounds: Callable[..., Any]
+    backward_bounds: Callable[..., Any]
+    unsupported: Callable[[Any, Any], str | None]
+    checks_vma: bool = True
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def _no_bounds(*_: Any) -> None:
+    return None
+
+
+def _takes_anything(*_: Any) -> None:
+    return None
+
+
+REFERENCE = Implementation(
+    name="reference",
+    forward=reference.forward,
+    backward=reference.backward,
+    forward_bounds=_no_bounds,
+    backward_bounds=_no_bounds,
+    unsupported=_takes_anything,
+)
+
+
+# --- xla -----------------------------------------------------------------------------------------
+
+
+def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
+    tiles = xla.tiles(q.shape[1], half_shape(kv)[1])
+    return xla.forward(q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, tiles=tiles)
+
+
+def _xla_backward(
+    qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec
+):
+    tiles = xla.tiles(half_shape(qdo)[1], half_shape(kv)[1])
+    return xla.backward(
+        qdo, kv, stats, q_tokens, kv_tokens, bounds, dq, dkv, spec=spec, tiles=tiles
+    )
+
+
+def _xla_bounds(spec, q, kv, q_tokens, kv_tokens):
+    del q, kv
+    tiles = xla.tiles(q_tokens.positions.shape[0], kv_tokens.positions.shape[0])
+    return query_bounds(spec, q_tokens, kv_tokens, tiles)
+
+
+XLA = Implementation(
+    name="xla",
+    forward=_xla_forward,
+    backward=_xla_backward,
+    forward_bounds=_xla_bounds,
+    backward_bounds=_xla_bounds,
+    unsupported=_takes_anything,
+)
+
+
+# --- triton --------------------------------------------------------------------------------------
+
+
+def triton(interpret: bool = False) -> Implementation:
+    """The Pallas Triton kernels; ``interpret=True`` runs them on any platform, slowly."""
+
+    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
+        config = triton_forward.config(q.shape[-1], q.dtype)
+        return triton_forward.forward(
+            q, kv, q_tokens, kv_tokens, bounds, carry,
+            spec=spec, config=config, interpret=interpret,
+        )  # fmt: skip
+
+    def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
+        del kv
+        config = triton_forward.config(q.shape[-1], q.dtype)
+        return query_bounds(spec, q_tokens, kv_tokens, config.tiles)
+
+    return Implementation(
+        name="triton",
+        forward=forward,
+        backward=None,
+        forward_bounds=forward_bounds,
+        backward_bounds=_no_bounds,
+        unsupported=triton_forward.unsupported,
+        checks_vma=not interpret,
+    )
+
+
+TRITON = triton()
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+# Fastest first; "reference" is for tests and is chosen only by name.
+_BY_NAME = {"triton": TRITON, "xla": XLA, "reference": REFERENCE}
+NAMES = ("mosaic_gpu", "triton", "xla")
+
+
+def resolve(
+    implementation: str | Implementation | None,
+    *,
+    platform: str,
+    compute_capability: float | None,
+    q: Any,
+    kv: Pair,
+    backward: bool = False,
+) -> Implementation:
+    """The implementation to run: the named one, or for None the fastest that can.
+
+    Decided before anything is traced for the device: kernels of a newer GPU abort when they are
+    lowered for an older one.
+
+    Args:
+      implementation: a name, an :class:`Implementation`, or None.
+      platform: "gpu", "cpu", ...
+      compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
+      q: anything with q's shape and dtype.
+      kv: a pair of anything with k's.
+      backward: choose for the gradient.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: the named one cannot run here, or not on these arrays.
+    """
+    if implementation is None:
+        for candidate in (TRITON, XLA):
+            if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None:
+                return candidate
+        raise AssertionError("the xla implementation takes everything")
+    if isinstance(implementation, str):
+        if implementation not in _BY_NAME and implementation not in NAMES:
+            raise ValueError(
+                f"implementation is {implementation!r}: use None or one of "
+                f"{', '.join(map(repr, NAMES))}"
+            )
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'"
+            )
+        chosen = _BY_NAME[implementation]
+    else:
+        chosen = implementation
+    obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)
+    if obstacle is not None:
+        raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
+    return chosen
+
+
+def _obstacle(candidate, platform, compute_capability, q, kv, backward) -> str | None:
+    if candidate is TRITON:
+        if platform != "gpu" or compute_capability is None:
+            return f"it needs an NVIDIA GPU, the arrays are on {platform!r}; use None or 'xla'"
+        if compute_capability < 8.0:
+            return (
+                f"it needs compute capability 8.0 (Ampere) or newer, this GPU has "
+                f"{compute_capability}; use None or 'xla'"
+            )
+    if backward and candidate.backward is None:
+        return "it has no backward pass; use None or 'xla' where gradients are taken"
+    return candidate.unsupported(q, kv)

@@ -1,0 +1,55 @@
+"""The one definition of a score and of the mask; reference, XLA and Pallas kernels all use it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.spec import AttentionSpec
+
+
+def scaled_logits(spec: AttentionSpec, products: jax.Array) -> jax.Array:
+    """``scale * products``, soft-capped to ``c * tanh(. / c)`` if the spec has a cap c."""
+    logits = products * spec.scale
+    if spec.logits_soft_cap is None:
+        return logits
+    return spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+
+
+def products_gradient(
+    spec: AttentionSpec, logits: jax.Array, logits_gradient: jax.Array
+) -> jax.Array:
+    """Gradient with respect to the scaled products, before the soft cap.
+
+    ``d/dx c tanh(x / c) = 1 - tanh(x / c)^2``, and ``logits`` is ``c tanh(x / c)`` already.
+    The caller multiplies by the scale, once, after its last matmul.
+    """
+    if spec.logits_soft_cap is None:
+        return logits_gradient
+    return logits_gradient * (1 - (logits / spec.logits_soft_cap) ** 2)
+
+
+def allowed(
+    spec: AttentionSpec,
+    q_positions: jax.Array,
+    kv_positions: jax.Array,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+) -> jax.Array | None:
+    """Which scores count; None if all do.
+
+    The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
+    Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
+    """
+    tests = []
+    if spec.left is not None:
+        tests.append(q_positions - kv_positions <= spec.left)
+    if spec.right is not None:
+        tests.append(kv_positions - q_positions <= spec.right)
+    if q_segment_ids is not None:
+        assert kv_segment_ids is not None
+        tests.append((q_segment_ids == kv_segment_ids) & (q_segment_ids != 0))
+    mask = None
+    for test in tests:
+        mask = test if mask is None else mask & test
+    return mask
