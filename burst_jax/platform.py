@@ -20,7 +20,7 @@ _CAPABILITIES = (
 )
 
 
-def platform() -> str:
+def current_platform() -> str:
     """ "gpu", "cpu", ...: of the mesh in context if it says, else JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
@@ -28,7 +28,7 @@ def platform() -> str:
 
 def compute_capability() -> float | None:
     """8.0 for A100, 9.0 for H100 and H200; None if the platform is not a known NVIDIA GPU."""
-    if platform() != "gpu":
+    if current_platform() != "gpu":
         return None
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
@@ -39,3 +39,21 @@ def compute_capability() -> float | None:
         if present.device_kind == kind and hasattr(present, "compute_capability"):
             return float(present.compute_capability)
     return None
+
+
+def compiler_options(platform: str | None = None) -> dict[str, bool]:
+    """What XLA needs to hide the links behind the kernels, for the outermost ``jax.jit``.
+
+    On GPUs the latency-hiding scheduler, which XLA leaves off on some generations::
+
+        step = jax.jit(step, compiler_options=burst_jax.compiler_options())
+
+    Args:
+      platform: "gpu", "cpu", ...; None is the mesh's in context, or JAX's default.
+
+    Returns:
+      Options for ``jax.jit(..., compiler_options=)``; empty where there is nothing to set.
+    """
+    if (platform or current_platform()) in ("gpu", "cuda"):
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}
+    return {}

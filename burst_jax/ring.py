@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.checks import check_local_arguments, make_spec
 from burst_jax.layout import Layout, shard_positions
-from burst_jax.platform import compute_capability, platform
+from burst_jax.platform import compute_capability, current_platform
 from burst_jax.rotation import Backward, choose_rotation, shift, source
 from pallas_kernels import AttentionSpec, Implementation, Tokens, resolve, vary, varying_axes
 from pallas_kernels.arrays import half_shape
@@ -125,7 +125,7 @@ def ring_attention(
         spec=spec,
         implementation=implementation,
         backward=backward,
-        platform=platform(),
+        platform=current_platform(),
         compute_capability=compute_capability(),
     )
     arrays = (query, key, value, query_segment_ids, key_value_segment_ids)
@@ -165,6 +165,13 @@ def _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids):
     # K and V travel as one array: two permutes in one step would wait for each other.
     kv = (key, value) if n == 1 else jnp.stack([key, value])
     travelling, carry = (kv, kv_segment_ids), None
+    bounds_at = _bounds_by_step(
+        n,
+        kv_segment_ids,
+        lambda hops, segment_ids: local.forward_bounds(
+            spec, query, kv, q_tokens, config.tokens(key.shape[1], hops, segment_ids)
+        ),
+    )
     for step in range(n):
         # Invariant: `travelling` started `step` devices back; `carry` is the attention over all
         # blocks that were here before it.
@@ -172,7 +179,7 @@ def _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids):
         arriving = None if last else shift(travelling, config.axis_name, n)
         kv, segment_ids = travelling
         kv_tokens = config.tokens(key.shape[1], step, segment_ids)
-        bounds = local.forward_bounds(spec, query, kv, q_tokens, kv_tokens)
+        bounds = bounds_at(step, segment_ids)
         carry = local.forward(query, kv, q_tokens, kv_tokens, bounds, carry, spec=spec)
         if not last:
             # Without it XLA hoists every permute to the front, ahead of all compute, and keeps
@@ -180,6 +187,20 @@ def _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids):
             travelling, carry = lax.optimization_barrier((arriving, carry))
     out, lse = carry
     return out.astype(query.dtype), lse
+
+
+def _bounds_by_step(size, segment_ids, bounds_of):
+    """``at(step, segment_ids) -> bounds`` from ``bounds_of(hops, segment_ids) -> bounds``.
+
+    Tables that depend on positions alone are made for all steps at once: one small kernel instead
+    of several per step, and in an 8 x A100 program no table comes to lie where the next step's
+    block could (with it, memory grew by a block from 12 devices on). Segment ids arrive with their
+    block, so their tables are made as they land.
+    """
+    if segment_ids is not None or size == 1:
+        return lambda step, ids: bounds_of(step, ids)
+    tables = jax.vmap(lambda hops: bounds_of(hops, None))(jnp.arange(size, dtype=jnp.int32))
+    return lambda step, ids: jax.tree.map(lambda table: table[step], tables)
 
 
 def _ring_fwd(config, query, key, value, q_segment_ids, kv_segment_ids):
@@ -196,6 +217,11 @@ def _ring_bwd(config, residuals, cotangents):
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     wide = (x.astype(jnp.float32) for x in (do, out))
     delta = jnp.einsum("btnh,btnh->bnt", *wide, precision=lax.Precision.HIGHEST) - dlse
+    # Nothing of the backward ring starts before its inputs are all there: a permute hoisted into
+    # the forward ring would take the link from the permute that forward waits for.
+    query, do, key, value, lse, delta = lax.optimization_barrier(
+        (query, do, key, value, lse, delta)
+    )
     queries = _Block((query, do), (lse, delta), q_segment_ids)
     keys = _Block((key, value), None, kv_segment_ids)
     rotation = choose_rotation(
@@ -234,23 +260,38 @@ def _backward(config, local, queries, keys, rotation):
     that left after step i - 1 is on its way, and adds to it when it lands.
     """
     n, spec, turn_kv = config.size, config.spec, rotation == "rotate_kv"
-    travelling = keys if turn_kv else queries
+    staying, travelling = (queries, keys) if turn_kv else (keys, queries)
     travelling = travelling.packed() if n > 1 else travelling
+    stay_tokens = config.tokens(half_shape(staying.arrays)[1], 0, staying.segment_ids)
     stay_sum = in_flight = None
+
+    def tokens(hops, segment_ids):
+        moved = config.tokens(half_shape(travelling.arrays)[1], hops, segment_ids)
+        return (stay_tokens, moved) if turn_kv else (moved, stay_tokens)
+
+    bounds_at = _bounds_by_step(
+        n,
+        travelling.segment_ids,
+        lambda hops, segment_ids: local.backward_bounds(
+            spec, queries.arrays[0], keys.arrays, *tokens(hops, segment_ids)
+        ),
+    )
     for step in range(n):
         # Invariant: `travelling` started `step` devices back; `in_flight` is its gradient from
         # those devices, arriving; `stay_sum` is the gradient here from all blocks before it.
         last = step == n - 1
         arriving = None if last else shift(travelling, config.axis_name, n)
         q, kv = (queries, travelling) if turn_kv else (travelling, keys)
-        q_hops, kv_hops = (0, step) if turn_kv else (step, 0)
-        q_tokens = config.tokens(half_shape(q.arrays)[1], q_hops, q.segment_ids)
-        kv_tokens = config.tokens(half_shape(kv.arrays)[1], kv_hops, kv.segment_ids)
-        bounds = local.backward_bounds(spec, q.arrays[0], kv.arrays, q_tokens, kv_tokens)
         dq, dkv = local.backward(
-            q.arrays, kv.arrays, q.stats, q_tokens, kv_tokens, bounds,
-            dq=stay_sum if turn_kv else None, dkv=None if turn_kv else stay_sum, spec=spec,
-        )  # fmt: skip
+            q.arrays,
+            kv.arrays,
+            q.stats,
+            *tokens(step, travelling.segment_ids),
+            bounds_at(step, travelling.segment_ids),
+            dq=stay_sum if turn_kv else None,
+            dkv=None if turn_kv else stay_sum,
+            spec=spec,
+        )
         stay_sum, new = (dq, dkv) if turn_kv else (dkv, dq)
         landed = new if in_flight is None else in_flight + new
         if not last:

@@ -72,7 +72,7 @@ def backward(
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:

@@ -1,0 +1,39 @@
+"""Errors against a float64 truth, measured by what one device makes in the same precision."""
+
+from __future__ import annotations
+
+import numpy as np
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+# Relative RMS that rounding alone explains: a few units in the last place of each dtype.
+RELATIVE_RMS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def errors(got, truth):
+    """``(largest, relative RMS)`` absolute error over the finite entries; -inf must match exactly."""
+    got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
+    assert got.shape == truth.shape
+    finite = np.isfinite(truth)
+    np.testing.assert_array_equal(got[~finite], truth[~finite])
+    gap = np.where(finite, got, 0) - np.where(finite, truth, 0)
+    size = np.sqrt(np.mean(np.where(finite, truth, 0) ** 2))
+    assert np.isfinite(gap).all(), "not a number where the truth is finite"
+    return np.abs(gap).max(), np.sqrt(np.mean(gap**2)) / max(size, 1e-30)
+
+
+def assert_as_good_as(got, one_device, truth, dtype, factor=1.5):
+    """Every result's largest and RMS error is at most ``factor`` times one device's."""
+    eps = float(np.finfo(np.float32).eps) if dtype == "float32" else 0.0
+    for name, g, d, t in zip(NAMES, got, one_device, truth, strict=True):
+        worst, rms = errors(g, t)
+        dense_worst, dense_rms = errors(d, t)
+        # Four units in the last place of the largest value: below that the worst single element is
+        # luck. lse is float32 in every dtype.
+        luck = 4 * float(np.finfo(np.float32).eps) if name == "lse" else 4 * eps
+        largest = np.abs(np.where(np.isfinite(t), t, 0)).max()
+        allowed = factor * dense_worst + luck * largest
+        assert worst <= allowed, f"{name}: error {worst:.3g}, one device's {dense_worst:.3g}"
+        allowed_rms = factor * dense_rms + luck
+        assert rms <= allowed_rms, f"{name}: relative RMS {rms:.3g}, one device's {dense_rms:.3g}"
+        limit = RELATIVE_RMS["float32" if name == "lse" else dtype]
+        assert rms <= limit, f"{name}: relative RMS {rms:.3g}, limit {limit:.3g}"

@@ -1,0 +1,236 @@
+"""The decoder over a ring against the same weights on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from meshes import assert_close, make_mesh, random_like, relative_rms
+
+from burst_jax.layout import from_layout, to_layout
+from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.training import make_batch, place_batch
+
+CONFIG = DecoderConfig(
+    vocab_size=40,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    logits_soft_cap=5.0,
+)
+B, T = 2, 32
+ROWS = np.random.default_rng(0).integers(0, 40, (B, T + 1))
+SEGMENTS = np.ones((B, T + 1), np.int32)
+SEGMENTS[0, 10:], SEGMENTS[1, 27:] = 2, 0
+
+
+@functools.cache
+def params():
+    return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
+
+
+def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS):
+    """Hidden states in natural order and all weights' gradients for one random cotangent."""
+    n = mesh.shape["seq"]
+    graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis="data", layout=layout)
+    batch = make_batch(ROWS, layout=layout, num_shards=n, segment_ids=segments)
+    cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), config.dtype), 3)
+
+    with jax.set_mesh(mesh):
+        placed = place_batch(batch, mesh, batch_axis="data")
+
+        @jax.jit
+        def run(params, batch, cotangent):
+            def f(params):
+                model = nnx.merge(graphdef, params)
+                return model(batch["inputs"], batch["positions"], batch["segment_ids"])
+
+            hidden, vjp = jax.vjp(f, params)
+            return hidden, vjp(cotangent)[0]
+
+        spec = placed["inputs"].sharding.spec
+        sharded = jax.device_put(
+            to_layout(cotangent, layout, n), jax.NamedSharding(mesh, jax.P(*spec, None))
+        )
+        replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
+        hidden, grads = jax.device_get(run(replicated, placed, sharded))
+    return from_layout(hidden, layout, n), without_head(grads)
+
+
+def without_head(grads):
+    """Hidden states do not depend on the output projection."""
+    grads = nnx.to_pure_dict(grads)
+    assert not grads.pop("head")["kernel"].any()
+    return grads
+
+
+@functools.cache
+def one_device():
+    return hidden_and_grads(make_mesh(), "contiguous")
+
+
+@pytest.mark.parametrize(
+    ("data", "seq", "layout", "kind"),
+    [
+        (1, 8, "zigzag", AxisType.Auto),
+        (2, 4, "striped", AxisType.Auto),
+        (1, 4, "contiguous", AxisType.Auto),
+        (2, 4, "zigzag", AxisType.Explicit),
+    ],
+    ids=["zigzag-n8", "striped-data2-n4", "contiguous-n4", "zigzag-data2-n4-explicit"],
+)
+def test_ring_equals_one_device(data, seq, layout, kind):
+    hidden, grads = hidden_and_grads(make_mesh(data, seq, kind), layout)
+    want_hidden, want_grads = one_device()
+    assert relative_rms(hidden, want_hidden) < 1e-5
+    assert_close(grads, want_grads, 1e-5)
+
+
+def test_causal_and_segments_hide_what_they_should():
+    model = Decoder(
+        CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(seq=4), layout="zigzag", batch_axis="data"
+    )
+
+    def hidden(rows):
+        batch = make_batch(rows, layout="zigzag", num_shards=4, segment_ids=SEGMENTS)
+        out = model(*(jnp.asarray(batch[k]) for k in ("inputs", "positions", "segment_ids")))
+        return np.asarray(from_layout(out, "zigzag", 4))
+
+    before = hidden(ROWS)
+    changed = ROWS.copy()
+    changed[0, 5], changed[1, 20] = (changed[0, 5] + 1) % 40, (changed[1, 20] + 1) % 40
+    same = (hidden(changed) == before).all(-1)
+    assert same[0, :5].all()
+    assert not same[0, 5:10].any()
+    assert same[0, 10:].all()  # Another segment.
+    assert same[1, :20].all()
+    assert not same[1, 20:27].any()
+
+
+def compiled_gradient(remat):
+    mesh = make_mesh(seq=4)
+    config = dataclasses.replace(CONFIG, remat=remat)
+    graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag")
+    placed = place_batch(make_batch(ROWS, layout="zigzag", num_shards=4), mesh)
+
+    def gradient(params, batch, cotangent):
+        def hidden(params):
+            return nnx.merge(graphdef, params)(batch["inputs"], batch["positions"])
+
+        return jax.vjp(hidden, params)[1](cotangent)[0]
+
+    cotangent = jax.device_put(
+        random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float32), 3),
+        jax.NamedSharding(mesh, jax.P(None, "seq", None)),
+    )
+    replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
+    compiled = jax.jit(gradient).lower(replicated, placed, cotangent).compile()
+    return compiled, compiled(replicated, placed, cotangent)
+
+
+@functools.cache
+def compiled_gradients():
+    return {remat: compiled_gradient(remat) for remat in ("none", "keep_attention", "full")}
+
+
+def test_remat_runs_no_second_forward_ring():
+    permutes = {
+        remat: len(re.findall(r"= .* collective-permute(?:-start)?\(", compiled.as_text()))
+        for remat, (compiled, _) in compiled_gradients().items()
+    }
+    # One scan forward and one backward over all layers, so each ring is in the program once.
+    assert permutes["keep_attention"] == permutes["none"]
+    assert permutes["full"] == permutes["none"] + 3
+    assert permutes["none"] >= 3 + 3 + 4
+
+
+def test_remat_changes_no_gradient():
+    grads = {remat: without_head(g) for remat, (_, g) in compiled_gradients().items()}
+    for remat in ("keep_attention", "full"):
+        assert_close(grads[remat], grads["none"], 1e-6)
+
+
+def test_no_device_gathers_tokens():
+    for compiled, _ in compiled_gradients().values():
+        assert "all-gather" not in compiled.as_text()
+        assert "all-to-all" not in compiled.as_text()
+
+
+def test_other_attention_over_the_same_weights():
+    ring = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(seq=8), layout="zigzag")
+    half = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, remat="none")
+    single = ring.with_attention(half, mesh=make_mesh())
+    assert dict(single.options) == {"mesh": make_mesh()}
+    assert single.config.remat == "none"
+    assert single.embedding[...] is ring.embedding[...]
+    tokens, pos = jnp.asarray(ROWS[:, :-1], jnp.int32), jnp.arange(T, dtype=jnp.int32)
+    out = single(tokens, pos)
+    assert out.dtype == jnp.bfloat16
+    assert ring.layers.mlp.up.kernel.dtype == jnp.float32
+    want = ring.with_attention(mesh=make_mesh())(tokens, pos)
+    assert 1e-4 < relative_rms(out, want) < 5e-2
+
+
+def test_options_set_here_or_unknown_raise():
+    for name in ("is_causal", "logits_soft_cap"):
+        with pytest.raises(TypeError, match=f"Decoder sets {name} itself"):
+            Decoder(CONFIG, rngs=nnx.Rngs(0), **{name: True})
+    with pytest.raises(TypeError, match="unknown option 'axis'"):
+        Decoder(CONFIG, rngs=nnx.Rngs(0), axis="seq")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0: it must be a positive integer"),
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"mlp_dim": 2.5}, "mlp_dim is 2.5"),
+        ({"num_kv_heads": 3}, "num_heads is 4, num_kv_heads 3: .*multiple of num_kv_heads"),
+        ({"head_dim": 7}, "head_dim is 7: .*even"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0: it must be positive"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
+        ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
+        ({"remat": "some"}, "remat is 'some': use one of 'none', 'keep_attention', 'full'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_config_checks_itself(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_weights_of_layers_differ_and_are_counted():
+    layers = nnx.to_pure_dict(params())["layers"]
+    for kernel in (layers["mlp"]["up"]["kernel"], layers["attention"]["query"]["kernel"]):
+        assert kernel.shape[0] == CONFIG.num_layers
+        assert relative_rms(kernel[0], kernel[1]) > 0.5
+    kernels = [
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params()))
+        if path[-1].key == "kernel"
+    ]
+    assert sum(kernels) == CONFIG.num_matmul_params
+    attention = 6 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim * 100
+    assert CONFIG.train_flops_per_token(100) == 6 * sum(kernels) + attention
+
+
+def test_unembed_is_float32_and_a_token_outside_the_vocabulary_shows():
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh())
+    pos = jnp.arange(4, dtype=jnp.int32)
+    hidden = model(jnp.array([[1, 2, 3, 4]], jnp.int32), pos)
+    logits = model.unembed(hidden)
+    assert logits.dtype == jnp.float32
+    want = np.asarray(hidden, np.float64) @ np.asarray(model.head.kernel[...], np.float64)
+    assert relative_rms(logits, want) < 1e-6
+    assert model.unembed(hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert np.isnan(model(jnp.array([[1, 2, 3, 40]], jnp.int32), pos)[0, 3]).all()

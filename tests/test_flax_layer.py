@@ -1,0 +1,201 @@
+"""BurstAttention, RoPE and RMSNorm, against plain NumPy in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import assert_close, make_mesh, random_like, relative_rms
+
+from burst_jax.flax_layer import BurstAttention
+from burst_jax.layout import from_layout, positions, to_layout
+from burst_jax.norm import RMSNorm
+from burst_jax.rope import apply_rope, rope_table
+
+B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
+
+
+def make_layer(mesh=None, **options):
+    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0)} | options
+    layer = BurstAttention(D, N, mesh=mesh or make_mesh(), **options)
+    if layer.query_norm is not None:  # Scales of 1 would hide a swap or a missing product.
+        layer.query_norm.scale[...] = jnp.linspace(0.5, 2.0, H, dtype=jnp.float32)
+        layer.key_norm.scale[...] = jnp.linspace(2.0, 0.25, H, dtype=jnp.float32)
+    return layer
+
+
+def dense(params, x, pos, keep, theta, qk_norm):
+    """The layer's formula, by complex numbers and one softmax."""
+    kernel = {name: params[name]["kernel"] for name in ("query", "key", "value", "out")}
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, kernel[name]) for name in ("query", "key", "value"))
+
+    def norm(y, scale):
+        return y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * scale
+
+    if qk_norm:
+        q, k = norm(q, params["query_norm"]["scale"]), norm(k, params["key_norm"]["scale"])
+
+    def rotate(y):
+        pairs = jax.lax.complex(y[..., : H // 2], y[..., H // 2 :])
+        angle = pos[:, :, None, None] * theta ** (-2 * np.arange(H // 2) / H)
+        pairs = pairs * jnp.exp(1j * angle)
+        return jnp.concatenate([pairs.real, pairs.imag], -1)
+
+    if theta is not None:
+        q, k = rotate(q), rotate(k)
+    k, v = (jnp.repeat(y, N // K, axis=2) for y in (k, v))
+    logits = jnp.where(keep[:, None], jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H), -1e30)
+    weights = jnp.where(keep[:, None], jax.nn.softmax(logits, -1), 0.0)
+    return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, kernel["out"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "theta", "qk_norm"),
+    [
+        ("contiguous", 100.0, False),
+        ("zigzag", 10000.0, True),
+        ("striped", 10000.0, True),
+        ("zigzag", None, True),
+    ],
+    ids=["contiguous-theta100", "zigzag-norm", "striped-norm", "zigzag-norm-norope"],
+)
+def test_equals_the_formula(layout, theta, qk_norm):
+    mesh = make_mesh(data=2, seq=4)
+    layer = make_layer(
+        mesh, batch_axis="data", layout=layout, is_causal=True, rope_theta=theta, qk_norm=qk_norm
+    )
+    graphdef, params = nnx.split(layer)
+    x, cotangent = (np.random.default_rng(s).standard_normal((B, T, D)) for s in (1, 2))
+    # Two documents and padding inside and at the end; positions restart with the second.
+    segments = np.ones((B, T), np.int32)
+    segments[0, 12:], segments[0, 20:23], segments[1, 29:] = 2, 0, 0
+    pos = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    pos[0, 12:] -= 12
+
+    @jax.jit
+    def ring(params, x):
+        def f(params, x):
+            ids = jnp.asarray(to_layout(segments, layout, 4))
+            p = None if theta is None else jnp.asarray(to_layout(pos, layout, 4))
+            y = nnx.merge(graphdef, params)(to_layout(x, layout, 4), p, ids)
+            return from_layout(y, layout, 4)
+
+        out, vjp = jax.vjp(f, params, x)
+        return out, vjp(jnp.asarray(cotangent, jnp.float32))
+
+    out, (d_params, d_x) = ring(params, jnp.asarray(x, jnp.float32))
+    keep = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
+    keep &= np.tril(np.ones((T, T), bool))
+    plain = {
+        name: {leaf: np.asarray(value[...], np.float64) for leaf, value in module.items()}
+        for name, module in nnx.to_pure_dict(params).items()
+    }
+    with jax.enable_x64(True):
+        want, vjp = jax.vjp(
+            lambda p, x: dense(p, x, pos, keep, theta, qk_norm),
+            jax.tree.map(jnp.asarray, plain),
+            jnp.asarray(x),
+        )
+        want_params, want_x = vjp(jnp.asarray(cotangent))
+        want, want_params, want_x = jax.device_get((want, want_params, want_x))
+    assert relative_rms(out, want) < 1e-5
+    assert relative_rms(d_x, want_x) < 1e-5
+    assert_close(nnx.to_pure_dict(d_params), want_params, 1e-5)
+    assert not np.asarray(out)[segments == 0].any()
+
+
+def test_layouts_without_rope_need_no_positions_but_rope_does():
+    x = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
+    with pytest.raises(ValueError, match=r"positions are missing: .*burst_jax.positions\(layout"):
+        make_layer()(x)
+    with pytest.raises(ValueError, match="rope_theta is None: the layer would ignore them"):
+        make_layer(rope_theta=None)(x, jnp.arange(T, dtype=jnp.int32))
+
+
+def test_positions_of_one_row_serve_all():
+    x = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
+    layer = make_layer(make_mesh(seq=4), layout="zigzag", is_causal=True)
+    row = jnp.asarray(positions("zigzag", T, 4))
+    np.testing.assert_array_equal(layer(x, row), layer(x, jnp.tile(row, (B, 1))))
+    assert relative_rms(layer(x, jnp.arange(T, dtype=jnp.int32)), layer(x, row)) > 0.01
+
+
+def test_bfloat16_computes_in_bfloat16_over_float32_weights():
+    x = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16), 1)
+    pos = jnp.arange(T, dtype=jnp.int32)
+    half, full = make_layer(dtype=jnp.bfloat16, qk_norm=True), make_layer(qk_norm=True)
+    assert half.query.kernel.dtype == jnp.float32
+    out = half(x, pos)
+    assert out.dtype == jnp.bfloat16
+    assert 1e-4 < relative_rms(out, full(x.astype(jnp.float32), pos)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"causal": True}, TypeError, r"BurstAttention got an unknown option 'causal': use mesh"),
+        ({"return_residual": True}, ValueError, "does not take return_residual: .*burst_attention"),
+        ({"query_segment_ids": None}, ValueError, "query_segment_ids: pass segment_ids to the cal"),
+        ({"num_kv_heads": 3}, ValueError, "num_heads is 4, num_kv_heads 3: .*multiple"),
+        ({"num_kv_heads": 0}, ValueError, "num_heads is 4, num_kv_heads 0"),
+        ({"head_dim": 5}, ValueError, "head_dim is 5: RoPE rotates pairs"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_options_raise(options, error, message):
+    with pytest.raises(error, match=message):
+        make_layer(**options)
+
+
+def test_wrong_shapes_raise():
+    layer, x = make_layer(), jnp.zeros((B, T, D), jnp.float32)
+    with pytest.raises(ValueError, match=r"in_features is 10, num_heads 4: pass head_dim"):
+        BurstAttention(10, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x has shape \(32, 24\): it needs \[B, T, features\]"):
+        layer(x[0], jnp.arange(T, dtype=jnp.int32))
+    with pytest.raises(ValueError, match=r"positions cover 1 rows of 31 tokens"):
+        layer(x, jnp.arange(T - 1, dtype=jnp.int32))
+    with pytest.raises(ValueError, match=r"positions has dtype float32: convert it to int32"):
+        layer(x, jnp.arange(T, dtype=jnp.float32))
+    with pytest.raises(ValueError, match=r"positions has shape \(\)"):
+        layer(x, jnp.int32(0))
+    with pytest.raises(ValueError, match="theta is 0"):
+        rope_table(jnp.arange(T, dtype=jnp.int32), 4, theta=0)
+    with pytest.raises(ValueError, match="head_dim is 3"):
+        rope_table(jnp.arange(T, dtype=jnp.int32), 3)
+
+
+@pytest.mark.parametrize(("largest", "limit"), [(4096, 4e-4), (2**20, 6e-4), (2**24, 2e-3)])
+def test_rope_angles_stay_exact_at_millions_of_tokens(largest, limit):
+    pos = np.concatenate([np.arange(8), np.linspace(0, largest - 1, 999).astype(np.int32)])
+    table = rope_table(jnp.asarray(pos, jnp.int32), 64, 5e5)
+    angle = pos[:, None] * 5e5 ** (-np.arange(0, 64, 2) / 64)
+    worst = np.abs(np.asarray(table.cos)[0] - np.cos(angle)).max()
+    worst = max(worst, np.abs(np.asarray(table.sin)[0] - np.sin(angle)).max())
+    assert worst < limit
+
+
+def test_rope_sees_differences_of_positions_only():
+    q, k = (random_like(jax.ShapeDtypeStruct((1, 1, 1, 16), jnp.float32), s) for s in (1, 2))
+
+    def logit(query_position, key_position):
+        tables = [
+            rope_table(jnp.full((1,), p, jnp.int32), 16) for p in (query_position, key_position)
+        ]
+        return float(jnp.vdot(apply_rope(q, tables[0]), apply_rope(k, tables[1])))
+
+    assert logit(107, 100) == pytest.approx(logit(7, 0), abs=1e-4)
+    assert abs(logit(7, 0) - logit(0, 7)) > 1e-2
+
+
+def test_rms_norm():
+    norm = RMSNorm(8)
+    norm.scale[...] = jnp.arange(1, 9, dtype=jnp.float32)
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * np.arange(1, 9)
+    assert relative_rms(norm(jnp.asarray(x, jnp.float32)), want) < 1e-6
+    half = norm(jnp.asarray(x, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    assert relative_rms(half, want) < 1e-2

@@ -1,0 +1,354 @@
+"""Batches, the chunked loss, the optimizer and the training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import assert_close, make_mesh
+
+from burst_jax.layout import from_layout, positions
+from burst_jax.models import DecoderConfig
+from burst_jax.training import (
+    chunked_cross_entropy,
+    evaluate,
+    init_train_state,
+    make_batch,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+)
+from burst_jax.training.step import decay_mask
+
+RNG = np.random.default_rng(0)
+
+
+# Batches.
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_targets_survive_the_permutation(layout, num_shards):
+    rows = RNG.integers(0, 1000, (2, 25))
+    batch = make_batch(rows, layout=layout, num_shards=num_shards)
+    place = batch["positions"][0]
+    np.testing.assert_array_equal(place, positions(layout, 24, num_shards))
+    np.testing.assert_array_equal(batch["inputs"], rows[:, place])
+    np.testing.assert_array_equal(batch["targets"], rows[:, place + 1])
+    assert batch["segment_ids"] is None
+    assert batch["weights"].all()
+    assert {batch[k].dtype for k in ("inputs", "targets", "positions")} == {np.dtype(np.int32)}
+
+
+def test_padding_and_documents_weigh_nothing():
+    rows = RNG.integers(0, 1000, (2, 14))
+    segments = np.ones((2, 14), np.int32)
+    segments[0, 5:], segments[1, 9:] = 2, 0
+    batch = make_batch(rows, layout="zigzag", num_shards=4, segment_ids=segments)
+    natural = from_layout(batch, "zigzag", 4)
+    assert natural["inputs"].shape == (2, 16)
+    np.testing.assert_array_equal(natural["inputs"][:, :13], rows[:, :-1])
+    np.testing.assert_array_equal(natural["targets"][:, :13], rows[:, 1:])
+    np.testing.assert_array_equal(natural["segment_ids"][:, :13], segments[:, :13])
+    assert not natural["segment_ids"][:, 13:].any()
+    weights = np.ones((2, 16), np.float32)
+    weights[:, 13:], weights[0, 4], weights[1, 8:] = 0, 0, 0
+    np.testing.assert_array_equal(natural["weights"], weights)
+
+
+def test_padding_alone_makes_segments():
+    batch = make_batch(RNG.integers(0, 9, (1, 6)), layout="striped", num_shards=4)
+    natural = from_layout(batch, "striped", 4)
+    np.testing.assert_array_equal(natural["segment_ids"], [[1] * 5 + [0] * 3])
+    np.testing.assert_array_equal(natural["weights"], natural["segment_ids"])
+
+
+def test_every_device_gets_its_own_tokens():
+    mesh = make_mesh(data=2, seq=4)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=4)
+    placed = place_batch(batch, mesh, batch_axis="data")
+    assert placed["segment_ids"] is None
+    for name in ("inputs", "targets", "positions", "weights"):
+        np.testing.assert_array_equal(placed[name], batch[name])
+        shards = placed[name].addressable_shards
+        assert {shard.data.shape for shard in shards} == {(2, 4)}
+        assert len({str(shard.index) for shard in shards}) == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (np.zeros(5, int), {}, r"rows has shape \(5,\): it needs \[B, T \+ 1\]"),
+        (np.zeros((2, 1), int), {}, r"rows has shape \(2, 1\)"),
+        (np.zeros((2, 5)), {}, "rows has dtype float64: token ids are integers"),
+        (np.zeros((2, 5), int), {"segment_ids": np.ones((2, 4), np.int32)}, r"\(2, 4\), rows \(2"),
+        (np.zeros((2, 5), int), {"segment_ids": np.ones((2, 5))}, "float64: convert it to int32"),
+        (np.zeros((2, 5), int), {"layout": "spiral"}, "layout is 'spiral'"),
+    ],
+    ids=["rank", "short", "dtype", "segments-shape", "segments-dtype", "layout"],
+)
+def test_wrong_batches_raise(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(rows, **options)
+
+
+# The loss.
+
+B, T, D, V = 2, 24, 8, 30
+
+
+def loss_inputs(dtype=jnp.float32):
+    hidden, kernel = (
+        jnp.asarray(RNG.standard_normal(shape), kind)
+        for shape, kind in (((B, T, D), dtype), ((D, V), jnp.float32))
+    )
+    targets = RNG.integers(0, V, (B, T)).astype(np.int32)
+    weights = RNG.uniform(0.5, 2.0, (B, T)).astype(np.float32)
+    weights[0, 3:7], weights[1, 20:] = 0, 0
+    targets[weights == 0] = -7  # Never read.
+    return hidden, kernel, jnp.asarray(targets), jnp.asarray(weights)
+
+
+def dense_loss(hidden, kernel, targets, weights):
+    """Float64, all logits at once."""
+    log_probs = jax.nn.log_softmax(hidden @ kernel)
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(weights * picked)
+
+
+def dense_results(hidden, kernel, targets, weights, cotangent):
+    arrays = [np.asarray(x, np.float64) for x in (hidden, kernel)]
+    others = np.asarray(targets), np.asarray(weights, np.float64)
+    with jax.enable_x64(True):
+        total, vjp = jax.vjp(lambda h, k: dense_loss(h, k, *others), *map(jnp.asarray, arrays))
+        return jax.device_get((total, vjp(jnp.float64(cotangent))))
+
+
+@pytest.mark.parametrize(
+    ("data", "seq", "chunk_size"),
+    [(1, 1, 1000), (1, 1, 7), (1, 8, 2), (2, 4, 6), (2, 4, 5), (1, 3, 1)],
+    ids=lambda n: str(n),
+)
+def test_chunked_loss_equals_dense(data, seq, chunk_size):
+    inputs = loss_inputs()
+    want, want_grads = dense_results(*inputs, 0.37)
+    mesh = make_mesh(data, seq)
+
+    @jax.jit
+    def run(hidden, kernel, targets, weights):
+        def loss(hidden, kernel):
+            options = {"mesh": mesh, "batch_axis": "data", "chunk_size": chunk_size}
+            return chunked_cross_entropy(hidden, kernel, targets, weights, **options)
+
+        total, vjp, count = jax.vjp(loss, hidden, kernel, has_aux=True)
+        return total, count, vjp(jnp.float32(0.37))
+
+    total, count, grads = run(*inputs)
+    np.testing.assert_allclose(count, np.sum(inputs[3]), rtol=1e-6)
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    assert_close(grads, want_grads, 1e-6)
+    assert not np.asarray(grads[0])[np.asarray(inputs[3]) == 0].any()
+
+
+def test_loss_without_weights_counts_every_token():
+    hidden, kernel, targets, _ = loss_inputs()
+    targets = jnp.maximum(targets, 0)
+    ones = jnp.ones((B, T), jnp.float32)
+    total, count = chunked_cross_entropy(hidden, kernel, targets, mesh=make_mesh(seq=4))
+    assert count == B * T
+    np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
+
+
+def test_bfloat16_loss_accumulates_in_float32():
+    inputs = loss_inputs(jnp.bfloat16)
+    want, want_grads = dense_results(*inputs, 1.0)
+
+    def loss(hidden, kernel):
+        return chunked_cross_entropy(
+            hidden, kernel, *inputs[2:], mesh=make_mesh(seq=4), chunk_size=4
+        )[0]
+
+    total, grads = jax.value_and_grad(loss, (0, 1))(*inputs[:2])
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(total, want, rtol=2e-3)
+    assert_close(grads, want_grads, 1e-2)
+
+
+def equations(jaxpr):
+    """All equations, with those inside, each with the primitives around it."""
+    for equation in jaxpr.eqns:
+        yield equation, ()
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                for nested, around in equations(inner):
+                    yield nested, (equation.primitive.name, *around)
+
+
+def test_no_chunk_too_many_logits_and_no_sum_per_chunk():
+    seq, chunk = 4, 3
+    inputs = loss_inputs()
+
+    def loss(hidden, kernel):
+        return chunked_cross_entropy(
+            hidden, kernel, *inputs[2:], mesh=make_mesh(seq=seq), chunk_size=chunk
+        )[0]
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*inputs[:2]).jaxpr
+    logits, sums = 0, []
+    for equation, around in equations(jaxpr):
+        for var in equation.outvars:
+            shape = getattr(var.aval, "shape", ())
+            # Shapes of one device; (D, V) is the kernel or its gradient.
+            if "shard_map" in around and shape[-1:] == (V,) and shape != (D, V):
+                logits = max(logits, int(np.prod(shape[:-1])))
+        if equation.primitive.name.startswith("psum"):
+            sums.append("scan" in around)
+    assert logits == chunk
+    assert sums
+    assert not any(sums)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size is 0: it must be at least 1"),
+        ({"hidden": jnp.zeros((T, D))}, r"hidden has shape \(24, 8\): it needs \[B, T, D\]"),
+        ({"kernel": jnp.zeros((V, D))}, r"kernel has shape \(30, 8\): .*it needs \[8, V\]"),
+        ({"targets": jnp.zeros((B, 5), jnp.int32)}, r"targets has shape \(2, 5\): hidden's"),
+        ({"targets": jnp.zeros((B, T))}, "targets has dtype float32: convert it to int32"),
+        ({"weights": jnp.zeros((B, T), jnp.int32)}, "weights has dtype int32: convert it to float"),
+        ({"mesh": None}, r"no mesh: pass mesh=jax.make_mesh\(...\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_loss_arguments_raise(change, message):
+    arguments = dict(zip(("hidden", "kernel", "targets", "weights"), loss_inputs(), strict=True))
+    arguments |= {"mesh": make_mesh()} | change
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(**arguments)
+
+
+# The optimizer.
+
+
+def test_schedule():
+    schedule = make_optimizer(2.0, 100, warmup_steps=10, final_fraction=0.1).schedule
+    rates = [float(schedule(jnp.int32(step))) for step in (0, 4, 9, 10, 55, 100, 500)]
+    np.testing.assert_allclose(rates, [0.2, 1.0, 2.0, 2.0, 1.1, 0.2, 0.2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0.0: it must be positive"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0: it must be positive"),
+        ({"steps": 0}, "steps is 0: it must be at least 1"),
+        ({"warmup_steps": 11}, r"warmup_steps is 11: it must be in 0 ... steps \(10\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_optimizer_arguments_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(**{"learning_rate": 1.0, "steps": 10} | options)
+
+
+def test_only_matrices_decay_and_the_norm_is_clipped():
+    params = {
+        "layers": {"norm": {"scale": jnp.ones((2, 4))}, "up": {"kernel": jnp.ones((2, 4, 4))}},
+        "embedding": jnp.ones((5, 4)),
+    }
+    mask = decay_mask(params)
+    assert jax.tree.leaves(mask["layers"]) == [False, True]
+    assert not mask["embedding"]
+    transform = make_optimizer(1.0, 10, warmup_steps=0, weight_decay=0.5).transform
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = transform.update(zeros, transform.init(params), params)
+        np.testing.assert_allclose(updates["layers"]["up"]["kernel"], -0.5)
+        assert not updates["layers"]["norm"]["scale"].any()
+        assert not updates["embedding"].any()
+        large = jax.tree.map(lambda x: 1e3 * x, params)
+        _, state = transform.update(large, transform.init(params), params)
+    moments = jax.tree.leaves(state[1].mu)
+    norm = np.sqrt(sum(float(jnp.sum(jnp.square(m))) for m in moments)) / 0.1
+    assert norm == pytest.approx(1.0, rel=1e-5)
+
+
+# The step.
+
+CONFIG = DecoderConfig(
+    vocab_size=20, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24
+)
+ROWS = np.random.default_rng(5).integers(0, 20, (2, 31))
+
+
+@functools.cache
+def trained(data, seq, dtype="float32", steps=12):
+    mesh = make_mesh(data, seq)
+    optimizer = make_optimizer(1e-2, steps, warmup_steps=2)
+    config = dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
+    graphdef, params, opt_state = init_train_state(
+        config, optimizer, mesh, 0, batch_axis="data", layout="zigzag"
+    )
+    first = params
+    step = make_train_step(graphdef, optimizer, chunk_size=7)
+    batch = make_batch(ROWS, layout="zigzag", num_shards=seq)
+    batch = place_batch(batch, mesh, batch_axis="data")
+    eval_step = make_eval_step(graphdef, chunk_size=3)
+    before = evaluate(eval_step, params, [batch])
+    history = []
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, batch)
+        history.append({name: float(value) for name, value in metrics.items()})
+    return first, params, opt_state, before, history, evaluate(eval_step, params, [batch, batch])
+
+
+def test_steps_reduce_the_loss():
+    _, _, _, before, history, after = trained(2, 2)
+    assert history[0]["loss"] == pytest.approx(before.nll, rel=1e-6)
+    assert before.nll == pytest.approx(np.log(20), abs=0.2)
+    assert after.nll < before.nll - 0.5
+    assert after.perplexity == pytest.approx(np.exp(after.nll))
+    assert (before.tokens, after.tokens) == (60, 120)
+    schedule = make_optimizer(1e-2, 12, warmup_steps=2).schedule
+    rates = [float(schedule(jnp.int32(step))) for step in range(12)]
+    assert [m["learning_rate"] for m in history] == pytest.approx(rates)
+
+
+def test_steps_on_a_ring_equal_steps_on_one_device():
+    ring, single = trained(2, 2), trained(1, 1)
+    assert_close(jax.device_get(ring[1]), jax.device_get(single[1]), 2e-3)
+    for name in ("loss", "grad_norm"):
+        got, want = ([m[name] for m in run[4]] for run in (ring, single))
+        np.testing.assert_allclose(got, want, rtol=2e-4)
+        np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
+
+
+def test_states_are_donated_and_stay_replicated():
+    first, params, opt_state, *_ = trained(2, 2)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    for leaf in jax.tree.leaves((params, opt_state)):
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_step_follows_float32():
+    half, full = trained(2, 2, "bfloat16"), trained(2, 2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half[1])} == {jnp.dtype(jnp.float32)}
+    got, want = ([m["loss"] for m in run[4]] for run in (half, full))
+    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert got != want
+
+
+def test_nothing_to_evaluate_raises():
+    with pytest.raises(ValueError, match="batches hold no targets"):
+        evaluate(lambda params, batch: (0.0, 0.0), None, [])
