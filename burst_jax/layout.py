@@ -185,6 +185,10 @@ def pad_to_layout(
         segment_ids = np.ones((batch, length), np.int32)
         if any(isinstance(leaf, jax.Array) for leaf in leaves):
             segment_ids = jnp.asarray(segment_ids)
+    if not hasattr(segment_ids, "dtype"):
+        raise ValueError(
+            f"segment_ids is a {type(segment_ids).__name__}: it must be an int32 array [B, T]"
+        )
     if np.shape(segment_ids) != (batch, length):
         raise ValueError(
             f"segment_ids has shape {np.shape(segment_ids)}: the arrays' [B, T] is {(batch, length)}"

@@ -297,7 +297,9 @@ def _backward(config, local, queries, keys, rotation):
         if not last:
             travelling, stay_sum, landed = lax.optimization_barrier((arriving, stay_sum, landed))
         in_flight = landed if n == 1 else shift(landed, config.axis_name, n)
-    return (stay_sum, in_flight) if turn_kv else (in_flight, stay_sum)
+    # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
+    home = lax.optimization_barrier(in_flight)
+    return (stay_sum, home) if turn_kv else (home, stay_sum)
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -22,18 +23,20 @@ def errors(got, truth):
 
 
 def assert_as_good_as(got, one_device, truth, dtype, factor=1.5):
-    """Every result's largest and RMS error is at most ``factor`` times one device's."""
-    eps = float(np.finfo(np.float32).eps) if dtype == "float32" else 0.0
+    """Every result's largest and RMS error is at most ``factor`` times one device's.
+
+    Below the rounding of the result itself the worst single element is luck, and float32 sums in
+    another order differ by a few units in the last place: both are allowed on top.
+    """
     for name, g, d, t in zip(NAMES, got, one_device, truth, strict=True):
+        kind = "float32" if name == "lse" else dtype
+        eps = float(jnp.finfo(kind).eps)
         worst, rms = errors(g, t)
         dense_worst, dense_rms = errors(d, t)
-        # Four units in the last place of the largest value: below that the worst single element is
-        # luck. lse is float32 in every dtype.
-        luck = 4 * float(np.finfo(np.float32).eps) if name == "lse" else 4 * eps
         largest = np.abs(np.where(np.isfinite(t), t, 0)).max()
-        allowed = factor * dense_worst + luck * largest
+        slack = 4 * eps if kind == "float32" else eps / 2
+        allowed = factor * dense_worst + slack * largest
         assert worst <= allowed, f"{name}: error {worst:.3g}, one device's {dense_worst:.3g}"
-        allowed_rms = factor * dense_rms + luck
+        allowed_rms = factor * dense_rms + (eps if kind == "float32" else 0)
         assert rms <= allowed_rms, f"{name}: relative RMS {rms:.3g}, one device's {dense_rms:.3g}"
-        limit = RELATIVE_RMS["float32" if name == "lse" else dtype]
-        assert rms <= limit, f"{name}: relative RMS {rms:.3g}, limit {limit:.3g}"
+        assert rms <= RELATIVE_RMS[kind], f"{name}: relative RMS {rms:.3g}"

@@ -1,8 +1,49 @@
 """Every test runs on eight CPU devices, whatever else the machine has."""
 
+import compiled
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+_NOT_RUN = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-cuda-compiler",
+        action="store_true",
+        help="fail, instead of saying so, if the tests that compile for GPUs cannot run",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "cuda_compiler: compiles for A100 and H100; needs JAX's CUDA plugin, no GPU"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if compiled.cuda_compiler_present():
+        return
+    away = [item for item in items if item.get_closest_marker("cuda_compiler")]
+    if away and config.getoption("--require-cuda-compiler"):
+        raise pytest.UsageError(
+            f"{len(away)} tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'"
+        )
+    config.stash[_NOT_RUN] = len(away)
+    config.hook.pytest_deselected(items=away)
+    items[:] = [item for item in items if item not in away]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if compiled.cuda_compiler_present():
+        return
+    terminalreporter.section("not run")
+    terminalreporter.write_line(
+        "The tests that compile for A100 and H100 (tests/test_compiled.py): JAX's CUDA plugin is "
+        "not installed. It needs no GPU: pip install 'burst-jax[cuda13]'"
+    )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from meshes import assert_close, make_mesh
 
 from burst_jax.layout import from_layout, positions
@@ -291,8 +292,8 @@ ROWS = np.random.default_rng(5).integers(0, 20, (2, 31))
 
 
 @functools.cache
-def trained(data, seq, dtype="float32", steps=12):
-    mesh = make_mesh(data, seq)
+def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
+    mesh = make_mesh(data, seq, kind)
     optimizer = make_optimizer(1e-2, steps, warmup_steps=2)
     config = dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
     graphdef, params, opt_state = init_train_state(
@@ -347,6 +348,13 @@ def test_bfloat16_step_follows_float32():
     got, want = ([m["loss"] for m in run[4]] for run in (half, full))
     np.testing.assert_allclose(got, want, rtol=2e-2)
     assert got != want
+
+
+def test_explicit_axes_train_too():
+    explicit = trained(2, 2, steps=2, kind=AxisType.Explicit)[4]
+    auto = trained(2, 2)[4]
+    assert explicit[0]["loss"] == pytest.approx(auto[0]["loss"], rel=1e-6)
+    assert explicit[0]["grad_norm"] == pytest.approx(auto[0]["grad_norm"], rel=1e-5)
 
 
 def test_nothing_to_evaluate_raises():

@@ -1,0 +1,34 @@
+"""Root mean square normalisation, computed in float32 whatever the dtype of the activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis (Zhang and Sennrich 2019).
+
+    Args:
+      features: length of the last axis.
+      epsilon: added to the mean square.
+      param_dtype: dtype of ``scale``, ``[features]``, which starts at 1.
+
+    Called with ``x [..., features]``; the result has the dtype of ``x``.
+    """
+
+    def __init__(
+        self, features: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32
+    ) -> None:
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of ``x``."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)

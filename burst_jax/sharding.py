@@ -1,0 +1,61 @@
+"""Which mesh, which axes, and how to keep activations where their tokens are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+AxisNames = str | tuple[str, ...] | None
+
+
+def resolve_mesh(mesh: Any = None) -> Any:
+    """``mesh`` itself, or the mesh of ``jax.set_mesh``; ValueError if there is neither."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "no mesh: pass mesh=jax.make_mesh(...) or call inside `with jax.set_mesh(mesh)`"
+        )
+    return mesh
+
+
+def flat_names(*axes: AxisNames) -> tuple[str, ...]:
+    """The mesh axes that the arguments name, in order, without None."""
+    names: list[str] = []
+    for axis in axes:
+        if axis is not None:
+            names.extend((axis,) if isinstance(axis, str) else axis)
+    return tuple(names)
+
+
+def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:
+    """How ``[B, T, ...]`` of ``ndim`` axes is sharded: B over batch_axis, T over seq_axis."""
+    return PartitionSpec(batch_axis, seq_axis, *[None] * (ndim - 2))
+
+
+def lookup(table: jax.Array, index: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """``table[index]``, the result sharded by ``spec`` over a mesh with Auto or Explicit axes.
+
+    Without the pin the compiler may gather all tokens on its way into a model. An index beyond the
+    table gives NaN.
+    """
+    mesh = resolve_mesh(mesh)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto, explicit = (
+        NamedSharding(mesh, _only(spec, {name for name in types if types[name] == kind}))
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    if AxisType.Explicit in types.values():
+        rows = table.at[index].get(mode="fill", out_sharding=explicit)
+    else:
+        rows = table.at[index].get(mode="fill")
+    if AxisType.Auto in types.values():
+        rows = jax.lax.with_sharding_constraint(rows, auto)
+    return rows
+
+
+def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
+    kept = (tuple(name for name in flat_names(entry) if name in names) for entry in spec)
+    return PartitionSpec(*(entry or None for entry in kept))

@@ -1,0 +1,202 @@
+"""What XLA makes of the ring on 8 x A100 and 8 x H100, read from the compiled programs."""
+
+from __future__ import annotations
+
+import functools
+
+import compiled
+import jax
+import jax.numpy as jnp
+import pytest
+
+import burst_jax
+from burst_jax.rotation import backward_bytes, choose_rotation, forward_bytes
+from pallas_kernels import AttentionSpec, Tokens, resolve, triton_forward
+
+pytestmark = pytest.mark.cuda_compiler
+
+GPUS = ("a100", "h100")
+
+
+def attend(mesh, **options):
+    options = {"is_causal": True, "layout": "zigzag", **options}
+    return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
+
+
+def gradient(attention):
+    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
+
+    def run(query, key, value):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return vjp(out)
+
+    return run
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_forward_permute_lies_beside_a_kernel(gpu, packed):
+    mesh = compiled.gpu_mesh(gpu, 8)
+    shapes = compiled.inputs(mesh, 2048, 16, 4)
+    if packed:
+        ids = compiled.segment_ids(mesh, 2048)
+
+        def run(query, key, value, ids):
+            segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+            return attend(mesh, **segments)(query, key, value)
+
+        program = compiled.compile_for(run, *shapes, ids)
+    else:
+        program = compiled.compile_for(attend(mesh), *shapes)
+    events = compiled.schedule(program)
+    assert [kind for kind, _ in events].count("start") == 7
+    assert not [event for event in events if event[0] == "sync"]
+    assert events.count(("kernel", "burst_forward")) == 8
+    for hop in range(7):
+        between = events[events.index(("start", hop)) + 1 : events.index(("done", hop))]
+        assert between == [("kernel", "burst_forward")], f"hop {hop}: {between}"
+
+
+@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["gqa1", "gqa4"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_bytes_on_the_wire_are_the_formulas(gpu, heads, rotation):
+    mesh = compiled.gpu_mesh(gpu, 8)
+    n, tokens, (heads, kv_heads), dim = 8, 1024, heads, 128
+    shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
+    forward = compiled.compile_for(attend(mesh), *shapes)
+    both = compiled.compile_for(gradient(attend(mesh, backward=rotation)), *shapes)
+    # DESIGN: 2(n-1) c K H s forward; 2(n-1) c K H s + 2 n c K H t to rotate K and V backward;
+    # 2(n-1) c N H s + 2(n-1) c N 4 + n c N H t to rotate the queries.
+    hops, c, k, h, heads, s, t = n - 1, tokens, kv_heads, dim, heads, 2, 4
+    wire_forward = 2 * hops * c * k * h * s
+    wire_backward = {
+        "rotate_kv": 2 * hops * c * k * h * s + 2 * n * c * k * h * t,
+        "rotate_query": 2 * hops * c * heads * h * s + 2 * hops * c * heads * 4 + n * c * heads * h * t,
+    }[rotation]
+    assert compiled.permuted_bytes(forward) == wire_forward
+    assert compiled.permuted_bytes(both) == wire_forward + wire_backward
+    # The library's own arithmetic, which `auto` decides by, says the same.
+    assert forward_bytes(n, c, k, h, s) == wire_forward
+    assert backward_bytes(rotation, n, c, c, heads, k, h, s) == wire_backward
+    for program in (forward, both):
+        assert "all-gather" not in program.as_text()
+        assert "all-to-all" not in program.as_text()
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2)], ids=["gqa1", "gqa2", "gqa4"])
+def test_auto_moves_the_fewest_bytes(heads):
+    mesh = compiled.gpu_mesh("a100", 8)
+    shapes = compiled.inputs(mesh, 256, *heads)
+    wire = {
+        rotation: compiled.permuted_bytes(
+            compiled.compile_for(gradient(attend(mesh, backward=rotation)), *shapes)
+        )
+        for rotation in ("rotate_kv", "rotate_query", "auto")
+    }
+    assert wire["auto"] == min(wire["rotate_kv"], wire["rotate_query"])
+    assert wire["rotate_kv"] != wire["rotate_query"]
+    shape = {"size": 8, "q_length": 256, "kv_length": 256, "head_dim": 128, "itemsize": 2}
+    chosen = choose_rotation("auto", heads=heads[0], kv_heads=heads[1], **shape)
+    assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
+
+
+@pytest.mark.parametrize("what", ["forward", "rotate_kv", "rotate_query"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_memory_per_device_does_not_grow_with_the_ring(gpu, what):
+    temp = []
+    for n in (4, 16):
+        mesh = compiled.gpu_mesh(gpu, n)
+        attention = attend(mesh) if what == "forward" else gradient(attend(mesh, backward=what))
+        program = compiled.compile_for(attention, *compiled.inputs(mesh, 1024, 8, 8))
+        temp.append(compiled.temp_bytes(program))
+    # One K/V block is 4 MiB here; tile tables are a few KiB a step.
+    assert max(temp) - temp[0] < 0.25 * 2**20, [f"{size / 2**20:.2f} MiB" for size in temp]
+
+
+def test_remat_policy_holds_no_second_forward_ring():
+    mesh, (heads, kv_heads) = compiled.gpu_mesh("a100", 8), (8, 2)
+    shapes = compiled.inputs(mesh, 512, heads, kv_heads)
+    names = jax.checkpoint_policies.save_only_these_names(*burst_jax.CHECKPOINT_NAMES)
+
+    def wire(**remat):
+        # Something before the attention, so that its inputs too are recomputed.
+        def layer(query, key, value):
+            return attend(mesh)(jnp.sin(query), jnp.sin(key), jnp.sin(value))
+
+        layer = jax.checkpoint(layer, **remat) if remat else layer
+        return compiled.permuted_bytes(compiled.compile_for(gradient(layer), *shapes))
+
+    forward = forward_bytes(8, 512, kv_heads, 128, 2)
+    plain = forward + backward_bytes("rotate_kv", 8, 512, 512, heads, kv_heads, 128, 2)
+    assert wire() == plain
+    assert wire(policy=names) == plain
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert wire(policy=nothing) == plain + forward  # what the policy saves
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_triton_tiles_fit_without_register_spills(gpu, head_dim, dtype):
+    mesh = compiled.gpu_mesh(gpu, 2)
+    arrays = compiled.inputs(mesh, 1000, 4, 2, head_dim, jnp.dtype(dtype))
+    ids = compiled.segment_ids(mesh, 1000)
+
+    def run(query, key, value, ids):
+        return attend(
+            mesh,
+            implementation="triton",
+            local_window_size=300,
+            logits_soft_cap=20.0,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+        )(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    program = compiled.compile_for(run, *arrays, ids, **refuse)
+    assert compiled.schedule(program).count(("kernel", "burst_forward")) == 2
+
+
+def test_spilling_tiles_are_refused():
+    """The guard of the test above: tiles that are too large for the registers do not pass."""
+    mesh = compiled.gpu_mesh("a100", 1)
+    arrays = compiled.inputs(mesh, 512, 2, 2, 128)
+    config = triton_forward.TritonConfig(block_q=128, block_kv=128, num_warps=4, num_stages=2)
+
+    def local(query, key, value):
+        tokens = Tokens(jnp.arange(512, dtype=jnp.int32))
+        bounds = jnp.zeros((1, 4, 4), jnp.int32)
+        spec = AttentionSpec(0.1, right=0)
+        kv = (key, value)
+        return triton_forward.forward(query, kv, tokens, tokens, bounds, spec=spec, config=config)
+
+    specs = (jax.P(None, "seq"),) * 3
+    outs = (jax.P(None, "seq"), jax.P(None, None, "seq"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs)
+    compiled.compile_for(run, *arrays)
+    with pytest.raises(Exception, match="register spilling"):
+        compiled.compile_for(
+            run, *arrays, xla_gpu_fail_ptx_compilation_on_register_spilling=True
+        )
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])
+def test_the_gpu_is_known_before_tracing(gpu, capability):
+    """Without this the choice of kernels would fall to what the compiling machine has."""
+    mesh, seen = compiled.gpu_mesh(gpu, 1), []
+
+    def local(x):
+        from burst_jax.platform import compute_capability, current_platform
+
+        seen.append((current_platform(), compute_capability()))
+        return x
+
+    spec = jax.P("seq")
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)).trace(
+        jax.ShapeDtypeStruct((8,), jnp.float32)
+    )
+    assert seen[0] == ("gpu", capability)
+    query = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
+    where = {"platform": "gpu", "compute_capability": capability, "q": query, "kv": (query, query)}
+    assert resolve(None, **where).name == "triton"
