@@ -52,7 +52,8 @@ def burst_attention(
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
-      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses head ``h // (N // K)``.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
       value: ``[B, S, K, H]``, same dtype.
       mesh: the device mesh; None is the one of ``jax.set_mesh``.
       seq_axis: the mesh axis that T and S are split over.
@@ -65,8 +66,9 @@ def burst_attention(
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; an int is both. None is no window.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: int32 ``[B, T]`` in the layout's order; a query sees keys of its own segment
-        only, and 0 is padding, which sees nothing and is seen by nothing. Give both or neither.
+      query_segment_ids: int32 ``[B, T]`` in the layout's order; a query sees keys of its own
+        segment only, and 0 is padding, which sees nothing and is seen by nothing. Give both or
+        neither.
       key_value_segment_ids: int32 ``[B, S]``.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
@@ -121,7 +123,7 @@ def burst_attention(
         ),
     )
     arrays = {"query": query, "key": key, "value": value}
-    if query_segment_ids is not None:
+    if query_segment_ids is not None and key_value_segment_ids is not None:
         arrays["query_segment_ids"] = query_segment_ids
         arrays["key_value_segment_ids"] = key_value_segment_ids
     ring.check_shardings(arrays)
@@ -149,7 +151,7 @@ class _Ring:
         return P(batch, self.seq_axis, heads, None)
 
     def check_shardings(self, arrays: dict[str, jax.Array]) -> None:
-        """On Explicit axes an array's type says how it is split: it must be how the ring needs it."""
+        """On Explicit axes an array's type says how it is split: as the ring needs it."""
         explicit = {
             axis
             for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
@@ -164,8 +166,8 @@ class _Ring:
             has += [()] * (len(needs) - len(has))
             if has != needs:
                 raise ValueError(
-                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring needs "
-                    f"{self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is split, "
+                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
+                    f"needs {self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is split, "
                     f"or split it so: jax.reshard({name}, {self.spec(name)})"
                 )
 
@@ -223,12 +225,19 @@ def _check_axes(mesh: Any, seq_axis: Any, batch_axes: tuple, head_axes: tuple) -
     if not isinstance(seq_axis, str):
         raise ValueError(f"seq_axis is {seq_axis!r}: it must be the name of a mesh axis")
     used: dict[str, str] = {}
-    for name, axes in (("seq_axis", (seq_axis,)), ("batch_axis", batch_axes), ("head_axis", head_axes)):
+    for name, axes in (
+        ("seq_axis", (seq_axis,)),
+        ("batch_axis", batch_axes),
+        ("head_axis", head_axes),
+    ):
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(
-                    f"{name} is {axis!r}: the mesh's axes are {', '.join(map(repr, mesh.axis_names))}"
+                    f"{name} is {axis!r}: the mesh's axes are "
+                    f"{', '.join(map(repr, mesh.axis_names))}"
                 )
             if axis in used:
-                raise ValueError(f"{name} is {axis!r}, and so is {used[axis]}: use different mesh axes")
+                raise ValueError(
+                    f"{name} is {axis!r}, and so is {used[axis]}: use different mesh axes"
+                )
             used[axis] = name

@@ -56,11 +56,12 @@ def _window(window: Any) -> tuple[int | None, int | None]:
         isinstance(sides, tuple)
         and len(sides) == 2
         and all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sides)
-        and min(sides) >= 0
+        and all(int(s) >= 0 for s in sides)
+        and max(sides) < 2**31
     ):
         raise ValueError(
             f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
-            "0 or more, or None"
+            "from 0 to 2**31 - 1, or None for no window"
         )
     return int(sides[0]), int(sides[1])
 
@@ -103,13 +104,16 @@ def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: 
     given = {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
     missing = [name for name, ids in given.items() if ids is None]
     if len(missing) == 1:
-        raise ValueError(f"{missing[0]} is None but the other side's segment ids are given: pass both")
+        raise ValueError(
+            f"{missing[0]} is None but the other side's segment ids are given: pass both"
+        )
     if missing:
         return
     for (name, ids), array in zip(given.items(), (query, key), strict=True):
-        if not hasattr(ids, "dtype") or ids.dtype != jnp.int32:
-            kind = getattr(ids, "dtype", type(ids).__name__)
-            raise ValueError(f"{name} has dtype {kind}: convert it to int32")
+        if not hasattr(ids, "dtype") or not hasattr(ids, "shape"):
+            raise ValueError(f"{name} is a {type(ids).__name__}: it must be an int32 array")
+        if ids.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {ids.dtype}: convert it to int32")
         if tuple(ids.shape) != tuple(array.shape[:2]):
             raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
 

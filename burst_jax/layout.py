@@ -115,7 +115,7 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     if layout == "striped":
         return index.reshape(-1, num_shards).T.reshape(-1)
     halves = index.reshape(2 * num_shards, -1)
-    pairs = np.stack([halves[:num_shards], halves[:num_shards - 1:-1]], axis=1)
+    pairs = np.stack([halves[:num_shards], halves[: num_shards - 1 : -1]], axis=1)
     return pairs.reshape(-1)
 
 
@@ -191,7 +191,8 @@ def pad_to_layout(
         )
     if np.shape(segment_ids) != (batch, length):
         raise ValueError(
-            f"segment_ids has shape {np.shape(segment_ids)}: the arrays' [B, T] is {(batch, length)}"
+            f"segment_ids has shape {np.shape(segment_ids)}: it must be {(batch, length)}, the "
+            "arrays' [B, T]"
         )
     if segment_ids.dtype != np.int32:
         raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: convert it to int32")

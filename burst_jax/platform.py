@@ -1,4 +1,4 @@
-"""What the code being traced will run on, read from the mesh in context; starts no backend twice."""
+"""What the code being traced will run on, read from the mesh in context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import jax
 
-# The kinds people have, by the name the driver gives them. A GPU that is not listed is asked itself.
+# By the name that the driver gives a GPU. One that is not listed is asked itself.
 _CAPABILITIES = (
     (r"A100|A800|A30\b", 8.0),
     (r"A10\b|A10G|A40|A16|RTX A\d|RTX 30\d\d", 8.6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,8 @@ def ring_attention(
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32.
-      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses head ``h // (N // K)``.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
       value: ``[B, S, K, H]``, same dtype.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``.
       layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
@@ -105,9 +107,9 @@ def ring_attention(
       return_residual: also return lse.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse is
-      float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A row
-      that may see nothing has out 0, lse -inf, and passes exactly zero gradients.
+      out ``[B, T, N, H]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
+      is float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A
+      row that may see nothing has out 0, lse -inf, and passes exactly zero gradients.
 
     Raises:
       ValueError: the arguments are wrong; the message names argument, value and remedy.
@@ -153,18 +155,34 @@ def _axis_size(axis_name: str) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(config, query, key, value, q_segment_ids, kv_segment_ids):
+def _ring(
+    config: RingConfig,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    q_segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     local = config.resolve(query, (key, value))
     return _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids)
 
 
-def _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids):
+def _forward(
+    config: RingConfig,
+    local: Implementation,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    q_segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     """Attention of this device's queries over all keys: out in the query's dtype, lse [B, N, T]."""
     n, spec = config.size, config.spec
     q_tokens = config.tokens(query.shape[1], 0, q_segment_ids)
     # K and V travel as one array: two permutes in one step would wait for each other.
     kv = (key, value) if n == 1 else jnp.stack([key, value])
-    travelling, carry = (kv, kv_segment_ids), None
+    travelling: Any = (kv, kv_segment_ids)
+    carry: tuple[jax.Array, jax.Array] | None = None
     bounds_at = _bounds_by_step(
         n,
         kv_segment_ids,
@@ -185,11 +203,14 @@ def _forward(config, local, query, key, value, q_segment_ids, kv_segment_ids):
             # Without it XLA hoists every permute to the front, ahead of all compute, and keeps
             # every block alive. With it each permute lies beside one kernel.
             travelling, carry = lax.optimization_barrier((arriving, carry))
+    assert carry is not None
     out, lse = carry
     return out.astype(query.dtype), lse
 
 
-def _bounds_by_step(size, segment_ids, bounds_of):
+def _bounds_by_step(
+    size: int, segment_ids: jax.Array | None, bounds_of: Callable[[Any, Any], Any]
+) -> Callable[[int, jax.Array | None], Any]:
     """``at(step, segment_ids) -> bounds`` from ``bounds_of(hops, segment_ids) -> bounds``.
 
     Tables that depend on positions alone are made for all steps at once: one small kernel instead
@@ -253,17 +274,21 @@ class _Block(NamedTuple):
         return _Block(jnp.stack(self.arrays), stats, self.segment_ids)
 
 
-def _backward(config, local, queries, keys, rotation):
+def _backward(
+    config: RingConfig, local: Implementation, queries: _Block, keys: _Block, rotation: str
+) -> tuple[jax.Array, jax.Array]:
     """Float32 dq ``[B, T, N, H]`` and dkv ``[2, B, S, K, H]``.
 
     One side stays, the other travels with its gradient behind it: step i computes while the sum
     that left after step i - 1 is on its way, and adds to it when it lands.
     """
+    assert local.backward is not None  # resolve(backward=True) sees to it
     n, spec, turn_kv = config.size, config.spec, rotation == "rotate_kv"
     staying, travelling = (queries, keys) if turn_kv else (keys, queries)
     travelling = travelling.packed() if n > 1 else travelling
     stay_tokens = config.tokens(half_shape(staying.arrays)[1], 0, staying.segment_ids)
-    stay_sum = in_flight = None
+    stay_sum: Any = None
+    in_flight: Any = None
 
     def tokens(hops, segment_ids):
         moved = config.tokens(half_shape(travelling.arrays)[1], hops, segment_ids)

@@ -61,8 +61,8 @@ def backward_bytes(
 ) -> int:
     """Bytes that one device sends in backward. Data makes n - 1 hops, gradients n: the last, home.
 
-    ``rotate_kv`` moves K, V and float32 dK, dV; ``rotate_query`` moves Q, dO, float32 lse and delta,
-    and float32 dQ (BurstAttention, arXiv 2403.09347, section 3.1, on today's ring).
+    ``rotate_kv`` moves K, V and float32 dK, dV; ``rotate_query`` moves Q, dO, float32 lse and
+    delta, and float32 dQ (BurstAttention, arXiv 2403.09347, section 3.1, on today's ring).
 
     Args:
       rotation: "rotate_kv" or "rotate_query".

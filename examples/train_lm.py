@@ -57,15 +57,15 @@ DEFAULTS = {
         "eval_batches": 32,
     },
     "gpu": {
-        "seq_len": 32768,
+        "seq_len": 16384,
         "batch": 2,
-        "layers": 12,
+        "layers": 6,
         "embed_dim": 1024,
         "heads": 8,
         "kv_heads": 4,
         "head_dim": 128,
         "steps": 300,
-        "lr": 1e-3,
+        "lr": 5e-4,
         "dtype": "bfloat16",
         "eval_batches": 4,
     },
@@ -289,7 +289,7 @@ def finish(
 ) -> int:
     """Held-out perplexity by the ring and by one device, a sample, the curve."""
     one = jax.make_mesh(
-        (1, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=mesh.devices.flat[:1]
+        (1, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=[mesh.devices.flat[0]]
     )
     one_params = jax.device_put(params, NamedSharding(one, PartitionSpec()))
     config = dataclasses.replace(config, dtype=jnp.dtype(args.eval_dtype))

@@ -1,7 +1,7 @@
 """The one interface of local attention, its implementations, and the choice among them.
 
-Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim. Lengths
-are one device's. There is no mesh here, no ring and no layout: tokens have positions.
+Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+Lengths are one device's. There is no mesh here, no ring and no layout: tokens have positions.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
     return xla.forward(q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, tiles=tiles)
 
 
-def _xla_backward(
-    qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec
-):
+def _xla_backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
     tiles = xla.tiles(half_shape(qdo)[1], half_shape(kv)[1])
     return xla.backward(
         qdo, kv, stats, q_tokens, kv_tokens, bounds, dq, dkv, spec=spec, tiles=tiles
@@ -177,7 +175,7 @@ def triton(interpret: bool = False) -> Implementation:
     """The Pallas Triton kernels; ``interpret=True`` runs them on any platform, slowly."""
 
     def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
-        config = triton_forward.config(q.shape[-1], q.dtype)
+        config = triton_forward.default_config(q.shape[-1], q.dtype)
         return triton_forward.forward(
             q, kv, q_tokens, kv_tokens, bounds, carry,
             spec=spec, config=config, interpret=interpret,
@@ -185,7 +183,7 @@ def triton(interpret: bool = False) -> Implementation:
 
     def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
         del kv
-        config = triton_forward.config(q.shape[-1], q.dtype)
+        config = triton_forward.default_config(q.shape[-1], q.dtype)
         return query_bounds(spec, q_tokens, kv_tokens, config.tiles)
 
     return Implementation(
@@ -251,8 +249,13 @@ def resolve(
                 "implementation 'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'"
             )
         chosen = _BY_NAME[implementation]
-    else:
+    elif isinstance(implementation, Implementation):
         chosen = implementation
+    else:
+        raise ValueError(
+            f"implementation is {implementation!r}: use None, an Implementation, or one of "
+            f"{', '.join(map(repr, NAMES))}"
+        )
     obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")

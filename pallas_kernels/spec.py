@@ -33,11 +33,13 @@ class AttentionSpec:
             raise ValueError(f"scale is {self.scale}: it must be a finite number")
         for side in ("left", "right"):
             reach = getattr(self, side)
-            if reach is not None and reach < 0:
-                raise ValueError(f"the window's {side} is {reach}: it must be 0 or more, or None")
+            if reach is not None and not 0 <= reach < 2**31:
+                raise ValueError(
+                    f"the window's {side} is {reach}: it must be from 0 to 2**31 - 1, or None"
+                )
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
-            raise ValueError(f"logits_soft_cap is {cap}: it must be positive, or None")
+            raise ValueError(f"logits_soft_cap is {cap}: it must be positive and finite, or None")
 
 
 class Tokens(NamedTuple):

@@ -51,13 +51,16 @@ class TritonConfig:
         return Tiles(self.block_q, self.block_kv)
 
 
-def config(head_dim: int, dtype: jnp.dtype) -> TritonConfig:
-    """A tile config that fits an A100's 163 KiB of shared memory without register spills."""
+def default_config(head_dim: int, dtype: jnp.dtype) -> TritonConfig:
+    """Tiles that fit an A100's 163 KiB of shared memory and spill no register on A100 or H100.
+
+    Not spilling is checked for ragged lengths too: at head dim 128, 128 x 64 spills for some.
+    """
     if jnp.dtype(dtype).itemsize == 4:
-        return TritonConfig(32, 32, 4, 2) if head_dim > 64 else TritonConfig(64, 32, 4, 2)
-    if head_dim > 128:
-        return TritonConfig(64, 32, 8, 2)
-    return TritonConfig(128, 64, 8, 3)
+        sizes = ((64, (32, 32, 8, 2)), (128, (32, 16, 8, 2)), (256, (16, 32, 8, 1)))
+    else:
+        sizes = ((64, (128, 64, 8, 3)), (128, (128, 32, 8, 3)), (256, (32, 32, 4, 2)))
+    return next(TritonConfig(*config) for most, config in sizes if head_dim <= most)
 
 
 def forward(
@@ -76,7 +79,7 @@ def forward(
     batch, q_length, heads, dim = q.shape
     kv_length, kv_heads = half_shape(kv)[1:3]
     groups = heads // kv_heads
-    block_q, block_kv = config.block_q, config.block_kv
+    block_q = config.block_q
     # Triton's tensors are powers of two; loads beyond the head dim are masked to zero.
     lanes = max(16, pl.next_power_of_2(dim))
 
@@ -163,7 +166,7 @@ def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
     refs = iter(refs)
     table, q_pos_ref, k_pos_ref, q_ref, k_ref, v_ref = (next(refs) for _ in range(6))
     q_seg_ref, k_seg_ref = (next(refs), next(refs)) if segments else (None, None)
-    o_in_ref, lse_in_ref = (next(refs), next(refs)) if carried else (None, None)
+    carry_refs = (next(refs), next(refs)) if carried else None
     o_ref, lse_ref = refs
     block_q, block_kv = config.block_q, config.block_kv
     lanes = q_ref.shape[-1]
@@ -177,7 +180,7 @@ def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
     q_tile_ok = _both(row_ok, lane_ok)
     q = _load(q_ref.at[:, :], q_tile_ok)
     q_pos = _load(q_pos_ref.at[:], row_ok)[:, None]
-    q_seg = _load(q_seg_ref.at[:], row_ok)[:, None] if segments else None
+    q_seg = None if q_seg_ref is None else _load(q_seg_ref.at[:], row_ok)[:, None]
 
     def key_tile(masked, j, state):
         # Invariant: acc and total are sums over the tiles before j of 2^(logits_log2 - m).
@@ -190,7 +193,7 @@ def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
         logits_log2 = _logits_log2(spec, triton_lowering.dot(q, k.T))
         if masked:
             k_pos = _load(k_pos_ref.at[keys], key_ok)[None, :]
-            k_seg = _load(k_seg_ref.at[keys], key_ok)[None, :] if segments else None
+            k_seg = None if k_seg_ref is None else _load(k_seg_ref.at[keys], key_ok)[None, :]
             ok = allowed(spec, q_pos, k_pos, q_seg, k_seg)
             if key_ok is not None:
                 ok = key_ok[None, :] if ok is None else ok & key_ok[None, :]
@@ -217,7 +220,8 @@ def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, m / _LOG2_E + jnp.log(total))
-    if carried:
+    if carry_refs is not None:
+        o_in_ref, lse_in_ref = carry_refs
         w_in, w_new, lse = merge_weights(_load(lse_in_ref.at[:], row_ok), lse)
         o_in = _load(o_in_ref.at[:, :], q_tile_ok)
         o = o_in * w_in[:, None] + acc * (w_new / total)[:, None]

@@ -3,8 +3,8 @@
 JAX has deprecated that lowering in favour of Mosaic GPU, which has no attention for Ampere yet. A
 successor replaces this file; kernels call nothing of ``jax.experimental.pallas.triton`` themselves.
 
-JAX says so with a DeprecationWarning when a program is lowered. Python hides it by default; a program
-that turns warnings into errors has to let "The Pallas Triton backend is deprecated" through.
+JAX says so with a DeprecationWarning when a program is lowered. Python hides it by default; who
+turns warnings into errors has to let "The Pallas Triton backend is deprecated" through.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ RELATIVE_RMS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def errors(got, truth):
-    """``(largest, relative RMS)`` absolute error over the finite entries; -inf must match exactly."""
+    """``(largest, relative RMS)`` absolute error over finite entries; -inf must match exactly."""
     got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
     assert got.shape == truth.shape
     finite = np.isfinite(truth)

@@ -93,7 +93,9 @@ def schedule(program):
             events.append(("done", started[operands.strip().lstrip("%")]))
         elif opcode == "collective-permute":
             events.append(("sync", name))
-        elif opcode == "custom-call" and (kernel := re.search(r"\bburst_\w+", rest)):
+        elif opcode == "custom-call" and (
+            kernel := re.search(r"\bburst_(forward|backward)\b", rest)
+        ):
             events.append(("kernel", kernel.group()))
     return events
 

@@ -72,7 +72,7 @@ def test_bytes_on_the_wire_are_the_formulas(gpu, heads, rotation):
     wire_forward = 2 * hops * c * k * h * s
     wire_backward = {
         "rotate_kv": 2 * hops * c * k * h * s + 2 * n * c * k * h * t,
-        "rotate_query": 2 * hops * c * heads * h * s + 2 * hops * c * heads * 4 + n * c * heads * h * t,
+        "rotate_query": 2 * hops * c * heads * (h * s + 4) + n * c * heads * h * t,
     }[rotation]
     assert compiled.permuted_bytes(forward) == wire_forward
     assert compiled.permuted_bytes(both) == wire_forward + wire_backward
@@ -176,9 +176,7 @@ def test_spilling_tiles_are_refused():
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs)
     compiled.compile_for(run, *arrays)
     with pytest.raises(Exception, match="register spilling"):
-        compiled.compile_for(
-            run, *arrays, xla_gpu_fail_ptx_compilation_on_register_spilling=True
-        )
+        compiled.compile_for(run, *arrays, xla_gpu_fail_ptx_compilation_on_register_spilling=True)
 
 
 @pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])

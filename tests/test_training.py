@@ -241,9 +241,12 @@ def test_wrong_loss_arguments_raise(change, message):
 
 
 def test_schedule():
-    schedule = make_optimizer(2.0, 100, warmup_steps=10, final_fraction=0.1).schedule
-    rates = [float(schedule(jnp.int32(step))) for step in (0, 4, 9, 10, 55, 100, 500)]
-    np.testing.assert_allclose(rates, [0.2, 1.0, 2.0, 2.0, 1.1, 0.2, 0.2], rtol=1e-5)
+    schedule = make_optimizer(2.0, 100, warmup_steps=9, final_fraction=0.1).schedule
+    rates = [float(schedule(jnp.int32(step))) for step in (0, 4, 9, 100, 500)]
+    np.testing.assert_allclose(rates, [0.2, 1.0, 2.0, 0.2, 0.2], rtol=1e-5)
+    # Half-way down the cosine: between peak and end.
+    half = make_optimizer(2.0, 100, warmup_steps=10, final_fraction=0.1).schedule(jnp.int32(55))
+    np.testing.assert_allclose(half, 1.1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_schedule():
         ({"learning_rate": 0.0}, "learning_rate is 0.0: it must be positive"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0: it must be positive"),
         ({"steps": 0}, "steps is 0: it must be at least 1"),
-        ({"warmup_steps": 11}, r"warmup_steps is 11: it must be in 0 ... steps \(10\)"),
+        ({"warmup_steps": 10}, r"warmup_steps is 10: it must be in 0 ... steps - 1 \(9\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -167,4 +167,4 @@ def _check(
         if x.shape != hidden.shape[:2]:
             raise ValueError(f"{name} has shape {x.shape}: hidden's [B, T] is {hidden.shape[:2]}")
         if x.dtype != dtype:
-            raise ValueError(f"{name} has dtype {x.dtype}: convert it to {dtype.__name__}")
+            raise ValueError(f"{name} has dtype {x.dtype}: convert it to {jnp.dtype(dtype).name}")

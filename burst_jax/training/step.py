@@ -62,7 +62,7 @@ def make_optimizer(
 
     Raises:
       ValueError: a learning rate or clip_norm not positive, steps below 1, a warm-up that is
-        longer than the schedule.
+        not shorter than the schedule.
     """
     if warmup_steps is None:
         warmup_steps = min(steps // 10, 1000)
@@ -71,15 +71,22 @@ def make_optimizer(
             raise ValueError(f"{name} is {value}: it must be positive")
     if steps < 1:
         raise ValueError(f"steps is {steps}: it must be at least 1")
-    if not 0 <= warmup_steps <= steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}: it must be in 0 ... steps ({steps})")
-    warmup = max(warmup_steps, 1)
+    if not 0 <= warmup_steps < steps:
+        raise ValueError(
+            f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
+        )
+    curve = optax.warmup_cosine_decay_schedule(
+        init_value=learning_rate / (warmup_steps + 1),
+        peak_value=learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
+        end_value=final_fraction * learning_rate,
+    )
 
-    def schedule(count: jax.Array) -> jax.Array:
-        step = jnp.asarray(count, jnp.float32)
-        progress = jnp.clip((step - warmup_steps) / max(steps - warmup_steps, 1), 0.0, 1.0)
-        cosine = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(math.pi * progress))
-        return learning_rate * jnp.where(step < warmup_steps, (step + 1) / warmup, cosine)
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        # optax mixes Python numbers and integers, which callers under strict promotion forbid.
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.asarray(curve(count), jnp.float32)
 
     transform = optax.chain(
         optax.clip_by_global_norm(clip_norm),
@@ -149,15 +156,14 @@ def make_train_step(
       target, before the update), ``grad_norm`` (before clipping), ``learning_rate``.
     """
 
-    def step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
         def mean_loss(params: Any) -> jax.Array:
             model = nnx.merge(graphdef, params)
             total, count = next_token_loss(model, batch, chunk_size=chunk_size)
             return total / jnp.maximum(count, 1.0)
 
         loss, grads = jax.value_and_grad(mean_loss)(params)
-        # optax mixes Python numbers and integers, which callers under strict promotion forbid.
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
             updates, new_opt_state = optimizer.transform.update(grads, opt_state, params)
             grad_norm = optax.tree.norm(grads)
         metrics = {

@@ -1,0 +1,44 @@
+# make train | make test: each does all its own set-up. make check: lint and types.
+SHELL := bash
+VENV ?= .venv
+GPU_EXTRA := $(shell .ci/extras)
+# What is installed beside the package; a GPU adds JAX's CUDA plugin.
+EXTRAS ?= test$(GPU_EXTRA)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+TRAIN_ARGS ?=
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
+STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
+, := ,
+# Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
+PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
+
+.PHONY: train test check format venv clean
+
+train: $(STAMP)
+	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyrefly check
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+venv: $(STAMP)
+
+check format: EXTRAS := dev
+
+$(STAMP): pyproject.toml
+	python=$$(.ci/find-python) && "$$python" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest out build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,298 @@
+"""Tile bounds against the mask written out: nothing left out, nothing unmasked that counts not."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from burst_jax import positions
+from pallas_kernels import AttentionSpec, Tiles, Tokens, key_bounds, query_bounds
+from pallas_kernels.bounds import over_batch
+
+HUGE = 2**31 - 1
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def tables(spec, q_tokens, kv_tokens, tiles):
+    """Query bounds, key bounds, and the query bounds for the whole batch."""
+    by_query = query_bounds(spec, q_tokens, kv_tokens, tiles)
+    return by_query, key_bounds(spec, q_tokens, kv_tokens, tiles), over_batch(by_query)
+
+
+def tokens(at, segment_ids=None):
+    ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+    return Tokens(jnp.asarray(at, jnp.int32), ids)
+
+
+def mask_of(spec, q_tokens, kv_tokens):
+    """bool ``[R, T, S]`` by the definition."""
+    q, kv = (np.asarray(side.positions, np.int64) for side in (q_tokens, kv_tokens))
+    ahead = kv[None, :] - q[:, None]
+    keep = np.ones_like(ahead, bool)
+    if spec.left is not None:
+        keep &= ahead >= -spec.left
+    if spec.right is not None:
+        keep &= ahead <= spec.right
+    keep = keep[None]
+    if q_tokens.segment_ids is not None:
+        q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
+        same = q_ids[:, :, None] == kv_ids[:, None, :]
+        keep = keep & same & (q_ids != 0)[:, :, None]
+    return keep
+
+
+def by_tile(keep, block_q, block_kv):
+    """bool ``[R, query tiles, key tiles]``: does any score count, and do all of a full tile."""
+    rows, t, s = keep.shape
+    extra = -t % block_q, -s % block_kv
+    padded = np.pad(keep, ((0, 0), (0, extra[0]), (0, extra[1])))  # so no ragged tile is whole
+    shape = (rows, padded.shape[1] // block_q, block_q, padded.shape[2] // block_kv, block_kv)
+    padded = padded.reshape(shape)
+    return padded.any((2, 4)), padded.all((2, 4))
+
+
+def assert_right(bounds, some, whole):
+    """Bounds ``[..., rows, 4]`` serve the tiles ``[..., rows, tiles]``."""
+    bounds = np.asarray(bounds)
+    assert bounds.dtype == np.int32
+    assert bounds.shape == (*some.shape[:-1], 4)
+    first, full_first, full_end, end = np.moveaxis(bounds, -1, 0)[..., None]
+    count = some.shape[-1]
+    assert (first >= 0).all()
+    assert (first <= full_first).all()
+    assert (full_first <= full_end).all()
+    assert (full_end <= end).all()
+    assert (end <= count).all()
+    index = np.arange(count)
+    assert not (some & ((index < first) | (index >= end))).any(), "a tile that counts is left out"
+    full = (index >= full_first) & (index < full_end)
+    assert whole[full].all(), "a tile that needs its mask runs without"
+    empty = first == end
+    assert (bounds[empty[..., 0]] == 0).all()
+
+
+def assert_tight(bounds, some, whole):
+    """The same tiles as the mask has, to the last one; its full tiles are one range."""
+    first, full_first, full_end, end = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
+    index = np.arange(some.shape[-1])
+    np.testing.assert_array_equal((index >= first) & (index < end), some)
+    np.testing.assert_array_equal((index >= full_first) & (index < full_end), whole)
+
+
+def check(spec, q_tokens, kv_tokens, tiles, tight=False):
+    by_query, by_key, joint = tables(spec, q_tokens, kv_tokens, tiles)
+    some, whole = by_tile(mask_of(spec, q_tokens, kv_tokens), tiles.block_q, tiles.block_kv)
+    assert_right(by_query, some, whole)
+    assert_right(by_key, some.swapaxes(1, 2), whole.swapaxes(1, 2))
+    assert_right(joint, some.any(0), whole.all(0))
+    if tight:
+        assert_tight(by_query, some, whole)
+        assert_tight(by_key, some.swapaxes(1, 2), whole.swapaxes(1, 2))
+        assert_tight(joint, some.any(0), whole.all(0))
+    return by_query, by_key
+
+
+def packed(rng, length):
+    """Three rows: documents and padding inside; one document; padding alone."""
+    rows = np.zeros((3, length), np.int32)
+    at = 0
+    for segment in (5, 1, -2, 7):
+        size = int(rng.integers(1, length // 2))
+        rows[0, at : at + size] = segment
+        at += size + int(rng.integers(0, 6))
+    rows[1] = 3
+    return rows
+
+
+# --- brute force ---------------------------------------------------------------------------------
+
+WINDOWS = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "window9_4": (9, 4),
+    "causal_window13": (13, 0),
+    "left0": (0, None),
+    "ahead3": (None, 3),
+}
+# Tokens per shard and tiles, ragged on the query's, the key's, both or neither side.
+SHAPES = {
+    "even": (24, 24, Tiles(8, 6)),
+    "ragged_keys": (24, 38, Tiles(6, 8)),
+    "ragged_queries": (38, 24, Tiles(16, 4)),
+    "ragged": (26, 38, Tiles(8, 16)),
+    "one_tile": (10, 14, Tiles(16, 16)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("segments", [False, True], ids=["plain", "packed"])
+def test_bounds_cover_the_mask(shape, window, segments):
+    rng = np.random.default_rng([len(shape), len(window), segments])
+    t, s, tiles = SHAPES[shape]
+    left, right = WINDOWS[window]
+    spec, n = AttentionSpec(scale=1.0, left=left, right=right), 3
+    for layout in ("contiguous", "zigzag", "striped"):
+        q_all, kv_all = (positions(layout, n * size, n).reshape(n, size) for size in (t, s))
+        ids = packed(rng, n * max(t, s))
+        for _ in range(4):
+            q_at, kv_at = q_all[rng.integers(n)], kv_all[rng.integers(n)]
+            sides = [tokens(at, ids[:, at] if segments else None) for at in (q_at, kv_at)]
+            # Two-sided windows may fall between striped positions, and packing between documents.
+            one_sided = left is None or right is None
+            check(spec, *sides, tiles, tight=one_sided and not segments)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_any_order_of_positions_is_right(window):
+    rng = np.random.default_rng(len(window))
+    spec = AttentionSpec(scale=1.0, left=WINDOWS[window][0], right=WINDOWS[window][1])
+    for _ in range(6):
+        q_at, kv_at = rng.integers(0, 60, 26), rng.integers(0, 60, 38)
+        ids = rng.integers(0, 3, (3, 60)).astype(np.int32)
+        check(spec, tokens(q_at), tokens(kv_at), Tiles(8, 16))
+        check(spec, tokens(q_at, ids[:, q_at]), tokens(kv_at, ids[:, kv_at]), Tiles(8, 16))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_every_pair_of_causal_shards_is_tight(layout):
+    """Ascending positions: a causal mask starts no work in a tile that has none."""
+    spec, n, c = AttentionSpec(scale=1.0, right=0), 4, 24
+    at = positions(layout, n * c, n).reshape(n, c)
+    for q_at in at:
+        for kv_at in at:
+            check(spec, tokens(q_at), tokens(kv_at), Tiles(4, 6), tight=True)
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def test_causal_table():
+    """Sixteen tokens, tiles of 4 x 2: query tile i sees 2 (i + 1) key tiles, 2 i of them full."""
+    side = tokens(np.arange(16))
+    by_query, by_key = check(AttentionSpec(scale=1.0, right=0), side, side, Tiles(4, 2), tight=True)
+    np.testing.assert_array_equal(
+        by_query[0], [[0, 2, 2, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
+    )
+    np.testing.assert_array_equal(
+        by_key[0],
+        [
+            [0, 1, 4, 4],
+            [0, 1, 4, 4],
+            [1, 2, 4, 4],
+            [1, 2, 4, 4],
+            [2, 3, 4, 4],
+            [2, 3, 4, 4],
+            [3, 4, 4, 4],
+            [3, 4, 4, 4],
+        ],
+    )
+
+
+def test_earlier_and_later_shards():
+    spec, near, far = AttentionSpec(scale=1.0, right=0), np.arange(16), np.arange(16, 32)
+    by_query, by_key = check(spec, tokens(far), tokens(near), Tiles(4, 2), tight=True)
+    np.testing.assert_array_equal(by_query[0], [[0, 0, 8, 8]] * 4)
+    np.testing.assert_array_equal(by_key[0], [[0, 0, 4, 4]] * 8)
+    by_query, by_key = check(spec, tokens(near), tokens(far), Tiles(4, 2), tight=True)
+    assert not np.asarray(by_query).any()
+    assert not np.asarray(by_key).any()
+
+
+def test_sliding_window_table():
+    """A query sees itself and seven back: three tiles of four, the middle one full."""
+    side = tokens(np.arange(24))
+    spec = AttentionSpec(scale=1.0, left=7, right=0)
+    by_query, by_key = check(spec, side, side, Tiles(4, 4), tight=True)
+    np.testing.assert_array_equal(
+        by_query[0],
+        [[0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]],
+    )
+    assert np.asarray(by_key)[0, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("window", [None, HUGE], ids=["no_window", "huge_window"])
+def test_full_attention_is_all_full(window):
+    spec = AttentionSpec(scale=1.0, left=window, right=window)
+    q, kv = tokens(np.arange(32)), tokens(np.arange(18))
+    by_query, by_key = check(spec, q, kv, Tiles(8, 6), tight=True)
+    np.testing.assert_array_equal(by_query[0], [[0, 0, 3, 3]] * 4)
+    np.testing.assert_array_equal(by_key[0], [[0, 0, 4, 4]] * 3)
+
+
+def test_ragged_tiles_are_never_full():
+    spec = AttentionSpec(scale=1.0)
+    by_query, by_key = check(spec, tokens(np.arange(30)), tokens(np.arange(17)), Tiles(8, 6))
+    np.testing.assert_array_equal(np.asarray(by_query)[0, :3], [[0, 0, 2, 3]] * 3)
+    np.testing.assert_array_equal(np.asarray(by_key)[0, :2], [[0, 0, 3, 4]] * 2)
+    for last in (by_query[0, -1], by_key[0, -1]):
+        first, full_first, full_end, end = np.asarray(last).tolist()
+        assert (first, full_first) == (0, full_end)
+        assert end > 0
+
+
+@pytest.mark.parametrize("far", [0, 2**30, HUGE - 16], ids=["near", "far", "last"])
+@pytest.mark.parametrize(
+    "sides", [(HUGE, 0), (0, HUGE), (HUGE, HUGE), (HUGE, None)], ids=lambda sides: f"{sides}"
+)
+def test_huge_windows_do_not_overflow(far, sides):
+    spec = AttentionSpec(scale=1.0, left=sides[0], right=sides[1])
+    near, there = tokens(np.arange(16)), tokens(far + np.arange(16))
+    for q, kv in ((near, there), (there, near), (there, there)):
+        check(spec, q, kv, Tiles(4, 4), tight=True)
+
+
+def test_one_document_is_full_and_its_neighbour_is_skipped():
+    ids = np.array([[1] * 8 + [2] * 8 + [0] * 4 + [3] * 4], np.int32)
+    side = tokens(np.arange(24), ids)
+    by_query, _ = check(AttentionSpec(scale=1.0), side, side, Tiles(4, 4), tight=True)
+    np.testing.assert_array_equal(
+        by_query[0],
+        [[0, 0, 2, 2], [0, 0, 2, 2], [2, 2, 4, 4], [2, 2, 4, 4], [0, 0, 0, 0], [5, 5, 6, 6]],
+    )
+
+
+def test_segments_of_the_largest_and_smallest_id():
+    """Ids at int32's ends are segments like others; padding still overlaps none of them."""
+    ids = np.array([[HUGE] * 4 + [0] * 4 + [-HUGE - 1] * 4], np.int32)
+    side = tokens(np.arange(12), ids)
+    check(AttentionSpec(scale=1.0), side, side, Tiles(4, 4), tight=True)
+
+
+# --- over the batch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "joint"),
+    [
+        ([[1, 2, 4, 5], [2, 3, 6, 7]], [1, 3, 4, 7]),
+        ([[0, 0, 2, 2], [4, 4, 6, 6]], [0, 4, 4, 6]),
+        ([[3, 3, 5, 6], [0, 0, 0, 0]], [3, 3, 3, 6]),
+        ([[0, 0, 0, 0], [0, 0, 0, 0]], [0, 0, 0, 0]),
+        ([[2, 3, 3, 4]], [2, 3, 3, 4]),
+    ],
+    ids=["overlapping", "disjoint", "one_empty", "all_empty", "single"],
+)
+def test_over_batch(rows, joint):
+    got = over_batch(jnp.asarray(rows, jnp.int32)[:, None])
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, [joint])
+
+
+def test_the_brute_force_notices():
+    """The guard: bounds that leave a tile out, or unmask one, fail."""
+    spec, side, tiles = AttentionSpec(scale=1.0, right=0), tokens(np.arange(16)), Tiles(4, 4)
+    some, whole = by_tile(mask_of(spec, side, side), 4, 4)
+    good = np.asarray(query_bounds(spec, side, side, tiles))
+    assert_right(good, some, whole)
+    late, early, unmasked = good.copy(), good.copy(), good.copy()
+    late[0, 3, 0:2] += 1
+    early[0, 3, 3] -= 1
+    unmasked[0, 3, 2] += 1
+    for wrong, message in ((late, "left out"), (early, "left out"), (unmasked, "needs its mask")):
+        with pytest.raises(AssertionError, match=message):
+            assert_right(wrong, some, whole)

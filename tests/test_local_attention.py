@@ -1,0 +1,724 @@
+"""Local attention on one device: every implementation against dense float64 attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import compare
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_ring import all_pairs, packed_segments
+
+from burst_jax import positions
+from pallas_kernels import (
+    REFERENCE,
+    TRITON,
+    XLA,
+    AttentionSpec,
+    Implementation,
+    Tiles,
+    Tokens,
+    merge,
+    query_bounds,
+    resolve,
+    triton,
+    triton_forward,
+    xla,
+)
+
+# --- the implementations, in small tiles ---------------------------------------------------------
+
+
+def xla_in(tiles: Tiles) -> Implementation:
+    """The xla implementation in tiles of a given size."""
+
+    def bounds(spec, q, kv, q_tokens, kv_tokens):
+        del q, kv
+        return query_bounds(spec, q_tokens, kv_tokens, tiles)
+
+    return dataclasses.replace(
+        XLA,
+        forward=functools.partial(xla.forward, tiles=tiles),
+        backward=functools.partial(xla.backward, tiles=tiles),
+        forward_bounds=bounds,
+        backward_bounds=bounds,
+    )
+
+
+def triton_in(config: triton_forward.TritonConfig) -> Implementation:
+    """The Triton forward in interpret mode; gradients, as on a GPU, from xla and Triton's lse."""
+
+    def bounds(spec, q, kv, q_tokens, kv_tokens):
+        del q, kv
+        return query_bounds(spec, q_tokens, kv_tokens, config.tiles)
+
+    small = xla_in(Tiles(16, 24))
+    return dataclasses.replace(
+        triton(interpret=True),
+        forward=functools.partial(triton_forward.forward, config=config, interpret=True),
+        forward_bounds=bounds,
+        backward=small.backward,
+        backward_bounds=small.backward_bounds,
+    )
+
+
+IMPLEMENTATIONS = {
+    "reference": REFERENCE,
+    "xla": xla_in(Tiles(16, 24)),
+    "triton": triton_in(triton_forward.TritonConfig(16, 32, num_warps=4, num_stages=1)),
+}
+
+# --- the cases -----------------------------------------------------------------------------------
+
+MASKS = {
+    "full": dense.Mask(),
+    "causal": dense.Mask(is_causal=True),
+    "window20": dense.Mask(is_causal=True, window=20),
+    "window31_14": dense.Mask(window=(31, 14)),
+    "packed": dense.Mask(segments=True),
+    "packed_causal": dense.Mask(is_causal=True, segments=True),
+    "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
+    "cap": dense.Mask(soft_cap=2.0),
+}
+FACTORS = {
+    "mask": tuple(MASKS),
+    "order": ("contiguous", "zigzag", "striped"),
+    "blocks": (1, 2),
+    "pair": ("packed", "tuple"),
+    "heads": ((4, 4), (8, 2), (8, 1)),
+    "lengths": ((48, 48), (63, 45), (20, 57), (9, 7)),
+    "head_dim": (16, 40, 33),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+CASES = all_pairs(FACTORS)
+SHARDS, Q_SHARD, BATCH = 4, 1, 2
+# Interpreted kernels compile slowly: every other case, which still meets every level.
+CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
+# Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
+# the worst element of a float32 result.
+ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
+
+
+def case_id(case):
+    (heads, kv_heads), (t, s) = case["heads"], case["lengths"]
+    return (
+        f"{case['mask']}-{case['order']}-{case['blocks']}block-{case['pair']}"
+        f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}-{case['dtype']}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """One shard's queries, the key shards it meets one after the other, and the mask between."""
+
+    q: np.ndarray
+    kvs: list  # of (k, v)
+    q_tokens: Tokens
+    kv_tokens: list
+    cotangents: tuple  # of out [B, T, N, H] and lse [B, T, N]
+    keep: np.ndarray  # bool [B or 1, T, all keys]
+    spec: AttentionSpec
+    soft_cap: float | None
+
+    def all_keys(self):
+        """K and V of all shards."""
+        return tuple(np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
+
+
+@functools.lru_cache(maxsize=4)
+def make_inputs(index):
+    case, rng = CASES[index], np.random.default_rng(index)
+    mask, dtype = MASKS[case["mask"]], jnp.dtype(case["dtype"])
+    (heads, kv_heads), dim = case["heads"], case["head_dim"]
+    even = case["order"] == "zigzag"
+    t, s = (length + length % 2 * even for length in case["lengths"])
+    # The first key shard is near the queries in every order, so that short windows see some of it.
+    shards = ((0, 1) if t < s else (1, 0))[: case["blocks"]]
+    q_at, kv_at = (positions(case["order"], SHARDS * c, SHARDS).reshape(SHARDS, c) for c in (t, s))
+    q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
+    ids = packed_segments(rng, BATCH, SHARDS * max(t, s)) if mask.segments else None
+
+    def tokens(at):
+        return Tokens(at, None if ids is None else ids[:, at])
+
+    def normal(*shape):
+        # Rounded to the tested dtype first: the truth starts from the same numbers.
+        return rng.normal(size=shape).astype(dtype)
+
+    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s))
+    return Inputs(
+        q=normal(BATCH, t, heads, dim),
+        kvs=[tuple(normal(BATCH, s, kv_heads, dim) for _ in "kv") for _ in shards],
+        q_tokens=tokens(q_at),
+        kv_tokens=[tokens(at) for at in kv_at],
+        cotangents=(
+            normal(BATCH, t, heads, dim),
+            rng.normal(size=(BATCH, t, heads)).astype(np.float32),
+        ),
+        keep=keep[:, q_at][:, :, np.concatenate(kv_at)],
+        spec=spec_of(mask, dim),
+        soft_cap=mask.soft_cap,
+    )
+
+
+def spec_of(mask, dim):
+    left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
+    return AttentionSpec(
+        scale=dim**-0.5,
+        left=left,
+        right=0 if mask.is_causal else right,
+        logits_soft_cap=mask.soft_cap,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(index):
+    """``(truth, one device's results)``."""
+    inputs = make_inputs(index)
+    args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
+    return dense.truth(*args), dense.one_device(*args)
+
+
+def attend(implementation, spec, pair, q, kvs, q_tokens, kv_tokens, cotangents):
+    """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype."""
+    do, dlse = cotangents
+    pack = jnp.stack if pair == "packed" else lambda pair: tuple(pair)
+    carry = dq = None
+    dkvs = []
+    for kv, tokens in zip(kvs, kv_tokens, strict=True):
+        bounds = implementation.forward_bounds(spec, q, pack(kv), q_tokens, tokens)
+        carry = implementation.forward(q, pack(kv), q_tokens, tokens, bounds, carry, spec=spec)
+    o, lse = carry
+    out = o.astype(q.dtype)
+    wide = o.dtype
+    delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
+    for kv, tokens in zip(kvs, kv_tokens, strict=True):
+        bounds = implementation.backward_bounds(spec, q, pack(kv), q_tokens, tokens)
+        sides = pack((q, do)), pack(kv), pack((lse, delta))
+        dq, dkv = implementation.backward(*sides, q_tokens, tokens, bounds, dq, spec=spec)
+        dkvs.append(dkv)
+    dk, dv = jnp.concatenate(dkvs, axis=2)
+    return out, lse.swapaxes(1, 2), *(x.astype(q.dtype) for x in (dq, dk, dv))
+
+
+# Most of these tests' time is compile time, for programs that run once.
+QUICK = {"xla_backend_optimization_level": 0}
+_attend = jax.jit(attend, static_argnums=(0, 1, 2), compiler_options=QUICK)
+
+
+def results(implementation, index, dtype=None):
+    """What ``attend`` makes of a case, as NumPy arrays; ``dtype`` instead of the case's own."""
+    inputs = make_inputs(index)
+    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    if dtype is not None:
+        arrays = jax.tree.map(
+            lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays
+        )
+    return [
+        np.asarray(x) for x in _attend(implementation, inputs.spec, CASES[index]["pair"], *arrays)
+    ]
+
+
+def assert_zero_where_blind(got, keep):
+    """Rows that see nothing and keys that nothing sees: exactly zero, lse exactly -inf."""
+    out, lse, dq, dk, dv = got
+    blind = ~np.broadcast_to(keep.any(2), out.shape[:2])
+    unseen = ~np.broadcast_to(keep.any(1), dk.shape[:2])
+    assert (out[blind] == 0).all()
+    assert (lse[blind] == -np.inf).all()
+    assert (dq[blind] == 0).all()
+    assert (dk[unseen] == 0).all()
+    assert (dv[unseen] == 0).all()
+
+
+indices = pytest.mark.parametrize("index", range(len(CASES)), ids=[case_id(case) for case in CASES])
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        pytest.param(index, name, id=f"{name}-{case_id(case)}")
+        for index, case in enumerate(CASES)
+        for name in CASES_BY_NAME
+        if index in CASES_BY_NAME[name]
+    ],
+)
+def test_as_exact_as_dense(index, name):
+    got = results(IMPLEMENTATIONS[name], index)
+    truth, one_device = oracle(index)
+    dtype = CASES[index]["dtype"]
+    factor = ERROR_FACTOR[name] if dtype == "float32" else 1.5
+    compare.assert_as_good_as(got, one_device, truth, dtype, factor)
+    assert_zero_where_blind(got, make_inputs(index).keep)
+
+
+@indices
+def test_reference_equals_autodiff_in_float64(index):
+    """The oracle of the others, itself held to the gradients of dense softmax attention."""
+    truth, _ = oracle(index)
+    with jax.enable_x64(True):
+        got = results(REFERENCE, index, np.float64)
+    for name, g, t in zip(compare.NAMES, got, truth, strict=True):
+        assert g.dtype == np.float64, name
+        worst, rms = compare.errors(g, t)
+        assert rms < 1e-13, name
+        assert worst < 1e-12 * max(1, np.abs(t[np.isfinite(t)]).max(initial=0)), name
+    assert_zero_where_blind(got, make_inputs(index).keep)
+
+
+@pytest.mark.parametrize("name", CASES_BY_NAME)
+def test_every_level_is_met(name):
+    for factor, levels in FACTORS.items():
+        assert {CASES[index][factor] for index in CASES_BY_NAME[name]} == set(levels), factor
+
+
+def test_cases_have_rows_and_keys_that_see_nothing():
+    """The zeros asserted above are asserted of something, and the errors of something else."""
+    keeps = [make_inputs(index).keep for index in range(len(CASES))]
+    assert sum(bool((~keep.any(2)).any()) for keep in keeps) >= 10
+    assert sum(bool((~keep.any(1)).any()) for keep in keeps) >= 10
+    assert all(keep.any() for keep in keeps)
+
+
+def test_zeros_fail():
+    """The guard: a comparison that all-zero results pass would prove nothing."""
+    index = next(i for i, case in enumerate(CASES) if case["dtype"] == "bfloat16")
+    truth, one_device = oracle(index)
+    for zero in ("out", "dq", "dk", "dv"):
+        broken = [x * 0 if n == zero else x for n, x in zip(compare.NAMES, truth, strict=True)]
+        with pytest.raises(AssertionError, match=zero):
+            compare.assert_as_good_as(broken, one_device, truth, "bfloat16")
+
+
+# --- the interface's promises --------------------------------------------------------------------
+
+every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+SPEC = AttentionSpec(scale=0.25, right=0)
+
+
+def small(seed=0, t=40, s=50, heads=4, kv_heads=2, dim=16, batch=2):
+    """``(q, kv, stats, carry, dq, dkv)`` of random float32."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    q, kv = normal(batch, t, heads, dim), normal(2, batch, s, kv_heads, dim)
+    o, lse = normal(batch, t, heads, dim), normal(batch, heads, t)
+    return q, kv, (lse, normal(batch, heads, t)), (o, lse), normal(*q.shape), normal(*kv.shape)
+
+
+def tokens_at(at, segment_ids=None):
+    return Tokens(jnp.asarray(at, jnp.int32), segment_ids)
+
+
+def forward(implementation, q, kv, q_tokens, kv_tokens, carry=None, spec=SPEC):
+    return [
+        np.asarray(x) for x in _forward(implementation, spec, q, kv, q_tokens, kv_tokens, carry)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _forward(implementation, spec, q, kv, q_tokens, kv_tokens, carry):
+    bounds = implementation.forward_bounds(spec, q, kv, q_tokens, kv_tokens)
+    return implementation.forward(q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec)
+
+
+def backward(implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, spec=SPEC):
+    tokens, sums = (q_tokens, kv_tokens), (dq, dkv)
+    return [np.asarray(x) for x in _backward(implementation, spec, qdo, kv, stats, tokens, sums)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _backward(implementation, spec, qdo, kv, stats, tokens, sums):
+    bounds = implementation.backward_bounds(spec, qdo[0], kv, *tokens)
+    return implementation.backward(qdo, kv, stats, *tokens, bounds, *sums, spec=spec)
+
+
+@every_implementation
+def test_results_are_float32(name):
+    q, kv, stats, carry, _, _ = small()
+    half = [x.astype(jnp.bfloat16) for x in (q, kv)]
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    implementation = IMPLEMENTATIONS[name]
+    for results in (
+        forward(implementation, *half, *tokens),
+        forward(implementation, *half, *tokens, carry),
+        backward(implementation, (half[0], half[0]), half[1], stats, *tokens),
+    ):
+        assert [x.dtype for x in results] == [np.float32, np.float32]
+    o, lse = forward(implementation, *half, *tokens)
+    assert (o.shape, lse.shape) == (q.shape, (2, 4, 40))
+
+
+@every_implementation
+def test_packed_and_tuple_give_the_same_bits(name):
+    q, kv, stats, carry, _, _ = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    implementation = IMPLEMENTATIONS[name]
+    for a, b in zip(
+        forward(implementation, q, kv, *tokens, carry),
+        forward(implementation, q, tuple(kv), *tokens, carry),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    qdo = jnp.stack([q, q[::-1]])
+    packed = backward(implementation, qdo, kv, jnp.stack(stats), *tokens)
+    for a, b in zip(
+        packed, backward(implementation, tuple(qdo), tuple(kv), stats, *tokens), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
+def test_gradients_are_added_to_what_is_given(name, given):
+    q, kv, _, _, dq, dkv = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    implementation = IMPLEMENTATIONS[name]
+    _, lse = forward(implementation, q, kv, *tokens)
+    stats = (lse, small(1)[2][1])
+    alone = backward(implementation, (q, q[::-1]), kv, stats, *tokens)
+    sums = (dq if given[0] else None, dkv if given[1] else None)
+    added = backward(implementation, (q, q[::-1]), kv, stats, *tokens, *sums)
+    for got, new, start in zip(added, alone, sums, strict=True):
+        want = new if start is None else new + np.asarray(start)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+        assert np.abs(new).max() > 0.1
+
+
+@every_implementation
+@pytest.mark.parametrize("hidden", ["by_bounds", "by_mask", "by_segments"])
+def test_a_carry_that_gets_nothing_new_comes_back_bit_for_bit(name, hidden):
+    q, kv, _, (o, lse), _, _ = small(s=40)
+    lse = (30 * lse).at[:, 1, 5].set(-jnp.inf)
+    o = o.at[:, 5, 1].set(0)
+    at, spec = np.arange(40), AttentionSpec(scale=0.25, left=50, right=0)
+    q_tokens, kv_tokens = tokens_at(at), tokens_at(at + 100)
+    if hidden == "by_mask":
+        # Every query tile reaches from before the keys to behind them: visited in vain.
+        q_tokens = tokens_at(np.where(at % 16 == 3, 1000, at))
+    if hidden == "by_segments":
+        # Every tile has ids from 1 to 5 or from 2 to 6, none of them the same.
+        odd = jnp.asarray(1 + 4 * (at % 2), jnp.int32)
+        q_tokens, kv_tokens = (tokens_at(at, jnp.tile(odd + i, (2, 1))) for i in (0, 1))
+    got = forward(IMPLEMENTATIONS[name], q, kv, q_tokens, kv_tokens, (o, lse), spec)
+    np.testing.assert_array_equal(got[0], o)
+    np.testing.assert_array_equal(got[1], lse)
+
+
+@every_implementation
+def test_an_empty_carry_is_no_carry(name):
+    q, kv, *_ = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full((2, 4, 40), -jnp.inf, jnp.float32)
+    fresh = forward(IMPLEMENTATIONS[name], q, kv, *tokens)
+    for a, b in zip(forward(IMPLEMENTATIONS[name], q, kv, *tokens, nothing), fresh, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
+@every_implementation
+def test_large_logits_do_not_overflow(name):
+    q, kv, *_ = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    spec = AttentionSpec(scale=100.0)
+    got = forward(IMPLEMENTATIONS[name], 10 * q, 10 * kv, *tokens, spec=spec)
+    want = forward(REFERENCE, 10 * q, 10 * kv, *tokens, spec=spec)
+    assert np.abs(want[1]).max() > 1e4
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+    assert np.isfinite(got[0]).all()
+    np.testing.assert_allclose(got[0], want[0], rtol=0.05, atol=0.05)
+
+
+POISON_SPEC = AttentionSpec(scale=0.25, left=30, right=0)
+
+
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_tiles_outside_the_bounds_are_not_read(name):
+    """Key tiles that no query tile may see hold NaN; the result does not know."""
+    q, kv, *_ = small(t=32, s=192)
+    tokens = tokens_at(np.arange(96, 128)), tokens_at(np.arange(192))
+    seen = np.arange(192)
+    # Queries 96..127 see keys 66..127; tiles of 24 or 32 keys around them are 48..143 or 64..127.
+    seen = (seen >= 48) & (seen < 144)
+    poisoned = jnp.where(seen[:, None, None], kv, jnp.nan)
+    clean = forward(IMPLEMENTATIONS[name], q, kv, *tokens, spec=POISON_SPEC)
+    got = forward(IMPLEMENTATIONS[name], q, poisoned, *tokens, spec=POISON_SPEC)
+    assert np.isfinite(clean[0]).all()
+    for a, b in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_xla_backward_reads_no_tile_outside_the_bounds():
+    """Neither keys that nothing sees nor queries that see nothing: one tile of each holds NaN."""
+    q, kv, stats, *_ = small(t=48, s=192)
+    # Query tiles of 16: the first two see keys 66..127, the last one lies before all keys.
+    at = np.concatenate([np.arange(96, 128), np.arange(-16, 0)])
+    tokens = tokens_at(at), tokens_at(np.arange(192))
+    keys, rows = np.arange(192), np.arange(48) < 32
+    seen = (keys >= 48) & (keys < 144)
+    poisoned_kv = jnp.where(seen[:, None, None], kv, jnp.nan)
+    poisoned_q = jnp.where(rows[:, None, None], q, jnp.nan)
+    xla_small = IMPLEMENTATIONS["xla"]
+    stats = (forward(REFERENCE, q, kv, *tokens, spec=POISON_SPEC)[1], stats[1])
+    clean = backward(xla_small, (q, q), kv, stats, *tokens, spec=POISON_SPEC)
+    got = backward(
+        xla_small, (poisoned_q, poisoned_q), poisoned_kv, stats, *tokens, spec=POISON_SPEC
+    )
+    for a, b in zip(got, clean, strict=True):
+        assert np.isfinite(b).all()
+        np.testing.assert_array_equal(a, b)
+    assert not got[0][:, 32:].any()
+    assert not got[1][:, :, ~seen].any()
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "tiles"),
+    [
+        (1, 1, Tiles(1, 1)),
+        (256, 512, Tiles(256, 512)),
+        (257, 513, Tiles(129, 257)),
+        (1000, 1000, Tiles(250, 500)),
+        (63, 4097, Tiles(63, 456)),
+    ],
+    ids=str,
+)
+def test_xla_chooses_even_tiles(t, s, tiles):
+    assert xla.tiles(t, s) == tiles
+
+
+def test_default_tiles_agree_with_small_ones():
+    q, kv, *_ = small(t=300, s=530)
+    tokens = tokens_at(np.arange(230, 530)), tokens_at(np.arange(530))
+    pairs = zip(
+        forward(XLA, q, kv, *tokens), forward(IMPLEMENTATIONS["xla"], q, kv, *tokens), strict=True
+    )
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- merge ---------------------------------------------------------------------------------------
+
+
+def parts(*lses, dim=3, seed=0):
+    """Partial attentions, one row each; rows without keys have o = 0."""
+    rng = np.random.default_rng(seed)
+    for lse in lses:
+        lse = np.asarray(lse, np.float32)
+        o = rng.normal(size=(*lse.shape, dim)).astype(np.float32)
+        yield np.where(np.isfinite(lse)[..., None], o, np.float32(0)), lse
+
+
+def test_merge_of_nothing():
+    inf = np.float32(np.inf)
+    (o_a, lse_a), (o_b, lse_b) = parts([-inf, 1.5, -inf], [2.5, -inf, -inf])
+    o, lse = merge(o_a, lse_a, o_b, lse_b)
+    np.testing.assert_array_equal(o, [o_b[0], o_a[1], [0, 0, 0]])
+    np.testing.assert_array_equal(lse, np.asarray([2.5, 1.5, -inf], np.float32))
+
+
+def test_merge_weighs_by_the_number_of_equal_keys():
+    (o_a, lse_a), (o_b, lse_b) = parts(np.log([3.0, 1.0]), np.log([1.0, 1.0]))
+    o, lse = merge(o_a, lse_a, o_b, lse_b)
+    np.testing.assert_allclose(o, [0.75 * o_a[0] + 0.25 * o_b[0], (o_a[1] + o_b[1]) / 2], rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log([4.0, 2.0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("base", [1e4, -1e4, 3e38, -3e38], ids=lambda base: f"{base:g}")
+def test_merge_of_huge_lse(base):
+    (o_a, lse_a), (o_b, lse_b) = parts([base, base, 0.0], [base, 0.0, base])
+    o, lse = merge(o_a, lse_a, o_b, lse_b)
+    np.testing.assert_allclose(o[0], (o_a[0] + o_b[0]) / 2, rtol=1e-6)
+    winners = (o_a[1], o_b[2]) if base > 0 else (o_b[1], o_a[2])
+    np.testing.assert_array_equal(o[1:], winners)
+    np.testing.assert_allclose(lse[0], base + np.log(2), rtol=1e-6)
+    np.testing.assert_array_equal(lse[1:], np.float32(max(base, 0)))
+
+
+def test_merge_is_associative_and_commutative():
+    rng = np.random.default_rng(1)
+    lses = rng.normal(scale=5, size=(3, 50)).astype(np.float32)
+    lses[rng.random(lses.shape) < 0.3] = -np.inf
+    a, b, c = parts(*lses)
+    left, right, turned = merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)), merge(*b, *a)
+    for x, y in zip(left, right, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    for x, y in zip(turned, merge(*a, *b), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert np.isneginf(left[1]).any()
+
+
+def test_merge_has_finite_gradients_where_there_is_nothing():
+    a, b = parts([-np.inf, 1.0, -np.inf], [-np.inf, -np.inf, 2.0])
+    _, vjp = jax.vjp(lambda o_a, o_b: merge(o_a, a[1], o_b, b[1])[0], a[0], b[0])
+    got = vjp(jnp.ones((3, 3), jnp.float32))
+    np.testing.assert_array_equal(got[0], [[0] * 3, [1] * 3, [0] * 3])
+    np.testing.assert_array_equal(got[1], [[0] * 3, [0] * 3, [1] * 3])
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
+    q = jax.ShapeDtypeStruct((1, 8, 2, dim), dtype)
+    return resolve(
+        implementation,
+        platform=platform,
+        compute_capability=capability,
+        q=q,
+        kv=(q, q),
+        **options,
+    )
+
+
+INTERPRETED = triton(interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ({"implementation": None, "platform": "cpu", "capability": None}, XLA),
+        ({"implementation": None, "platform": "tpu", "capability": None}, XLA),
+        ({"implementation": None, "capability": 8.0}, TRITON),
+        ({"implementation": None, "capability": 9.0}, TRITON),
+        ({"implementation": None, "capability": 7.5}, XLA),
+        ({"implementation": None, "capability": None}, XLA),
+        ({"implementation": None, "dim": 512}, XLA),
+        ({"implementation": None, "dtype": "float64"}, XLA),
+        ({"implementation": None, "backward": True}, XLA),
+        ({"implementation": "xla"}, XLA),
+        ({"implementation": "xla", "backward": True}, XLA),
+        ({"implementation": "triton"}, TRITON),
+        ({"implementation": "reference", "platform": "cpu", "capability": None}, REFERENCE),
+        ({"implementation": INTERPRETED, "platform": "cpu", "capability": None}, INTERPRETED),
+    ],
+    ids=lambda value: (
+        "-".join(f"{k}_{getattr(v, 'name', v)}" for k, v in value.items())
+        if isinstance(value, dict)
+        else value.name
+    ),
+)
+def test_resolve(arguments, chosen):
+    assert choose(**arguments) is chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"implementation": "triton", "platform": "cpu", "capability": None},
+            NotImplementedError,
+            "'triton' cannot run: it needs an NVIDIA GPU, .* are on 'cpu'; use None or 'xla'",
+        ),
+        (
+            {"implementation": "triton", "capability": 7.5},
+            NotImplementedError,
+            r"'triton' .* capability 8.0 \(Ampere\) or newer, this GPU has 7.5; use None or 'xla'",
+        ),
+        (
+            {"implementation": "triton", "backward": True},
+            NotImplementedError,
+            "'triton' .* no backward pass; use None or 'xla' where gradients are taken",
+        ),
+        (
+            {"implementation": INTERPRETED, "platform": "cpu", "backward": True},
+            NotImplementedError,
+            "'triton' .* no backward pass",
+        ),
+        (
+            {"implementation": "triton", "dim": 320},
+            NotImplementedError,
+            "'triton' .* the head dim is 320; it takes 256 at most",
+        ),
+        (
+            {"implementation": "triton", "dtype": "float64"},
+            NotImplementedError,
+            "'triton' .* query is float64 .* takes bfloat16, float16 or float32",
+        ),
+        (
+            {"implementation": "mosaic_gpu", "capability": 9.0},
+            NotImplementedError,
+            "'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'",
+        ),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "implementation is 'cuda': use None or one of 'mosaic_gpu', 'triton', 'xla'",
+        ),
+        (
+            {"implementation": xla.forward},
+            ValueError,
+            "implementation is <function .*: use None, an Implementation, or one of 'mosaic_gpu'",
+        ),
+    ],
+    ids=[
+        "triton_cpu",
+        "triton_turing",
+        "triton_backward",
+        "interpreted_backward",
+        "triton_head_dim",
+        "triton_float64",
+        "mosaic_gpu",
+        "unknown",
+        "function",
+    ],
+)
+def test_resolve_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        choose(**arguments)
+
+
+# --- configs that check themselves ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionSpec(scale=float("nan")), "scale is nan: it must be a finite number"),
+        (lambda: AttentionSpec(scale=float("inf")), "scale is inf: it must be a finite number"),
+        (lambda: AttentionSpec(scale=1.0, left=-1), "window's left is -1: it must be from 0 to"),
+        (lambda: AttentionSpec(scale=1.0, left=2**31), "window's left is 2147483648: .* or None"),
+        (lambda: AttentionSpec(scale=1.0, right=-7), "window's right is -7: .* or None"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=0.0), "soft_cap is 0.0: .* positive"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=-2.0), "soft_cap is -2.0: .* positive"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
+        (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
+        (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
+        (lambda: triton_forward.TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
+        (lambda: triton_forward.TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
+        (lambda: triton_forward.TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
+        (lambda: triton_forward.TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
+    ],
+    ids=[
+        "scale_nan",
+        "scale_inf",
+        "left",
+        "left_huge",
+        "right",
+        "cap_zero",
+        "cap_negative",
+        "cap_inf",
+        "block_q",
+        "block_kv",
+        "triton_block_q",
+        "triton_block_kv",
+        "warps",
+        "stages",
+    ],
+)
+def test_configs_check_themselves(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_configs_are_hashable_values():
+    assert AttentionSpec(scale=1.0, left=3) == AttentionSpec(scale=1.0, left=3)
+    assert len({AttentionSpec(scale=1.0), AttentionSpec(scale=1.0, right=0)}) == 2
+    assert hash(Tiles(8, 16)) == hash(Tiles(8, 16))
+    assert {XLA: 1}[XLA] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Tiles(8, 16).block_q = 4
