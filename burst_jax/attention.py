@@ -167,8 +167,8 @@ class _Ring:
             if has != needs:
                 raise ValueError(
                     f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
-                    f"needs {self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is split, "
-                    f"or split it so: jax.reshard({name}, {self.spec(name)})"
+                    f"needs {self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is "
+                    f"split, or split it so: jax.reshard({name}, {self.spec(name)})"
                 )
 
 

@@ -228,7 +228,7 @@ WRONG = {
     ),
     "padding-segments-shape": (
         lambda: pad_to_layout(np.ones((1, 5)), "zigzag", 2, np.ones((1, 4), np.int32)),
-        r"segment_ids has shape \(1, 4\): .* is \(1, 5\)",
+        r"segment_ids has shape \(1, 4\): it must be \(1, 5\), the arrays'",
     ),
     "padding-segments-dtype": (
         lambda: pad_to_layout(np.ones((1, 5)), "zigzag", 2, np.ones((1, 5))),

@@ -354,7 +354,7 @@ def test_bfloat16_step_follows_float32():
 
 
 def test_explicit_axes_train_too():
-    explicit = trained(2, 2, steps=2, kind=AxisType.Explicit)[4]
+    explicit = trained(2, 2, steps=3, kind=AxisType.Explicit)[4]
     auto = trained(2, 2)[4]
     assert explicit[0]["loss"] == pytest.approx(auto[0]["loss"], rel=1e-6)
     assert explicit[0]["grad_norm"] == pytest.approx(auto[0]["grad_norm"], rel=1e-5)
