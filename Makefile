@@ -21,23 +21,23 @@ train: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-check: $(STAMP)
+check:
+	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check
 
-format: $(STAMP)
+format:
+	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
 venv: $(STAMP)
 
-check format: EXTRAS := dev
-
 $(STAMP): pyproject.toml
 	python=$$(.ci/find-python) && "$$python" -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
 	touch $@
 
 clean:

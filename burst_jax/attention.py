@@ -15,7 +15,7 @@ from burst_jax.checks import check_arrays, check_backward, check_segment_ids, ma
 from burst_jax.layout import Layout, check_layout, check_length
 from burst_jax.ring import ring_attention
 from burst_jax.rotation import Backward
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, find
 
 Axes = str | tuple[str, ...] | None
 
@@ -90,6 +90,7 @@ def burst_attention(
     check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
     check_layout(layout)
     check_backward(backward)
+    find(implementation)
     make_spec(query, is_causal, scale, local_window_size, logits_soft_cap)
     mesh = _mesh(mesh)
     batch_axes, head_axes = _axes("batch_axis", batch_axis), _axes("head_axis", head_axis)

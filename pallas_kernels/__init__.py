@@ -14,6 +14,7 @@ from pallas_kernels.local_attention import REFERENCE as REFERENCE
 from pallas_kernels.local_attention import TRITON as TRITON
 from pallas_kernels.local_attention import XLA as XLA
 from pallas_kernels.local_attention import Implementation as Implementation
+from pallas_kernels.local_attention import find as find
 from pallas_kernels.local_attention import resolve as resolve
 from pallas_kernels.local_attention import triton as triton
 from pallas_kernels.merge import merge as merge

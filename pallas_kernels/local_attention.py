@@ -202,9 +202,30 @@ TRITON = triton()
 
 # --- the choice ----------------------------------------------------------------------------------
 
-# Fastest first; "reference" is for tests and is chosen only by name.
+# "reference" is for tests: chosen by name, never offered.
 _BY_NAME = {"triton": TRITON, "xla": XLA, "reference": REFERENCE}
 NAMES = ("mosaic_gpu", "triton", "xla")
+
+
+def find(implementation: str | Implementation | None) -> Implementation | None:
+    """What a user named; None if the choice is left to the library.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: there is not yet.
+    """
+    if implementation is None or isinstance(implementation, Implementation):
+        return implementation
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            "implementation 'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'"
+        )
+    if not isinstance(implementation, str) or implementation not in _BY_NAME:
+        raise ValueError(
+            f"implementation is {implementation!r}: use None, an Implementation, or one of "
+            f"{', '.join(map(repr, NAMES))}"
+        )
+    return _BY_NAME[implementation]
 
 
 def resolve(
@@ -233,28 +254,13 @@ def resolve(
       ValueError: there is no such implementation.
       NotImplementedError: the named one cannot run here, or not on these arrays.
     """
-    if implementation is None:
-        for candidate in (TRITON, XLA):
-            if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None:
-                return candidate
-        raise AssertionError("the xla implementation takes everything")
-    if isinstance(implementation, str):
-        if implementation not in _BY_NAME and implementation not in NAMES:
-            raise ValueError(
-                f"implementation is {implementation!r}: use None or one of "
-                f"{', '.join(map(repr, NAMES))}"
-            )
-        if implementation == "mosaic_gpu":
-            raise NotImplementedError(
-                "implementation 'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'"
-            )
-        chosen = _BY_NAME[implementation]
-    elif isinstance(implementation, Implementation):
-        chosen = implementation
-    else:
-        raise ValueError(
-            f"implementation is {implementation!r}: use None, an Implementation, or one of "
-            f"{', '.join(map(repr, NAMES))}"
+    chosen = find(implementation)
+    if chosen is None:
+        candidates = (TRITON, XLA)  # fastest first; the last takes everything
+        return next(
+            candidate
+            for candidate in candidates
+            if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None
         )
     obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)
     if obstacle is not None:

@@ -111,7 +111,12 @@ SHARED = {
     ),
     "implementation": (
         lambda: {"implementation": "flash"},
-        "implementation is 'flash': use None or one of 'mosaic_gpu', 'triton', 'xla'",
+        "implementation is 'flash': use None, an Implementation, or one of 'mosaic_gpu', 'triton', "
+        "'xla'",
+    ),
+    "implementation-unhashable": (
+        lambda: {"implementation": ["xla"]},
+        r"implementation is \['xla'\]: use None, an Implementation, or one of",
     ),
     "implementation-type": (
         lambda: {"implementation": 3},

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ring import all_pairs, packed_segments
+from cases import all_pairs, packed_segments
 
 from burst_jax import positions
 from pallas_kernels import (
@@ -647,7 +647,8 @@ def test_resolve(arguments, chosen):
         (
             {"implementation": "cuda"},
             ValueError,
-            "implementation is 'cuda': use None or one of 'mosaic_gpu', 'triton', 'xla'",
+            "implementation is 'cuda': use None, an Implementation, or one of 'mosaic_gpu', "
+            "'triton', 'xla'",
         ),
         (
             {"implementation": xla.forward},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import compare
 import dense
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import all_pairs, packed_segments
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +28,7 @@ MASKS = {
 }
 FACTORS = {
     "layout": ("contiguous", "zigzag", "striped"),
-    "n": (1, 2, 3, 4, 5, 8),
+    "n": (1, 2, 3, 4, 5, 7, 8),
     "mask": tuple(MASKS),
     "heads": ((4, 4), (8, 2), (8, 1)),
     "backward": ("rotate_kv", "rotate_query"),
@@ -36,32 +36,6 @@ FACTORS = {
     "head_dim": (16, 40, 33),
     "dtype": ("float32", "bfloat16", "float16"),
 }
-
-
-def all_pairs(factors, seed=0):
-    """Cases such that every two levels of different factors meet in at least one of them."""
-    rng = np.random.default_rng(seed)
-    names = list(factors)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in factors[a]
-        for y in factors[b]
-    }
-    cases = []
-    while missing:
-        tries = []
-        for _ in range(60):
-            case = {name: levels[rng.integers(len(levels))] for name, levels in factors.items()}
-            # Start from a pair that is still missing, so that every case earns its place.
-            for name, level in sorted(missing, key=repr)[rng.integers(len(missing))]:
-                case[name] = level
-            met = set(itertools.combinations(case.items(), 2)) & missing
-            tries.append((len(met), met, case))
-        _, met, case = max(tries, key=lambda entry: entry[0])
-        missing -= met
-        cases.append(case)
-    return cases
 
 
 CASES = all_pairs(FACTORS)
@@ -86,18 +60,6 @@ def lengths(shard, layout, n):
         "longer_queries": (70, 31),
     }[shard]
     return tuple(-(-length // step) * step * n for length in (t, s))
-
-
-def packed_segments(rng, batch, length):
-    """Documents of random lengths, each followed by padding, then padding to the end."""
-    rows = np.zeros((batch, length), np.int32)
-    for row in rows:
-        at, segment = int(rng.integers(0, 4)), 1
-        while at < length - length // 8:
-            size, gap = int(rng.integers(1, length // 2 + 2)), int(rng.integers(0, 9))
-            row[at : min(at + size, length - length // 8)] = segment
-            at, segment = at + size + gap, segment + 1
-    return rows
 
 
 def make_inputs(case, seed=0, scale=1.0):

@@ -1,0 +1,45 @@
+"""Which cases the matrix tests run, and packed rows for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+
+def all_pairs(factors, seed=0):
+    """Cases such that every two levels of different factors meet in at least one of them."""
+    rng = np.random.default_rng(seed)
+    names = list(factors)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    cases = []
+    while missing:
+        tries = []
+        for _ in range(60):
+            case = {name: levels[rng.integers(len(levels))] for name, levels in factors.items()}
+            # Start from a pair that is still missing, so that every case earns its place.
+            for name, level in sorted(missing, key=repr)[rng.integers(len(missing))]:
+                case[name] = level
+            met = set(itertools.combinations(case.items(), 2)) & missing
+            tries.append((len(met), met, case))
+        _, met, case = max(tries, key=lambda entry: entry[0])
+        missing -= met
+        cases.append(case)
+    return cases
+
+
+def packed_segments(rng, batch, length):
+    """Documents of random lengths, each followed by padding, then padding to the end."""
+    rows = np.zeros((batch, length), np.int32)
+    for row in rows:
+        at, segment = int(rng.integers(0, 4)), 1
+        while at < length - length // 8:
+            size, gap = int(rng.integers(1, length // 2 + 2)), int(rng.integers(0, 9))
+            row[at : min(at + size, length - length // 8)] = segment
+            at, segment = at + size + gap, segment + 1
+    return rows
