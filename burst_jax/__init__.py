@@ -8,6 +8,7 @@ causal ring.
 from importlib.metadata import version as _version
 
 from burst_jax.attention import burst_attention as burst_attention
+from burst_jax.flax_adapters import linen_attention_fn as linen_attention_fn
 from burst_jax.flax_adapters import nnx_attention_fn as nnx_attention_fn
 from burst_jax.flax_layer import BurstAttention as BurstAttention
 from burst_jax.layout import from_layout as from_layout

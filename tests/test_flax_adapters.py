@@ -1,4 +1,4 @@
-"""The drop-in for flax.nnx.MultiHeadAttention, against Flax's own attention."""
+"""The drop-ins for Flax's attention layers, against Flax's own attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
-from burst_jax.flax_adapters import nnx_attention_fn
+from burst_jax.flax_adapters import linen_attention_fn, nnx_attention_fn
 from burst_jax.layout import from_layout, to_layout
 
 FEATURES = 32
@@ -59,6 +59,41 @@ def test_cross_attention_equals_flax():
     ring = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=4)))
     want, got = make_layer()(x, memory), ring(x, memory)
     assert relative_rms(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_linen_equals_flax(is_causal):
+    x = random_like(jax.ShapeDtypeStruct((2, 24, FEATURES), jnp.float32), 1)
+    cotangent = random_like(x, 2)
+    fn = linen_attention_fn(mesh=make_mesh(seq=3), is_causal=is_causal)
+    ring = linen.MultiHeadDotProductAttention(4, attention_fn=fn, force_fp32_for_softmax=True)
+    own = linen.MultiHeadDotProductAttention(4)
+    params = own.init(jax.random.key(0), x)
+    mask = linen.make_causal_mask(x[..., 0], dtype=bool) if is_causal else None
+
+    def run(layer, **call):
+        out, vjp = jax.vjp(lambda p, x: layer.apply(p, x, **call), params, x)
+        grads, dx = vjp(cotangent)
+        kernels = {name: grads["params"][name]["kernel"] for name in ("query", "value", "out")}
+        return out, kernels, dx
+
+    got, want = jax.jit(lambda: run(ring))(), run(own, mask=mask)
+    assert_close(got, want, 1e-5)
+
+
+def test_linen_passes_what_we_refuse():
+    fn = linen_attention_fn(mesh=make_mesh(seq=2))
+    x = jnp.zeros((1, 8, FEATURES), jnp.float32)
+    layer = linen.MultiHeadDotProductAttention(4, attention_fn=fn)
+    params = layer.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="mask of shape"):
+        layer.apply(params, x, mask=jnp.ones((1, 4, 8, 8), bool))
+    with pytest.raises(ValueError, match="sow_weights"):
+        layer.apply(params, x, sow_weights=True)
+    einsums = {"qk_attn_weights_einsum_cls": lambda: jnp.einsum}
+    custom = linen.MultiHeadDotProductAttention(4, attention_fn=fn, **einsums)
+    with pytest.raises(NotImplementedError, match=r"qk_attn_weights_einsum is .*no such einsum"):
+        custom.apply(params, x)
 
 
 @pytest.mark.parametrize("where", ["option", "call", "both"])
@@ -120,7 +155,6 @@ ARRAY = np.zeros((1, 8, 2, 4), np.float32)
         ({"mask": np.ones((1, 1, 8, 8), bool)}, ValueError, r"mask of shape \(1, 1, 8, 8\).*segm"),
         ({"bias": np.ones((1, 2, 8, 8))}, ValueError, r"bias of shape \(1, 2, 8, 8\).*is_causal"),
         ({"module": object()}, ValueError, r"sow_weights=True: .*sow_weights=False"),
-        ({"input_positions": np.arange(8)}, ValueError, r"input_positions of shape \(8,\).*BurstA"),
         ({"dropout_rate": 0.1}, NotImplementedError, r"dropout_rate is 0.1: .*set it to 0.0"),
         ({"precision": "highest"}, NotImplementedError, r"precision is 'highest': .*pass None"),
         ({"key": ARRAY[0]}, ValueError, r"key has batch dimensions \(\), query \(1,\)"),
@@ -128,10 +162,12 @@ ARRAY = np.zeros((1, 8, 2, 4), np.float32)
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_honoured_raises(call, error, message):
+@pytest.mark.parametrize("adapter", [nnx_attention_fn, linen_attention_fn])
+def test_what_cannot_be_honoured_raises(adapter, call, error, message):
+    call = dict(call)
     arrays = {name: jnp.asarray(call.pop(name, ARRAY)) for name in ("query", "key", "value")}
     with pytest.raises(error, match=message):
-        nnx_attention_fn(mesh=make_mesh(seq=2))(**arrays, **call)
+        adapter(mesh=make_mesh(seq=2))(**arrays, **call)
 
 
 def test_flax_passes_what_we_refuse():
@@ -145,11 +181,12 @@ def test_flax_passes_what_we_refuse():
         layer(x, input_positions=jnp.arange(8, dtype=jnp.int32))
 
 
-def test_options_are_checked_at_once():
+@pytest.mark.parametrize("adapter", [nnx_attention_fn, linen_attention_fn])
+def test_options_are_checked_at_once(adapter):
     with pytest.raises(TypeError, match=r"unknown option 'causal': use mesh, seq_axis.*is_causal"):
-        nnx_attention_fn(causal=True)
-    with pytest.raises(ValueError, match="does not take return_residual"):
-        nnx_attention_fn(return_residual=True)
+        adapter(causal=True)
+    with pytest.raises(ValueError, match=f"{adapter.__name__} does not take return_residual"):
+        adapter(return_residual=True)
 
 
 def test_imports_touch_no_backend():
