@@ -1,0 +1,178 @@
+"""The choice among implementations, and configs that check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from pallas_kernels import (
+    REFERENCE,
+    TRITON,
+    XLA,
+    AttentionSpec,
+    Tiles,
+    resolve,
+    triton,
+    triton_forward,
+)
+
+
+def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
+    q = jax.ShapeDtypeStruct((1, 8, 2, dim), dtype)
+    return resolve(
+        implementation,
+        platform=platform,
+        compute_capability=capability,
+        q=q,
+        kv=(q, q),
+        **options,
+    )
+
+
+INTERPRETED = triton(interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ({"implementation": None, "platform": "cpu", "capability": None}, XLA),
+        ({"implementation": None, "platform": "tpu", "capability": None}, XLA),
+        ({"implementation": None, "capability": 8.0}, TRITON),
+        ({"implementation": None, "capability": 9.0}, TRITON),
+        ({"implementation": None, "capability": 7.5}, XLA),
+        ({"implementation": None, "capability": None}, XLA),
+        ({"implementation": None, "dim": 512}, XLA),
+        ({"implementation": None, "dtype": "float64"}, XLA),
+        ({"implementation": None, "backward": True}, XLA),
+        ({"implementation": "xla"}, XLA),
+        ({"implementation": "xla", "backward": True}, XLA),
+        ({"implementation": "triton"}, TRITON),
+        ({"implementation": "reference", "platform": "cpu", "capability": None}, REFERENCE),
+        ({"implementation": INTERPRETED, "platform": "cpu", "capability": None}, INTERPRETED),
+    ],
+    ids=lambda value: (
+        "-".join(f"{k}_{getattr(v, 'name', v)}" for k, v in value.items())
+        if isinstance(value, dict)
+        else value.name
+    ),
+)
+def test_resolve(arguments, chosen):
+    assert choose(**arguments) is chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"implementation": "triton", "platform": "cpu", "capability": None},
+            NotImplementedError,
+            "'triton' cannot run: it needs an NVIDIA GPU, .* are on 'cpu'; use None or 'xla'",
+        ),
+        (
+            {"implementation": "triton", "capability": 7.5},
+            NotImplementedError,
+            r"'triton' .* capability 8.0 \(Ampere\) or newer, this GPU has 7.5; use None or 'xla'",
+        ),
+        (
+            {"implementation": "triton", "backward": True},
+            NotImplementedError,
+            "'triton' .* no backward pass; use None or 'xla' where gradients are taken",
+        ),
+        (
+            {"implementation": INTERPRETED, "platform": "cpu", "backward": True},
+            NotImplementedError,
+            "'triton' .* no backward pass",
+        ),
+        (
+            {"implementation": "triton", "dim": 320},
+            NotImplementedError,
+            "'triton' .* the head dim is 320; it takes 256 at most",
+        ),
+        (
+            {"implementation": "triton", "dtype": "float64"},
+            NotImplementedError,
+            "'triton' .* query is float64 .* takes bfloat16, float16 or float32",
+        ),
+        (
+            {"implementation": "mosaic_gpu", "capability": 9.0},
+            NotImplementedError,
+            "'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'",
+        ),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "implementation is 'cuda': use None, an Implementation, or one of 'mosaic_gpu', "
+            "'triton', 'xla'",
+        ),
+        (
+            {"implementation": xla.forward},
+            ValueError,
+            "implementation is <function .*: use None, an Implementation, or one of 'mosaic_gpu'",
+        ),
+    ],
+    ids=[
+        "triton_cpu",
+        "triton_turing",
+        "triton_backward",
+        "interpreted_backward",
+        "triton_head_dim",
+        "triton_float64",
+        "mosaic_gpu",
+        "unknown",
+        "function",
+    ],
+)
+def test_resolve_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        choose(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionSpec(scale=float("nan")), "scale is nan: it must be a finite number"),
+        (lambda: AttentionSpec(scale=float("inf")), "scale is inf: it must be a finite number"),
+        (lambda: AttentionSpec(scale=1.0, left=-1), "window's left is -1: it must be from 0 to"),
+        (lambda: AttentionSpec(scale=1.0, left=2**31), "window's left is 2147483648: .* or None"),
+        (lambda: AttentionSpec(scale=1.0, right=-7), "window's right is -7: .* or None"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=0.0), "soft_cap is 0.0: .* positive"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=-2.0), "soft_cap is -2.0: .* positive"),
+        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
+        (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
+        (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
+        (lambda: triton_forward.TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
+        (lambda: triton_forward.TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
+        (lambda: triton_forward.TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
+        (lambda: triton_forward.TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
+    ],
+    ids=[
+        "scale_nan",
+        "scale_inf",
+        "left",
+        "left_huge",
+        "right",
+        "cap_zero",
+        "cap_negative",
+        "cap_inf",
+        "block_q",
+        "block_kv",
+        "triton_block_q",
+        "triton_block_kv",
+        "warps",
+        "stages",
+    ],
+)
+def test_configs_check_themselves(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_configs_are_hashable_values():
+    assert AttentionSpec(scale=1.0, left=3) == AttentionSpec(scale=1.0, left=3)
+    assert len({AttentionSpec(scale=1.0), AttentionSpec(scale=1.0, right=0)}) == 2
+    assert hash(Tiles(8, 16)) == hash(Tiles(8, 16))
+    assert {XLA: 1}[XLA] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Tiles(8, 16).block_q = 4
