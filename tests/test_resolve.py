@@ -16,6 +16,7 @@ from pallas_kernels import (
     resolve,
     triton,
     triton_forward,
+    xla,
 )
 
 
