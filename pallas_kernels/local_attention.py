@@ -13,9 +13,16 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels import reference, triton_forward, xla
-from pallas_kernels.arrays import Pair, half_shape
-from pallas_kernels.bounds import query_bounds
+from pallas_kernels.arrays import Pair, half_dtype, half_shape
+from pallas_kernels.bounds import key_bounds, query_bounds
 from pallas_kernels.spec import AttentionSpec, Tokens
+from pallas_kernels.triton_configs import (
+    TritonConfig,
+    triton_backward_configs,
+    triton_forward_config,
+)
+from pallas_kernels.triton_dkv import backward_dkv
+from pallas_kernels.triton_dq import backward_dq
 
 Carry = tuple[jax.Array, jax.Array]
 
@@ -171,27 +178,50 @@ XLA = Implementation(
 # --- triton --------------------------------------------------------------------------------------
 
 
-def triton(interpret: bool = False) -> Implementation:
-    """The Pallas Triton kernels; ``interpret=True`` runs them on any platform, slowly."""
+def triton(interpret: bool = False, config: TritonConfig | None = None) -> Implementation:
+    """The Pallas Triton kernels.
+
+    Args:
+      interpret: run them on any platform, slowly.
+      config: tiles for all kernels; None is each kernel's own from the table.
+    """
+
+    def configs(head_dim, dtype):
+        if config is not None:
+            return config, config, config
+        return triton_forward_config(head_dim, dtype), *triton_backward_configs(head_dim, dtype)
 
     def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
-        config = triton_forward.default_config(q.shape[-1], q.dtype)
         return triton_forward.forward(
             q, kv, q_tokens, kv_tokens, bounds, carry,
-            spec=spec, config=config, interpret=interpret,
+            spec=spec, config=configs(q.shape[-1], q.dtype)[0], interpret=interpret,
         )  # fmt: skip
 
     def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
         del kv
-        config = triton_forward.default_config(q.shape[-1], q.dtype)
-        return query_bounds(spec, q_tokens, kv_tokens, config.tiles)
+        return query_bounds(spec, q_tokens, kv_tokens, configs(q.shape[-1], q.dtype)[0].tiles)
+
+    def backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
+        _, for_dq, for_dkv = configs(half_shape(qdo)[-1], half_dtype(qdo))
+        arrays = (qdo, kv, stats, q_tokens, kv_tokens)
+        dq = backward_dq(*arrays, bounds[0], dq, spec=spec, config=for_dq, interpret=interpret)
+        dkv = backward_dkv(*arrays, bounds[1], dkv, spec=spec, config=for_dkv, interpret=interpret)
+        return dq, dkv
+
+    def backward_bounds(spec, q, kv, q_tokens, kv_tokens):
+        del kv
+        _, for_dq, for_dkv = configs(q.shape[-1], q.dtype)
+        return (
+            query_bounds(spec, q_tokens, kv_tokens, for_dq.tiles),
+            key_bounds(spec, q_tokens, kv_tokens, for_dkv.tiles),
+        )
 
     return Implementation(
         name="triton",
         forward=forward,
-        backward=None,
+        backward=backward,
         forward_bounds=forward_bounds,
-        backward_bounds=_no_bounds,
+        backward_bounds=backward_bounds,
         unsupported=triton_forward.unsupported,
         checks_vma=not interpret,
     )

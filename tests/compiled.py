@@ -93,9 +93,7 @@ def schedule(program):
             events.append(("done", started[operands.strip().lstrip("%")]))
         elif opcode == "collective-permute":
             events.append(("sync", name))
-        elif opcode == "custom-call" and (
-            kernel := re.search(r"\bburst_(forward|backward)\b", rest)
-        ):
+        elif opcode == "custom-call" and (kernel := re.search(r"\bburst_(forward|dq|dkv)\b", rest)):
             events.append(("kernel", kernel.group()))
     return events
 

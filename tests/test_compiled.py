@@ -12,6 +12,7 @@ import pytest
 import burst_jax
 from burst_jax.rotation import backward_bytes, choose_rotation, forward_bytes
 from pallas_kernels import AttentionSpec, Tokens, resolve, triton_forward
+from pallas_kernels.triton_configs import TritonConfig
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -144,25 +145,27 @@ def test_triton_tiles_fit_without_register_spills(gpu, head_dim, dtype):
     ids = compiled.segment_ids(mesh, 1000)
 
     def run(query, key, value, ids):
-        return attend(
+        attention = attend(
             mesh,
             implementation="triton",
             local_window_size=300,
             logits_soft_cap=20.0,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
-        )(query, key, value)
+        )
+        return gradient(attention)(query, key, value)
 
     refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-    program = compiled.compile_for(run, *arrays, ids, **refuse)
-    assert compiled.schedule(program).count(("kernel", "burst_forward")) == 2
+    events = compiled.schedule(compiled.compile_for(run, *arrays, ids, **refuse))
+    for kernel in ("burst_forward", "burst_dq", "burst_dkv"):
+        assert events.count(("kernel", kernel)) == 2
 
 
 def test_spilling_tiles_are_refused():
     """The guard of the test above: tiles that are too large for the registers do not pass."""
     mesh = compiled.gpu_mesh("a100", 1)
     arrays = compiled.inputs(mesh, 512, 2, 2, 128)
-    config = triton_forward.TritonConfig(block_q=128, block_kv=128, num_warps=4, num_stages=2)
+    config = TritonConfig(block_q=128, block_kv=128, num_warps=4, num_stages=2)
 
     def local(query, key, value):
         tokens = Tokens(jnp.arange(512, dtype=jnp.int32))

@@ -23,9 +23,9 @@ from pallas_kernels import (
     Tokens,
     query_bounds,
     triton,
-    triton_forward,
     xla,
 )
+from pallas_kernels.triton_configs import TritonConfig
 
 # --- the implementations, in small tiles ---------------------------------------------------------
 
@@ -46,27 +46,10 @@ def xla_in(tiles: Tiles) -> Implementation:
     )
 
 
-def triton_in(config: triton_forward.TritonConfig) -> Implementation:
-    """The Triton forward in interpret mode; gradients, as on a GPU, from xla and Triton's lse."""
-
-    def bounds(spec, q, kv, q_tokens, kv_tokens):
-        del q, kv
-        return query_bounds(spec, q_tokens, kv_tokens, config.tiles)
-
-    small = xla_in(Tiles(16, 24))
-    return dataclasses.replace(
-        triton(interpret=True),
-        forward=functools.partial(triton_forward.forward, config=config, interpret=True),
-        forward_bounds=bounds,
-        backward=small.backward,
-        backward_bounds=small.backward_bounds,
-    )
-
-
 IMPLEMENTATIONS = {
     "reference": REFERENCE,
     "xla": xla_in(Tiles(16, 24)),
-    "triton": triton_in(triton_forward.TritonConfig(16, 32, num_warps=4, num_stages=1)),
+    "triton": triton(interpret=True, config=TritonConfig(16, 32, num_warps=4, num_stages=1)),
 }
 
 # --- the cases -----------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from pallas_kernels import (
     Tiles,
     resolve,
     triton,
-    triton_forward,
     xla,
 )
+from pallas_kernels.triton_configs import TritonConfig
 
 
 def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
@@ -46,7 +46,8 @@ INTERPRETED = triton(interpret=True)
         ({"implementation": None, "capability": None}, XLA),
         ({"implementation": None, "dim": 512}, XLA),
         ({"implementation": None, "dtype": "float64"}, XLA),
-        ({"implementation": None, "backward": True}, XLA),
+        ({"implementation": None, "backward": True}, TRITON),
+        ({"implementation": None, "backward": True, "dim": 320}, XLA),
         ({"implementation": "xla"}, XLA),
         ({"implementation": "xla", "backward": True}, XLA),
         ({"implementation": "triton"}, TRITON),
@@ -77,14 +78,9 @@ def test_resolve(arguments, chosen):
             r"'triton' .* capability 8.0 \(Ampere\) or newer, this GPU has 7.5; use None or 'xla'",
         ),
         (
-            {"implementation": "triton", "backward": True},
+            {"implementation": dataclasses.replace(XLA, backward=None), "backward": True},
             NotImplementedError,
-            "'triton' .* no backward pass; use None or 'xla' where gradients are taken",
-        ),
-        (
-            {"implementation": INTERPRETED, "platform": "cpu", "backward": True},
-            NotImplementedError,
-            "'triton' .* no backward pass",
+            "'xla' .* no backward pass; use None or 'xla' where gradients are taken",
         ),
         (
             {"implementation": "triton", "dim": 320},
@@ -116,8 +112,7 @@ def test_resolve(arguments, chosen):
     ids=[
         "triton_cpu",
         "triton_turing",
-        "triton_backward",
-        "interpreted_backward",
+        "no_backward",
         "triton_head_dim",
         "triton_float64",
         "mosaic_gpu",
@@ -143,10 +138,10 @@ def test_resolve_refuses(arguments, error, message):
         (lambda: AttentionSpec(scale=1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
         (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
         (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
-        (lambda: triton_forward.TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
-        (lambda: triton_forward.TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
-        (lambda: triton_forward.TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
-        (lambda: triton_forward.TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
+        (lambda: TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
+        (lambda: TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
+        (lambda: TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
+        (lambda: TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
     ],
     ids=[
         "scale_nan",

@@ -493,20 +493,20 @@ def test_the_residual_is_optional():
     assert (lse.shape, lse.dtype) == ((B, T, N), jnp.float32)
 
 
-def test_triton_kernel_on_the_ring():
-    """Interpreted: carry, packed K/V and bounds as the ring gives them, in shards of 64 tokens."""
+@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+def test_triton_kernels_on_the_ring(backward):
+    """Interpreted: carry, packed pairs and bounds as the ring gives them, 64 tokens a shard."""
     arrays, cotangents = make_inputs(batch=1, length=128, heads=2, dim=16)
-    run = ring_of(2, layout="striped", implementation=triton(interpret=True))
-    got = jax.jit(run)(*arrays)
-    want = one_device(arrays, cotangents)
-    for name, g, w in zip(("out", "lse"), got, want[:2], strict=True):
-        assert compare.errors(g, w)[1] < 1e-6, name
+    kernels = triton(interpret=True)
+    run = ring_of(2, layout="striped", backward=backward, implementation=kernels)
+    got = forward_and_gradients(run)(arrays, cotangents)
+    assert_close(got, one_device(arrays, cotangents))
 
 
 def test_a_kernel_without_a_backward_says_so():
     arrays, (do, _) = make_inputs(batch=1, dim=16)
-    run = ring_of(2, implementation=triton(interpret=True))
-    with pytest.raises(NotImplementedError, match=r"'triton' .* no backward pass; use None or"):
+    run = ring_of(2, implementation=dataclasses.replace(XLA, backward=None))
+    with pytest.raises(NotImplementedError, match=r"'xla' .* no backward pass; use None or"):
         jax.vjp(lambda *xs: run(*xs)[0], *arrays)[1](do)
 
 
