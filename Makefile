@@ -8,8 +8,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
-STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
 , := ,
+STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
 # Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
