@@ -15,6 +15,7 @@ from burst_jax.checks import check_arrays, check_backward, check_segment_ids, ma
 from burst_jax.layout import Layout, check_layout, check_length
 from burst_jax.ring import ring_attention
 from burst_jax.rotation import Backward
+from burst_jax.sharding import flat_names
 from pallas_kernels import Implementation, find
 
 Axes = str | tuple[str, ...] | None
@@ -162,8 +163,10 @@ class _Ring:
             sharding = getattr(jax.typeof(array), "sharding", None)
             if not explicit or sharding is None or sharding.mesh.empty:
                 continue
-            has = [_explicit(entry, explicit) for entry in sharding.spec]
-            needs = [_explicit(entry, explicit) for entry in self.spec(name)]
+            has, needs = (
+                [tuple(axis for axis in flat_names(entry) if axis in explicit) for entry in spec]
+                for spec in (sharding.spec, self.spec(name))
+            )
             has += [()] * (len(needs) - len(has))
             if has != needs:
                 raise ValueError(
@@ -171,11 +174,6 @@ class _Ring:
                     f"needs {self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is "
                     f"split, or split it so: jax.reshard({name}, {self.spec(name)})"
                 )
-
-
-def _explicit(entry: Any, explicit: set[str]) -> tuple[str, ...]:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if name in explicit)
 
 
 @functools.partial(jax.jit, static_argnums=0)
