@@ -198,14 +198,16 @@ def _forward(
         kv, segment_ids = travelling
         kv_tokens = config.tokens(key.shape[1], step, segment_ids)
         bounds = bounds_at(step, segment_ids)
-        carry = local.forward(query, kv, q_tokens, kv_tokens, bounds, carry, spec=spec)
+        out_dtype = query.dtype if last else jnp.float32
+        carry = local.forward(
+            query, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype
+        )
         if not last:
             # Without it XLA hoists every permute to the front, ahead of all compute, and keeps
             # every block alive. With it each permute lies beside one kernel.
             travelling, carry = lax.optimization_barrier((arriving, carry))
     assert carry is not None
-    out, lse = carry
-    return out.astype(query.dtype), lse
+    return carry
 
 
 def _bounds_by_step(
@@ -279,16 +281,18 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     """Float32 dq ``[B, T, N, H]`` and dkv ``[2, B, S, K, H]``.
 
-    One side stays, the other travels with its gradient behind it: step i computes while the sum
-    that left after step i - 1 is on its way, and adds to it when it lands.
+    One side stays, the other travels with its gradient behind it, which arrives late: step i
+    computes while the sum that left after step i - 1 is on its way, and adds to it when it lands.
+
+        step 0            step 1                          step 2
+        stay              stay       | gradient travels   stay       | gradient travels
+        travel | data     travel     | data travels       travel
     """
     assert local.backward is not None  # resolve(backward=True) sees to it
     n, spec, turn_kv = config.size, config.spec, rotation == "rotate_kv"
     staying, travelling = (queries, keys) if turn_kv else (keys, queries)
     travelling = travelling.packed() if n > 1 else travelling
     stay_tokens = config.tokens(half_shape(staying.arrays)[1], 0, staying.segment_ids)
-    stay_sum: Any = None
-    in_flight: Any = None
 
     def tokens(hops, segment_ids):
         moved = config.tokens(half_shape(travelling.arrays)[1], hops, segment_ids)
@@ -301,30 +305,71 @@ def _backward(
             spec, queries.arrays[0], keys.arrays, *tokens(hops, segment_ids)
         ),
     )
+    step_gradients = _apart if local.backward_dq is not None else _together
+    stay_sum: Any = None
+    travel_sum: Any = None
     for step in range(n):
-        # Invariant: `travelling` started `step` devices back; `in_flight` is its gradient from
-        # those devices, arriving; `stay_sum` is the gradient here from all blocks before it.
-        last = step == n - 1
-        arriving = None if last else shift(travelling, config.axis_name, n)
+        # Invariant: `travelling` started `step` devices back; `travel_sum` is its gradient from
+        # those devices, not yet shifted; `stay_sum` is the gradient here from all blocks before it.
         q, kv = (queries, travelling) if turn_kv else (travelling, keys)
-        dq, dkv = local.backward(
-            q.arrays,
-            kv.arrays,
-            q.stats,
-            *tokens(step, travelling.segment_ids),
-            bounds_at(step, travelling.segment_ids),
-            dq=stay_sum if turn_kv else None,
-            dkv=None if turn_kv else stay_sum,
-            spec=spec,
+        ids = travelling.segment_ids
+        arrays = (q.arrays, kv.arrays, q.stats, *tokens(step, ids), bounds_at(step, ids))
+        gradient_on_its_way = None if step == 0 else shift(travel_sum, config.axis_name, n)
+        stay_sum, travel_sum, travelling = step_gradients(
+            local,
+            functools.partial(shift, travelling, config.axis_name, n) if step < n - 1 else None,
+            arrays,
+            stay_sum,
+            gradient_on_its_way,
+            turn_kv,
+            spec,
         )
-        stay_sum, new = (dq, dkv) if turn_kv else (dkv, dq)
-        landed = new if in_flight is None else in_flight + new
-        if not last:
-            travelling, stay_sum, landed = lax.optimization_barrier((arriving, stay_sum, landed))
-        in_flight = landed if n == 1 else shift(landed, config.axis_name, n)
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
-    home = lax.optimization_barrier(in_flight)
+    home = travel_sum if n == 1 else shift(travel_sum, config.axis_name, n)
+    home = lax.optimization_barrier(home)
     return (stay_sum, home) if turn_kv else (home, stay_sum)
+
+
+def _apart(local, shift_data, arrays, stay_sum, arriving_sum, turn_kv, spec):
+    """One step with two kernels: each has one permute beside it, and adds in place.
+
+    The gradient travels beside the kernel of the side that stays. The kernel of the side that
+    travels waits for it to land; beside that one the next block travels.
+    """
+    for_stay, for_travel = local.backward_dq, local.backward_dkv
+    if not turn_kv:
+        for_stay, for_travel = for_travel, for_stay
+    stay_sum = for_stay(*arrays, stay_sum, spec=spec)
+    if arriving_sum is not None:
+        stay_sum, arriving_sum = lax.optimization_barrier((stay_sum, arriving_sum))
+    travelling = None if shift_data is None else shift_data()
+    travel_sum = for_travel(*arrays, arriving_sum, spec=spec)
+    if travelling is not None:
+        travelling, stay_sum, travel_sum = lax.optimization_barrier(
+            (travelling, stay_sum, travel_sum)
+        )
+    return stay_sum, travel_sum, travelling
+
+
+def _together(local, shift_data, arrays, stay_sum, arriving_sum, turn_kv, spec):
+    """One step with one kernel for both gradients, and both permutes beside it.
+
+    The kernel cannot wait for the sum to land, so it makes a fresh one and the two are added.
+    """
+    travelling = None if shift_data is None else shift_data()
+    dq, dkv = local.backward(
+        *arrays,
+        dq=stay_sum if turn_kv else None,
+        dkv=None if turn_kv else stay_sum,
+        spec=spec,
+    )
+    stay_sum, new = (dq, dkv) if turn_kv else (dkv, dq)
+    travel_sum = new if arriving_sum is None else arriving_sum + new
+    if travelling is not None:
+        travelling, stay_sum, travel_sum = lax.optimization_barrier(
+            (travelling, stay_sum, travel_sum)
+        )
+    return stay_sum, travel_sum, travelling
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)

@@ -7,22 +7,18 @@ Lengths are one device's. There is no mesh here, no ring and no layout: tokens h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import reference, triton_forward, xla
+from pallas_kernels import reference, triton_dkv, triton_dq, triton_forward, xla
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.bounds import key_bounds, query_bounds
 from pallas_kernels.spec import AttentionSpec, Tokens
-from pallas_kernels.triton_configs import (
-    TritonConfig,
-    triton_backward_configs,
-    triton_forward_config,
-)
-from pallas_kernels.triton_dkv import backward_dkv
-from pallas_kernels.triton_dq import backward_dq
+from pallas_kernels.triton_configs import TritonConfig, TritonConfigs, triton_configs
 
 Carry = tuple[jax.Array, jax.Array]
 
@@ -39,9 +35,10 @@ class Forward(Protocol):
       bounds: what :meth:`Implementation.forward_bounds` gave for these tokens.
       carry: float32 ``(o [B, T, N, H], lse [B, N, T])`` over other keys, or None to start fresh.
       spec: scale, window, soft cap.
+      out_dtype: o's dtype; anything but float32 is for the last call, whose o is carried no further.
 
     Returns:
-      ``(o, lse)``, float32, over the carry's keys and these: o normalised, lse the natural log of
+      ``(o, lse)`` over the carry's keys and these: o normalised, lse float32, the natural log of
       the softmax's denominator. A row that sees no key has o = 0 and lse = -inf.
     """
 
@@ -55,6 +52,7 @@ class Forward(Protocol):
         carry: Carry | None = None,
         *,
         spec: AttentionSpec,
+        out_dtype: Any = jnp.float32,
     ) -> Carry:
         """Runs it."""
         ...
@@ -100,6 +98,10 @@ class Backward(Protocol):
         ...
 
 
+def _runs_anywhere(platform: str, compute_capability: float | None) -> None:
+    del platform, compute_capability
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute local attention. Frozen and hashable: part of a jit cache's key.
@@ -108,9 +110,14 @@ class Implementation:
       name: what users call it.
       forward: see :class:`Forward`.
       backward: see :class:`Backward`; None if it has none.
+      backward_dq: ``(..., dq, *, spec) -> dq``, the half of ``backward`` that makes dQ, where dQ and
+        dK, dV come from different kernels: a ring then moves one gradient while the kernel of the
+        other one runs. None if they come from one.
+      backward_dkv: ``(..., dkv, *, spec) -> dkv``, the other half.
       forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
       backward_bounds: the same for ``backward``.
       unsupported: ``(q, kv) -> reason`` why it cannot take such arrays, or None if it can.
+      unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
     """
 
@@ -120,6 +127,9 @@ class Implementation:
     forward_bounds: Callable[..., Any]
     backward_bounds: Callable[..., Any]
     unsupported: Callable[[Any, Any], str | None]
+    unavailable: Callable[[str, float | None], str | None] = _runs_anywhere
+    backward_dq: Callable[..., jax.Array] | None = None
+    backward_dkv: Callable[..., jax.Array] | None = None
     checks_vma: bool = True
 
 
@@ -147,9 +157,11 @@ REFERENCE = Implementation(
 # --- xla -----------------------------------------------------------------------------------------
 
 
-def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
+def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=jnp.float32):
     tiles = xla.tiles(q.shape[1], half_shape(kv)[1])
-    return xla.forward(q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, tiles=tiles)
+    return xla.forward(
+        q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, tiles=tiles, out_dtype=out_dtype
+    )
 
 
 def _xla_backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
@@ -178,56 +190,86 @@ XLA = Implementation(
 # --- triton --------------------------------------------------------------------------------------
 
 
-def triton(interpret: bool = False, config: TritonConfig | None = None) -> Implementation:
+def triton(
+    interpret: bool = False,
+    config: TritonConfig | None = None,
+    compute_capability: float | None = None,
+) -> Implementation:
     """The Pallas Triton kernels.
 
     Args:
       interpret: run them on any platform, slowly.
       config: tiles for all kernels; None is each kernel's own from the table.
+      compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
     """
 
-    def configs(head_dim, dtype):
+    def configs(spec, q, kv):
         if config is not None:
-            return config, config, config
-        return triton_forward_config(head_dim, dtype), *triton_backward_configs(head_dim, dtype)
+            return TritonConfigs(config, config, config)
+        q_length, kv_length = half_shape(q)[1], half_shape(kv)[1]
+        dim, dtype = half_shape(q)[-1], half_dtype(q)
+        return triton_configs(compute_capability, dim, dtype, q_length, kv_length, spec)
 
-    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec):
+    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=jnp.float32):
         return triton_forward.forward(
-            q, kv, q_tokens, kv_tokens, bounds, carry,
-            spec=spec, config=configs(q.shape[-1], q.dtype)[0], interpret=interpret,
+            q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype,
+            config=configs(spec, (q, q), kv).forward, interpret=interpret,
         )  # fmt: skip
 
     def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
-        del kv
-        return query_bounds(spec, q_tokens, kv_tokens, configs(q.shape[-1], q.dtype)[0].tiles)
+        tiles = configs(spec, (q, q), kv).forward.tiles
+        return query_bounds(spec, q_tokens, kv_tokens, tiles)
+
+    def backward_dq(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, *, spec):
+        return triton_dq.backward_dq(
+            qdo, kv, stats, q_tokens, kv_tokens, bounds[0], dq, spec=spec,
+            config=configs(spec, qdo, kv).dq, interpret=interpret,
+        )  # fmt: skip
+
+    def backward_dkv(qdo, kv, stats, q_tokens, kv_tokens, bounds, dkv=None, *, spec):
+        return triton_dkv.backward_dkv(
+            qdo, kv, stats, q_tokens, kv_tokens, bounds[1], dkv, spec=spec,
+            config=configs(spec, qdo, kv).dkv, interpret=interpret,
+        )  # fmt: skip
 
     def backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
-        _, for_dq, for_dkv = configs(half_shape(qdo)[-1], half_dtype(qdo))
-        arrays = (qdo, kv, stats, q_tokens, kv_tokens)
-        dq = backward_dq(*arrays, bounds[0], dq, spec=spec, config=for_dq, interpret=interpret)
-        dkv = backward_dkv(*arrays, bounds[1], dkv, spec=spec, config=for_dkv, interpret=interpret)
-        return dq, dkv
+        arrays = (qdo, kv, stats, q_tokens, kv_tokens, bounds)
+        return backward_dq(*arrays, dq, spec=spec), backward_dkv(*arrays, dkv, spec=spec)
 
     def backward_bounds(spec, q, kv, q_tokens, kv_tokens):
-        del kv
-        _, for_dq, for_dkv = configs(q.shape[-1], q.dtype)
+        chosen = configs(spec, (q, q), kv)
         return (
-            query_bounds(spec, q_tokens, kv_tokens, for_dq.tiles),
-            key_bounds(spec, q_tokens, kv_tokens, for_dkv.tiles),
+            query_bounds(spec, q_tokens, kv_tokens, chosen.dq.tiles),
+            key_bounds(spec, q_tokens, kv_tokens, chosen.dkv.tiles),
         )
 
     return Implementation(
         name="triton",
         forward=forward,
         backward=backward,
+        backward_dq=backward_dq,
+        backward_dkv=backward_dkv,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
         unsupported=triton_forward.unsupported,
+        unavailable=_runs_anywhere if interpret else _needs_ampere,
         checks_vma=not interpret,
     )
 
 
+def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
+    if platform != "gpu" or compute_capability is None:
+        return f"it needs an NVIDIA GPU, the arrays are on {platform!r}; use None or 'xla'"
+    if compute_capability < 8.0:
+        return (
+            f"it needs compute capability 8.0 (Ampere) or newer, this GPU has "
+            f"{compute_capability}; use None or 'xla'"
+        )
+    return None
+
+
 TRITON = triton()
+_tuned_triton = functools.lru_cache(lambda capability: triton(compute_capability=capability))
 
 
 # --- the choice ----------------------------------------------------------------------------------
@@ -287,7 +329,7 @@ def resolve(
     chosen = find(implementation)
     if chosen is None:
         candidates = (TRITON, XLA)  # fastest first; the last takes everything
-        return next(
+        chosen = next(
             candidate
             for candidate in candidates
             if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None
@@ -295,18 +337,13 @@ def resolve(
     obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
-    return chosen
+    return _tuned_triton(compute_capability) if chosen is TRITON else chosen
 
 
 def _obstacle(candidate, platform, compute_capability, q, kv, backward) -> str | None:
-    if candidate is TRITON:
-        if platform != "gpu" or compute_capability is None:
-            return f"it needs an NVIDIA GPU, the arrays are on {platform!r}; use None or 'xla'"
-        if compute_capability < 8.0:
-            return (
-                f"it needs compute capability 8.0 (Ampere) or newer, this GPU has "
-                f"{compute_capability}; use None or 'xla'"
-            )
+    unavailable = candidate.unavailable(platform, compute_capability)
+    if unavailable is not None:
+        return unavailable
     if backward and candidate.backward is None:
         return "it has no backward pass; use None or 'xla' where gradients are taken"
     return candidate.unsupported(q, kv)

@@ -5,6 +5,8 @@ Takes and returns what the fast implementations do; memory is O(T S).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,8 +26,9 @@ def forward(
     carry: tuple[jax.Array, jax.Array] | None = None,
     *,
     spec: AttentionSpec,
+    out_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Implementation`; ``bounds`` are not needed."""
+    """See :class:`pallas_kernels.local_attention.Forward`; ``bounds`` are not needed."""
     del bounds
     k, v = (_wide(x) for x in halves(kv))
     logits = _masked_logits(spec, q, k, q_tokens, kv_tokens)
@@ -37,9 +40,9 @@ def forward(
     o = _einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
     lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
     if carry is None:
-        return o, lse
+        return o.astype(out_dtype), lse
     o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
-    return o, lse_rows.swapaxes(1, 2)
+    return o.astype(out_dtype), lse_rows.swapaxes(1, 2)
 
 
 def backward(

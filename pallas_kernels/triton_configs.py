@@ -1,27 +1,43 @@
-"""Tile configs of the Triton kernels.
+"""Tile configs of the Triton kernels: what fits, what does not spill, what is fast.
 
-Every entry fits an A100's 163 KiB of shared memory and spills no register on A100 or H100, with all
-masks on and ragged lengths; tests compile them all. Speed comes second here: see EXPERIMENTS.md.
+Every entry fits its GPU's shared memory and spills no register there, gradients added in place and
+K, V packed; tests compile them all. The Hopper entries were measured on an H200, the A100's are
+reasoned from the compiled kernels: EXPERIMENTS.md has both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.spec import Tiles
+from pallas_kernels.spec import AttentionSpec, Tiles
+
+
+def padded_lanes(dim: int) -> int:
+    """Triton's tensors are powers of two; loads beyond the head dim are masked to zero."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """How a kernel is cut up: tile sizes, warps per program, and stages of the load pipeline."""
+    """How a kernel is cut up.
+
+    Attributes:
+      block_q: queries a tile.
+      block_kv: keys a tile.
+      num_warps: warps per program.
+      num_stages: how many tiles of the side that is walked over are in shared memory or on their way.
+      rows_in_registers: keep the program's own rows (q, and dO for dQ) in registers instead of
+        shared memory; a Hopper instruction reads them from either.
+    """
 
     block_q: int
     block_kv: int
     num_warps: int
     num_stages: int
+    rows_in_registers: bool = False
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
@@ -38,32 +54,132 @@ class TritonConfig:
         """The part that tile bounds depend on."""
         return Tiles(self.block_q, self.block_kv)
 
+    def shared_memory(self, kernel: str, head_dim: int, itemsize: int) -> int:
+        """Bytes of shared memory that the tiles of one program take at most.
 
-# By the largest head dim that an entry serves: (block_q, block_kv, num_warps, num_stages).
-_FORWARD = {
-    2: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (32, 32, 4, 2)},
-    4: {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 32, 8, 1)},
+        ``num_stages`` tiles of the two arrays that are walked over, and the program's own two: q for
+        "forward", q and dO for "dq", k and v for "dkv". Triton adds up to 2 KiB of positions and
+        statistics, and on Ampere holds one stage less.
+        """
+        row = padded_lanes(head_dim) * itemsize
+        walked = self.block_q if kernel == "dkv" else self.block_kv
+        own = {"forward": self.block_q, "dq": 2 * self.block_q, "dkv": 2 * self.block_kv}[kernel]
+        own = 0 if self.rows_in_registers else own
+        return (2 * walked * self.num_stages + own) * row
+
+
+class TritonConfigs(NamedTuple):
+    """One config per kernel."""
+
+    forward: TritonConfig
+    dq: TritonConfig
+    dkv: TritonConfig
+
+
+class _Entry(NamedTuple):
+    """Tiles for head dims up to ``head_dim``.
+
+    ``fast`` is for lengths of whole tiles and no soft cap; the masks of ragged tails and the cap's
+    arithmetic take registers, and where ``fast`` then spills, ``general`` does not.
+    """
+
+    head_dim: int
+    fast: tuple
+    general: tuple | None = None
+
+
+_Table = dict[tuple[str, int], list[_Entry]]
+
+# Keyed by kernel and bytes per element; entries are (block_q, block_kv, num_warps, num_stages).
+_ANY: _Table = {
+    ("forward", 2): [
+        _Entry(64, (128, 64, 8, 3)),
+        _Entry(128, (128, 32, 8, 3)),
+        _Entry(256, (32, 32, 4, 2)),
+    ],
+    ("dq", 2): [_Entry(128, (64, 64, 8, 2)), _Entry(256, (32, 32, 8, 2))],
+    ("dkv", 2): [_Entry(128, (64, 32, 8, 2)), _Entry(256, (32, 32, 8, 2))],
+    ("forward", 4): [
+        _Entry(64, (64, 32, 8, 2)),
+        _Entry(128, (32, 16, 8, 2)),
+        _Entry(256, (16, 32, 8, 1)),
+    ],
+    ("dq", 4): [
+        _Entry(64, (32, 32, 4, 1)),
+        _Entry(128, (32, 32, 8, 1)),
+        _Entry(256, (16, 16, 8, 1)),
+    ],
+    ("dkv", 4): [
+        _Entry(64, (32, 32, 8, 1)),
+        _Entry(128, (32, 16, 8, 1)),
+        _Entry(256, (16, 16, 8, 1)),
+    ],
 }
-_DQ = {
-    2: {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
-    4: {64: (32, 32, 8, 2), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+
+_A100: _Table = {
+    **_ANY,
+    ("forward", 2): [
+        _Entry(64, (128, 64, 4, 3), (128, 64, 8, 3)),
+        _Entry(128, (128, 64, 8, 3)),
+        _Entry(256, (64, 64, 8, 2), (64, 32, 8, 2)),
+    ],
+    ("dq", 2): [
+        _Entry(64, (128, 64, 8, 3)),
+        _Entry(128, (64, 64, 4, 2), (64, 64, 8, 2)),
+        _Entry(256, (64, 32, 8, 2)),
+    ],
+    ("dkv", 2): [
+        _Entry(64, (64, 64, 4, 3)),
+        _Entry(128, (64, 64, 8, 2)),
+        _Entry(256, (32, 64, 8, 2)),
+    ],
 }
-_DKV = {
-    2: {64: (64, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
-    4: {64: (16, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+
+_HOPPER: _Table = {
+    **_ANY,
+    ("forward", 2): [
+        _Entry(64, (128, 64, 4, 3, True)),
+        _Entry(128, (128, 64, 8, 3)),
+        _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),
+    ],
+    ("dq", 2): [
+        _Entry(64, (128, 64, 8, 3)),
+        _Entry(128, (64, 64, 4, 3, True), (128, 64, 8, 3)),
+        _Entry(256, (128, 32, 8, 3), (64, 32, 8, 2)),
+    ],
+    ("dkv", 2): [
+        _Entry(64, (64, 64, 4, 3)),
+        _Entry(128, (64, 128, 8, 3), (32, 64, 4, 3)),
+        _Entry(256, (32, 64, 8, 3), (32, 32, 8, 2)),
+    ],
 }
 
-
-def triton_forward_config(head_dim: int, dtype: Any) -> TritonConfig:
-    """The forward's tiles for a head dim of 256 at most."""
-    return _entry(_FORWARD, head_dim, dtype)
-
-
-def triton_backward_configs(head_dim: int, dtype: Any) -> tuple[TritonConfig, TritonConfig]:
-    """The tiles of dQ and of dK, dV for a head dim of 256 at most."""
-    return _entry(_DQ, head_dim, dtype), _entry(_DKV, head_dim, dtype)
+# Shared memory per program, of the smallest GPU that a table is for.
+_TABLES: dict[float | None, _Table] = {None: _ANY, 8.0: _A100, 9.0: _HOPPER}
+SHARED_MEMORY = {None: 99 * 1024, 8.0: 163 * 1024, 9.0: 227 * 1024}
 
 
-def _entry(table: dict[int, dict], head_dim: int, dtype: Any) -> TritonConfig:
-    sizes = table[jnp.dtype(dtype).itemsize]
-    return TritonConfig(*next(entry for most, entry in sizes.items() if head_dim <= most))
+def triton_configs(
+    compute_capability: float | None,
+    head_dim: int,
+    dtype: Any,
+    q_length: int,
+    kv_length: int,
+    spec: AttentionSpec,
+) -> TritonConfigs:
+    """The tiles for a head dim of 256 at most.
+
+    A GPU that no table is for gets tiles that are small enough for every GPU since Ampere.
+    """
+    table = _TABLES.get(compute_capability, _ANY)
+    itemsize = jnp.dtype(dtype).itemsize
+
+    def choose(kernel):
+        entry = next(e for e in table[kernel, itemsize] if head_dim <= e.head_dim)
+        fast = TritonConfig(*entry.fast)
+        whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
+        if entry.general is None or (whole and spec.logits_soft_cap is None):
+            return fast
+        return TritonConfig(*entry.general)
+
+    return TritonConfigs(choose("forward"), choose("dq"), choose("dkv"))

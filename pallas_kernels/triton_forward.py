@@ -7,32 +7,31 @@ an online softmax in base 2, and merges the incoming (o, lse) in its epilogue, i
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.spec import AttentionSpec, Tokens
-from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.triton_configs import TritonConfig, padded_lanes
+from pallas_kernels.triton_operands import Operands, Programs
 from pallas_kernels.triton_tiles import (
     LOG2_E,
     both,
     column,
-    float32_like,
     in_range,
     lanes_in,
     load,
-    padded_lanes,
-    pair_blocks,
+    log2_factor,
+    over_tiles,
+    raw_scores,
     row,
-    scaled_log2,
     score_mask,
     split_tokens,
-    token_blocks,
 )
 
 # Finite, so that a row with nothing allowed yet never computes -inf - -inf.
@@ -49,57 +48,41 @@ def forward(
     *,
     spec: AttentionSpec,
     config: TritonConfig,
+    out_dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Implementation`."""
+    """See :class:`pallas_kernels.local_attention.Forward`."""
     batch, q_length, heads, dim = q.shape
     kv_length, kv_heads = half_shape(kv)[1:3]
     groups = heads // kv_heads
-    block_q = config.block_q
-    lanes = padded_lanes(dim)
-    q_block = pl.BlockSpec((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
-    stat_block = pl.BlockSpec((None, None, block_q), lambda b, h, i: (b, h, i))
-    kv_operands, kv_blocks = pair_blocks(
-        kv, (None, kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0)
-    )
-    operands, in_specs = token_blocks(
-        bounds, q_tokens, kv_tokens, q_block=block_q, kv_block=None, tile=lambda b, h, i: (b, i)
-    )
-    operands += [q, *kv_operands]
-    in_specs += [q_block, *kv_blocks]
-    aliases = {}
+    block_q, lanes = config.block_q, padded_lanes(dim)
+    programs = Programs(batch, heads, -(-q_length // block_q), last_first=True)
+    operands = Operands(programs)
+    rows = operands.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+    stats = operands.block((None, None, block_q), lambda b, h, i: (b, h, i))
+    operands.add_tokens(bounds, q_tokens, kv_tokens, q_block=block_q, kv_block=None)
+    operands.add(q, rows)
+    operands.add_pair(kv, (None, kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0))
     if carry is not None:
-        aliases = {len(operands): 0, len(operands) + 1: 1}
-        operands += carry
-        in_specs += [q_block, stat_block]
+        operands.add(carry[0], rows, result=0 if out_dtype == jnp.float32 else None)
+        operands.add(carry[1], stats, result=1)
     kernel = functools.partial(
         _kernel,
         spec=spec,
         config=config,
+        programs=programs,
         q_length=q_length,
         kv_length=kv_length,
         dim=dim,
         segments=q_tokens.segment_ids is not None,
         carried=carry is not None,
+        interpret=interpret,
     )
-    return tuple(
-        triton_lowering.call(
-            kernel,
-            *operands,
-            name="burst_forward",
-            grid=(batch, heads, -(-q_length // block_q)),
-            in_specs=in_specs,
-            out_specs=[q_block, stat_block],
-            out_shape=[
-                float32_like(operands, q.shape),
-                float32_like(operands, (batch, heads, q_length)),
-            ],
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            input_output_aliases=aliases,
-            interpret=interpret,
-        )
-    )
+    results = [
+        (q.shape, out_dtype, rows),
+        ((batch, heads, q_length), jnp.float32, stats),
+    ]
+    return tuple(operands.call(kernel, "burst_forward", config, results, interpret))
 
 
 def unsupported(q: jax.Array, kv: Pair) -> str | None:
@@ -111,50 +94,54 @@ def unsupported(q: jax.Array, kv: Pair) -> str | None:
     return None
 
 
-def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
+def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, carried, interpret):
     table, tokens, refs = split_tokens(refs, segments)
     q_ref, k_ref, v_ref, *refs = refs
     *carry_refs, o_ref, lse_ref = refs
     block_q, block_kv = config.block_q, config.block_kv
     lanes = q_ref.shape[-1]
+    factor = log2_factor(spec)
+    exp2 = functools.partial(triton_lowering.exp2_affine, interpret=interpret)
 
     lane_ok = lanes_in(lanes, dim)
-    row_ok = in_range(pl.program_id(2) * block_q, block_q, q_length)
+    row_ok = in_range(programs.tile() * block_q, block_q, q_length)
     q_tile_ok = both(row_ok, lane_ok)
     q = load(q_ref.at[:, :], q_tile_ok)
+    if config.rows_in_registers:
+        q = triton_lowering.in_registers(q, interpret=interpret)
     q_pos, q_seg = tokens.queries(slice(None), row_ok)
 
-    def key_tile(masked, j, state):
-        # Invariant: acc and total are sums over the tiles before j of 2^(scores - m).
+    def key_tile(masked, _, j, state):
+        # Invariant: acc and total are sums over the tiles visited of 2^(factor scores - m).
         acc, total, m = state
         keys = pl.ds(j * block_kv, block_kv)
         key_ok = in_range(j * block_kv, block_kv, kv_length) if masked else None
         k = load(k_ref.at[keys, :], both(key_ok, lane_ok))
-        scores = scaled_log2(spec, triton_lowering.dot(q, k.T))
+        scores = raw_scores(spec, triton_lowering.dot(q, k.T))
         if masked:
             k_pos, k_seg = tokens.keys(keys, key_ok)
-            inside = None if key_ok is None else key_ok[None, :]
-            ok = score_mask(spec, q_pos[:, None], k_pos[None, :], column(q_seg), row(k_seg), inside)
+            ok = score_mask(
+                spec, q_pos[:, None], k_pos[None, :], column(q_seg), row(k_seg), row(key_ok)
+            )
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
-        m_next = jnp.maximum(m, scores.max(-1))
-        p = jnp.exp2(scores - m_next[:, None])
-        shrink = jnp.exp2(m - m_next)
+        m_next = jnp.maximum(m, scores.max(-1) * factor)
+        p = exp2(scores, factor, -m_next[:, None])
+        shrink = exp2(m, 1.0, -m_next)
         total = total * shrink + p.sum(-1)
         v = load(v_ref.at[keys, :], both(key_ok, lane_ok))
         acc = acc * shrink[:, None] + triton_lowering.dot(p.astype(v.dtype), v)
         return acc, total, m_next
 
-    first, full_first, full_end, end = (table[c] for c in range(4))
-    state = (
-        jnp.zeros((block_q, lanes), jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-        jnp.full((block_q,), _FLOOR, jnp.float32),
+    acc, total, m = over_tiles(
+        table,
+        key_tile,
+        (
+            jnp.zeros((block_q, lanes), jnp.float32),
+            jnp.zeros((block_q,), jnp.float32),
+            jnp.full((block_q,), _FLOOR, jnp.float32),
+        ),
     )
-    state = lax.fori_loop(first, full_first, functools.partial(key_tile, True), state)
-    state = lax.fori_loop(full_first, full_end, functools.partial(key_tile, False), state)
-    acc, total, m = lax.fori_loop(full_end, end, functools.partial(key_tile, True), state)
-
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
@@ -165,5 +152,5 @@ def _kernel(*refs, spec, config, q_length, kv_length, dim, segments, carried):
         o = o_in * w_in[:, None] + acc * (w_new / total)[:, None]
     else:
         o = acc / total[:, None]
-    triton_lowering.store(o_ref.at[:, :], o, mask=q_tile_ok)
+    triton_lowering.store(o_ref.at[:, :], o.astype(o_ref.dtype), mask=q_tile_ok)
     triton_lowering.store(lse_ref.at[:], lse, mask=row_ok)

@@ -9,10 +9,12 @@ turns warnings into errors has to let "The Pallas Triton backend is deprecated" 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -22,8 +24,41 @@ store = plt.store
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Tile matmul with a float32 result; float32 operands are not rounded to TF32."""
-    precision = "highest" if a.dtype == jax.numpy.float32 else None
+    precision = "highest" if a.dtype == jnp.float32 else None
     return plt.dot(a, b, precision=precision)
+
+
+def exp2_affine(x: jax.Array, factor: float, offset: jax.Array, *, interpret: bool) -> jax.Array:
+    """``2^(factor x + offset)`` elementwise, float32; ``offset`` broadcasts against ``x``.
+
+    Two instructions: a fused multiply-add and ``ex2``. Left to the compiler it is six, because XLA
+    neither contracts the multiply-add nor flushes subnormal results to zero.
+    """
+    if interpret:
+        return jnp.exp2(x * factor + offset)
+    bits = struct.pack(">f", factor).hex().upper()
+    (result,) = plt.elementwise_inline_asm(
+        "{ .reg .f32 t; fma.rn.f32 t, $1, 0f" + bits + ", $2; ex2.approx.ftz.f32 $0, t; }",
+        args=[x, jnp.broadcast_to(offset, x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return result
+
+
+def in_registers(tile: jax.Array, *, interpret: bool) -> jax.Array:
+    """The same ``[rows, lanes]`` tile, kept in registers as a matmul's left operand.
+
+    On Hopper Triton reads a loaded left operand from shared memory for every product again, which
+    is as much traffic as a 64 x 64 tile's right operand. The result of a product it keeps in
+    registers, so this is one by the identity: exact, once per program.
+    """
+    if interpret:
+        return tile
+    lanes = tile.shape[1]
+    index = [jax.lax.broadcasted_iota(jnp.int32, (lanes, lanes), axis) for axis in (0, 1)]
+    return dot(tile, (index[0] == index[1]).astype(tile.dtype)).astype(tile.dtype)
 
 
 def call(

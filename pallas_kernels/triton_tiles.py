@@ -1,46 +1,20 @@
-"""What the Triton kernels share: blocks of paired arrays, masked loads, base-2 scores."""
+"""What the bodies of the Triton kernels share: masked loads, base-2 scores, the walk over tiles."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+from jax import lax
 
 from pallas_kernels import triton_lowering
-from pallas_kernels.arrays import Pair, varying_axes
 from pallas_kernels.scores import allowed
 from pallas_kernels.spec import AttentionSpec, Tokens
 
 LOG2_E = math.log2(math.e)
-
-
-def padded_lanes(dim: int) -> int:
-    """Triton's tensors are powers of two; loads beyond the head dim are masked to zero."""
-    return max(16, pl.next_power_of_2(dim))
-
-
-def pair_blocks(pair: Pair, block: tuple[int | None, ...], index: Any) -> tuple[tuple, list]:
-    """Operands and blocks for both arrays of a pair.
-
-    A packed pair is passed twice, each operand seeing its own half: no slice, no copy.
-    """
-    if isinstance(pair, tuple):
-        return pair, [pl.BlockSpec(block, index)] * 2
-
-    def spec(half):
-        return pl.BlockSpec((None, *block), lambda *ids: (half, *index(*ids)))
-
-    return (pair, pair), [spec(0), spec(1)]
-
-
-def float32_like(operands: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """A float32 result that varies over the mesh axes that any operand varies over."""
-    kind = jax.typeof(jax.tree.leaves(operands)[0]).manual_axis_type
-    kind = kind.update(varying=varying_axes(operands))
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=kind)
 
 
 def in_range(start: jax.Array, block: int, length: int) -> jax.Array | None:
@@ -69,20 +43,23 @@ def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     return triton_lowering.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def scaled_log2(spec: AttentionSpec, products: jax.Array) -> jax.Array:
-    """Scores times log2(e), so that the softmax needs exp2 alone."""
-    if spec.logits_soft_cap is None:
-        return products * (spec.scale * LOG2_E)
-    cap = spec.logits_soft_cap
-    return jnp.tanh(products * (spec.scale / cap)) * (cap * LOG2_E)
+def raw_scores(spec: AttentionSpec, products: jax.Array) -> jax.Array:
+    """Scores up to a positive factor, :func:`log2_factor`."""
+    if spec.logits_soft_cap is not None:
+        return jnp.tanh(products * (spec.scale / spec.logits_soft_cap))
+    return products if spec.scale > 0 else products * spec.scale
 
 
-def products_slope(spec: AttentionSpec, scores_log2: jax.Array, ds: jax.Array) -> jax.Array:
+def log2_factor(spec: AttentionSpec) -> float:
+    """What takes raw scores to scores in base 2, so that the softmax needs exp2 alone."""
+    if spec.logits_soft_cap is not None:
+        return spec.logits_soft_cap * LOG2_E
+    return (spec.scale if spec.scale > 0 else 1.0) * LOG2_E
+
+
+def products_slope(spec: AttentionSpec, raw: jax.Array, ds: jax.Array) -> jax.Array:
     """Gradient with respect to the scaled products: times the soft cap's slope, if there is one."""
-    if spec.logits_soft_cap is None:
-        return ds
-    tanh = scores_log2 * (1 / (spec.logits_soft_cap * LOG2_E))
-    return ds * (1 - tanh * tanh)
+    return ds if spec.logits_soft_cap is None else ds * (1 - raw * raw)
 
 
 def column(x: jax.Array | None) -> jax.Array | None:
@@ -93,49 +70,6 @@ def column(x: jax.Array | None) -> jax.Array | None:
 def row(x: jax.Array | None) -> jax.Array | None:
     """``[columns]`` to ``[1, columns]``."""
     return None if x is None else x[None, :]
-
-
-def token_blocks(
-    bounds: jax.Array,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    *,
-    q_block: int | None,
-    kv_block: int | None,
-    tile: Any,
-) -> tuple[list, list]:
-    """Operands and blocks of the bounds table, the positions and the segment ids, in this order.
-
-    Args:
-      bounds: int32 ``[1 or B, tiles, 4]``.
-      q_tokens: the queries' tokens.
-      kv_tokens: the keys' tokens.
-      q_block: queries per program, None for all of them.
-      kv_block: keys per program, None for all of them.
-      tile: ``grid indices -> (batch row, tile)`` of the side that programs are split over.
-    """
-    per_row = bounds.shape[0] != 1
-
-    def table(*ids):
-        b, i = tile(*ids)
-        return (b if per_row else 0), i, 0
-
-    operands: list = [bounds]
-    specs = [pl.BlockSpec((None, None, 4), table)]
-    sides = ((q_tokens, q_block), (kv_tokens, kv_block))
-    for tokens, block in sides:
-        size = tokens.positions.shape[0] if block is None else block
-        index = (lambda *ids: (0,)) if block is None else (lambda *ids: (tile(*ids)[1],))
-        operands.append(tokens.positions)
-        specs.append(pl.BlockSpec((size,), index))
-    for tokens, block in sides:
-        if tokens.segment_ids is None:
-            continue
-        size = tokens.positions.shape[0] if block is None else block
-        index = (lambda *ids: (tile(*ids)[0], 0)) if block is None else tile
-        operands.append(tokens.segment_ids)
-        specs.append(pl.BlockSpec((None, size), index))
-    return operands, specs
 
 
 class TokenRefs(NamedTuple):
@@ -181,3 +115,28 @@ def score_mask(
     if inside is None:
         return mask
     return inside if mask is None else mask & inside
+
+
+def over_tiles(
+    table: Any, visit: Callable[[bool, Any, Any, Any], Any], state: Any, heads: int = 1
+) -> Any:
+    """Runs ``visit(masked, head, tile, state)`` for every head over the tiles the bounds table names.
+
+    First those before and behind the full ones, then the full ones, all heads in one loop each: two
+    loops without loops around them hold fewer values alive and keep their load pipelines running.
+    """
+    first, full_first, full_end, end = (table[c] for c in range(4))
+    before = full_first - first
+
+    def masked_tile(t):
+        return jnp.where(t < before, first + t, full_end + (t - before))
+
+    def loop(masked, count, tile, state):
+        def step(t, state):
+            head = lax.div(t, count) if heads > 1 else jnp.int32(0)
+            return visit(masked, head, tile(t - head * count if heads > 1 else t), state)
+
+        return lax.fori_loop(jnp.int32(0), heads * count, step, state)
+
+    state = loop(True, before + (end - full_end), masked_tile, state)
+    return loop(False, full_end - full_first, lambda t: full_first + t, state)

@@ -6,6 +6,8 @@ inputs' dtype and accumulate in float32, as the GPU kernels do.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,8 +43,9 @@ def forward(
     *,
     spec: AttentionSpec,
     tiles: Tiles,
+    out_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Implementation`."""
+    """See :class:`pallas_kernels.local_attention.Forward`."""
     keys = _KeyTiles(spec, kv, kv_tokens, tiles)
     groups = q.shape[2] // keys.k.shape[1]
     rows = {"q": _split_rows(q, groups, tiles.block_q), **_split_tokens(q_tokens, tiles.block_q)}
@@ -78,7 +81,9 @@ def forward(
         total = jnp.where(empty, 1, total)
         o = acc / total[..., None]
         lse = jnp.where(empty, -jnp.inf, m + jnp.log(total))
-        return (o, lse) if carry is None else merge(row["o"], row["lse"], o, lse)
+        if carry is not None:
+            o, lse = merge(row["o"], row["lse"], o, lse)
+        return o.astype(out_dtype), lse
 
     o, lse = lax.map(query_tile, vary(rows, axes))
     return _join_rows(o, q.shape), _join_stats(lse, q.shape)

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m burst_jax.bench kernels``. Needs an NVIDIA GPU."""

@@ -1,0 +1,20 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+
+from burst_jax.bench import kernels
+
+
+def main() -> None:
+    """Runs the benchmark that is named."""
+    parser = argparse.ArgumentParser(prog="python -m burst_jax.bench", description=main.__doc__)
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    kernels.add_command(commands)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Local attention on one GPU, beside what else a JAX user has: ``bench kernels``.
+
+Every result is held to float64 first; what is wrong is not timed. FLOPs: 4 B N H per score that
+counts forward, 3.5 times that forward and backward, with T^2 / 2 scores for causal masks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import burst_jax
+from burst_jax.bench.truth import attention_and_gradients
+from burst_jax.checks import make_spec
+from pallas_kernels import AttentionSpec, Tokens, resolve
+from pallas_kernels.timing import median_time, relative_error
+
+# Relative errors that rounding to the dtype explains, with a factor of two for luck.
+_RIGHT = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention: shape and mask."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool = False
+    window: int | None = None
+    documents: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What burst_attention and dot_product_attention both take."""
+        window = None if self.window is None else (self.window - 1, 0)
+        return {"is_causal": self.is_causal, "local_window_size": window}
+
+    def segment_ids(self) -> np.ndarray | None:
+        """int32 ``[B, T]``, documents of unequal lengths; None if there is one only."""
+        if self.documents == 1:
+            return None
+        weights = np.random.default_rng(0).uniform(0.5, 1.5, self.documents)
+        ends = np.round(np.cumsum(weights) / weights.sum() * self.length)
+        row = 1 + np.searchsorted(ends, np.arange(self.length), side="right")
+        return np.tile(row.astype(np.int32), (self.batch, 1))
+
+    def scores(self) -> float:
+        """Scores that count, per batch row and head."""
+        ids = self.segment_ids()
+        sizes = [self.length] if ids is None else np.bincount(ids[0])[1:].tolist()
+        total = 0.0
+        for size in sizes:
+            reach = min(self.window or size, size)
+            if self.window is not None:
+                total += size * reach - reach * (reach - 1) / 2
+            else:
+                total += size * size / (2 if self.is_causal else 1)
+        return total
+
+    def flops(self) -> float:
+        """Floating-point operations forward."""
+        return 4 * self.batch * self.heads * self.head_dim * self.scores()
+
+
+CASES = (
+    Case("full", 1, 16384, 32, 32, 128),
+    Case("causal", 1, 16384, 32, 32, 128, is_causal=True),
+    Case("causal, 32/8 heads", 1, 16384, 32, 8, 128, is_causal=True),
+    Case("causal, 32K, 32/8 heads", 1, 32768, 32, 8, 128, is_causal=True),
+    Case("full, head dim 64", 4, 4096, 32, 32, 64),
+    Case("causal, head dim 64", 4, 4096, 32, 32, 64, is_causal=True),
+    Case("window 4096 of 64K, 32/8 heads", 1, 65536, 32, 8, 128, is_causal=True, window=4096),
+    Case("8 documents, causal", 1, 16384, 32, 32, 128, is_causal=True, documents=8),
+)
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def ours(case: Case, implementation: str) -> Attention:
+    """burst_attention on a mesh of this one GPU."""
+    mesh = jax.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+    ids = case.segment_ids()
+    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    options = {**case.options, **segments, "implementation": implementation}
+    return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
+
+
+def cudnn(case: Case) -> Attention:
+    """cuDNN through ``jax.nn.dot_product_attention``."""
+    if case.documents > 1:
+        raise NotImplementedError("it takes no segment ids")
+    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
+
+
+def pallas_example(case: Case) -> Attention:
+    """JAX's own Pallas Triton example, in the tiles that were fastest for it."""
+    from jax.experimental.pallas.ops.gpu import attention
+
+    if case.window is not None or case.heads != case.kv_heads:
+        raise NotImplementedError("it takes neither windows nor grouped heads")
+    # The backward's tiles beyond 32 x 32 do not fit its registers.
+    sizes = dataclasses.replace(attention.BlockSizes.get_default(), block_q=128, block_k=64)
+
+    def attend(q, k, v):
+        return attention.mha(
+            q, k, v, case.segment_ids(), case.head_dim**-0.5, case.is_causal, sizes,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+    return attend
+
+
+def peers(case: Case, implementations: list[str]) -> dict[str, Callable[[], Attention]]:
+    """What is measured, by name."""
+    return {
+        "cuDNN": lambda: cudnn(case),
+        "Pallas example": lambda: pallas_example(case),
+        **{name: functools.partial(ours, case, name) for name in implementations},
+    }
+
+
+def matmul_ceiling(dtype: Any) -> float:
+    """FLOP/s of a large matmul on random data, the most that any kernel here could reach."""
+    size = 12288
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
+    matmul = jax.jit(functools.partial(jnp.matmul, preferred_element_type=dtype))
+    return 2 * size**3 / median_time(lambda: matmul(a, b), seconds=0.2)
+
+
+class Problem:
+    """A case's arrays, and its float64 truth for the first and the last key head."""
+
+    def __init__(self, case: Case, dtype: Any):
+        self.case = case
+        keys = jax.random.split(jax.random.key(1), 4)
+        wide = (case.batch, case.length, case.heads, case.head_dim)
+        narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
+        self.q, self.do = (jax.random.normal(key, wide, dtype) for key in keys[:2])
+        self.k, self.v = (jax.random.normal(key, narrow, dtype) for key in keys[2:])
+        window = case.options["local_window_size"]
+        self.spec: AttentionSpec = make_spec(self.q, case.is_causal, None, window, None)
+        ids = case.segment_ids()
+        self.tokens = Tokens(
+            jnp.arange(case.length, dtype=jnp.int32), None if ids is None else jnp.asarray(ids)
+        )
+        self._samples = sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)})
+        self._truth = [
+            attention_and_gradients(
+                self.spec, self.tokens, *(self._head(x, at) for x in (self.q, self.k, self.v)),
+                self._head(self.do, at),
+            )
+            for at in self._samples
+        ]  # fmt: skip
+
+    def _head(self, x: jax.Array, at: tuple[int, int]) -> jax.Array:
+        """One key head, or the query heads that share it, of one batch row."""
+        row, head = at
+        if x.shape[2] == self.case.kv_heads and x is not self.q and x is not self.do:
+            return x[row, :, head]
+        groups = self.case.heads // self.case.kv_heads
+        return x[row, :, head * groups : (head + 1) * groups]
+
+    def errors(self, **results: jax.Array) -> dict[str, float]:
+        """The relative error of every result."""
+        groups = self.case.heads // self.case.kv_heads
+        errors = {}
+        for name, array in results.items():
+            error = 0.0
+            for (row, head), truth in zip(self._samples, self._truth, strict=True):
+                part = (
+                    array[row, :, head]
+                    if name in ("dk", "dv")
+                    else array[row, :, head * groups : (head + 1) * groups]
+                )
+                with jax.enable_x64(True):
+                    error = max(error, relative_error(part, truth[name]))
+            errors[name] = error
+        return errors
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table."""
+
+    case: str
+    peer: str
+    forward: float = math.nan
+    both: float = math.nan
+    error: float = math.nan
+    note: str = ""
+
+
+def measure(problem: Problem, peer: str, make: Callable[[], Attention], limit: float) -> Row:
+    """Checks and times one implementation on one case."""
+    row = Row(problem.case.name, peer)
+    arrays = problem.q, problem.k, problem.v
+    try:
+        attend = make()
+        forward = jax.jit(attend)
+
+        @jax.jit
+        def both(q, k, v, do):
+            out, vjp = jax.vjp(attend, q, k, v)
+            return out, *vjp(do)
+
+        errors = problem.errors(out=forward(*arrays))
+        names = ("out", "dq", "dk", "dv")
+        gradients = dict(zip(names, both(*arrays, problem.do), strict=True))
+        errors |= problem.errors(**gradients)
+        del gradients
+    except Exception as error:  # What a peer cannot do is a line of the table, not its end.
+        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
+        return row
+    worst = max(errors, key=lambda name: errors[name])
+    row.error = errors[worst]
+    if row.error > limit:
+        row.note = f"wrong: {worst}; not timed"
+        return row
+    flops = problem.case.flops()
+    row.forward = flops / median_time(lambda: forward(*arrays))
+    row.both = 3.5 * flops / median_time(lambda: both(*arrays, problem.do))
+    return row
+
+
+def carry_share(problem: Problem, implementation: str) -> tuple[float, float]:
+    """Seconds of one local forward: fresh, and with an (o, lse) carry merged in place."""
+    q, kv = problem.q, (problem.k, problem.v)
+    local = resolve(implementation, platform="gpu", compute_capability=_capability(), q=q, kv=kv)
+    sides = (q, kv, problem.tokens, problem.tokens)
+    bounds = jax.jit(functools.partial(local.forward_bounds, problem.spec))(*sides)
+    forward = functools.partial(local.forward, *sides, bounds, spec=problem.spec)
+    fresh = jax.jit(forward)
+    carried = jax.jit(forward, donate_argnums=0)
+    state = [fresh()]
+
+    def step():
+        state[0] = carried(state[0])
+        return state[0]
+
+    return median_time(fresh), median_time(step)
+
+
+def _capability() -> float:
+    return float(jax.devices()[0].compute_capability)
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``kernels`` to the command line."""
+    parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(_RIGHT))
+    parser.add_argument(
+        "--implementations", nargs="+", default=["triton"], help="of ours (default: triton)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table."""
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f"the benchmark needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here"
+        )
+    dtype = jnp.dtype(args.dtype)
+    ceiling = matmul_ceiling(dtype)
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}; "
+        f"a large matmul: {ceiling / 1e12:.0f} TFLOP/s\n"
+        "TFLOP/s (share of the matmul's); error: the largest relative one of out, dq, dk, dv\n"
+    )
+    heading = f"{'case':32}{'':16}{'forward':>13}{'fwd + bwd':>13}{'error':>9}"
+    print(heading + "\n" + "-" * len(heading))
+    dense_rate: dict[tuple[str, int], Row] = {}
+    for index in args.cases:
+        case = CASES[index]
+        problem = Problem(case, dtype)
+        for peer, make in peers(case, args.implementations).items():
+            row = measure(problem, peer, make, _RIGHT[args.dtype])
+            print(_line(row, ceiling), flush=True)
+            if case.window is None and case.documents == 1:
+                dense_rate[peer, case.head_dim] = row
+            elif (peer, case.head_dim) in dense_rate and not row.note:
+                dense = dense_rate[peer, case.head_dim]
+                print(
+                    f"{'':48}time / that of its scores alone at {dense.case!r}'s rate: "
+                    f"{dense.forward / row.forward:.2f} / {dense.both / row.both:.2f}"
+                )
+        if case.name in ("full", "causal"):
+            for name in args.implementations:
+                fresh, carried = carry_share(problem, name)
+                print(f"{'':48}{name}: with the carry merged, {carried / fresh:.3f} of the time")
+        del problem
+
+
+def _line(row: Row, ceiling: float) -> str:
+    if row.note:
+        return f"{row.case:32}{row.peer:16}  {row.note}"
+    rates = (
+        f"{rate / 1e12:5.0f} ({100 * rate / ceiling:3.0f} %)" for rate in (row.forward, row.both)
+    )
+    return f"{row.case:32}{row.peer:16}{''.join(f'{rate:>13}' for rate in rates)}{row.error:9.1e}"

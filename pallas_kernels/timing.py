@@ -1,0 +1,46 @@
+"""Timing what runs on a device, and measuring how far two results are apart."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def median_time(call: Callable[[], Any], rounds: int = 5, seconds: float = 0.05) -> float:
+    """Seconds per call: the median over rounds of back-to-back calls, host launches included.
+
+    Args:
+      call: starts the work and returns its results.
+      rounds: how many.
+      seconds: how long one round takes at least, so that launches hide behind running kernels.
+    """
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    calls = max(1, math.ceil(seconds / (time.perf_counter() - start)))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            call()  # Results of one stream finish in order: the last one's end is every one's.
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """``|got - want| / |want|`` over all leaves of two pytrees, Euclidean norm; inf if not finite."""
+    gap = norm = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        wide = jnp.promote_types(b.dtype, jnp.float32)
+        a, b = a.astype(wide), b.astype(wide)
+        gap += float(jnp.sum((a - b) ** 2))
+        norm += float(jnp.sum(b**2))
+    error = math.sqrt(gap / norm) if norm > 0 else math.inf
+    return error if math.isfinite(error) else math.inf
