@@ -128,8 +128,7 @@ def burst_attention(
     if query_segment_ids is not None and key_value_segment_ids is not None:
         arrays["query_segment_ids"] = query_segment_ids
         arrays["key_value_segment_ids"] = key_value_segment_ids
-    ring.check_shardings(arrays)
-    out, lse = _run(ring, arrays)
+    out, lse = _run(ring, ring.placed(arrays))
     return (out, lse) if return_residual else out
 
 
@@ -152,19 +151,29 @@ class _Ring:
             return P(batch, self.seq_axis, heads)
         return P(batch, self.seq_axis, heads, None)
 
-    def check_shardings(self, arrays: dict[str, jax.Array]) -> None:
-        """On Explicit axes an array's type says how it is split: as the ring needs it."""
+    def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The arrays as the ring's Explicit axes need them; Auto axes take any.
+
+        An array's type says how it is split over Explicit axes. One that is on no mesh yet is split
+        here; one that is on the mesh but split otherwise is the caller's to move, since it costs
+        communication.
+        """
         explicit = {
             axis
             for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
             if kind == AxisType.Explicit
         }
+        if not explicit:
+            return arrays
+        placed = {}
         for name, array in arrays.items():
             sharding = getattr(jax.typeof(array), "sharding", None)
-            if not explicit or sharding is None or sharding.mesh.empty:
+            if sharding is None or sharding.mesh.empty:
+                here = P(*(self._explicit(entry, explicit) for entry in self.spec(name)))
+                placed[name] = jax.reshard(array, jax.NamedSharding(self.mesh, here))
                 continue
             has, needs = (
-                [tuple(axis for axis in flat_names(entry) if axis in explicit) for entry in spec]
+                [self._explicit(entry, explicit) or () for entry in spec]
                 for spec in (sharding.spec, self.spec(name))
             )
             has += [()] * (len(needs) - len(has))
@@ -174,6 +183,13 @@ class _Ring:
                     f"needs {self.spec(name)}: set seq_axis, batch_axis and head_axis to how it is "
                     f"split, or split it so: jax.reshard({name}, {self.spec(name)})"
                 )
+            placed[name] = array
+        return placed
+
+    @staticmethod
+    def _explicit(entry: Any, explicit: set[str]) -> tuple[str, ...] | None:
+        """The Explicit axes that one dimension is split over, None if over none."""
+        return tuple(axis for axis in flat_names(entry) if axis in explicit) or None
 
 
 @functools.partial(jax.jit, static_argnums=0)

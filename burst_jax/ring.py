@@ -198,7 +198,7 @@ def _forward(
         kv, segment_ids = travelling
         kv_tokens = config.tokens(key.shape[1], step, segment_ids)
         bounds = bounds_at(step, segment_ids)
-        out_dtype = query.dtype if last else jnp.float32
+        out_dtype = query.dtype if last else None
         carry = local.forward(
             query, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype
         )
@@ -288,14 +288,15 @@ def _backward(
         stay              stay       | gradient travels   stay       | gradient travels
         travel | data     travel     | data travels       travel
     """
-    assert local.backward is not None  # resolve(backward=True) sees to it
     n, spec, turn_kv = config.size, config.spec, rotation == "rotate_kv"
     staying, travelling = (queries, keys) if turn_kv else (keys, queries)
     travelling = travelling.packed() if n > 1 else travelling
     stay_tokens = config.tokens(half_shape(staying.arrays)[1], 0, staying.segment_ids)
 
+    moved_length = half_shape(travelling.arrays)[1]
+
     def tokens(hops, segment_ids):
-        moved = config.tokens(half_shape(travelling.arrays)[1], hops, segment_ids)
+        moved = config.tokens(moved_length, hops, segment_ids)
         return (stay_tokens, moved) if turn_kv else (moved, stay_tokens)
 
     bounds_at = _bounds_by_step(
@@ -306,23 +307,25 @@ def _backward(
         ),
     )
     step_gradients = _apart if local.backward_dq is not None else _together
+    send = functools.partial(shift, axis_name=config.axis_name, size=n)
     stay_sum: Any = None
     travel_sum: Any = None
     for step in range(n):
         # Invariant: `travelling` started `step` devices back; `travel_sum` is its gradient from
         # those devices, not yet shifted; `stay_sum` is the gradient here from all blocks before it.
-        q, kv = (queries, travelling) if turn_kv else (travelling, keys)
-        ids = travelling.segment_ids
-        arrays = (q.arrays, kv.arrays, q.stats, *tokens(step, ids), bounds_at(step, ids))
-        gradient_on_its_way = None if step == 0 else shift(travel_sum, config.axis_name, n)
+        tables = bounds_at(step, travelling.segment_ids)
+
+        def arguments(block, step=step, tables=tables):
+            q, kv = (queries, block) if turn_kv else (block, keys)
+            return (q.arrays, kv.arrays, q.stats, *tokens(step, block.segment_ids), tables)
+
         stay_sum, travel_sum, travelling = step_gradients(
-            local,
-            functools.partial(shift, travelling, config.axis_name, n) if step < n - 1 else None,
-            arrays,
+            functools.partial(_gradients, local, spec, turn_kv),
+            arguments,
+            travelling,
             stay_sum,
-            gradient_on_its_way,
-            turn_kv,
-            spec,
+            None if step == 0 else send(travel_sum),
+            None if step == n - 1 else send,
         )
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
     home = travel_sum if n == 1 else shift(travel_sum, config.axis_name, n)
@@ -330,46 +333,58 @@ def _backward(
     return (stay_sum, home) if turn_kv else (home, stay_sum)
 
 
-def _apart(local, shift_data, arrays, stay_sum, arriving_sum, turn_kv, spec):
+def _gradients(
+    local: Implementation,
+    spec: AttentionSpec,
+    turn_kv: bool,
+    which: str,
+    arguments: tuple,
+    *sums: Any,
+) -> Any:
+    """The local backward by sides: of the one that "stays", that "travels", or of "both"."""
+    if which == "both":
+        assert local.backward is not None  # resolve(backward=True) sees to it
+        stay_sum, travel_sum = sums
+        dq, dkv = (stay_sum, travel_sum) if turn_kv else (travel_sum, stay_sum)
+        dq, dkv = local.backward(*arguments, dq=dq, dkv=dkv, spec=spec)
+        return (dq, dkv) if turn_kv else (dkv, dq)
+    half = local.backward_dq if (which == "stays") == turn_kv else local.backward_dkv
+    assert half is not None
+    return half(*arguments, *sums, spec=spec)
+
+
+def _apart(gradients, arguments, block, stay_sum, arriving_sum, send):
     """One step with two kernels: each has one permute beside it, and adds in place.
 
     The gradient travels beside the kernel of the side that stays. The kernel of the side that
     travels waits for it to land; beside that one the next block travels.
     """
-    for_stay, for_travel = local.backward_dq, local.backward_dkv
-    if not turn_kv:
-        for_stay, for_travel = for_travel, for_stay
-    stay_sum = for_stay(*arrays, stay_sum, spec=spec)
+    stay_sum = gradients("stays", arguments(block), stay_sum)
     if arriving_sum is not None:
-        stay_sum, arriving_sum = lax.optimization_barrier((stay_sum, arriving_sum))
-    travelling = None if shift_data is None else shift_data()
-    travel_sum = for_travel(*arrays, arriving_sum, spec=spec)
-    if travelling is not None:
-        travelling, stay_sum, travel_sum = lax.optimization_barrier(
-            (travelling, stay_sum, travel_sum)
+        # The block too: free to go earlier, its permute would be merged with the gradient's.
+        stay_sum, arriving_sum, block = lax.optimization_barrier((stay_sum, arriving_sum, block))
+    next_block = None if send is None else send(block)
+    travel_sum = gradients("travels", arguments(block), arriving_sum)
+    if next_block is not None:
+        next_block, stay_sum, travel_sum = lax.optimization_barrier(
+            (next_block, stay_sum, travel_sum)
         )
-    return stay_sum, travel_sum, travelling
+    return stay_sum, travel_sum, next_block
 
 
-def _together(local, shift_data, arrays, stay_sum, arriving_sum, turn_kv, spec):
+def _together(gradients, arguments, block, stay_sum, arriving_sum, send):
     """One step with one kernel for both gradients, and both permutes beside it.
 
     The kernel cannot wait for the sum to land, so it makes a fresh one and the two are added.
     """
-    travelling = None if shift_data is None else shift_data()
-    dq, dkv = local.backward(
-        *arrays,
-        dq=stay_sum if turn_kv else None,
-        dkv=None if turn_kv else stay_sum,
-        spec=spec,
-    )
-    stay_sum, new = (dq, dkv) if turn_kv else (dkv, dq)
+    next_block = None if send is None else send(block)
+    stay_sum, new = gradients("both", arguments(block), stay_sum, None)
     travel_sum = new if arriving_sum is None else arriving_sum + new
-    if travelling is not None:
-        travelling, stay_sum, travel_sum = lax.optimization_barrier(
-            (travelling, stay_sum, travel_sum)
+    if next_block is not None:
+        next_block, stay_sum, travel_sum = lax.optimization_barrier(
+            (next_block, stay_sum, travel_sum)
         )
-    return stay_sum, travel_sum, travelling
+    return stay_sum, travel_sum, next_block
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)

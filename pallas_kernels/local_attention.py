@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import reference, triton_dkv, triton_dq, triton_forward, xla
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
@@ -35,7 +34,7 @@ class Forward(Protocol):
       bounds: what :meth:`Implementation.forward_bounds` gave for these tokens.
       carry: float32 ``(o [B, T, N, H], lse [B, N, T])`` over other keys, or None to start fresh.
       spec: scale, window, soft cap.
-      out_dtype: o's dtype; anything but float32 is for the last call, whose o is carried no further.
+      out_dtype: o's dtype, for the last call, whose o is no carry any more; None is the carry's.
 
     Returns:
       ``(o, lse)`` over the carry's keys and these: o normalised, lse float32, the natural log of
@@ -52,7 +51,7 @@ class Forward(Protocol):
         carry: Carry | None = None,
         *,
         spec: AttentionSpec,
-        out_dtype: Any = jnp.float32,
+        out_dtype: Any = None,
     ) -> Carry:
         """Runs it."""
         ...
@@ -110,9 +109,9 @@ class Implementation:
       name: what users call it.
       forward: see :class:`Forward`.
       backward: see :class:`Backward`; None if it has none.
-      backward_dq: ``(..., dq, *, spec) -> dq``, the half of ``backward`` that makes dQ, where dQ and
-        dK, dV come from different kernels: a ring then moves one gradient while the kernel of the
-        other one runs. None if they come from one.
+      backward_dq: ``(..., dq, *, spec) -> dq``, the half of ``backward`` that makes dQ, where dQ
+        and dK, dV come from different kernels: a ring then moves one gradient while the kernel of
+        the other one runs. None if they come from one.
       backward_dkv: ``(..., dkv, *, spec) -> dkv``, the other half.
       forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
       backward_bounds: the same for ``backward``.
@@ -157,7 +156,7 @@ REFERENCE = Implementation(
 # --- xla -----------------------------------------------------------------------------------------
 
 
-def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=jnp.float32):
+def _xla_forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=None):
     tiles = xla.tiles(q.shape[1], half_shape(kv)[1])
     return xla.forward(
         q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, tiles=tiles, out_dtype=out_dtype
@@ -210,7 +209,7 @@ def triton(
         dim, dtype = half_shape(q)[-1], half_dtype(q)
         return triton_configs(compute_capability, dim, dtype, q_length, kv_length, spec)
 
-    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=jnp.float32):
+    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=None):
         return triton_forward.forward(
             q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype,
             config=configs(spec, (q, q), kv).forward, interpret=interpret,

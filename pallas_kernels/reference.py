@@ -26,7 +26,7 @@ def forward(
     carry: tuple[jax.Array, jax.Array] | None = None,
     *,
     spec: AttentionSpec,
-    out_dtype: Any = jnp.float32,
+    out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :class:`pallas_kernels.local_attention.Forward`; ``bounds`` are not needed."""
     del bounds
@@ -39,10 +39,10 @@ def forward(
     lse = jnp.where(total == 0, -jnp.inf, m + jnp.log(jnp.where(total == 0, 1, total)))
     o = _einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
     lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
-    if carry is None:
-        return o.astype(out_dtype), lse
-    o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
-    return o.astype(out_dtype), lse_rows.swapaxes(1, 2)
+    if carry is not None:
+        o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
+        lse = lse_rows.swapaxes(1, 2)
+    return o if out_dtype is None else o.astype(out_dtype), lse
 
 
 def backward(

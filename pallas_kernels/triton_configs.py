@@ -28,7 +28,7 @@ class TritonConfig:
       block_q: queries a tile.
       block_kv: keys a tile.
       num_warps: warps per program.
-      num_stages: how many tiles of the side that is walked over are in shared memory or on their way.
+      num_stages: how many tiles of the side that is walked over are in shared memory or arriving.
       rows_in_registers: keep the program's own rows (q, and dO for dQ) in registers instead of
         shared memory; a Hopper instruction reads them from either.
     """
@@ -57,9 +57,9 @@ class TritonConfig:
     def shared_memory(self, kernel: str, head_dim: int, itemsize: int) -> int:
         """Bytes of shared memory that the tiles of one program take at most.
 
-        ``num_stages`` tiles of the two arrays that are walked over, and the program's own two: q for
-        "forward", q and dO for "dq", k and v for "dkv". Triton adds up to 2 KiB of positions and
-        statistics, and on Ampere holds one stage less.
+        ``num_stages`` tiles of the two arrays that are walked over, and the program's own tiles: q
+        for "forward", q and dO for "dq", k and v for "dkv". Triton adds up to 2 KiB of positions
+        and statistics, and on Ampere holds one stage less.
         """
         row = padded_lanes(head_dim) * itemsize
         walked = self.block_q if kernel == "dkv" else self.block_kv
@@ -111,7 +111,7 @@ _ANY: _Table = {
     ],
     ("dkv", 4): [
         _Entry(64, (32, 32, 8, 1)),
-        _Entry(128, (32, 16, 8, 1)),
+        _Entry(128, (16, 16, 8, 1)),
         _Entry(256, (16, 16, 8, 1)),
     ],
 }

@@ -48,11 +48,12 @@ def forward(
     *,
     spec: AttentionSpec,
     config: TritonConfig,
-    out_dtype: Any = jnp.float32,
+    out_dtype: Any = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See :class:`pallas_kernels.local_attention.Forward`."""
     batch, q_length, heads, dim = q.shape
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     kv_length, kv_heads = half_shape(kv)[1:3]
     groups = heads // kv_heads
     block_q, lanes = config.block_q, padded_lanes(dim)

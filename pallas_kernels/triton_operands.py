@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, varying_axes
 from pallas_kernels.spec import Tokens
-from pallas_kernels.triton_configs import TritonConfig, padded_lanes
+from pallas_kernels.triton_configs import TritonConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Operands:
         kernel: Callable[..., None],
         name: str,
         config: TritonConfig,
-        results: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
+        results: Sequence[tuple[tuple[int, ...], Any, pl.BlockSpec]],
         interpret: bool,
     ) -> Any:
         """Runs the kernel; ``results`` are ``(shape, dtype, block)``."""

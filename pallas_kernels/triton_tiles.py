@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import triton_lowering
 from pallas_kernels.scores import allowed
-from pallas_kernels.spec import AttentionSpec, Tokens
+from pallas_kernels.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
 
@@ -120,7 +120,7 @@ def score_mask(
 def over_tiles(
     table: Any, visit: Callable[[bool, Any, Any, Any], Any], state: Any, heads: int = 1
 ) -> Any:
-    """Runs ``visit(masked, head, tile, state)`` for every head over the tiles the bounds table names.
+    """Runs ``visit(masked, head, tile, state)`` for every head over the tiles in the bounds table.
 
     First those before and behind the full ones, then the full ones, all heads in one loop each: two
     loops without loops around them hold fewer values alive and keep their load pipelines running.

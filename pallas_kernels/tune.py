@@ -121,11 +121,7 @@ def main() -> None:
     print(f"{device.device_kind}, {args.dtype}, B T N K H = {' '.join(map(str, args.shape))}")
     for kernel in args.kernels:
         rows, refused = [], {}
-        candidates = (
-            [TritonConfig(*map(int, text.split(","))) for text in args.configs]
-            if args.configs
-            else space(kernel)
-        )
+        candidates = [parse_entry(text) for text in args.configs] if args.configs else space(kernel)
         for config in candidates:
             try:
                 rows.append((problem.measure(kernel, config, limit), config))
@@ -140,6 +136,12 @@ def main() -> None:
             print(f"  {as_entry(config)!s:28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
             print(f"  entry: {args.shape[-1]}: {as_entry(rows[0][1])}", flush=True)
+
+
+def parse_entry(text: str) -> TritonConfig:
+    """A config from the command line: ``64,128,8,3``, or with ``,1`` rows in registers."""
+    block_q, block_kv, warps, stages, *registers = (int(number) for number in text.split(","))
+    return TritonConfig(block_q, block_kv, warps, stages, bool(registers and registers[0]))
 
 
 def as_entry(config: TritonConfig) -> tuple:

@@ -43,7 +43,7 @@ def forward(
     *,
     spec: AttentionSpec,
     tiles: Tiles,
-    out_dtype: Any = jnp.float32,
+    out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :class:`pallas_kernels.local_attention.Forward`."""
     keys = _KeyTiles(spec, kv, kv_tokens, tiles)
@@ -83,7 +83,7 @@ def forward(
         lse = jnp.where(empty, -jnp.inf, m + jnp.log(total))
         if carry is not None:
             o, lse = merge(row["o"], row["lse"], o, lse)
-        return o.astype(out_dtype), lse
+        return o if out_dtype is None else o.astype(out_dtype), lse
 
     o, lse = lax.map(query_tile, vary(rows, axes))
     return _join_rows(o, q.shape), _join_stats(lse, q.shape)

@@ -98,6 +98,15 @@ def schedule(program):
     return events
 
 
+def beside(events):
+    """For every permute, in order, the kernels that run while it is on its way."""
+    return [
+        [name for kind, name in events[i + 1 : events.index(("done", hop))] if kind == "kernel"]
+        for i, (what, hop) in enumerate(events)
+        if what == "start"
+    ] + [[] for kind, _ in events if kind == "sync"]
+
+
 def _bytes(type_text):
     return sum(
         _ITEMSIZE[kind] * math.prod(int(size) for size in sizes.split(",") if size)

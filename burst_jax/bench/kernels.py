@@ -158,11 +158,12 @@ class Problem:
         self._samples = sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)})
         self._truth = [
             attention_and_gradients(
-                self.spec, self.tokens, *(self._head(x, at) for x in (self.q, self.k, self.v)),
-                self._head(self.do, at),
+                self.spec,
+                self.tokens,
+                *(self._head(x, at) for x in (self.q, self.k, self.v, self.do)),
             )
             for at in self._samples
-        ]  # fmt: skip
+        ]
 
     def _head(self, x: jax.Array, at: tuple[int, int]) -> jax.Array:
         """One key head, or the query heads that share it, of one batch row."""
@@ -221,7 +222,7 @@ def measure(problem: Problem, peer: str, make: Callable[[], Attention], limit: f
         errors |= problem.errors(**gradients)
         del gradients
     except Exception as error:  # What a peer cannot do is a line of the table, not its end.
-        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
+        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.error = errors[worst]
