@@ -202,33 +202,34 @@ def triton(
       compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
     """
 
-    def configs(spec, q, kv):
+    def configs(spec, q, kv, q_tokens):
         if config is not None:
             return TritonConfigs(config, config, config)
         q_length, kv_length = half_shape(q)[1], half_shape(kv)[1]
         dim, dtype = half_shape(q)[-1], half_dtype(q)
-        return triton_configs(compute_capability, dim, dtype, q_length, kv_length, spec)
+        packed = q_tokens.segment_ids is not None
+        return triton_configs(compute_capability, dim, dtype, q_length, kv_length, spec, packed)
 
     def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=None):
         return triton_forward.forward(
             q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype,
-            config=configs(spec, (q, q), kv).forward, interpret=interpret,
+            config=configs(spec, (q, q), kv, q_tokens).forward, interpret=interpret,
         )  # fmt: skip
 
     def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
-        tiles = configs(spec, (q, q), kv).forward.tiles
+        tiles = configs(spec, (q, q), kv, q_tokens).forward.tiles
         return query_bounds(spec, q_tokens, kv_tokens, tiles)
 
     def backward_dq(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, *, spec):
         return triton_dq.backward_dq(
             qdo, kv, stats, q_tokens, kv_tokens, bounds[0], dq, spec=spec,
-            config=configs(spec, qdo, kv).dq, interpret=interpret,
+            config=configs(spec, qdo, kv, q_tokens).dq, interpret=interpret,
         )  # fmt: skip
 
     def backward_dkv(qdo, kv, stats, q_tokens, kv_tokens, bounds, dkv=None, *, spec):
         return triton_dkv.backward_dkv(
             qdo, kv, stats, q_tokens, kv_tokens, bounds[1], dkv, spec=spec,
-            config=configs(spec, qdo, kv).dkv, interpret=interpret,
+            config=configs(spec, qdo, kv, q_tokens).dkv, interpret=interpret,
         )  # fmt: skip
 
     def backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
@@ -236,7 +237,7 @@ def triton(
         return backward_dq(*arrays, dq, spec=spec), backward_dkv(*arrays, dkv, spec=spec)
 
     def backward_bounds(spec, q, kv, q_tokens, kv_tokens):
-        chosen = configs(spec, (q, q), kv)
+        chosen = configs(spec, (q, q), kv, q_tokens)
         return (
             query_bounds(spec, q_tokens, kv_tokens, chosen.dq.tiles),
             key_bounds(spec, q_tokens, kv_tokens, chosen.dkv.tiles),

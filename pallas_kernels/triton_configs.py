@@ -79,8 +79,9 @@ class TritonConfigs(NamedTuple):
 class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``.
 
-    ``fast`` is for lengths of whole tiles and no soft cap; the masks of ragged tails and the cap's
-    arithmetic take registers, and where ``fast`` then spills, ``general`` does not.
+    ``fast`` is for lengths of whole tiles without segment ids or a soft cap. These take registers:
+    where ``fast`` then spills, ``general`` does not, and packed rows are short, which smaller tiles
+    suit better anyway.
     """
 
     head_dim: int
@@ -120,7 +121,7 @@ _A100: _Table = {
     **_ANY,
     ("forward", 2): [
         _Entry(64, (128, 64, 4, 3), (128, 64, 8, 3)),
-        _Entry(128, (128, 64, 8, 3)),
+        _Entry(128, (128, 64, 8, 3), (128, 32, 8, 3)),
         _Entry(256, (64, 64, 8, 2), (64, 32, 8, 2)),
     ],
     ("dq", 2): [
@@ -129,7 +130,7 @@ _A100: _Table = {
         _Entry(256, (64, 32, 8, 2)),
     ],
     ("dkv", 2): [
-        _Entry(64, (64, 64, 4, 3)),
+        _Entry(64, (64, 64, 8, 3), (64, 32, 4, 3)),
         _Entry(128, (64, 64, 8, 2)),
         _Entry(256, (32, 64, 8, 2)),
     ],
@@ -139,7 +140,7 @@ _HOPPER: _Table = {
     **_ANY,
     ("forward", 2): [
         _Entry(64, (128, 64, 4, 3, True)),
-        _Entry(128, (128, 64, 8, 3)),
+        _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
         _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),
     ],
     ("dq", 2): [
@@ -149,7 +150,7 @@ _HOPPER: _Table = {
     ],
     ("dkv", 2): [
         _Entry(64, (64, 64, 4, 3)),
-        _Entry(128, (64, 128, 8, 3), (32, 64, 4, 3)),
+        _Entry(128, (64, 64, 4, 2), (32, 64, 4, 3)),
         _Entry(256, (32, 64, 8, 3), (32, 32, 8, 2)),
     ],
 }
@@ -166,6 +167,7 @@ def triton_configs(
     q_length: int,
     kv_length: int,
     spec: AttentionSpec,
+    packed: bool,
 ) -> TritonConfigs:
     """The tiles for a head dim of 256 at most.
 
@@ -178,7 +180,8 @@ def triton_configs(
         entry = next(e for e in table[kernel, itemsize] if head_dim <= e.head_dim)
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
-        if entry.general is None or (whole and spec.logits_soft_cap is None):
+        plain = whole and not packed and spec.logits_soft_cap is None
+        if plain or entry.general is None:
             return fast
         return TritonConfig(*entry.general)
 

@@ -105,18 +105,18 @@ def _kernel(
         row_ok = in_range(i * block_q, block_q, q_length) if masked else None
         q = load(q_ref.at[rows, h, :], both(row_ok, lane_ok))
         do = load(do_ref.at[rows, h, :], both(row_ok, lane_ok))
-        lse_log2 = load(lse_ref.at[h, rows], row_ok) * LOG2_E
-        delta = load(delta_ref.at[h, rows], row_ok)
+        shift = load(lse_ref.at[h, rows], row_ok) * -LOG2_E
         # Both products before the exponentials: the tensor cores work on while those run.
         scores = raw_scores(spec, triton_lowering.dot(k, q.T))
         dp = triton_lowering.dot(v, do.T)
-        p = triton_lowering.exp2_affine(scores, factor, -lse_log2[None, :], interpret=interpret)
+        p = triton_lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
         if masked:
             q_pos, q_seg = tokens.queries(rows, row_ok)
             inside = row(row_ok) if key_ok is None else both(key_ok, row_ok)
             ok = score_mask(spec, q_pos[None, :], k_pos[:, None], row(q_seg), column(k_seg), inside)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
+        delta = load(delta_ref.at[h, rows], row_ok)
         ds = products_slope(spec, scores, p * (dp - delta[None, :]))
         dv += triton_lowering.dot(p.astype(do.dtype), do)
         return dk + triton_lowering.dot(ds.astype(q.dtype), q), dv

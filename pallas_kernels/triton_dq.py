@@ -94,7 +94,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, a
     q, do = load(q_ref.at[:, :], q_tile_ok), load(do_ref.at[:, :], q_tile_ok)
     if config.rows_in_registers:
         q, do = (triton_lowering.in_registers(x, interpret=interpret) for x in (q, do))
-    lse_log2 = load(lse_ref.at[:], row_ok) * LOG2_E
+    shift = load(lse_ref.at[:], row_ok) * -LOG2_E
     delta = load(delta_ref.at[:], row_ok)
     q_pos, q_seg = tokens.queries(slice(None), row_ok)
 
@@ -104,7 +104,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, a
         k = load(k_ref.at[keys, :], both(key_ok, lane_ok))
         v = load(v_ref.at[keys, :], both(key_ok, lane_ok))
         scores = raw_scores(spec, triton_lowering.dot(q, k.T))
-        p = triton_lowering.exp2_affine(scores, factor, -lse_log2[:, None], interpret=interpret)
+        p = triton_lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
         if masked:
             k_pos, k_seg = tokens.keys(keys, key_ok)
             ok = score_mask(

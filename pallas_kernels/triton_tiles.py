@@ -124,6 +124,7 @@ def over_tiles(
 
     First those before and behind the full ones, then the full ones, all heads in one loop each: two
     loops without loops around them hold fewer values alive and keep their load pipelines running.
+    Heads vary fastest: that division is by a constant.
     """
     first, full_first, full_end, end = (table[c] for c in range(4))
     before = full_first - first
@@ -133,8 +134,10 @@ def over_tiles(
 
     def loop(masked, count, tile, state):
         def step(t, state):
-            head = lax.div(t, count) if heads > 1 else jnp.int32(0)
-            return visit(masked, head, tile(t - head * count if heads > 1 else t), state)
+            if heads == 1:
+                return visit(masked, jnp.int32(0), tile(t), state)
+            j, head = lax.div(t, jnp.int32(heads)), lax.rem(t, jnp.int32(heads))
+            return visit(masked, head, tile(j), state)
 
         return lax.fori_loop(jnp.int32(0), heads * count, step, state)
 

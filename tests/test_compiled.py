@@ -75,14 +75,17 @@ def test_every_backward_permute_but_the_last_lies_beside_a_kernel(gpu, rotation,
         return gradient(attend(mesh, backward=rotation, **segments))(query, key, value)
 
     events = compiled.schedule(compiled.compile_for(run, *shapes, *ids))
-    kernels = [name for kind, name in events if kind == "kernel"]
     stays, travels = ("burst_dq", "burst_dkv")[:: 1 if rotation == "rotate_kv" else -1]
-    assert kernels == ["burst_forward"] * n + [stays, travels] * n
+    kernels = [name for kind, name in events if kind == "kernel"]
+    assert kernels[:n] == ["burst_forward"] * n
+    assert sorted(kernels[n : n + 2]) == sorted([stays, travels])
+    assert kernels[n + 2 :] == [stays, travels] * (n - 1)
     # 7 hops of K, V forward. Then the block travels beside the kernel of the side that travels (in
     # step 0, which waits for no gradient, beside both), the gradient beside the other kernel.
     beside = compiled.beside(events)
     assert beside[:7] == [["burst_forward"]] * 7
-    assert beside[7:] == [[stays, travels], *[[stays], [travels]] * 6, [stays], []]
+    assert sorted(beside[7]) == sorted([stays, travels])
+    assert beside[8:] == [*[[stays], [travels]] * 6, [stays], []]
     assert not [event for event in events[: len(events) - 2] if event[0] == "sync"]
 
 
@@ -168,7 +171,7 @@ def test_remat_policy_holds_no_second_forward_ring():
     ("lengths", "dtype", "head_dim"),
     [
         *itertools.product(["ragged"], ["bfloat16", "float16", "float32"], [32, 40, 64, 96, 128]),
-        *itertools.product(["whole"], ["bfloat16"], [32, 64, 128]),
+        *itertools.product(["whole"], ["bfloat16", "float16"], [32, 64, 128]),
         *itertools.product(["ragged", "whole"], ["bfloat16", "float32"], [256]),
     ],
 )
@@ -202,13 +205,11 @@ def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shipped_tiles_fit_the_shared_memory_of_every_gpu_they_are_for(capability, dtype):
     itemsize = jnp.dtype(dtype).itemsize
-    for head_dim, cap in itertools.product((32, 64, 96, 128, 256), (None, 30.0)):
-        spec = AttentionSpec(1.0, logits_soft_cap=cap)
-        configs = triton_configs(capability, head_dim, dtype, 4096, 4096, spec)
+    for head_dim, packed in itertools.product((32, 64, 96, 128, 256), (False, True)):
+        spec = AttentionSpec(1.0)
+        configs = triton_configs(capability, head_dim, dtype, 4096, 4096, spec, packed)
         for kernel, config in configs._asdict().items():
-            # Positions, segment ids, lse and delta of a tile, in every stage.
-            rest = 16 * config.num_stages * max(config.block_q, config.block_kv)
-            size = config.shared_memory(kernel, head_dim, itemsize) + rest
+            size = config.shared_memory(kernel, head_dim, itemsize) + 2048
             assert size <= SHARED_MEMORY[capability], (kernel, head_dim, config)
 
 

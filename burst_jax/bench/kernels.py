@@ -222,7 +222,7 @@ def measure(problem: Problem, peer: str, make: Callable[[], Attention], limit: f
         errors |= problem.errors(**gradients)
         del gradients
     except Exception as error:  # What a peer cannot do is a line of the table, not its end.
-        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
         return row
     worst = max(errors, key=lambda name: errors[name])
     row.error = errors[worst]
@@ -235,22 +235,51 @@ def measure(problem: Problem, peer: str, make: Callable[[], Attention], limit: f
     return row
 
 
-def carry_share(problem: Problem, implementation: str) -> tuple[float, float]:
-    """Seconds of one local forward: fresh, and with an (o, lse) carry merged in place."""
+def local_times(problem: Problem, implementation: str) -> dict[str, float]:
+    """Seconds of the local kernels alone, without and with what a mask or a ring adds to them.
+
+    "forward" and "backward" as they are; "carried": forward with an (o, lse) carry merged in place;
+    "forward, unmasked" and "backward, unmasked": the same tiles with every score counted, which
+    computes something else and takes the time that the tiles alone take.
+    """
     q, kv = problem.q, (problem.k, problem.v)
     local = resolve(implementation, platform="gpu", compute_capability=_capability(), q=q, kv=kv)
-    sides = (q, kv, problem.tokens, problem.tokens)
-    bounds = jax.jit(functools.partial(local.forward_bounds, problem.spec))(*sides)
-    forward = functools.partial(local.forward, *sides, bounds, spec=problem.spec)
-    fresh = jax.jit(forward)
-    carried = jax.jit(forward, donate_argnums=0)
-    state = [fresh()]
+    assert local.backward is not None
+    tokens = (problem.tokens, problem.tokens)
+    bounds, tables = (
+        jax.jit(functools.partial(of, problem.spec))(q, kv, *tokens)
+        for of in (local.forward_bounds, local.backward_bounds)
+    )
+    forward = functools.partial(local.forward, spec=problem.spec)
+    fresh, carried = jax.jit(forward), jax.jit(forward, donate_argnums=5)
+    o, lse = fresh(q, kv, *tokens, bounds)
+    queries = ((q, problem.do), kv, (lse, jnp.zeros_like(lse)), *tokens)
+    backward = jax.jit(functools.partial(local.backward, spec=problem.spec))
+    state = (o, lse + 0)
 
     def step():
-        state[0] = carried(state[0])
-        return state[0]
+        nonlocal state
+        state = carried(q, kv, *tokens, bounds, state)
+        return state
 
-    return median_time(fresh), median_time(step)
+    times = {"carried": median_time(step)}
+    for suffix, of in (("", lambda tables: tables), (", unmasked", _unmasked)):
+        for_forward, for_backward = of(bounds), of(tables)
+        times |= {
+            "forward" + suffix: median_time(lambda b=for_forward: fresh(q, kv, *tokens, b)),
+            "backward" + suffix: median_time(lambda b=for_backward: backward(*queries, b)),
+        }
+    return times
+
+
+def _unmasked(tables: Any) -> Any:
+    """Bounds that call every tile full which has anything to do."""
+
+    def unmask(table):
+        first, _, _, end = jnp.moveaxis(table, -1, 0)
+        return jnp.stack([first, first, end, end], axis=-1)
+
+    return jax.tree.map(unmask, tables)
 
 
 def _capability() -> float:
@@ -286,25 +315,21 @@ def run(args: argparse.Namespace) -> None:
     )
     heading = f"{'case':32}{'':16}{'forward':>13}{'fwd + bwd':>13}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
-    dense_rate: dict[tuple[str, int], Row] = {}
     for index in args.cases:
         case = CASES[index]
         problem = Problem(case, dtype)
         for peer, make in peers(case, args.implementations).items():
             row = measure(problem, peer, make, _RIGHT[args.dtype])
             print(_line(row, ceiling), flush=True)
-            if case.window is None and case.documents == 1:
-                dense_rate[peer, case.head_dim] = row
-            elif (peer, case.head_dim) in dense_rate and not row.note:
-                dense = dense_rate[peer, case.head_dim]
-                print(
-                    f"{'':48}time / that of its scores alone at {dense.case!r}'s rate: "
-                    f"{dense.forward / row.forward:.2f} / {dense.both / row.both:.2f}"
-                )
-        if case.name in ("full", "causal"):
-            for name in args.implementations:
-                fresh, carried = carry_share(problem, name)
-                print(f"{'':48}{name}: with the carry merged, {carried / fresh:.3f} of the time")
+        for name in args.implementations:
+            times = local_times(problem, name)
+            notes = [f"with the carry {times['carried'] / times['forward']:.3f} of the time"]
+            if case.window is not None or case.documents > 1:
+                for what in ("forward", "backward"):
+                    share = times[what] / times[what + ", unmasked"]
+                    notes.append(f"{what} {share:.3f} of the same tiles unmasked")
+            for note in notes:
+                print(f"{'':32}{name}: {note}", flush=True)
         del problem
 
 
