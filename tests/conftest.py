@@ -1,11 +1,19 @@
-"""Every test runs on eight CPU devices, whatever else the machine has."""
+"""Every test runs on eight CPU devices, whatever else the machine has.
+
+But with ``--implementation triton`` the local attention's tests run compiled, on the GPU:
+``pytest tests/test_local_attention.py --implementation triton``.
+"""
+
+import sys
 
 import compiled
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+ON_GPU = any(argument.startswith("--implementation") for argument in sys.argv)
+if not ON_GPU:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -19,6 +27,12 @@ def pytest_addoption(parser):
         help="fail, instead of saying so, if the tests that compile for GPUs cannot run",
     )
 
+    parser.addoption(
+        "--implementation",
+        choices=("triton",),
+        help="run tests/test_local_attention.py with these kernels compiled, on a GPU",
+    )
+
 
 def pytest_configure(config):
     config.addinivalue_line(
@@ -27,6 +41,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if ON_GPU:
+        elsewhere = {item.path.name for item in items} - {"test_local_attention.py"}
+        if elsewhere:
+            raise pytest.UsageError(
+                f"--implementation is for tests/test_local_attention.py alone, not {elsewhere}"
+            )
     if compiled.cuda_compiler_present():
         return
     away = [item for item in items if item.get_closest_marker("cuda_compiler")]

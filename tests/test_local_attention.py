@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_pairs, packed_segments
+from conftest import ON_GPU
 
 from burst_jax import positions
 from pallas_kernels import (
@@ -46,11 +47,16 @@ def xla_in(tiles: Tiles) -> Implementation:
     )
 
 
+SMALL = TritonConfig(16, 32, num_warps=4, num_stages=1)
 IMPLEMENTATIONS = {
     "reference": REFERENCE,
     "xla": xla_in(Tiles(16, 24)),
-    "triton": triton(interpret=True, config=TritonConfig(16, 32, num_warps=4, num_stages=1)),
+    "triton": triton(interpret=not ON_GPU, config=SMALL),
 }
+if ON_GPU:
+    # In the tiles that ship for this GPU, too.
+    capability = float(jax.devices()[0].compute_capability)
+    IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
 
 # --- the cases -----------------------------------------------------------------------------------
 
@@ -74,13 +80,19 @@ FACTORS = {
     "head_dim": (16, 40, 33),
     "dtype": ("float32", "bfloat16", "float16"),
 }
+if ON_GPU:
+    # Many shipped tiles, whole and ragged.
+    FACTORS["lengths"] += ((300, 530), (1000, 1000), (512, 1024))
+    FACTORS["head_dim"] += (64, 128)
 CASES = all_pairs(FACTORS)
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 # Interpreted kernels compile slowly: every other case, which still meets every level.
 CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
+if ON_GPU:
+    CASES_BY_NAME = dict.fromkeys(("triton", "triton_shipped"), range(len(CASES)))
 # Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
 # the worst element of a float32 result.
-ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
+ERROR_FACTOR = {"xla": 1.5, "triton": 2.0, "triton_shipped": 2.0}
 
 
 def case_id(case):
@@ -186,7 +198,7 @@ def attend(implementation, spec, pair, q, kvs, q_tokens, kv_tokens, cotangents):
 
 
 # Most of these tests' time is compile time, for programs that run once.
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK = None if ON_GPU else {"xla_backend_optimization_level": 0}
 _attend = jax.jit(attend, static_argnums=(0, 1, 2), compiler_options=QUICK)
 
 
