@@ -117,6 +117,14 @@ _ANY: _Table = {
     ],
 }
 
+# At head dim 128, compiled for A100. Rows a warp owns decide how often it reads a tile from shared
+# memory (ldmatrix, 128 bytes a clock), and that, not the tensor cores, is the nearest limit:
+#   forward 128 x 64, 8 warps     233 registers, 97 KiB, 1 program an SM; at most 277 TFLOP/s
+#   dq       64 x 64, 4 warps     245 registers, 72 KiB, 2 programs an SM; at most 288 of its own
+#   dkv      32 x 64, 4 warps     251 registers, 52 KiB, 2 programs an SM; at most 208 of its own
+# forward + backward: at most 190 TFLOP/s. Expected, at the 62 to 70 % of such limits that these
+# kernels reach on an H200: 170 to 190 forward (cuDNN 162), 115 to 135 with backward
+# (FlashAttention-2 about 203, with 32 rows a warp, which spills here).
 _A100: _Table = {
     **_ANY,
     ("forward", 2): [
@@ -131,7 +139,7 @@ _A100: _Table = {
     ],
     ("dkv", 2): [
         _Entry(64, (64, 64, 8, 3), (64, 32, 4, 3)),
-        _Entry(128, (64, 64, 8, 2)),
+        _Entry(128, (32, 64, 4, 2), (64, 64, 8, 2)),
         _Entry(256, (32, 64, 8, 2)),
     ],
 }

@@ -23,7 +23,7 @@ from pallas_kernels.triton_configs import TritonConfig
 KERNELS = ("forward", "dq", "dkv")
 # Matmuls of 2 T S H floating-point operations that each kernel makes.
 _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}
-_NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 def space(kernel: str) -> Iterable[TritonConfig]:
@@ -84,14 +84,15 @@ class Problem:
         Raises:
           ArithmeticError: the result is wrong.
         """
-        call = self._compile(triton(config=config), kernel, **_NO_SPILLS)
+        call = self._compile(triton(config=config), kernel, **NO_SPILLS)
         error = relative_error(call(), self.want[kernel])
         if error > limit:
             raise ArithmeticError(f"relative error {error:.2g}, at most {limit:.2g} is right")
         return median_time(call)
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--shape", type=int, nargs=5, default=(1, 16384, 32, 32, 128),
@@ -107,12 +108,12 @@ def _arguments() -> argparse.Namespace:
         help="only these tiles, instead of the whole space; 1: rows in registers",
     )  # fmt: skip
     parser.add_argument("--top", type=int, default=8, help="how many to print")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def main() -> None:
     """Runs the search."""
-    args = _arguments()
+    args = arguments()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"tuning needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here")
     device = jax.devices()[0]

@@ -92,7 +92,10 @@ if ON_GPU:
     CASES_BY_NAME = dict.fromkeys(("triton", "triton_shipped"), range(len(CASES)))
 # Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
 # the worst element of a float32 result.
-ERROR_FACTOR = {"xla": 1.5, "triton": 2.0, "triton_shipped": 2.0}
+ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
+if ON_GPU:
+    # Thousands of float32 products summed one after the other, where dense matmuls sum in blocks.
+    ERROR_FACTOR = {"triton": 6.0, "triton_shipped": 6.0}
 
 
 def case_id(case):
