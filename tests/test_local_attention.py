@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import all_pairs, packed_segments
 from conftest import ON_GPU
+from jax.experimental import pallas as pl
 
 from burst_jax import positions
 from pallas_kernels import (
@@ -414,6 +415,51 @@ def test_an_empty_carry_is_no_carry(name):
     fresh = forward(IMPLEMENTATIONS[name], q, kv, *tokens)
     for a, b in zip(forward(IMPLEMENTATIONS[name], q, kv, *tokens, nothing), fresh, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
+@every_implementation
+@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+def test_the_last_call_rounds_out_and_nothing_else(name, carried):
+    q, kv, _, carry, _, _ = small()
+    carry = carry if carried else None
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    implementation = IMPLEMENTATIONS[name]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def last(q, kv, carry):
+        bounds = implementation.forward_bounds(SPEC, q, kv, *tokens)
+        run = functools.partial(implementation.forward, spec=SPEC, out_dtype=jnp.bfloat16)
+        return run(q, kv, *tokens, bounds, carry)
+
+    o, lse = forward(implementation, q, kv, *tokens, carry)
+    rounded, same_lse = last(q, kv, carry)
+    assert rounded.dtype == jnp.bfloat16
+    # Half a unit in the last place, and float32 rounding in another order.
+    np.testing.assert_allclose(rounded.astype(np.float32), o, rtol=2**-8, atol=1e-6)
+    assert (np.asarray(rounded) == o.astype(jnp.bfloat16)).mean() > 0.99
+    np.testing.assert_allclose(same_lse, lse, rtol=1e-6)
+
+
+def test_every_element_of_the_results_is_written():
+    """Interpreted kernels find NaN in their results; most rows here have nothing to do."""
+
+    def write_nothing(x_ref, o_ref):
+        del x_ref, o_ref
+
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    poison = pl.pallas_call(write_nothing, out_shape=shape, interpret=True)(jnp.zeros((16, 16)))
+    assert np.isnan(poison).all()
+    q, kv, stats, *_ = small(t=45, s=70)
+    interpreted = triton(interpret=True, config=SMALL)
+    spec = AttentionSpec(scale=0.25, left=3, right=0)
+    tokens = tokens_at(np.arange(45) + 60), tokens_at(np.arange(70))
+    o, lse = forward(interpreted, q, kv, *tokens, spec=spec)
+    dq, dkv = backward(interpreted, (q, q), kv, (lse, stats[1]), *tokens, spec=spec)
+    assert not np.isnan(lse).any()
+    for result in (o, dq, dkv):
+        assert np.isfinite(result).all()
+        assert (result == 0).mean() > 0.5
+        assert (result != 0).any()
 
 
 @every_implementation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
@@ -13,6 +14,7 @@ from pallas_kernels import (
     XLA,
     AttentionSpec,
     Tiles,
+    Tokens,
     resolve,
     triton,
     xla,
@@ -61,7 +63,26 @@ INTERPRETED = triton(interpret=True)
     ),
 )
 def test_resolve(arguments, chosen):
-    assert choose(**arguments) is chosen
+    got = choose(**arguments)
+    # Triton's tiles are the GPU's; everything else is one object.
+    assert got.name == chosen.name
+    assert got is choose(**arguments)
+    assert (got is chosen) == (chosen is not TRITON)
+
+
+def test_triton_takes_the_tiles_of_the_gpu():
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 128), "bfloat16")
+    tokens = Tokens(jnp.arange(4096, dtype=jnp.int32))
+    tables = {
+        capability: jax.eval_shape(
+            lambda local=choose("triton", capability=capability): local.backward_bounds(
+                AttentionSpec(1.0), q, (q, q), tokens, tokens
+            )
+        )
+        for capability in (8.0, 9.0, 12.0)
+    }
+    shapes = {tuple(table.shape for table in pair) for pair in tables.values()}
+    assert len(shapes) > 1
 
 
 @pytest.mark.parametrize(
