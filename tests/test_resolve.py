@@ -73,14 +73,13 @@ def test_resolve(arguments, chosen):
 def test_triton_takes_the_tiles_of_the_gpu():
     q = jax.ShapeDtypeStruct((1, 4096, 2, 128), "bfloat16")
     tokens = Tokens(jnp.arange(4096, dtype=jnp.int32))
-    tables = {
-        capability: jax.eval_shape(
-            lambda local=choose("triton", capability=capability): local.backward_bounds(
-                AttentionSpec(1.0), q, (q, q), tokens, tokens
-            )
-        )
-        for capability in (8.0, 9.0, 12.0)
-    }
+    spec = AttentionSpec(1.0)
+
+    def tables_of(capability):
+        local = choose("triton", capability=capability)
+        return jax.eval_shape(lambda: local.backward_bounds(spec, q, (q, q), tokens, tokens))
+
+    tables = {capability: tables_of(capability) for capability in (8.0, 9.0, 12.0)}
     shapes = {tuple(table.shape for table in pair) for pair in tables.values()}
     assert len(shapes) > 1
 
