@@ -292,7 +292,6 @@ def _backward(
     staying, travelling = (queries, keys) if turn_kv else (keys, queries)
     travelling = travelling.packed() if n > 1 else travelling
     stay_tokens = config.tokens(half_shape(staying.arrays)[1], 0, staying.segment_ids)
-
     moved_length = half_shape(travelling.arrays)[1]
 
     def tokens(hops, segment_ids):

@@ -94,7 +94,7 @@ def _tokens(pos: Any, seg: Any, at: Any, inside: jax.Array | None) -> Any:
 
 
 def split_tokens(refs: tuple, segments: bool) -> tuple[Any, TokenRefs, list]:
-    """``(table, tokens, the rest)`` of a kernel's references that start as token_blocks says."""
+    """``(table, tokens, the rest)`` of references that start as Operands.add_tokens has them."""
     table, q_pos, kv_pos, *rest = refs
     if not segments:
         return table, TokenRefs(q_pos, kv_pos, None, None), rest
