@@ -15,10 +15,12 @@ that turns out to be masked; they never leave out one that is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.spec import AttentionSpec, Tiles, Tokens
 
@@ -76,14 +78,18 @@ def _summary(tokens: Tokens, block: int) -> _Summary:
     count = -(-length // block)
     extra = count * block - length
     pos = jnp.pad(tokens.positions, (0, extra), mode="edge").reshape(1, count, block)
+    pos_first, pos_last = _reduce((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
     whole = jnp.arange(count, dtype=jnp.int32)[None] < length // block
     if tokens.segment_ids is None:
-        return _Summary(pos.min(-1), pos.max(-1), whole, None, None, None)
+        return _Summary(pos_first, pos_last, whole, None, None, None)
     seg = jnp.pad(tokens.segment_ids, ((0, 0), (0, extra))).reshape(-1, count, block)
-    low = jnp.where(seg == 0, _INT32.max, seg).min(-1)
-    high = jnp.where(seg == 0, _INT32.min, seg).max(-1)
-    only = jnp.where((low == high) & (seg != 0).all(-1), low, 0)
-    return _Summary(pos.min(-1), pos.max(-1), whole, low, high, only)
+    low, high, padded = _reduce(
+        (lax.min, _INT32.max, jnp.where(seg == 0, _INT32.max, seg)),
+        (lax.max, _INT32.min, jnp.where(seg == 0, _INT32.min, seg)),
+        (lax.max, 0, (seg == 0).astype(jnp.int32)),
+    )
+    only = jnp.where((low == high) & (padded == 0), low, 0)
+    return _Summary(pos_first, pos_last, whole, low, high, only)
 
 
 def _classify(spec: AttentionSpec, q: _Summary, kv: _Summary) -> tuple[jax.Array, jax.Array]:
@@ -117,11 +123,31 @@ def _classify(spec: AttentionSpec, q: _Summary, kv: _Summary) -> tuple[jax.Array
 def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
     count = possible.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
-    end = jnp.where(possible, index + 1, 0).max(-1)
-    first = jnp.minimum(jnp.where(possible, index, count).min(-1), end)
     # The first run of full tiles. Causal and window masks make only one; packing may make more, and
-    # those are masked needlessly, not wrongly.
-    full_first = jnp.clip(jnp.where(full, index, count).min(-1), first, end)
-    gap = jnp.where(~full & (index >= full_first[..., None]), index, count).min(-1)
-    full_end = jnp.clip(gap, full_first, end)
+    # those are masked needlessly, not wrongly. It ends where a full tile is first followed by
+    # another one.
+    before = jnp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    first, end, full_first, full_end = _reduce(
+        (lax.min, count, jnp.where(possible, index, count)),
+        (lax.max, 0, jnp.where(possible, index + 1, 0)),
+        (lax.min, count, jnp.where(full, index, count)),
+        (lax.min, count, jnp.where(before & ~full, index, count)),
+    )
+    first = jnp.minimum(first, end)
+    full_first = jnp.clip(full_first, first, end)
+    full_end = jnp.clip(full_end, full_first, end)
     return jnp.stack([first, full_first, full_end, end], axis=-1)
+
+
+def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence[jax.Array]:
+    """Reduces int32 arrays of one shape over their last axis, each ``(operation, start, array)``.
+
+    Together: a GPU then runs one tiny kernel, and tables are made before every attention.
+    """
+    operations, starts, arrays = zip(*parts, strict=True)
+
+    def combine(left, right):
+        return tuple(op(a, b) for op, a, b in zip(operations, left, right, strict=True))
+
+    starts = tuple(jnp.int32(start) for start in starts)
+    return lax.reduce(arrays, starts, combine, (arrays[0].ndim - 1,))
