@@ -326,6 +326,10 @@ def _backward(
             None if step == 0 else send(travel_sum),
             None if step == n - 1 else send,
         )
+        if step < n - 1:
+            travelling, stay_sum, travel_sum = lax.optimization_barrier(
+                (travelling, stay_sum, travel_sum)
+            )
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
     home = travel_sum if n == 1 else shift(travel_sum, config.axis_name, n)
     home = lax.optimization_barrier(home)
@@ -364,10 +368,6 @@ def _apart(gradients, arguments, block, stay_sum, arriving_sum, send):
         stay_sum, arriving_sum, block = lax.optimization_barrier((stay_sum, arriving_sum, block))
     next_block = None if send is None else send(block)
     travel_sum = gradients("travels", arguments(block), arriving_sum)
-    if next_block is not None:
-        next_block, stay_sum, travel_sum = lax.optimization_barrier(
-            (next_block, stay_sum, travel_sum)
-        )
     return stay_sum, travel_sum, next_block
 
 
@@ -379,10 +379,6 @@ def _together(gradients, arguments, block, stay_sum, arriving_sum, send):
     next_block = None if send is None else send(block)
     stay_sum, new = gradients("both", arguments(block), stay_sum, None)
     travel_sum = new if arriving_sum is None else arriving_sum + new
-    if next_block is not None:
-        next_block, stay_sum, travel_sum = lax.optimization_barrier(
-            (next_block, stay_sum, travel_sum)
-        )
     return stay_sum, travel_sum, next_block
 
 

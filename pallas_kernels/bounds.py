@@ -125,7 +125,7 @@ def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
     index = jnp.arange(count, dtype=jnp.int32)
     # The first run of full tiles. Causal and window masks make only one; packing may make more, and
     # those are masked needlessly, not wrongly. It ends where a full tile is first followed by
-    # another one.
+    # one that is not.
     before = jnp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
     first, end, full_first, full_end = _reduce(
         (lax.min, count, jnp.where(possible, index, count)),

@@ -20,6 +20,7 @@ import numpy as np
 import burst_jax
 from burst_jax.bench.truth import attention_and_gradients
 from burst_jax.checks import make_spec
+from burst_jax.platform import compute_capability
 from pallas_kernels import AttentionSpec, Tokens, resolve
 from pallas_kernels.timing import median_time, relative_error
 
@@ -159,31 +160,26 @@ class Problem:
             attention_and_gradients(
                 self.spec,
                 self.tokens,
-                *(self._head(x, at) for x in (self.q, self.k, self.v, self.do)),
+                *(self._sample(name, getattr(self, name), at) for name in ("q", "k", "v", "do")),
             )
             for at in self._samples
         ]
 
-    def _head(self, x: jax.Array, at: tuple[int, int]) -> jax.Array:
+    def _sample(self, name: str, x: jax.Array, at: tuple[int, int]) -> jax.Array:
         """One key head, or the query heads that share it, of one batch row."""
         row, head = at
-        if x.shape[2] == self.case.kv_heads and x is not self.q and x is not self.do:
+        if name in ("k", "v", "dk", "dv"):
             return x[row, :, head]
         groups = self.case.heads // self.case.kv_heads
         return x[row, :, head * groups : (head + 1) * groups]
 
     def errors(self, **results: jax.Array) -> dict[str, float]:
         """The relative error of every result."""
-        groups = self.case.heads // self.case.kv_heads
         errors = {}
         for name, array in results.items():
             error = 0.0
-            for (row, head), truth in zip(self._samples, self._truth, strict=True):
-                part = (
-                    array[row, :, head]
-                    if name in ("dk", "dv")
-                    else array[row, :, head * groups : (head + 1) * groups]
-                )
+            for at, truth in zip(self._samples, self._truth, strict=True):
+                part = self._sample(name, array, at)
                 with jax.enable_x64(True):
                     error = max(error, relative_error(part, truth[name]))
             errors[name] = error
@@ -242,7 +238,9 @@ def local_times(problem: Problem, implementation: str) -> dict[str, float]:
     computes something else and takes the time that the tiles alone take.
     """
     q, kv = problem.q, (problem.k, problem.v)
-    local = resolve(implementation, platform="gpu", compute_capability=_capability(), q=q, kv=kv)
+    local = resolve(
+        implementation, platform="gpu", compute_capability=compute_capability(), q=q, kv=kv
+    )
     assert local.backward is not None
     tokens = (problem.tokens, problem.tokens)
     bounds, tables = (
@@ -279,10 +277,6 @@ def _unmasked(tables: Any) -> Any:
         return jnp.stack([first, first, end, end], axis=-1)
 
     return jax.tree.map(unmask, tables)
-
-
-def _capability() -> float:
-    return float(jax.devices()[0].compute_capability)
 
 
 def add_command(commands: Any) -> None:
