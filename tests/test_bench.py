@@ -62,7 +62,7 @@ def test_truth_needs_whole_blocks_of_rows():
 @pytest.mark.parametrize("case", [SMALL, PACKED], ids=lambda case: case.name)
 def test_what_is_right_is_timed(case):
     problem = kernels.Problem(case, jnp.dtype("bfloat16"))
-    row = kernels.measure(problem, "xla", lambda: kernels.ours(case, "xla"), 1.2e-2)
+    row = kernels.measure(problem, "xla", lambda _: kernels.ours(case, "xla"), 1.2e-2)
     assert not row.note
     assert 0 < row.error < 1e-2
     assert row.forward > 0
@@ -83,18 +83,18 @@ def test_what_is_wrong_is_not_timed(wrong):
         out = right(scaled(q, "dq"), scaled(k, "dk"), scaled(v, "dv"))
         return out + jax.lax.stop_gradient(out) * 0.1 if wrong == "out" else out
 
-    row = kernels.measure(problem, "off", lambda: attend, 1.2e-2)
+    row = kernels.measure(problem, "off", lambda _: attend, 1.2e-2)
     assert row.note == f"wrong: {wrong}; not timed"
     assert np.isnan(row.forward)
 
 
 def test_what_a_peer_cannot_do_is_a_line_of_the_table():
     problem = kernels.Problem(PACKED, jnp.dtype("bfloat16"))
-    row = kernels.measure(problem, "cuDNN", lambda: kernels.cudnn(PACKED), 1.2e-2)
+    row = kernels.measure(problem, "cuDNN", lambda _: kernels.cudnn(PACKED), 1.2e-2)
     assert row.note == "NotImplementedError: it takes no segment ids"
     assert "NotImplementedError" in kernels._line(row, 1e12)
     with pytest.raises(NotImplementedError, match="neither windows nor grouped heads"):
-        kernels.pallas_example(WINDOW)
+        kernels.pallas_example(WINDOW, False)
 
 
 def test_it_needs_a_gpu():

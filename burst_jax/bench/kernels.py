@@ -88,6 +88,9 @@ CASES = (
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+# ``make(gradient)``: the attention to time, for its forward pass alone or with its gradient.
+Maker = Callable[[bool], Attention]
+
 
 def ours(case: Case, implementation: str) -> Attention:
     """burst_attention on a mesh of this one GPU."""
@@ -105,29 +108,31 @@ def cudnn(case: Case) -> Attention:
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
 
 
-def pallas_example(case: Case) -> Attention:
-    """JAX's own Pallas Triton example: forward in its fastest tiles, backward in its defaults."""
+def pallas_example(case: Case, gradient: bool) -> Attention:
+    """JAX's own Pallas Triton example, in the tiles that were fastest on an H200 for either use."""
     if case.window is not None or case.heads != case.kv_heads:
         raise NotImplementedError("it takes neither windows nor grouped heads")
     from jax.experimental.pallas.ops.gpu import attention
 
-    sizes = dataclasses.replace(attention.BlockSizes.get_default(), block_q=128, block_k=64)
+    # One number of warps and stages serves both passes, so what suits the backward decides there.
+    warps, stages = (4, 2) if gradient else (8, 3)
+    sizes = attention.BlockSizes(128, 64, 64, 64, 64, 64)
 
     def attend(q, k, v):
         return attention.mha(
             q, k, v, case.segment_ids(), case.head_dim**-0.5, case.is_causal, sizes,
-            num_warps=8, num_stages=3,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     return attend
 
 
-def peers(case: Case, implementations: list[str]) -> dict[str, Callable[[], Attention]]:
+def peers(case: Case, implementations: list[str]) -> dict[str, Maker]:
     """What is measured, by name."""
     return {
-        "cuDNN": lambda: cudnn(case),
-        "Pallas example": lambda: pallas_example(case),
-        **{name: functools.partial(ours, case, name) for name in implementations},
+        "cuDNN": lambda _: cudnn(case),
+        "Pallas example": functools.partial(pallas_example, case),
+        **{name: lambda _, name=name: ours(case, name) for name in implementations},
     }
 
 
@@ -198,17 +203,17 @@ class Row:
     note: str = ""
 
 
-def measure(problem: Problem, peer: str, make: Callable[[], Attention], limit: float) -> Row:
+def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
     """Checks and times one implementation on one case."""
     row = Row(problem.case.name, peer)
     arrays = problem.q, problem.k, problem.v
     try:
-        attend = make()
-        forward = jax.jit(attend)
+        forward = jax.jit(make(False))
+        differentiated = make(True)
 
         @jax.jit
         def both(q, k, v, do):
-            out, vjp = jax.vjp(attend, q, k, v)
+            out, vjp = jax.vjp(differentiated, q, k, v)
             return out, *vjp(do)
 
         errors = problem.errors(out=forward(*arrays))
