@@ -7,8 +7,6 @@ the incoming dK and dV, in place.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,8 +14,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, half_shape
 from pallas_kernels.spec import AttentionSpec, Tokens
-from pallas_kernels.triton_configs import TritonConfig, padded_lanes
-from pallas_kernels.triton_operands import Operands, Programs
+from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.triton_operands import Known, Operands
 from pallas_kernels.triton_tiles import (
     LOG2_E,
     both,
@@ -31,7 +29,6 @@ from pallas_kernels.triton_tiles import (
     raw_scores,
     row,
     score_mask,
-    split_tokens,
 )
 
 
@@ -52,12 +49,9 @@ def backward_dkv(
 
     ``bounds`` are :func:`pallas_kernels.bounds.key_bounds` for the config's tiles.
     """
-    batch, q_length, heads, dim = half_shape(qdo)
-    kv_length, kv_heads = half_shape(kv)[1:3]
-    groups = heads // kv_heads
-    block_kv, lanes = config.block_kv, padded_lanes(dim)
-    programs = Programs(batch, kv_heads, -(-kv_length // block_kv), last_first=False)
-    operands = Operands(programs)
+    known = Known.of("keys", half_shape(qdo), half_shape(kv), spec, config, interpret)
+    q_length, groups, block_kv, lanes = known.q_length, known.groups, config.block_kv, known.lanes
+    operands = Operands(known)
     operands.add_tokens(bounds, q_tokens, kv_tokens, q_block=None, kv_block=block_kv)
     operands.add_pair(qdo, (None, q_length, groups, lanes), lambda b, h, j: (b, 0, h, 0))
     operands.add_pair(kv, (None, block_kv, None, lanes), lambda b, h, j: (b, j, h, 0))
@@ -66,34 +60,17 @@ def backward_dkv(
     dkv_block = operands.block((2, None, block_kv, None, lanes), lambda b, h, j: (0, b, j, h, 0))
     if dkv is not None:
         operands.add(dkv, dkv_block, result=0)
-    kernel = functools.partial(
-        _kernel,
-        spec=spec,
-        config=config,
-        programs=programs,
-        q_length=q_length,
-        kv_length=kv_length,
-        groups=groups,
-        dim=dim,
-        segments=q_tokens.segment_ids is not None,
-        added=dkv is not None,
-        interpret=interpret,
-    )
-    results = [((2, batch, kv_length, kv_heads, dim), jnp.float32, dkv_block)]
-    return operands.call(kernel, "burst_dkv", config, results, interpret)[0]
+    return operands.call(_kernel, "burst_dkv", [((2, *half_shape(kv)), jnp.float32, dkv_block)])[0]
 
 
-def _kernel(
-    *refs, spec, config, programs, q_length, kv_length, groups, dim, segments, added, interpret
-):
-    table, tokens, refs = split_tokens(refs, segments)
-    q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *refs = refs
+def _kernel(known: Known, table, tokens, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *refs):
     *dkv_in_ref, dkv_ref = refs
-    block_q, block_kv = config.block_q, config.block_kv
+    spec, interpret = known.spec, known.interpret
+    block_q, block_kv = known.config.block_q, known.config.block_kv
     factor = log2_factor(spec)
 
-    lane_ok = lanes_in(k_ref.shape[-1], dim)
-    key_ok = in_range(programs.tile() * block_kv, block_kv, kv_length)
+    lane_ok = lanes_in(known.lanes, known.dim)
+    key_ok = in_range(known.programs.tile() * block_kv, block_kv, known.kv_length)
     kv_tile_ok = both(key_ok, lane_ok)
     k, v = load(k_ref.at[:, :], kv_tile_ok), load(v_ref.at[:, :], kv_tile_ok)
     k_pos, k_seg = tokens.keys(slice(None), key_ok)
@@ -102,7 +79,7 @@ def _kernel(
         # Scores are transposed, [keys, queries]: dK and dV need no transposed operand.
         dk, dv = sums
         rows = pl.ds(i * block_q, block_q)
-        row_ok = in_range(i * block_q, block_q, q_length) if masked else None
+        row_ok = in_range(i * block_q, block_q, known.q_length) if masked else None
         q = load(q_ref.at[rows, h, :], both(row_ok, lane_ok))
         do = load(do_ref.at[rows, h, :], both(row_ok, lane_ok))
         shift = load(lse_ref.at[h, rows], row_ok) * -LOG2_E
@@ -122,12 +99,12 @@ def _kernel(
         return dk + triton_lowering.dot(ds.astype(q.dtype), q), dv
 
     dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(k_ref.shape, jnp.float32)
-    if added:
+    if dkv_in_ref:
         # Not added at the end like dK, whose scale comes last: both at once cost registers there.
         dv = load(dkv_in_ref[0].at[jnp.int32(1), :, :], kv_tile_ok)
-    dk, dv = over_tiles(table, query_tile, (dk, dv), heads=groups)
+    dk, dv = over_tiles(table, query_tile, (dk, dv), heads=known.groups)
     triton_lowering.store(dkv_ref.at[jnp.int32(1), :, :], dv, mask=kv_tile_ok)
     dk *= spec.scale
-    if added:
+    if dkv_in_ref:
         dk += load(dkv_in_ref[0].at[jnp.int32(0), :, :], kv_tile_ok)
     triton_lowering.store(dkv_ref.at[jnp.int32(0), :, :], dk, mask=kv_tile_ok)

@@ -6,8 +6,6 @@ adds ``scale ds k`` to the incoming dQ, in place.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -15,8 +13,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, half_shape
 from pallas_kernels.spec import AttentionSpec, Tokens
-from pallas_kernels.triton_configs import TritonConfig, padded_lanes
-from pallas_kernels.triton_operands import Operands, Programs
+from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.triton_operands import Known, Operands
 from pallas_kernels.triton_tiles import (
     LOG2_E,
     both,
@@ -30,7 +28,6 @@ from pallas_kernels.triton_tiles import (
     raw_scores,
     row,
     score_mask,
-    split_tokens,
 )
 
 
@@ -51,48 +48,32 @@ def backward_dq(
 
     ``bounds`` are :func:`pallas_kernels.bounds.query_bounds` for the config's tiles.
     """
-    batch, q_length, heads, dim = half_shape(qdo)
-    kv_length, kv_heads = half_shape(kv)[1:3]
-    groups = heads // kv_heads
-    block_q, lanes = config.block_q, padded_lanes(dim)
-    programs = Programs(batch, heads, -(-q_length // block_q), last_first=True)
-    operands = Operands(programs)
+    known = Known.of("queries", half_shape(qdo), half_shape(kv), spec, config, interpret)
+    block_q, lanes, groups = config.block_q, known.lanes, known.groups
+    operands = Operands(known)
     rows, of_rows = (None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0)
     operands.add_tokens(bounds, q_tokens, kv_tokens, q_block=block_q, kv_block=None)
     operands.add_pair(qdo, rows, of_rows)
-    operands.add_pair(kv, (None, kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0))
+    all_keys = (None, known.kv_length, None, lanes)
+    operands.add_pair(kv, all_keys, lambda b, h, i: (b, 0, h // groups, 0))
     operands.add_pair(stats, (None, None, block_q), lambda b, h, i: (b, h, i))
     dq_block = operands.block(rows, of_rows)
     if dq is not None:
         operands.add(dq, dq_block, result=0)
-    kernel = functools.partial(
-        _kernel,
-        spec=spec,
-        config=config,
-        programs=programs,
-        q_length=q_length,
-        kv_length=kv_length,
-        dim=dim,
-        segments=q_tokens.segment_ids is not None,
-        added=dq is not None,
-        interpret=interpret,
-    )
-    results = [((batch, q_length, heads, dim), jnp.float32, dq_block)]
-    return operands.call(kernel, "burst_dq", config, results, interpret)[0]
+    return operands.call(_kernel, "burst_dq", [(half_shape(qdo), jnp.float32, dq_block)])[0]
 
 
-def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, added, interpret):
-    table, tokens, refs = split_tokens(refs, segments)
-    q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *refs = refs
+def _kernel(known: Known, table, tokens, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *refs):
     *dq_in_ref, dq_ref = refs
-    block_q, block_kv = config.block_q, config.block_kv
+    spec, interpret = known.spec, known.interpret
+    block_q, block_kv = known.config.block_q, known.config.block_kv
     factor = log2_factor(spec)
 
-    lane_ok = lanes_in(q_ref.shape[-1], dim)
-    row_ok = in_range(programs.tile() * block_q, block_q, q_length)
+    lane_ok = lanes_in(known.lanes, known.dim)
+    row_ok = in_range(known.programs.tile() * block_q, block_q, known.q_length)
     q_tile_ok = both(row_ok, lane_ok)
     q, do = load(q_ref.at[:, :], q_tile_ok), load(do_ref.at[:, :], q_tile_ok)
-    if config.rows_in_registers:
+    if known.config.rows_in_registers:
         q, do = (triton_lowering.in_registers(x, interpret=interpret) for x in (q, do))
     shift = load(lse_ref.at[:], row_ok) * -LOG2_E
     delta = load(delta_ref.at[:], row_ok)
@@ -100,7 +81,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, a
 
     def key_tile(masked, _, j, dq):
         keys = pl.ds(j * block_kv, block_kv)
-        key_ok = in_range(j * block_kv, block_kv, kv_length) if masked else None
+        key_ok = in_range(j * block_kv, block_kv, known.kv_length) if masked else None
         k = load(k_ref.at[keys, :], both(key_ok, lane_ok))
         v = load(v_ref.at[keys, :], both(key_ok, lane_ok))
         scores = raw_scores(spec, triton_lowering.dot(q, k.T))
@@ -117,6 +98,6 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, a
         return dq + triton_lowering.dot(ds.astype(k.dtype), k)
 
     dq = over_tiles(table, key_tile, jnp.zeros(q_ref.shape, jnp.float32)) * spec.scale
-    if added:
+    if dq_in_ref:
         dq += load(dq_in_ref[0].at[:, :], q_tile_ok)
     triton_lowering.store(dq_ref.at[:, :], dq, mask=q_tile_ok)

@@ -17,8 +17,8 @@ from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.spec import AttentionSpec, Tokens
-from pallas_kernels.triton_configs import TritonConfig, padded_lanes
-from pallas_kernels.triton_operands import Operands, Programs
+from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.triton_operands import Known, Operands
 from pallas_kernels.triton_tiles import (
     LOG2_E,
     both,
@@ -31,7 +31,6 @@ from pallas_kernels.triton_tiles import (
     raw_scores,
     row,
     score_mask,
-    split_tokens,
 )
 
 # Finite, so that a row with nothing allowed yet never computes -inf - -inf.
@@ -52,38 +51,22 @@ def forward(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See :class:`pallas_kernels.local_attention.Forward`."""
-    batch, q_length, heads, dim = q.shape
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
-    kv_length, kv_heads = half_shape(kv)[1:3]
-    groups = heads // kv_heads
-    block_q, lanes = config.block_q, padded_lanes(dim)
-    programs = Programs(batch, heads, -(-q_length // block_q), last_first=True)
-    operands = Operands(programs)
+    known = Known.of("queries", q.shape, half_shape(kv), spec, config, interpret)
+    block_q, lanes, groups = config.block_q, known.lanes, known.groups
+    operands = Operands(known)
     rows = operands.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
     stats = operands.block((None, None, block_q), lambda b, h, i: (b, h, i))
     operands.add_tokens(bounds, q_tokens, kv_tokens, q_block=block_q, kv_block=None)
     operands.add(q, rows)
-    operands.add_pair(kv, (None, kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0))
+    all_keys = (None, known.kv_length, None, lanes)
+    operands.add_pair(kv, all_keys, lambda b, h, i: (b, 0, h // groups, 0))
     if carry is not None:
         operands.add(carry[0], rows, result=0 if out_dtype == jnp.float32 else None)
         operands.add(carry[1], stats, result=1)
-    kernel = functools.partial(
-        _kernel,
-        spec=spec,
-        config=config,
-        programs=programs,
-        q_length=q_length,
-        kv_length=kv_length,
-        dim=dim,
-        segments=q_tokens.segment_ids is not None,
-        carried=carry is not None,
-        interpret=interpret,
-    )
-    results = [
-        (q.shape, out_dtype, rows),
-        ((batch, heads, q_length), jnp.float32, stats),
-    ]
-    return tuple(operands.call(kernel, "burst_forward", config, results, interpret))
+    batch, q_length, heads, _ = q.shape
+    results = [(q.shape, out_dtype, rows), ((batch, heads, q_length), jnp.float32, stats)]
+    return tuple(operands.call(_kernel, "burst_forward", results))
 
 
 def unsupported(q: jax.Array, kv: Pair) -> str | None:
@@ -95,20 +78,18 @@ def unsupported(q: jax.Array, kv: Pair) -> str | None:
     return None
 
 
-def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, carried, interpret):
-    table, tokens, refs = split_tokens(refs, segments)
-    q_ref, k_ref, v_ref, *refs = refs
+def _kernel(known: Known, table, tokens, q_ref, k_ref, v_ref, *refs):
     *carry_refs, o_ref, lse_ref = refs
-    block_q, block_kv = config.block_q, config.block_kv
-    lanes = q_ref.shape[-1]
+    spec, interpret = known.spec, known.interpret
+    block_q, block_kv = known.config.block_q, known.config.block_kv
     factor = log2_factor(spec)
     exp2 = functools.partial(triton_lowering.exp2_affine, interpret=interpret)
 
-    lane_ok = lanes_in(lanes, dim)
-    row_ok = in_range(programs.tile() * block_q, block_q, q_length)
+    lane_ok = lanes_in(known.lanes, known.dim)
+    row_ok = in_range(known.programs.tile() * block_q, block_q, known.q_length)
     q_tile_ok = both(row_ok, lane_ok)
     q = load(q_ref.at[:, :], q_tile_ok)
-    if config.rows_in_registers:
+    if known.config.rows_in_registers:
         q = triton_lowering.in_registers(q, interpret=interpret)
     q_pos, q_seg = tokens.queries(slice(None), row_ok)
 
@@ -116,7 +97,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, c
         # Invariant: acc and total are sums over the tiles visited of 2^(factor scores - m).
         acc, total, m = state
         keys = pl.ds(j * block_kv, block_kv)
-        key_ok = in_range(j * block_kv, block_kv, kv_length) if masked else None
+        key_ok = in_range(j * block_kv, block_kv, known.kv_length) if masked else None
         k = load(k_ref.at[keys, :], both(key_ok, lane_ok))
         scores = raw_scores(spec, triton_lowering.dot(q, k.T))
         if masked:
@@ -138,7 +119,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, c
         table,
         key_tile,
         (
-            jnp.zeros((block_q, lanes), jnp.float32),
+            jnp.zeros(q_ref.shape, jnp.float32),
             jnp.zeros((block_q,), jnp.float32),
             jnp.full((block_q,), _FLOOR, jnp.float32),
         ),
@@ -146,7 +127,7 @@ def _kernel(*refs, spec, config, programs, q_length, kv_length, dim, segments, c
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
-    if carried:
+    if carry_refs:
         o_in_ref, lse_in_ref = carry_refs
         w_in, w_new, lse = merge_weights(load(lse_in_ref.at[:], row_ok), lse)
         o_in = load(o_in_ref.at[:, :], q_tile_ok)

@@ -1,18 +1,19 @@
-"""The host half of the Triton kernels: programs, operands, blocks, and results in place."""
+"""The host half of the Triton kernels: what they know, operands, blocks, results in place."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, varying_axes
-from pallas_kernels.spec import Tokens
-from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.spec import AttentionSpec, Tokens
+from pallas_kernels.triton_configs import TritonConfig, padded_lanes
+from pallas_kernels.triton_tiles import split_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +50,57 @@ class Programs:
         return lambda i, h, b: index(b, h, self.tile(i))
 
 
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What a kernel knows before it sees data, beside the shapes of its blocks.
+
+    ``groups`` is how many query heads share a key head, ``lanes`` is ``dim`` as blocks have it.
+    """
+
+    spec: AttentionSpec
+    config: TritonConfig
+    interpret: bool
+    programs: Programs
+    q_length: int
+    kv_length: int
+    groups: int
+    dim: int
+    lanes: int
+
+    @classmethod
+    def of(
+        cls,
+        split: Literal["queries", "keys"],
+        q_shape: tuple[int, ...],
+        kv_shape: tuple[int, ...],
+        spec: AttentionSpec,
+        config: TritonConfig,
+        interpret: bool,
+    ) -> Known:
+        """For a kernel whose programs are split over the tiles of one side."""
+        batch, q_length, heads, dim = q_shape
+        kv_length, kv_heads = kv_shape[1:3]
+        if split == "queries":
+            programs = Programs(batch, heads, -(-q_length // config.block_q), last_first=True)
+        else:
+            programs = Programs(batch, kv_heads, -(-kv_length // config.block_kv), last_first=False)
+        sizes = q_length, kv_length, heads // kv_heads, dim, padded_lanes(dim)
+        return cls(spec, config, interpret, programs, *sizes)
+
+
 class Operands:
     """A kernel's operands and their blocks, in the order in which the kernel takes them."""
 
-    def __init__(self, programs: Programs):
-        self._programs = programs
+    def __init__(self, known: Known):
+        self._known = known
+        self._segments = False
         self._arrays: list[Any] = []
         self._specs: list[pl.BlockSpec] = []
         self._aliases: dict[int, int] = {}
 
     def block(self, shape: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
         """A block at ``index(batch row, head, tile)``."""
-        return pl.BlockSpec(shape, self._programs.at(index))
+        return pl.BlockSpec(shape, self._known.programs.at(index))
 
     def add(self, array: jax.Array, spec: pl.BlockSpec, result: int | None = None) -> None:
         """One operand; ``result`` is the number of the result that takes its memory."""
@@ -105,6 +145,7 @@ class Operands:
         per_row = bounds.shape[0] != 1
         self.add(bounds, self.block((None, None, 4), lambda b, h, i: (b if per_row else 0, i, 0)))
         sides = ((q_tokens, q_block), (kv_tokens, kv_block))
+        self._segments = q_tokens.segment_ids is not None
         for tokens, block in sides:
             size = tokens.positions.shape[0] if block is None else block
             at = (lambda b, h, i: (0,)) if block is None else (lambda b, h, i: (i,))
@@ -119,27 +160,34 @@ class Operands:
         self,
         kernel: Callable[..., None],
         name: str,
-        config: TritonConfig,
         results: Sequence[tuple[tuple[int, ...], Any, pl.BlockSpec]],
-        interpret: bool,
     ) -> Any:
-        """Runs the kernel; ``results`` are ``(shape, dtype, block)``."""
+        """Runs ``kernel(known, table, tokens, *references to what comes after the tokens)``.
+
+        ``results`` are ``(shape, dtype, block)``; their references come last.
+        """
+        known, segments = self._known, self._segments
+
+        def body(*refs):
+            table, tokens, refs = split_tokens(refs, segments)
+            kernel(known, table, tokens, *refs)
+
         # A result varies over the mesh axes that any operand varies over.
         kind = jax.typeof(self._arrays[0]).manual_axis_type
         kind = kind.update(varying=varying_axes(self._arrays))
         return triton_lowering.call(
-            kernel,
+            body,
             *self._arrays,
             name=name,
-            grid=self._programs.grid,
+            grid=known.programs.grid,
             in_specs=self._specs,
             out_specs=[block for _, _, block in results],
             out_shape=[
                 jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
                 for shape, dtype, _ in results
             ],
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_warps=known.config.num_warps,
+            num_stages=known.config.num_stages,
             input_output_aliases=self._aliases,
-            interpret=interpret,
+            interpret=known.interpret,
         )
