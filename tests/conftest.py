@@ -1,7 +1,7 @@
 """Every test runs on eight CPU devices, whatever else the machine has.
 
 But with ``--implementation triton`` the local attention's tests run compiled, on the GPU:
-``pytest tests/test_local_attention.py --implementation triton``.
+``pytest tests/test_local_*.py --implementation triton``.
 """
 
 import sys
@@ -30,7 +30,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--implementation",
         choices=("triton",),
-        help="run tests/test_local_attention.py with these kernels compiled, on a GPU",
+        help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
 
 
@@ -42,10 +42,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if ON_GPU:
-        elsewhere = {item.path.name for item in items} - {"test_local_attention.py"}
+        names = {item.path.name for item in items}
+        elsewhere = {name for name in names if not name.startswith("test_local_")}
         if elsewhere:
             raise pytest.UsageError(
-                f"--implementation is for tests/test_local_attention.py alone, not {elsewhere}"
+                f"--implementation is for tests/test_local_*.py alone, not {elsewhere}"
             )
     if compiled.cuda_compiler_present():
         return

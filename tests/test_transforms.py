@@ -1,4 +1,4 @@
-"""The ring under JAX's transformations, on meshes of several axes, in the caller's shard_map."""
+"""The ring under JAX's transformations, called eagerly, and its options."""
 
 from __future__ import annotations
 
@@ -13,168 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from rings import (
+    CAUSAL,
+    B,
+    H,
+    K,
+    N,
+    T,
+    assert_close,
+    attend,
+    forward_and_gradients,
+    make_inputs,
+    make_mesh,
+    one_device,
+    ring_of,
+)
 
 import burst_jax
 from burst_jax.attention import _run
 from pallas_kernels import XLA, triton
-
-AXES = ("data", "seq", "model")
-B, T, N, K, H = 2, 32, 4, 2, 8
-CAUSAL = dense.Mask(is_causal=True)
-
-
-def make_mesh(*shape, kind=AxisType.Auto):
-    """A mesh ("data", "seq", "model") over the first devices."""
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, AXES, axis_types=(kind,) * 3, devices=devices)
-
-
-def make_inputs(seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H):
-    """``((query, key, value), (cotangents of out and lse))``, float32, in natural order."""
-    rng = np.random.default_rng(seed)
-    kv = (kv_batch or batch, length, K, dim)
-    q = (batch, length, heads, dim)
-    q, k, v, do, dlse = (
-        rng.normal(size=shape).astype(np.float32) for shape in (q, kv, kv, q, q[:3])
-    )
-    return (q, k, v), (do, dlse)
-
-
-def one_device(arrays, cotangents, mask=CAUSAL):
-    """``(out, lse, dq, dk, dv)`` of dense attention in float64."""
-    keep = mask.dense(None, None, arrays[0].shape[1], arrays[1].shape[1])
-    return dense.truth(*arrays, keep, *cotangents, mask.soft_cap)
-
-
-def assert_close(got, want, limit=1e-6):
-    """Every result's relative RMS error is float32 rounding."""
-    for name, g, w in zip(compare.NAMES, got, want, strict=True):
-        assert np.abs(w[np.isfinite(w)]).max() > 0, name
-        _, rms = compare.errors(g, w)
-        assert rms < limit, f"{name}: relative RMS {rms:.2g}"
-
-
-def attend(mesh, layout="zigzag", **options):
-    """``(query, key, value) -> (out, lse)``, tokens in natural order outside, permuted inside."""
-    n = mesh.shape["seq"]
-
-    def run(*arrays):
-        arrays = burst_jax.to_layout(arrays, layout, n)
-        results = burst_jax.burst_attention(
-            *arrays,
-            mesh=mesh,
-            layout=layout,
-            return_residual=True,
-            **{"is_causal": True} | options,
-        )
-        return burst_jax.from_layout(results, layout, n)
-
-    return run
-
-
-def forward_and_gradients(run, jit=True):
-    """``(arrays, cotangents) -> (out, lse, dq, dk, dv)``."""
-
-    def both(arrays, cotangents):
-        results, vjp = jax.vjp(run, *arrays)
-        return *results, *vjp(cotangents)
-
-    return jax.jit(both) if jit else both
-
-
-def ring_of(n, **options):
-    return attend(make_mesh(1, n, 1), **options)
-
-
-# --- meshes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch_axis", "head_axis"),
-    [
-        ((1, 8, 1), None, None),
-        ((2, 2, 2), "data", "model"),
-        ((1, 4, 2), None, ("model",)),
-        ((2, 4, 1), ("data",), None),
-        ((2, 2, 2), ("data", "model"), None),
-        ((1, 4, 2), ("data",), ("model",)),
-    ],
-    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
-)
-def test_batch_and_head_axes(shape, batch_axis, head_axis):
-    arrays, cotangents = make_inputs(batch=4)
-    mesh = make_mesh(*shape)
-    run = attend(mesh, batch_axis=batch_axis, head_axis=head_axis)
-    got = forward_and_gradients(run)(arrays, cotangents)
-    assert_close(got, one_device(arrays, cotangents))
-    n, split = shape[1], [batch_axis, head_axis]
-    sizes = [
-        int(np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]))
-        for axis in split
-    ]
-    placed = jax.jit(
-        functools.partial(
-            burst_jax.burst_attention, mesh=mesh, batch_axis=batch_axis, head_axis=head_axis
-        )
-    )(*arrays)
-    shard = placed.sharding.shard_shape(placed.shape)
-    assert shard == (4 // sizes[0], T // n, N // sizes[1], H)
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)], ids=["2x2x2", "1x4x2"])
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_explicit_axes(shape, jit):
-    """Types carry the sharding: in the arguments', in the results', and in the gradients'."""
-    arrays, cotangents = make_inputs()
-    mesh = make_mesh(*shape, kind=AxisType.Explicit)
-    spec = P("data", "seq", "model")
-    arrays_in, cotangents_in = jax.tree.map(
-        lambda x: jax.device_put(
-            burst_jax.to_layout(x, "zigzag", shape[1]), jax.NamedSharding(mesh, spec)
-        ),
-        (arrays, cotangents),
-    )
-    run = functools.partial(
-        burst_jax.burst_attention,
-        batch_axis="data",
-        head_axis="model",
-        layout="zigzag",
-        is_causal=True,
-        return_residual=True,
-    )
-    with jax.set_mesh(mesh):
-        got = forward_and_gradients(run, jit)(arrays_in, cotangents_in)
-    for result in got:
-        assert result.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), result.ndim)
-    got = [burst_jax.from_layout(np.asarray(x), "zigzag", shape[1]) for x in got]
-    assert_close(got, one_device(arrays, cotangents))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_mesh_of_the_context_is_the_mesh_of_the_argument(kind):
-    arrays, _ = make_inputs()
-    mesh = make_mesh(1, 4, 1, kind=kind)
-    arrays = jax.device_put(arrays, jax.NamedSharding(mesh, P(None, "seq")))
-    given = burst_jax.burst_attention(*arrays, mesh=mesh)
-    with jax.set_mesh(mesh):
-        found = burst_jax.burst_attention(*arrays)
-        in_jit = jax.jit(burst_jax.burst_attention)(*arrays)
-    np.testing.assert_array_equal(given, found)
-    np.testing.assert_array_equal(given, in_jit)
-    shape = {shard.data.shape for shard in found.addressable_shards}
-    assert shape == {(B, T // 4, N, H)}
-
-
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_inputs_that_are_not_sharded(jit, kind):
-    arrays, cotangents = make_inputs()
-    placed = jax.tree.map(kind, (arrays, cotangents))
-    got = forward_and_gradients(ring_of(4), jit)(*placed)
-    assert_close(got, one_device(arrays, cotangents))
-
 
 # --- transformations -----------------------------------------------------------------------------
 
@@ -321,92 +178,6 @@ def test_forward_alone_keeps_nothing_for_a_gradient():
     arrays, _ = make_inputs()
     jaxpr = jax.make_jaxpr(attend(make_mesh(1, 4, 1), layout="contiguous"))(*arrays)
     assert count(jaxpr.jaxpr, "ppermute") == FORWARD
-
-
-# --- the caller's own shard_map ------------------------------------------------------------------
-
-
-def in_shard_map(mesh, specs, check_vma, **options):
-    """``(query, key, value) -> (out, lse)`` by ring_attention."""
-
-    def local(*arrays):
-        return burst_jax.ring_attention(
-            *arrays, axis_name="seq", is_causal=True, return_residual=True, **options
-        )
-
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[0]), check_vma=check_vma
-    )
-
-
-@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_check"])
-@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
-def test_ring_attention_in_the_callers_shard_map(check_vma, backward):
-    arrays, cotangents = make_inputs()
-    specs = (P("data", "seq", "model"),) * 3
-    run = in_shard_map(make_mesh(2, 2, 2), specs, check_vma, backward=backward)
-    got = forward_and_gradients(run)(arrays, cotangents)
-    assert_close(got, one_device(arrays, cotangents))
-
-
-@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_check"])
-def test_keys_that_all_rows_of_the_batch_share(check_vma):
-    """K and V replicated over the data axis, Q split: their gradients are summed over it."""
-    arrays, cotangents = make_inputs(kv_batch=1)
-    specs = (P("data", "seq"), P(None, "seq"), P(None, "seq"))
-    run = in_shard_map(make_mesh(2, 4, 1), specs, check_vma)
-    got = forward_and_gradients(run)(arrays, cotangents)
-    assert_close(got, shared_keys(arrays, cotangents))
-
-
-def shared_keys(arrays, cotangents):
-    """The truth for K and V of one row that both rows of Q attend to."""
-    q, k, v = arrays
-    repeated = (q, *(np.repeat(x, 2, axis=0) for x in (k, v)))
-    out, lse, dq, dk, dv = one_device(repeated, cotangents)
-    return out, lse, dq, dk.sum(0, keepdims=True), dv.sum(0, keepdims=True)
-
-
-def test_gradients_taken_inside_the_shard_map():
-    """With check_vma the sum over the data axis is made where the gradient is taken."""
-    arrays, cotangents = make_inputs(kv_batch=1)
-    mesh = make_mesh(2, 4, 1)
-    q, kv = P("data", "seq"), P(None, "seq")
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=((q, kv, kv), (q, q)),
-        out_specs=(q, q, q, kv, kv),
-    )
-    def run(arrays, cotangents):
-        def local(*arrays):
-            return burst_jax.ring_attention(*arrays, "seq", is_causal=True, return_residual=True)
-
-        results, vjp = jax.vjp(local, *arrays)
-        return *results, *vjp(cotangents)
-
-    assert_close(run(arrays, cotangents), shared_keys(arrays, cotangents))
-
-
-def test_shard_map_over_the_sequence_alone():
-    """The other mesh axes stay automatic."""
-    arrays, cotangents = make_inputs()
-    spec = P(None, "seq")
-
-    def local(*arrays):
-        return burst_jax.ring_attention(*arrays, "seq", is_causal=True, return_residual=True)
-
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(2, 2, 2),
-        in_specs=(spec,) * 3,
-        out_specs=(spec, spec),
-        axis_names={"seq"},
-    )
-    got = forward_and_gradients(run)(arrays, cotangents)
-    assert_close(got, one_device(arrays, cotangents))
 
 
 # --- eager calls, options, imports ---------------------------------------------------------------

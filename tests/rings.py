@@ -1,0 +1,78 @@
+"""Small causal rings on meshes of three axes, and dense attention on the same arrays."""
+
+from __future__ import annotations
+
+import compare
+import dense
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+import burst_jax
+
+AXES = ("data", "seq", "model")
+B, T, N, K, H = 2, 32, 4, 2, 8
+CAUSAL = dense.Mask(is_causal=True)
+
+
+def make_mesh(*shape, kind=AxisType.Auto):
+    """A mesh ("data", "seq", "model") over the first devices."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, AXES, axis_types=(kind,) * 3, devices=devices)
+
+
+def make_inputs(seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H):
+    """``((query, key, value), (cotangents of out and lse))``, float32, in natural order."""
+    rng = np.random.default_rng(seed)
+    kv = (kv_batch or batch, length, K, dim)
+    q = (batch, length, heads, dim)
+    q, k, v, do, dlse = (
+        rng.normal(size=shape).astype(np.float32) for shape in (q, kv, kv, q, q[:3])
+    )
+    return (q, k, v), (do, dlse)
+
+
+def one_device(arrays, cotangents, mask=CAUSAL):
+    """``(out, lse, dq, dk, dv)`` of dense attention in float64."""
+    keep = mask.dense(None, None, arrays[0].shape[1], arrays[1].shape[1])
+    return dense.truth(*arrays, keep, *cotangents, mask.soft_cap)
+
+
+def assert_close(got, want, limit=1e-6):
+    """Every result's relative RMS error is float32 rounding."""
+    for name, g, w in zip(compare.NAMES, got, want, strict=True):
+        assert np.abs(w[np.isfinite(w)]).max() > 0, name
+        _, rms = compare.errors(g, w)
+        assert rms < limit, f"{name}: relative RMS {rms:.2g}"
+
+
+def attend(mesh, layout="zigzag", **options):
+    """``(query, key, value) -> (out, lse)``, tokens in natural order outside, permuted inside."""
+    n = mesh.shape["seq"]
+
+    def run(*arrays):
+        arrays = burst_jax.to_layout(arrays, layout, n)
+        results = burst_jax.burst_attention(
+            *arrays,
+            mesh=mesh,
+            layout=layout,
+            return_residual=True,
+            **{"is_causal": True} | options,
+        )
+        return burst_jax.from_layout(results, layout, n)
+
+    return run
+
+
+def forward_and_gradients(run, jit=True):
+    """``(arrays, cotangents) -> (out, lse, dq, dk, dv)``."""
+
+    def both(arrays, cotangents):
+        results, vjp = jax.vjp(run, *arrays)
+        return *results, *vjp(cotangents)
+
+    return jax.jit(both) if jit else both
+
+
+def ring_of(n, **options):
+    return attend(make_mesh(1, n, 1), **options)
