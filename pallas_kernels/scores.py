@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.spec import AttentionSpec
+
+LOG2_E = math.log2(math.e)
 
 
 def scaled_logits(spec: AttentionSpec, products: jax.Array) -> jax.Array:
@@ -27,6 +32,29 @@ def products_gradient(
     if spec.logits_soft_cap is None:
         return logits_gradient
     return logits_gradient * (1 - (logits / spec.logits_soft_cap) ** 2)
+
+
+def raw_scores(
+    spec: AttentionSpec,
+    products: jax.Array,
+    tanh: Callable[[jax.Array], jax.Array] = jnp.tanh,
+) -> jax.Array:
+    """Scores up to a positive factor, :func:`log2_factor`."""
+    if spec.logits_soft_cap is not None:
+        return tanh(products * (spec.scale / spec.logits_soft_cap))
+    return products if spec.scale > 0 else products * spec.scale
+
+
+def log2_factor(spec: AttentionSpec) -> float:
+    """What takes raw scores to scores in base 2, so that the softmax needs exp2 alone."""
+    if spec.logits_soft_cap is not None:
+        return spec.logits_soft_cap * LOG2_E
+    return (spec.scale if spec.scale > 0 else 1.0) * LOG2_E
+
+
+def products_slope(spec: AttentionSpec, raw: jax.Array, ds: jax.Array) -> jax.Array:
+    """Gradient with respect to the scaled products: times the soft cap's slope, if there is one."""
+    return ds if spec.logits_soft_cap is None else ds * (1 - raw * raw)
 
 
 def allowed(

@@ -16,19 +16,17 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_lowering
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.merge import merge_weights
+from pallas_kernels.scores import LOG2_E, log2_factor, raw_scores
 from pallas_kernels.spec import AttentionSpec, Tokens
 from pallas_kernels.triton_configs import TritonConfig
 from pallas_kernels.triton_operands import Known, Operands
 from pallas_kernels.triton_tiles import (
-    LOG2_E,
     both,
     column,
     in_range,
     lanes_in,
     load,
-    log2_factor,
     over_tiles,
-    raw_scores,
     row,
     score_mask,
 )

@@ -1,8 +1,7 @@
-"""What the bodies of the Triton kernels share: masked loads, base-2 scores, the walk over tiles."""
+"""What the bodies of the Triton kernels share: masked loads, masks, the walk over tiles."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ from jax import lax
 from pallas_kernels import triton_lowering
 from pallas_kernels.scores import allowed
 from pallas_kernels.spec import AttentionSpec
-
-LOG2_E = math.log2(math.e)
 
 
 def in_range(start: jax.Array, block: int, length: int) -> jax.Array | None:
@@ -41,25 +38,6 @@ def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     if mask is None:
         return triton_lowering.load(ref)
     return triton_lowering.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def raw_scores(spec: AttentionSpec, products: jax.Array) -> jax.Array:
-    """Scores up to a positive factor, :func:`log2_factor`."""
-    if spec.logits_soft_cap is not None:
-        return jnp.tanh(products * (spec.scale / spec.logits_soft_cap))
-    return products if spec.scale > 0 else products * spec.scale
-
-
-def log2_factor(spec: AttentionSpec) -> float:
-    """What takes raw scores to scores in base 2, so that the softmax needs exp2 alone."""
-    if spec.logits_soft_cap is not None:
-        return spec.logits_soft_cap * LOG2_E
-    return (spec.scale if spec.scale > 0 else 1.0) * LOG2_E
-
-
-def products_slope(spec: AttentionSpec, raw: jax.Array, ds: jax.Array) -> jax.Array:
-    """Gradient with respect to the scaled products: times the soft cap's slope, if there is one."""
-    return ds if spec.logits_soft_cap is None else ds * (1 - raw * raw)
 
 
 def column(x: jax.Array | None) -> jax.Array | None:
