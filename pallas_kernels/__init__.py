@@ -9,12 +9,14 @@ from pallas_kernels.arrays import vary as vary
 from pallas_kernels.arrays import varying_axes as varying_axes
 from pallas_kernels.bounds import key_bounds as key_bounds
 from pallas_kernels.bounds import query_bounds as query_bounds
+from pallas_kernels.local_attention import MOSAIC_GPU as MOSAIC_GPU
 from pallas_kernels.local_attention import NAMES as NAMES
 from pallas_kernels.local_attention import REFERENCE as REFERENCE
 from pallas_kernels.local_attention import TRITON as TRITON
 from pallas_kernels.local_attention import XLA as XLA
 from pallas_kernels.local_attention import Implementation as Implementation
 from pallas_kernels.local_attention import find as find
+from pallas_kernels.local_attention import mosaic_gpu as mosaic_gpu
 from pallas_kernels.local_attention import resolve as resolve
 from pallas_kernels.local_attention import triton as triton
 from pallas_kernels.merge import merge as merge

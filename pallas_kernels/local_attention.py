@@ -13,9 +13,20 @@ from typing import Any, Protocol
 
 import jax
 
-from pallas_kernels import reference, triton_dkv, triton_dq, triton_forward, xla
+from pallas_kernels import (
+    mosaic_backward,
+    mosaic_configs,
+    mosaic_forward,
+    mosaic_operands,
+    reference,
+    triton_dkv,
+    triton_dq,
+    triton_forward,
+    xla,
+)
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.bounds import key_bounds, query_bounds
+from pallas_kernels.mosaic_configs import MosaicConfig
 from pallas_kernels.spec import AttentionSpec, Tokens
 from pallas_kernels.triton_configs import TritonConfig, TritonConfigs, triton_configs
 
@@ -116,6 +127,7 @@ class Implementation:
       forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
       backward_bounds: the same for ``backward``.
       unsupported: ``(q, kv) -> reason`` why it cannot take such arrays, or None if it can.
+      backward_unsupported: the same for its backward pass alone; None is as ``unsupported``.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
     """
@@ -129,6 +141,7 @@ class Implementation:
     unavailable: Callable[[str, float | None], str | None] = _runs_anywhere
     backward_dq: Callable[..., jax.Array] | None = None
     backward_dkv: Callable[..., jax.Array] | None = None
+    backward_unsupported: Callable[[Any, Any], str | None] | None = None
     checks_vma: bool = True
 
 
@@ -272,10 +285,74 @@ TRITON = triton()
 _tuned_triton = functools.lru_cache(lambda capability: triton(compute_capability=capability))
 
 
+# --- mosaic_gpu ----------------------------------------------------------------------------------
+
+
+def mosaic_gpu(
+    forward_config: MosaicConfig | None = None, backward_config: MosaicConfig | None = None
+) -> Implementation:
+    """The Pallas Mosaic GPU kernels, for Hopper: dQ, dK and dV from one pass.
+
+    Args:
+      forward_config: tiles of the forward kernel; None is the table's.
+      backward_config: tiles of the backward kernel; None is the table's.
+    """
+
+    def for_forward(q):
+        return forward_config or mosaic_configs.forward_config(q.shape[-1])
+
+    def for_backward(dim):
+        return backward_config or mosaic_configs.backward_config(dim)
+
+    def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=None):
+        return mosaic_forward.forward(
+            q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype,
+            config=for_forward(q),
+        )  # fmt: skip
+
+    def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
+        del kv
+        return query_bounds(spec, q_tokens, kv_tokens, for_forward(q).tiles)
+
+    def backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
+        return mosaic_backward.backward(
+            qdo, kv, stats, q_tokens, kv_tokens, bounds, dq, dkv, spec=spec,
+            config=for_backward(half_shape(qdo)[-1]),
+        )  # fmt: skip
+
+    def backward_bounds(spec, q, kv, q_tokens, kv_tokens):
+        del kv
+        return key_bounds(spec, q_tokens, kv_tokens, for_backward(q.shape[-1]).tiles)
+
+    return Implementation(
+        name="mosaic_gpu",
+        forward=forward,
+        backward=backward,
+        forward_bounds=forward_bounds,
+        backward_bounds=backward_bounds,
+        unsupported=mosaic_operands.forward_unsupported,
+        backward_unsupported=mosaic_operands.backward_unsupported,
+        unavailable=_needs_hopper,
+    )
+
+
+def _needs_hopper(platform: str, compute_capability: float | None) -> str | None:
+    if platform != "gpu" or compute_capability != 9.0:
+        has = "" if compute_capability is None else f" of compute capability {compute_capability}"
+        return (
+            "it needs compute capability 9.0 (Hopper), the arrays are on "
+            f"{platform!r}{has}; use None, 'triton' or 'xla'"
+        )
+    return None
+
+
+MOSAIC_GPU = mosaic_gpu()
+
+
 # --- the choice ----------------------------------------------------------------------------------
 
 # "reference" is for tests: chosen by name, never offered.
-_BY_NAME = {"triton": TRITON, "xla": XLA, "reference": REFERENCE}
+_BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
 NAMES = ("mosaic_gpu", "triton", "xla")
 
 
@@ -284,14 +361,9 @@ def find(implementation: str | Implementation | None) -> Implementation | None:
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: there is not yet.
     """
     if implementation is None or isinstance(implementation, Implementation):
         return implementation
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "implementation 'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'"
-        )
     if not isinstance(implementation, str) or implementation not in _BY_NAME:
         raise ValueError(
             f"implementation is {implementation!r}: use None, an Implementation, or one of "
@@ -328,7 +400,7 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is None:
-        candidates = (TRITON, XLA)  # fastest first; the last takes everything
+        candidates = (MOSAIC_GPU, TRITON, XLA)  # fastest first; the last takes everything
         chosen = next(
             candidate
             for candidate in candidates
@@ -346,4 +418,6 @@ def _obstacle(candidate, platform, compute_capability, q, kv, backward) -> str |
         return unavailable
     if backward and candidate.backward is None:
         return "it has no backward pass; use None or 'xla' where gradients are taken"
+    if backward and candidate.backward_unsupported is not None:
+        return candidate.backward_unsupported(q, kv)
     return candidate.unsupported(q, kv)

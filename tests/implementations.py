@@ -8,7 +8,16 @@ import functools
 import jax
 from conftest import ON_GPU
 
-from pallas_kernels import REFERENCE, XLA, Implementation, Tiles, query_bounds, triton, xla
+from pallas_kernels import (
+    MOSAIC_GPU,
+    REFERENCE,
+    XLA,
+    Implementation,
+    Tiles,
+    query_bounds,
+    triton,
+    xla,
+)
 from pallas_kernels.triton_configs import TritonConfig
 
 # Most of these tests' time is compile time, for programs that run once.
@@ -41,3 +50,4 @@ if ON_GPU:
     # In the tiles that ship for this GPU, too.
     capability = float(jax.devices()[0].compute_capability)
     IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
+    IMPLEMENTATIONS["mosaic_gpu"] = MOSAIC_GPU

@@ -1,0 +1,290 @@
+"""Backward local attention as one Pallas kernel, lowered by Mosaic GPU (Hopper).
+
+One pass over the scores makes all three gradients, five matmuls a tile where two kernels need
+seven. One program per (batch row, key head, 128 keys) walks the query tiles inside its bounds for
+every query head that shares the key head. Two warpgroups hold dK and dV of 64 keys each; dQ of a
+tile is summed over both and added to device memory by the copy engine, in whatever order programs
+come: its last bits differ from run to run.
+
+A step's dQ is made in the next step. So a warpgroup waits for the other's half of a dS that is long
+there, and may run almost a step ahead: one's exponentials overlap with the other's products.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.arrays import Pair, half_dtype, half_shape
+from pallas_kernels.mosaic_configs import DS_BUFFERS, WARPGROUP_ROWS, MosaicConfig
+from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
+from pallas_kernels.mosaic_tiles import (
+    COLUMNS,
+    ROWS,
+    TILE,
+    Walk,
+    along_columns,
+    along_rows,
+    full,
+    i32,
+    pin,
+    score_mask,
+    shared,
+    tanh,
+)
+from pallas_kernels.scores import LOG2_E, log2_factor, products_slope, raw_scores
+from pallas_kernels.spec import AttentionSpec, Tokens
+
+_WARPGROUPS = 2
+# Stands for the log-sum-exp of a row that sees no key: 2^(score - this) is 0.
+_NO_KEYS = 1e30
+# The least weight whose logarithm is taken.
+_TINY = 1e-37
+
+
+def backward(
+    qdo: Pair,
+    kv: Pair,
+    stats: Pair,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    bounds: jax.Array,
+    dq: jax.Array | None = None,
+    dkv: jax.Array | None = None,
+    *,
+    spec: AttentionSpec,
+    config: MosaicConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """See :class:`pallas_kernels.local_attention.Backward`.
+
+    ``bounds`` are :func:`pallas_kernels.bounds.key_bounds` for the config's tiles.
+    """
+    batch, q_length, heads, dim = half_shape(qdo)
+    kv_length, kv_heads = half_shape(kv)[1:3]
+    dtype = half_dtype(qdo)
+    groups = heads // kv_heads
+    queries, keys, rows_of = Halves.of(qdo), Halves.of(kv), Halves.of(stats)
+    block_q, block_kv, stages = config.block_q, config.block_kv, config.stages
+    rows = WARPGROUP_ROWS
+    tiles, q_tiles = pl.cdiv(kv_length, block_kv), pl.cdiv(q_length, block_q)
+    tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
+    factor, half = log2_factor(spec), dim // 2
+
+    def body(inputs, outputs, scratch):
+        bounds_ref, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *inputs = inputs
+        q_token_refs, kv_token_refs = token_refs(inputs)
+        dq_ref, dkv_ref = outputs
+        k_smem, v_smem, q_smem, do_smem, *scratch = scratch
+        lse_smem, delta_smem, ds_smem, sum_smem, *barriers = scratch
+        kv_here, q_here, do_here, q_free, do_free, ds_here = barriers
+        row, kv_head = lax.axis_index("batch"), lax.axis_index("heads")
+        tile = lax.axis_index("tiles")
+        # Programs of a head that all began with the same queries would add to the same dQ at once.
+        rotate = tile * i32(max(1, q_tiles // tiles))
+        walk = Walk(bounds_ref, row, tile, last=q_tiles - 1, rotate=rotate)
+        # Without work one tile is visited, which its mask makes empty; in place, none is.
+        count = jnp.maximum(walk.total, 1) * groups
+
+        def at(step):
+            """The queries and the head of a step; heads vary fastest."""
+            i, group = lax.div(step, i32(groups)), lax.rem(step, i32(groups))
+            return walk.tile(i) * block_q, kv_head * groups + group
+
+        def copy():
+            here = pl.ds(tile * block_kv, block_kv)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem, kv_here)
+            plgpu.copy_gmem_to_smem(v_ref.at[row + keys.offset, here, kv_head], v_smem, kv_here)
+
+            @pl.loop(i32(0), count)
+            def _(step):
+                slot = lax.rem(step, i32(stages))
+                start, head = at(step)
+                some = pl.ds(start, block_q)
+                second, third = row + queries.offset, row + rows_of.offset
+                copies = (
+                    (q_ref.at[row, some, head], q_smem, lse_ref.at[row, head, some], lse_smem),
+                    (
+                        do_ref.at[second, some, head], do_smem,
+                        delta_ref.at[third, head, some], delta_smem,
+                    ),
+                )  # fmt: skip
+                barriers = ((q_here, q_free), (do_here, do_free))
+                for (wide, wide_smem, thin, thin_smem), (arrived, free) in zip(
+                    copies, barriers, strict=True
+                ):
+
+                    @pl.when(step >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[slot])
+
+                    plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], arrived.at[slot])
+                    plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], arrived.at[slot])
+
+        def add_dq(step, part, warpgroup, lanes):
+            """Adds a step's dQ, or half of its lanes, to device memory; nothing if step is -1."""
+            start, head = at(jnp.maximum(step, 0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            sum_smem[warpgroup] = part * spec.scale
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                sum_smem.at[warpgroup],
+                dq_ref.at[row, pl.ds(start, block_q), head, lanes],
+                predicate=step >= 0,
+                reduction_op="add",
+            )
+
+        def compute(warpgroup):
+            first_key = tile * block_kv + warpgroup * rows
+            k_tokens = kv_token_refs.load(row, pl.ds(first_key, rows), ROWS)
+
+            def wait_for_queries(step):
+                @pl.when(step < count)
+                def _():
+                    plgpu.barrier_wait(q_here.at[lax.rem(step, i32(stages))])
+
+            def mask(scores, start):
+                q_some = q_token_refs.load(row, pl.ds(start, block_q), COLUMNS)
+                ok = score_mask(spec, scores.shape, q_some, k_tokens, along_columns, along_rows)
+                return scores if ok is None else jnp.where(ok, scores, -jnp.inf)
+
+            # Keys beyond the end are zeros that would weigh 2^-lse, which may overflow.
+            beyond = None
+            if kv_length % block_kv:
+                index = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS)
+                beyond = jnp.where(index < kv_length - first_key, 0.0, -jnp.inf)
+
+            def visit(masked, step, state):
+                # Scores are transposed, [keys, queries]: their weights are a matrix instruction's
+                # left operand in registers as they are.
+                dk, dv = state
+                slot = lax.rem(step, i32(stages))
+                newer, older = lax.rem(step, i32(DS_BUFFERS)), lax.rem(step + 2, i32(DS_BUFFERS))
+                # What follows from the warpgroup is made anew in every step: kept, it would be in
+                # registers that the tiles need.
+                me = pin(warpgroup)
+                mine, lanes = pl.ds(me * rows, rows), pl.ds(me * half, half)
+
+                def slopes(scores_ref, dp_ref):
+                    plgpu.wgmma(scores_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(do_here.at[slot])
+                    plgpu.wgmma(dp_ref, v_smem.at[mine], do_smem.at[slot].transpose((1, 0)))
+                    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    scores = raw_scores(spec, products, tanh)
+                    if beyond is not None:
+                        scores = scores + along_rows(beyond, scores.shape)
+                    shift = plgpu.load(lse_smem.at[slot], layout=COLUMNS) * LOG2_E
+                    if masked:
+                        scores = mask(scores, at(step)[0])
+                        shift = jnp.where(shift == -jnp.inf, _NO_KEYS, shift)
+                    shift = along_columns(shift, scores.shape)
+                    p = pin(jnp.exp2(scores * factor - shift))
+                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                    dp, p = pin(dp, p)
+                    wait_for_queries(step + 1)
+                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
+                    ds = p * (dp - along_columns(delta, p.shape))
+                    if spec.logits_soft_cap is not None:
+                        # From the weights: no registers are left to keep the scores in. Where a
+                        # weight is 0 it is any number, which is as good.
+                        again = (jnp.log2(jnp.maximum(p, _TINY)) + shift) * (1 / factor)
+                        ds = products_slope(spec, jnp.clip(again, -1, 1), ds)
+                    return p.astype(dtype), ds.astype(dtype)
+
+                scores = plgpu.ACC((rows, block_q), jnp.float32)
+                p, ds = pl.run_scoped(slopes, scores, scores)
+                p, ds, dk, dv = pin(p, ds, dk, dv)
+
+                # The other warpgroup has then finished the products of the step before the last,
+                # which read the buffer that is written now.
+                @pl.when(step > 0)
+                def _():
+                    plgpu.barrier_wait(ds_here)
+
+                ds_smem[newer, mine] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ds_here)
+
+                def products(dv_acc, dk_acc, dq_acc):
+                    dv_acc[...] = dv
+                    dk_acc[...] = dk
+                    dq_of(dq_acc, older, lanes)
+                    plgpu.wgmma(dv_acc, p, do_smem.at[slot])
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                    add_dq(step - 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=2), me, lanes)
+                    dk_next = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+                    dv_next = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
+                    plgpu.barrier_arrive(do_free.at[slot])
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    return dk_next, dv_next
+
+                sums = plgpu.ACC((rows, dim), jnp.float32)
+                return pl.run_scoped(products, sums, sums, plgpu.ACC((block_q, half), jnp.float32))
+
+            def dq_of(dq_acc, buffer, lanes):
+                plgpu.wgmma(dq_acc, ds_smem.at[buffer].transpose((1, 0)), k_smem.at[:, lanes])
+
+            def last_dq(dq_acc):
+                dq_of(dq_acc, lax.rem(count - 1, i32(DS_BUFFERS)), my_lanes)
+                return dq_acc[...]
+
+            my_lanes = pl.ds(warpgroup * half, half)
+            plgpu.barrier_wait(kv_here)
+            wait_for_queries(i32(0))
+            zeros = full((rows, dim), 0, TILE)
+            # Without work its one tile needs its mask.
+            masked_end = jnp.where(walk.total > 0, walk.masked, 1) * groups
+            state = (zeros, zeros)
+            state = lax.fori_loop(i32(0), masked_end, functools.partial(visit, True), state)
+            dk, dv = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
+            plgpu.barrier_wait(ds_here)
+            part = pl.run_scoped(last_dq, plgpu.ACC((block_q, half), jnp.float32))
+            add_dq(count - 1, part, warpgroup, my_lanes)
+            mine = pl.ds(first_key, rows)
+            for which, gradient in enumerate((dk * spec.scale, dv)):
+                for start in (0, half):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    sum_smem[warpgroup] = gradient[:, start : start + half]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        sum_smem.at[warpgroup],
+                        dkv_ref.at[row + which * batch, mine, kv_head, pl.ds(start, half)],
+                        reduction_op=None if dkv is None else "add",
+                    )
+            plgpu.wait_smem_to_gmem(0)
+
+        roles(_WARPGROUPS, compute, copy, run=None if dkv is None else walk.total > 0)
+
+    # Half of K's lanes are an operand: where the head dim is small its tiles are half as wide, and
+    # both operands of a product must be in equal tiles.
+    per_stage = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    scratch = [
+        shared((block_kv, dim), dtype, lanes=half),
+        shared((block_kv, dim), dtype),
+        shared((stages, block_q, dim), dtype, lanes=half),
+        shared((stages, block_q, dim), dtype),
+        *(plgpu.SMEM((stages, block_q), jnp.float32),) * 2,
+        shared((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
+        shared((_WARPGROUPS, block_q, half), jnp.float32),
+        plgpu.Barrier(num_arrivals=2),
+        *(per_stage,) * 4,
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+    ]
+    packed_dkv = (2 * batch, *half_shape(kv)[1:])
+    results = [
+        jnp.zeros(half_shape(qdo), jnp.float32) if dq is None else dq,
+        jax.ShapeDtypeStruct(packed_dkv, jnp.float32) if dkv is None else dkv.reshape(packed_dkv),
+    ]
+    operands = [
+        bounds, queries.first, queries.second, keys.first, keys.second,
+        rows_of.first, rows_of.second, *tokens,
+    ]  # fmt: skip
+    dq, dkv = call(
+        body, "burst_backward", grid=(batch, kv_heads, tiles), warpgroups=_WARPGROUPS,
+        operands=operands, scratch=scratch, results=results,
+    )  # fmt: skip
+    return dq, dkv.reshape(2, *half_shape(kv))

@@ -1,0 +1,92 @@
+"""Tile configs of the Mosaic GPU kernels: what fits in a Hopper GPU's shared memory and registers.
+
+Every entry fits in 227 KiB and spills no register; tests compile them all. EXPERIMENTS.md says how
+the fastest were found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.spec import Tiles
+
+# A warpgroup's matrix instruction takes 64 rows, of queries (forward) or of keys (backward).
+WARPGROUP_ROWS = 64
+SHARED_MEMORY = 227 * 1024
+# A block of threads has 64 K registers. The warpgroup that only starts copies gives most of its
+# share to those that compute: (computing, copying), by how many compute.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a kernel is cut up.
+
+    Attributes:
+      block_q: queries a tile. Forward: 64 for every warpgroup that computes, two or three.
+      block_kv: keys a tile. Backward: 128, 64 for either of two warpgroups.
+      stages: how many tiles of the side that is walked over are in shared memory or arriving.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv"):
+            size = getattr(self, name)
+            if size < 64 or size % 64:
+                raise ValueError(f"{name} is {size}: it must be a multiple of 64")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}: it must be 2 or more")
+
+    @property
+    def tiles(self) -> Tiles:
+        """The part that tile bounds depend on."""
+        return Tiles(self.block_q, self.block_kv)
+
+    def forward_memory(self, head_dim: int, wide: bool) -> int:
+        """Bytes of shared memory that the forward kernel takes; ``wide``: a float32 tile of o."""
+        q = self.block_q * head_dim * 2
+        kv = 2 * self.stages * self.block_kv * head_dim * 2
+        o = self.block_q * chunk(head_dim) * 4 if wide else 0
+        return q + kv + o + self.block_q * 4 + _BARRIERS
+
+    def backward_memory(self, head_dim: int) -> int:
+        """Bytes of shared memory that the backward kernel takes."""
+        kv = 2 * self.block_kv * head_dim * 2
+        q = 2 * self.stages * self.block_q * (head_dim * 2 + 4)
+        ds = DS_BUFFERS * self.block_kv * self.block_q * 2
+        return kv + q + ds + self.block_q * head_dim * 4 + _BARRIERS
+
+
+# Three, so that either warpgroup of the backward kernel may run almost a whole step ahead.
+DS_BUFFERS = 3
+_BARRIERS = 512  # and alignment, at most
+
+
+def lane_tile(lanes: int, itemsize: int) -> int:
+    """How many of ``lanes`` are side by side in a swizzled tile: 128, 64 or 32 bytes."""
+    for size in (128, 64, 32):
+        if lanes * itemsize % size == 0:
+            return size // itemsize
+    raise ValueError(f"{lanes} lanes of {itemsize} bytes are no multiple of 32 bytes")
+
+
+def chunk(head_dim: int) -> int:
+    """How many lanes of a float32 tile of o go through shared memory at a time, 64 at most."""
+    step = lane_tile(head_dim, 2)
+    return max(c for c in range(step, 65, step) if head_dim % c == 0)
+
+
+def forward_config(head_dim: int) -> MosaicConfig:
+    """The forward kernel's tiles."""
+    if head_dim <= 128:
+        return MosaicConfig(128, 128, 2)
+    return MosaicConfig(128, 64, 2)
+
+
+def backward_config(head_dim: int) -> MosaicConfig:
+    """The backward kernel's tiles."""
+    del head_dim
+    return MosaicConfig(64, 128, 2)

@@ -1,0 +1,264 @@
+"""Forward local attention as a Pallas kernel, lowered by Mosaic GPU (Hopper).
+
+One program per (batch row, query head, query tile), 64 queries a warpgroup. One more warpgroup
+copies key tiles into shared memory as room comes free. A computing warpgroup starts the next tile's
+``q k^T`` and this one's ``p v`` together, and makes the softmax of the former while the other
+warpgroup's products run; o is merged with the incoming (o, lse) at the end, in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.arrays import Pair, half_shape
+from pallas_kernels.merge import merge_weights
+from pallas_kernels.mosaic_configs import WARPGROUP_ROWS, MosaicConfig, chunk
+from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
+from pallas_kernels.mosaic_tiles import (
+    COLUMNS,
+    ROWS,
+    TILE,
+    Walk,
+    along_columns,
+    along_rows,
+    full,
+    i32,
+    pin,
+    score_mask,
+    shared,
+    tanh,
+)
+from pallas_kernels.scores import LOG2_E, log2_factor, raw_scores
+from pallas_kernels.spec import AttentionSpec, Tokens
+
+# Finite, so that a row with nothing allowed yet never computes -inf - -inf.
+_FLOOR = -1e30
+
+
+def forward(
+    q: jax.Array,
+    kv: Pair,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    bounds: jax.Array,
+    carry: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    spec: AttentionSpec,
+    config: MosaicConfig,
+    out_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See :class:`pallas_kernels.local_attention.Forward`."""
+    batch, q_length, heads, dim = q.shape
+    kv_length, kv_heads = half_shape(kv)[1:3]
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    wide = out_dtype == jnp.float32
+    carried = carry is not None
+    keys = Halves.of(kv)
+    block_q, block_kv, stages = config.block_q, config.block_kv, config.stages
+    warpgroups, rows = block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
+    tiles = pl.cdiv(q_length, block_q)
+    tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
+    factor, lanes = log2_factor(spec), chunk(dim)
+    in_place = carried and wide
+
+    def body(inputs, outputs, scratch):
+        bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs
+        q_token_refs, kv_token_refs = token_refs(inputs)
+        q_smem, k_smem, v_smem, o_smem, lse_smem, q_here, k_here, v_here, k_free, v_free, o_here = (
+            scratch
+        )
+        o_ref, lse_ref = outputs
+        o_in_ref, lse_in_ref = outputs if not carried or in_place else inputs[-2:]
+        row, head = lax.axis_index("batch"), lax.axis_index("heads")
+        # Where positions ascend, causal masks give the last tile the most work: it goes first.
+        tile = i32(tiles - 1) - lax.axis_index("tiles")
+        walk = Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
+        # Without work one tile is visited, which its mask makes empty; in place, none is.
+        count = jnp.maximum(walk.total, 1)
+
+        def copy():
+            kv_head = lax.div(head, i32(heads // kv_heads))
+
+            @pl.loop(i32(0), count)
+            def _(step):
+                slot = lax.rem(step, i32(stages))
+                at = pl.ds(walk.tile(step) * block_kv, block_kv)
+                copies = (
+                    (k_ref.at[row, at, kv_head], k_smem, k_here, k_free),
+                    (v_ref.at[row + keys.offset, at, kv_head], v_smem, v_here, v_free),
+                )
+                for source, target, here, free in copies:
+
+                    @pl.when(step >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[slot])
+
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], here.at[slot])
+
+        def compute(warpgroup):
+            start = tile * block_q + warpgroup * rows
+            mine = pl.ds(start, rows)
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[row, mine, head], q_smem.at[warpgroup], q_here.at[warpgroup]
+            )
+            q_here_tokens = q_token_refs.load(row, mine, ROWS)
+
+            def softmax(masked, step, scores, m, total):
+                """The tile's weights, the new maximum and sum, what the old ones shrink by."""
+                scores = raw_scores(spec, scores, tanh)
+                if masked:
+                    first_key = walk.tile(step) * block_kv
+                    k_tokens = kv_token_refs.load(row, pl.ds(first_key, block_kv), COLUMNS)
+                    shape = scores.shape
+                    ok = score_mask(spec, shape, q_here_tokens, k_tokens, along_rows, along_columns)
+                    if kv_length % block_kv:
+                        index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+                        inside = index < kv_length - first_key
+                        ok = inside if ok is None else ok & inside
+                    if ok is not None:
+                        scores = jnp.where(ok, scores, -jnp.inf)
+                m_next = jnp.maximum(m, scores.max(axis=1) * factor)
+                shrink = jnp.exp2(m - m_next)
+                p = jnp.exp2(scores * factor - along_rows(m_next, scores.shape))
+                return pin(p, m_next, total * shrink + p.sum(axis=1), shrink)
+
+            def wait_for_keys(step):
+                @pl.when(step < count)
+                def _():
+                    plgpu.barrier_wait(k_here.at[lax.rem(step, i32(stages))])
+
+            def scores_of(scores_ref, slot):
+                keys_t = k_smem.at[slot].transpose((1, 0))
+                plgpu.wgmma(scores_ref, q_smem.at[warpgroup], keys_t)
+
+            def first_scores(scores_ref):
+                scores_of(scores_ref, i32(0))
+                return scores_ref[...]
+
+            accumulators = (
+                plgpu.ACC((rows, block_kv), jnp.float32),
+                plgpu.ACC((rows, dim), jnp.float32),
+            )
+            plgpu.barrier_wait(q_here.at[warpgroup])
+            wait_for_keys(i32(0))
+            scores = pl.run_scoped(first_scores, accumulators[0])
+            plgpu.barrier_arrive(k_free.at[i32(0)])
+            m, total = full((rows,), _FLOOR, ROWS), full((rows,), 0, ROWS)
+            p, m, total, _ = softmax(True, i32(0), scores, m, total)
+            p = p.astype(q.dtype)
+            wait_for_keys(i32(1))
+
+            def visit(masked, step, state):
+                # Invariant: acc and total are sums over the tiles visited of 2^(factor scores - m),
+                # acc without the last one's, whose weights are p.
+                p, acc, m, total = state
+                slot, last = lax.rem(step, i32(stages)), lax.rem(step - 1, i32(stages))
+
+                def products(scores_ref, acc_ref):
+                    acc_ref[...] = acc
+                    scores_of(scores_ref, slot)
+                    plgpu.barrier_wait(v_here.at[last])
+                    plgpu.wgmma(acc_ref, p, v_smem.at[last])
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    p_next, m_next, total_next, shrink = softmax(masked, step, scores, m, total)
+                    out = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    # Rounded only now: the product above may still have been reading p's registers.
+                    out, p_next = pin(out, p_next)
+                    wait_for_keys(step + 1)
+                    plgpu.barrier_arrive(v_free.at[last])
+                    out = out * along_rows(shrink, out.shape)
+                    return p_next.astype(q.dtype), out, m_next, total_next
+
+                return pl.run_scoped(products, *accumulators)
+
+            state = (p, full((rows, dim), 0, TILE), m, total)
+            masked_end = jnp.maximum(walk.masked, 1)
+            state = lax.fori_loop(i32(1), masked_end, functools.partial(visit, True), state)
+            state = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
+            p, acc, m, total = state
+
+            def last_product(acc_ref):
+                acc_ref[...] = acc
+                slot = lax.rem(count - 1, i32(stages))
+                plgpu.barrier_wait(v_here.at[slot])
+                plgpu.wgmma(acc_ref, p, v_smem.at[slot])
+                return acc_ref[...]
+
+            finish(warpgroup, mine, pl.run_scoped(last_product, accumulators[1]), m, total)
+
+        def finish(warpgroup, mine, acc, m, total):
+            """Normalises, merges with the carry, and writes o and lse."""
+            empty = total == 0
+            total = jnp.where(empty, 1.0, total)
+            lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
+            weight, w_in = 1 / total, None
+            arrived = o_here.at[warpgroup]
+            if carried:
+                lse_in = lse_in_ref.at[row, head, mine]
+                plgpu.copy_gmem_to_smem(lse_in, lse_smem.at[warpgroup], arrived)
+                plgpu.barrier_wait(arrived)
+                old_lse = plgpu.load(lse_smem.at[warpgroup], layout=ROWS)
+                w_in, w_new, lse = merge_weights(old_lse, lse)
+                weight = weight * w_new
+                plgpu.commit_smem()  # What is written next, others still read.
+            lse_smem[warpgroup] = lse
+            for at in range(0, dim, lanes):
+                part = acc[:, at : at + lanes]
+                part = part * along_rows(weight, part.shape)
+                if wide and at:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if carried:
+                    o_in = o_in_ref.at[row, mine, head, pl.ds(at, lanes)]
+                    plgpu.copy_gmem_to_smem(o_in, o_smem.at[warpgroup], arrived)
+                    plgpu.barrier_wait(arrived)
+                    old = plgpu.load(o_smem.at[warpgroup], layout=TILE)
+                    part = part + old * along_rows(w_in, part.shape)
+                    if not wide:
+                        plgpu.commit_smem()  # What the next copy overwrites, others still read.
+                if wide:
+                    o_smem[warpgroup] = part
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        o_smem.at[warpgroup], o_ref.at[row, mine, head, pl.ds(at, lanes)]
+                    )
+                else:
+                    q_smem[warpgroup, :, at : at + lanes] = part.astype(out_dtype)
+            plgpu.commit_smem()
+            if not wide:
+                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], o_ref.at[row, mine, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, mine])
+            plgpu.wait_smem_to_gmem(0)
+
+        roles(warpgroups, compute, copy, run=walk.total > 0 if in_place else None)
+
+    scratch = [
+        shared((warpgroups, rows, dim), q.dtype),
+        shared((stages, block_kv, dim), q.dtype),
+        shared((stages, block_kv, dim), q.dtype),
+        shared((warpgroups, rows, lanes), jnp.float32) if wide or carried else None,
+        plgpu.SMEM((warpgroups, rows), jnp.float32),
+        plgpu.Barrier(num_barriers=warpgroups),
+        *(plgpu.Barrier(num_barriers=stages),) * 2,
+        *(plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
+        plgpu.Barrier(num_barriers=warpgroups),
+    ]
+    operands = [bounds, q, keys.first, keys.second, *tokens]
+    shapes = (q.shape, out_dtype), ((batch, heads, q_length), jnp.dtype(jnp.float32))
+    results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    if in_place:
+        results = list(carry)
+    elif carry is not None:
+        operands += carry
+    o, lse = call(
+        body, "burst_forward", grid=(batch, heads, tiles), warpgroups=warpgroups,
+        operands=operands, scratch=scratch, results=results,
+    )  # fmt: skip
+    return o, lse
