@@ -1,7 +1,7 @@
 """Every test runs on eight CPU devices, whatever else the machine has.
 
-But with ``--implementation triton`` the local attention's tests run compiled, on the GPU:
-``pytest tests/test_local_*.py --implementation triton``.
+But with ``--implementation`` the local attention's tests run compiled, on the GPU:
+``pytest tests/test_local_*.py --implementation mosaic_gpu``, or ``triton``.
 """
 
 import sys
@@ -10,7 +10,10 @@ import compiled
 import jax
 import pytest
 
+_GPU = ("triton", "mosaic_gpu")
 ON_GPU = any(argument.startswith("--implementation") for argument in sys.argv)
+# What --implementation says, before pytest has read it: tests are parametrized with it.
+IMPLEMENTATION = next((name for name in _GPU if any(name in a for a in sys.argv)), None)
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -29,7 +32,7 @@ def pytest_addoption(parser):
 
     parser.addoption(
         "--implementation",
-        choices=("triton",),
+        choices=_GPU,
         help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 import jax
-from conftest import ON_GPU
+from conftest import IMPLEMENTATION, ON_GPU
 
 from pallas_kernels import (
     MOSAIC_GPU,
@@ -46,8 +46,9 @@ IMPLEMENTATIONS = {
     "xla": xla_in(Tiles(16, 24)),
     "triton": triton(interpret=not ON_GPU, config=SMALL),
 }
-if ON_GPU:
+if IMPLEMENTATION == "triton":
     # In the tiles that ship for this GPU, too.
     capability = float(jax.devices()[0].compute_capability)
     IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
+if IMPLEMENTATION == "mosaic_gpu":
     IMPLEMENTATIONS["mosaic_gpu"] = MOSAIC_GPU

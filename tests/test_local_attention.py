@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_pairs, packed_segments
-from conftest import ON_GPU
+from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK
 
 from burst_jax import positions
@@ -42,18 +42,24 @@ if ON_GPU:
     # Many shipped tiles, whole and ragged.
     FACTORS["lengths"] += ((300, 530), (1000, 1000), (512, 1024))
     FACTORS["head_dim"] += (64, 128)
+if IMPLEMENTATION == "mosaic_gpu":
+    # What this kernel takes, with and without parts of tiles.
+    FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))
+    FACTORS["head_dim"] = (32, 64, 96, 128)
+    FACTORS["dtype"] = ("bfloat16", "float16")
 CASES = all_pairs(FACTORS)
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 # Interpreted kernels compile slowly: every other case, which still meets every level.
 CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
 if ON_GPU:
-    CASES_BY_NAME = dict.fromkeys(("triton", "triton_shipped"), range(len(CASES)))
+    KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_gpu": ("mosaic_gpu",)}
+    CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
 # Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
 # the worst element of a float32 result.
 ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
 if ON_GPU:
     # Thousands of float32 products summed one after the other, where dense matmuls sum in blocks.
-    ERROR_FACTOR = {"triton": 6.0, "triton_shipped": 6.0}
+    ERROR_FACTOR = dict.fromkeys(CASES_BY_NAME, 6.0)
 
 
 def case_id(case):

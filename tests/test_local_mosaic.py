@@ -1,0 +1,181 @@
+"""The Mosaic GPU kernels' promises on a Hopper GPU, and what they refuse, anywhere.
+
+They run on the GPU alone (``--implementation mosaic_gpu``): Mosaic's interpreter takes no operand
+of a matrix instruction from registers. tests/test_compiled.py compiles them without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import compare
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import IMPLEMENTATION
+
+from pallas_kernels import MOSAIC_GPU, REFERENCE, AttentionSpec, Tokens, resolve
+from pallas_kernels.mosaic_configs import MosaicConfig, backward_config, chunk, forward_config
+
+DIMS = range(16, 257, 16)
+SPEC = AttentionSpec(scale=0.1, left=200, right=0)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "float32"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_forward_tiles_fit(dim, wide):
+    config = forward_config(dim)
+    assert config.forward_memory(dim, wide) <= 227 * 1024
+    assert dim % chunk(dim) == 0
+    assert chunk(dim) <= 64
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_backward_tiles_fit(dim):
+    assert backward_config(dim).backward_memory(dim) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((128, 128, 1), "stages is 1: it must be 2 or more"),
+        ((32, 128, 2), "block_q is 32: it must be a multiple of 64"),
+        ((128, 100, 2), "block_kv is 100: it must be a multiple of 64"),
+    ],
+    ids=["stages", "block_q", "block_kv"],
+)
+def test_configs_check_themselves(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MosaicConfig(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_length", "dtype", "backward", "message"),
+    [
+        ((1, 64, 4, 64), 64, "float32", False, "query is float32 .* bfloat16 or float16"),
+        ((1, 64, 4, 40), 64, "bfloat16", False, "head dim is 40; .* multiples of 16 up to 256"),
+        ((1, 64, 4, 272), 64, "bfloat16", False, "head dim is 272; .* 16 up to 256"),
+        ((1, 64, 4, 256), 64, "bfloat16", True, "head dim is 256; .* multiples of 32 up to 128"),
+        ((1, 63, 4, 64), 64, "bfloat16", False, "query length per device is 63; .* of 8"),
+        ((1, 64, 4, 64), 60, "bfloat16", True, "key length per device is 60; .* of 8"),
+    ],
+    ids=["float32", "dim40", "dim272", "backward256", "query63", "key60"],
+)
+def test_what_it_does_not_take(shape, kv_length, dtype, backward, message):
+    q = jax.ShapeDtypeStruct(shape, dtype)
+    k = jax.ShapeDtypeStruct((1, kv_length, 2, shape[-1]), dtype)
+    where = {"platform": "gpu", "compute_capability": 9.0, "q": q, "kv": (k, k)}
+    with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run: .*{message}"):
+        resolve("mosaic_gpu", **where, backward=backward)
+    assert resolve(None, **where, backward=backward).name in ("triton", "xla")
+
+
+def normal(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def tokens_at(start, length):
+    return Tokens(jnp.arange(start, start + length, dtype=jnp.int32))
+
+
+def problem(dim=64, t=200, s=328, heads=4, kv_heads=2):
+    rng = np.random.default_rng(dim)
+    q, do = (normal(rng, 2, t, heads, dim) for _ in range(2))
+    kv = normal(rng, 2, 2, s, kv_heads, dim)
+    return rng, q, do, kv, (tokens_at(s - t, t), tokens_at(0, s))
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("spec", "out_dtype"))
+def forward(implementation, q, kv, tokens, carry=None, *, spec=SPEC, out_dtype=None):
+    bounds = implementation.forward_bounds(spec, q, kv, *tokens)
+    return implementation.forward(q, kv, *tokens, bounds, carry, spec=spec, out_dtype=out_dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(implementation, qdo, kv, stats, tokens, dq=None, dkv=None):
+    bounds = implementation.backward_bounds(SPEC, qdo[0], kv, *tokens)
+    return implementation.backward(qdo, kv, stats, *tokens, bounds, dq, dkv, spec=SPEC)
+
+
+def equal(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+if IMPLEMENTATION == "mosaic_gpu":
+
+    @pytest.mark.parametrize("dim", DIMS)
+    def test_every_head_dim_forward(dim):
+        _, q, do, kv, tokens = problem(dim)
+        positions = [np.asarray(side.positions) for side in tokens]
+        distance = positions[0][:, None] - positions[1][None, :]
+        keep = ((distance >= 0) & (distance <= SPEC.left))[None]
+        scaled = q * (SPEC.scale * dim**0.5)  # dense's scale is dim^-0.5
+        dlse = np.zeros((2, 200, 4), np.float32)
+        arrays = [np.asarray(x) for x in (scaled, kv[0], kv[1])]
+        args = (*arrays, keep, np.asarray(do), dlse, None)
+        spec = AttentionSpec(scale=dim**-0.5, left=SPEC.left, right=0)
+        o, lse = forward(MOSAIC_GPU, scaled, kv, tokens, spec=spec)
+        got = [np.asarray(o.astype(q.dtype)), np.asarray(lse.swapaxes(1, 2))]
+        pairs = zip(got, dense.one_device(*args), dense.truth(*args), strict=False)
+        for (mine, one, truth), eps in zip(pairs, (2**-8, 2**-23), strict=False):
+            (worst, rms), (one_worst, one_rms) = (compare.errors(x, truth) for x in (mine, one))
+            largest = np.abs(np.where(np.isfinite(truth), truth, 0)).max()
+            assert worst <= 1.5 * one_worst + 4 * eps * largest
+            assert rms <= 1.5 * one_rms + eps
+
+    def test_packed_and_tuple_agree():
+        rng, q, do, kv, tokens = problem()
+        carry = normal(rng, *q.shape, dtype=jnp.float32), normal(rng, 2, 4, 200, dtype=jnp.float32)
+        packed = forward(MOSAIC_GPU, q, kv, tokens, carry)
+        equal(packed, forward(MOSAIC_GPU, q, tuple(kv), tokens, carry))
+        stats = packed[1], normal(rng, 2, 4, 200, dtype=jnp.float32)
+        dq, dkv = backward(MOSAIC_GPU, jnp.stack([q, do]), kv, jnp.stack(stats), tokens)
+        dq2, dkv2 = backward(MOSAIC_GPU, (q, do), tuple(kv), stats, tokens)
+        equal(dkv, dkv2)
+        # dQ is added up in the order in which programs come.
+        np.testing.assert_allclose(np.asarray(dq), np.asarray(dq2), rtol=1e-4, atol=1e-5)
+
+    def test_nothing_new_leaves_everything_as_it_was():
+        rng, q, do, kv, _ = problem()
+        tokens = tokens_at(0, 200), tokens_at(200, 328)  # all keys are in the future
+        o, lse = normal(rng, *q.shape, dtype=jnp.float32), normal(rng, 2, 4, 200, dtype=jnp.float32)
+        equal(forward(MOSAIC_GPU, q, kv, tokens, (o, lse)), (o, lse))
+        dq = normal(rng, *q.shape, dtype=jnp.float32)
+        dkv = normal(rng, *kv.shape, dtype=jnp.float32)
+        equal(backward(MOSAIC_GPU, (q, do), kv, (lse, lse), tokens, dq, dkv), (dq, dkv))
+        fresh = forward(MOSAIC_GPU, q, kv, tokens)
+        equal(fresh, (jnp.zeros_like(o), jnp.full_like(lse, -jnp.inf)))
+        new = backward(MOSAIC_GPU, (q, do), kv, (lse, lse), tokens)
+        equal(new, (jnp.zeros_like(dq), jnp.zeros_like(dkv)))
+
+    def test_gradients_are_added_to_what_is_given():
+        rng, q, do, kv, tokens = problem()
+        stats = forward(MOSAIC_GPU, q, kv, tokens)[1], normal(rng, 2, 4, 200, dtype=jnp.float32)
+        new = backward(MOSAIC_GPU, (q, do), kv, stats, tokens)
+        given = [normal(rng, *x.shape, dtype=jnp.float32) for x in new]
+        got = backward(MOSAIC_GPU, (q, do), kv, stats, tokens, *given)
+        for a, b, c in zip(got, new, given, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b + c), rtol=1e-4, atol=1e-5)
+            assert np.abs(np.asarray(b)).max() > 0.1
+
+    @pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+    def test_the_last_call_rounds_out_and_nothing_else(carried):
+        rng, q, _, kv, tokens = problem(128)
+        carry = normal(rng, *q.shape, dtype=jnp.float32), normal(rng, 2, 4, 200, dtype=jnp.float32)
+        carry = carry if carried else None
+        o, lse = forward(MOSAIC_GPU, q, kv, tokens, carry)
+        rounded, same_lse = forward(MOSAIC_GPU, q, kv, tokens, carry, out_dtype=jnp.bfloat16)
+        equal((rounded, same_lse), (o.astype(jnp.bfloat16), lse))
+
+    def test_large_logits_do_not_overflow():
+        _, q, _, kv, tokens = problem()
+        spec = AttentionSpec(scale=100.0)
+        wide = [x.astype(jnp.float32) for x in (q, kv)]
+        got = forward(MOSAIC_GPU, q, kv, tokens, spec=spec)
+        want = forward(REFERENCE, *wide, tokens, spec=spec)
+        assert np.abs(np.asarray(want[1])).max() > 1e3
+        assert np.isfinite(np.asarray(got[0])).all()
+        np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-5)
