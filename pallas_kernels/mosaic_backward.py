@@ -123,7 +123,10 @@ def backward(
                         plgpu.barrier_wait(free.at[slot])
 
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], arrived.at[slot])
-                    plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], arrived.at[slot])
+                    # Beyond the last query zeros, not the next head's: 0 times 2^-lse must be 0.
+                    plgpu.copy_gmem_to_smem(
+                        thin, thin_smem.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.ZEROS
+                    )
 
         def add_dq(step, part, warpgroup, lanes):
             """Adds a step's dQ, or half of its lanes, to device memory; nothing if step is -1."""

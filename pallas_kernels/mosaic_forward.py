@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import Pair, half_shape
+from pallas_kernels.arrays import Pair, half_shape, pad_axis
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic_configs import WARPGROUP_ROWS, MosaicConfig, chunk
 from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
@@ -251,14 +251,19 @@ def forward(
         plgpu.Barrier(num_barriers=warpgroups),
     ]
     operands = [bounds, q, keys.first, keys.second, *tokens]
-    shapes = (q.shape, out_dtype), ((batch, heads, q_length), jnp.dtype(jnp.float32))
-    results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    if in_place:
-        results = list(carry)
-    elif carry is not None:
-        operands += carry
+    # A tile's lse is one run of memory, which the copy engine would write past the last query into
+    # the next head's: where tiles are cut off, it goes to whole ones.
+    padded = tiles * block_q
+    shapes = (q.shape, out_dtype), ((batch, heads, padded), jnp.dtype(jnp.float32))
+    results: list = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    if carry is not None:
+        state = carry[0], pad_axis(carry[1], 2, padded)
+        if in_place:
+            results = list(state)
+        else:
+            operands += state
     o, lse = call(
         body, "burst_forward", grid=(batch, heads, tiles), warpgroups=warpgroups,
         operands=operands, scratch=scratch, results=results,
     )  # fmt: skip
-    return o, lse
+    return o, lse[..., :q_length]
