@@ -251,10 +251,11 @@ def backward(
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    sum_smem[warpgroup] = gradient[:, start : start + half]
+                    part_smem = sum_smem.at[warpgroup, :rows]
+                    part_smem[...] = gradient[:, start : start + half]
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        sum_smem.at[warpgroup],
+                        part_smem,
                         dkv_ref.at[row + which * batch, mine, kv_head, pl.ds(start, half)],
                         reduction_op=None if dkv is None else "add",
                     )
