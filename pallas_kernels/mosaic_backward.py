@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.mosaic_configs import DS_BUFFERS, WARPGROUP_ROWS, MosaicConfig
-from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
+from pallas_kernels.mosaic_operands import Halves, Items, call, each_item, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
     ROWS,
@@ -74,6 +74,7 @@ def backward(
     tiles, q_tiles = pl.cdiv(kv_length, block_kv), pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
+    items = Items(batch, kv_heads, tiles, last_first=False)
 
     def body(inputs, outputs, scratch):
         bounds_ref, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *inputs = inputs
@@ -81,29 +82,33 @@ def backward(
         dq_ref, dkv_ref = outputs
         k_smem, v_smem, q_smem, do_smem, *scratch = scratch
         lse_smem, delta_smem, ds_smem, sum_smem, *barriers = scratch
-        kv_here, q_here, do_here, q_free, do_free, ds_here = barriers
-        row, kv_head = lax.axis_index("batch"), lax.axis_index("heads")
-        tile = lax.axis_index("tiles")
-        # Programs of a head that all began with the same queries would add to the same dQ at once.
-        rotate = tile * i32(max(1, q_tiles // tiles))
-        walk = Walk(bounds_ref, row, tile, last=q_tiles - 1, rotate=rotate)
-        # Without work one tile is visited, which its mask makes empty; in place, none is.
-        count = jnp.maximum(walk.total, 1) * groups
+        kv_here, kv_free, q_here, do_here, q_free, do_free, ds_here = barriers
 
-        def at(step):
+        def walk_of(row, tile):
+            # Items of a head that all began with the same queries would add to the same dQ at once.
+            rotate = tile * i32(max(1, q_tiles // tiles))
+            return Walk(bounds_ref, row, tile, last=q_tiles - 1, rotate=rotate)
+
+        def at(item, step):
             """The queries and the head of a step; heads vary fastest."""
             i, group = lax.div(step, i32(groups)), lax.rem(step, i32(groups))
-            return walk.tile(i) * block_q, kv_head * groups + group
+            return item.walk.tile(i) * block_q, item.head * groups + group
 
-        def copy():
+        def copy_item(item):
+            row, kv_head, tile, _, count, begun = item
             here = pl.ds(tile * block_kv, block_kv)
+
+            @pl.when(begun > 0)
+            def _():
+                plgpu.barrier_wait(kv_free)
+
             plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem, kv_here)
             plgpu.copy_gmem_to_smem(v_ref.at[row + keys.offset, here, kv_head], v_smem, kv_here)
 
             @pl.loop(i32(0), count)
             def _(step):
-                slot = lax.rem(step, i32(stages))
-                start, head = at(step)
+                slot = lax.rem(begun + step, i32(stages))
+                start, head = at(item, step)
                 some = pl.ds(start, block_q)
                 second, third = row + queries.offset, row + rows_of.offset
                 copies = (
@@ -118,7 +123,7 @@ def backward(
                     copies, barriers, strict=True
                 ):
 
-                    @pl.when(step >= stages)
+                    @pl.when(begun + step >= stages)
                     def _(free=free):
                         plgpu.barrier_wait(free.at[slot])
 
@@ -128,27 +133,31 @@ def backward(
                         thin, thin_smem.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.ZEROS
                     )
 
-        def add_dq(step, part, warpgroup, lanes):
-            """Adds a step's dQ, or half of its lanes, to device memory; nothing if step is -1."""
-            start, head = at(jnp.maximum(step, 0))
+        def add_dq(item, step, part, warpgroup, lanes):
+            """Adds half the lanes of a step's dQ to device memory; nothing if step is -1."""
+            start, head = at(item, jnp.maximum(step, 0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             sum_smem[warpgroup] = part * spec.scale
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 sum_smem.at[warpgroup],
-                dq_ref.at[row, pl.ds(start, block_q), head, lanes],
+                dq_ref.at[item.row, pl.ds(start, block_q), head, lanes],
                 predicate=step >= 0,
                 reduction_op="add",
             )
 
-        def compute(warpgroup):
+        def compute_item(warpgroup, item):
+            row, kv_head, tile, walk, count, begun = item
             first_key = tile * block_kv + warpgroup * rows
             k_tokens = kv_token_refs.load(row, pl.ds(first_key, rows), ROWS)
 
             def wait_for_queries(step):
                 @pl.when(step < count)
                 def _():
-                    plgpu.barrier_wait(q_here.at[lax.rem(step, i32(stages))])
+                    plgpu.barrier_wait(q_here.at[lax.rem(begun + step, i32(stages))])
+
+            def ds_buffer(step):
+                return lax.rem(begun + step + DS_BUFFERS, i32(DS_BUFFERS))
 
             def mask(scores, start):
                 q_some = q_token_refs.load(row, pl.ds(start, block_q), COLUMNS)
@@ -165,8 +174,8 @@ def backward(
                 # Scores are transposed, [keys, queries]: their weights are a matrix instruction's
                 # left operand in registers as they are.
                 dk, dv = state
-                slot = lax.rem(step, i32(stages))
-                newer, older = lax.rem(step, i32(DS_BUFFERS)), lax.rem(step + 2, i32(DS_BUFFERS))
+                slot = lax.rem(begun + step, i32(stages))
+                newer, older = ds_buffer(step), ds_buffer(step - 1)
                 # What follows from the warpgroup is made anew in every step: kept, it would be in
                 # registers that the tiles need.
                 me = pin(warpgroup)
@@ -182,7 +191,7 @@ def backward(
                         scores = scores + along_rows(beyond, scores.shape)
                     shift = plgpu.load(lse_smem.at[slot], layout=COLUMNS) * LOG2_E
                     if masked:
-                        scores = mask(scores, at(step)[0])
+                        scores = mask(scores, at(item, step)[0])
                         shift = jnp.where(shift == -jnp.inf, _NO_KEYS, shift)
                     shift = along_columns(shift, scores.shape)
                     p = pin(jnp.exp2(scores * factor - shift))
@@ -218,7 +227,9 @@ def backward(
                     dq_of(dq_acc, older, lanes)
                     plgpu.wgmma(dv_acc, p, do_smem.at[slot])
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                    add_dq(step - 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=2), me, lanes)
+                    add_dq(
+                        item, step - 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=2), me, lanes
+                    )
                     dk_next = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                     dv_next = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
                     plgpu.barrier_arrive(do_free.at[slot])
@@ -232,7 +243,7 @@ def backward(
                 plgpu.wgmma(dq_acc, ds_smem.at[buffer].transpose((1, 0)), k_smem.at[:, lanes])
 
             def last_dq(dq_acc):
-                dq_of(dq_acc, lax.rem(count - 1, i32(DS_BUFFERS)), my_lanes)
+                dq_of(dq_acc, ds_buffer(count - 1), my_lanes)
                 return dq_acc[...]
 
             my_lanes = pl.ds(warpgroup * half, half)
@@ -246,7 +257,8 @@ def backward(
             dk, dv = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
             plgpu.barrier_wait(ds_here)
             part = pl.run_scoped(last_dq, plgpu.ACC((block_q, half), jnp.float32))
-            add_dq(count - 1, part, warpgroup, my_lanes)
+            plgpu.barrier_arrive(kv_free)
+            add_dq(item, count - 1, part, warpgroup, my_lanes)
             mine = pl.ds(first_key, rows)
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
@@ -259,9 +271,16 @@ def backward(
                         dkv_ref.at[row + which * batch, mine, kv_head, pl.ds(start, half)],
                         reduction_op=None if dkv is None else "add",
                     )
+
+        run = functools.partial(
+            each_item, items, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
+        )
+
+        def compute(warpgroup):
+            run(functools.partial(compute_item, warpgroup))
             plgpu.wait_smem_to_gmem(0)
 
-        roles(_WARPGROUPS, compute, copy, run=None if dkv is None else walk.total > 0)
+        roles(_WARPGROUPS, compute, lambda: run(copy_item))
 
     # Half of K's lanes are an operand: where the head dim is small its tiles are half as wide, and
     # both operands of a product must be in equal tiles.
@@ -275,6 +294,7 @@ def backward(
         shared((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
         shared((_WARPGROUPS, block_q, half), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
         *(per_stage,) * 4,
         plgpu.Barrier(num_arrivals=_WARPGROUPS),
     ]
@@ -288,7 +308,7 @@ def backward(
         rows_of.first, rows_of.second, *tokens,
     ]  # fmt: skip
     dq, dkv = call(
-        body, "burst_backward", grid=(batch, kv_heads, tiles), warpgroups=_WARPGROUPS,
+        body, "burst_backward", items=items, warpgroups=_WARPGROUPS,
         operands=operands, scratch=scratch, results=results,
     )  # fmt: skip
     return dq, dkv.reshape(2, *half_shape(kv))

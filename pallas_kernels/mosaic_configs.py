@@ -81,6 +81,8 @@ def chunk(head_dim: int) -> int:
 
 def forward_config(head_dim: int) -> MosaicConfig:
     """The forward kernel's tiles."""
+    if head_dim <= 64:
+        return MosaicConfig(192, 128, 2)
     if head_dim <= 128:
         return MosaicConfig(128, 128, 2)
     return MosaicConfig(128, 64, 2)

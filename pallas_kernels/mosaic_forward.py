@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.arrays import Pair, half_shape, pad_axis
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic_configs import WARPGROUP_ROWS, MosaicConfig, chunk
-from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
+from pallas_kernels.mosaic_operands import Halves, Items, call, each_item, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
     ROWS,
@@ -67,6 +67,7 @@ def forward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, lanes = log2_factor(spec), chunk(dim)
     in_place = carried and wide
+    items = Items(batch, heads, tiles, last_first=True)
 
     def body(inputs, outputs, scratch):
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs
@@ -76,19 +77,19 @@ def forward(
         )
         o_ref, lse_ref = outputs
         o_in_ref, lse_in_ref = outputs if not carried or in_place else inputs[-2:]
-        row, head = lax.axis_index("batch"), lax.axis_index("heads")
-        # Where positions ascend, causal masks give the last tile the most work: it goes first.
-        tile = i32(tiles - 1) - lax.axis_index("tiles")
-        walk = Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
-        # Without work one tile is visited, which its mask makes empty; in place, none is.
-        count = jnp.maximum(walk.total, 1)
 
-        def copy():
+        def walk_of(row, tile):
+            return Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
+
+        run = functools.partial(each_item, items, walk_of, leave_empty=in_place)
+
+        def copy_item(item):
+            row, head, _, walk, count, begun = item
             kv_head = lax.div(head, i32(heads // kv_heads))
 
             @pl.loop(i32(0), count)
             def _(step):
-                slot = lax.rem(step, i32(stages))
+                slot = lax.rem(begun + step, i32(stages))
                 at = pl.ds(walk.tile(step) * block_kv, block_kv)
                 copies = (
                     (k_ref.at[row, at, kv_head], k_smem, k_here, k_free),
@@ -96,19 +97,25 @@ def forward(
                 )
                 for source, target, here, free in copies:
 
-                    @pl.when(step >= stages)
+                    @pl.when(begun + step >= stages)
                     def _(free=free):
                         plgpu.barrier_wait(free.at[slot])
 
                     plgpu.copy_gmem_to_smem(source, target.at[slot], here.at[slot])
 
-        def compute(warpgroup):
+        def compute_item(warpgroup, item):
+            row, head, tile, walk, count, begun = item
             start = tile * block_q + warpgroup * rows
             mine = pl.ds(start, rows)
+            # The last item's results leave the memory that this one's queries and results come to.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.copy_gmem_to_smem(
                 q_ref.at[row, mine, head], q_smem.at[warpgroup], q_here.at[warpgroup]
             )
             q_here_tokens = q_token_refs.load(row, mine, ROWS)
+
+            def slot_of(step):
+                return lax.rem(begun + step, i32(stages))
 
             def softmax(masked, step, scores, m, total):
                 """The tile's weights, the new maximum and sum, what the old ones shrink by."""
@@ -132,14 +139,15 @@ def forward(
             def wait_for_keys(step):
                 @pl.when(step < count)
                 def _():
-                    plgpu.barrier_wait(k_here.at[lax.rem(step, i32(stages))])
+                    plgpu.barrier_wait(k_here.at[slot_of(step)])
 
             def scores_of(scores_ref, slot):
                 keys_t = k_smem.at[slot].transpose((1, 0))
-                plgpu.wgmma(scores_ref, q_smem.at[warpgroup], keys_t)
+                # Found anew for every tile: kept, the address would take a register.
+                plgpu.wgmma(scores_ref, q_smem.at[pin(warpgroup)], keys_t)
 
             def first_scores(scores_ref):
-                scores_of(scores_ref, i32(0))
+                scores_of(scores_ref, slot_of(i32(0)))
                 return scores_ref[...]
 
             accumulators = (
@@ -149,7 +157,7 @@ def forward(
             plgpu.barrier_wait(q_here.at[warpgroup])
             wait_for_keys(i32(0))
             scores = pl.run_scoped(first_scores, accumulators[0])
-            plgpu.barrier_arrive(k_free.at[i32(0)])
+            plgpu.barrier_arrive(k_free.at[slot_of(i32(0))])
             m, total = full((rows,), _FLOOR, ROWS), full((rows,), 0, ROWS)
             p, m, total, _ = softmax(True, i32(0), scores, m, total)
             p = p.astype(q.dtype)
@@ -159,7 +167,7 @@ def forward(
                 # Invariant: acc and total are sums over the tiles visited of 2^(factor scores - m),
                 # acc without the last one's, whose weights are p.
                 p, acc, m, total = state
-                slot, last = lax.rem(step, i32(stages)), lax.rem(step - 1, i32(stages))
+                slot, last = slot_of(step), slot_of(step - 1)
 
                 def products(scores_ref, acc_ref):
                     acc_ref[...] = acc
@@ -187,14 +195,17 @@ def forward(
 
             def last_product(acc_ref):
                 acc_ref[...] = acc
-                slot = lax.rem(count - 1, i32(stages))
+                slot = slot_of(count - 1)
                 plgpu.barrier_wait(v_here.at[slot])
                 plgpu.wgmma(acc_ref, p, v_smem.at[slot])
                 return acc_ref[...]
 
-            finish(warpgroup, mine, pl.run_scoped(last_product, accumulators[1]), m, total)
+            acc = pl.run_scoped(last_product, accumulators[1])
+            # The copies of the next item's keys need not wait for what follows.
+            plgpu.barrier_arrive(v_free.at[slot_of(count - 1)])
+            finish(warpgroup, row, head, mine, acc, m, total)
 
-        def finish(warpgroup, mine, acc, m, total):
+        def finish(warpgroup, row, head, mine, acc, m, total):
             """Normalises, merges with the carry, and writes o and lse."""
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
@@ -235,9 +246,12 @@ def forward(
             if not wide:
                 plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], o_ref.at[row, mine, head])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, mine])
+
+        def compute(warpgroup):
+            run(functools.partial(compute_item, warpgroup))
             plgpu.wait_smem_to_gmem(0)
 
-        roles(warpgroups, compute, copy, run=walk.total > 0 if in_place else None)
+        roles(warpgroups, compute, lambda: run(copy_item))
 
     scratch = [
         shared((warpgroups, rows, dim), q.dtype),
@@ -263,7 +277,7 @@ def forward(
         else:
             operands += state
     o, lse = call(
-        body, "burst_forward", grid=(batch, heads, tiles), warpgroups=warpgroups,
+        body, "burst_forward", items=items, warpgroups=warpgroups,
         operands=operands, scratch=scratch, results=results,
     )  # fmt: skip
     return o, lse[..., :q_length]

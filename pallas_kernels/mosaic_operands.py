@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, varying_axes
 from pallas_kernels.mosaic_configs import REGISTERS
-from pallas_kernels.mosaic_tiles import TokenRefs
+from pallas_kernels.mosaic_tiles import TokenRefs, Walk, i32
 from pallas_kernels.spec import AttentionSpec, Tokens
+
+_H100_MULTIPROCESSORS = 132
 
 
 class Halves(NamedTuple):
@@ -65,22 +68,125 @@ def token_operands(
     return arrays, refs_of
 
 
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """The work of a kernel, one item per (batch row, head, tile), shared out over its programs.
+
+    There is one program per multiprocessor. It works off its items one after the other, so that the
+    copies for the next one run while the last one's results are written. Tiles vary fastest, for
+    the items that run at one time to share few heads in the L2 cache; every other round goes
+    through the programs backwards, for all to have as many long items as short ones.
+
+    Attributes:
+      batch: rows of the batch.
+      heads: heads.
+      tiles: tiles of the side that items are split over.
+      last_first: start with the last tile. Where positions ascend, causal masks give the last query
+        tile and the first key tile the most work, and long items must not be left to the end.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    last_first: bool
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.batch * self.heads * self.tiles
+
+    @property
+    def programs(self) -> int:
+        """How many work on them."""
+        return min(self.count, _multiprocessors())
+
+    @property
+    def rounds(self) -> int:
+        """How many items a program has at most."""
+        return -(-self.count // self.programs)
+
+    def at(self, turn: Any) -> tuple[Any, Any, Any, Any]:
+        """``(whether there is one, batch row, head, tile)`` of a program's item."""
+        program = jax.lax.axis_index("programs")
+        backwards = jax.lax.rem(turn, i32(2)) == 1
+        program = jnp.where(backwards, self.programs - 1 - program, program)
+        item = turn * self.programs + program
+        tile, rest = jax.lax.rem(item, i32(self.tiles)), jax.lax.div(item, i32(self.tiles))
+        tile = i32(self.tiles - 1) - tile if self.last_first else tile
+        row, head = jax.lax.div(rest, i32(self.heads)), jax.lax.rem(rest, i32(self.heads))
+        return item < self.count, row, head, tile
+
+
+class Item(NamedTuple):
+    """One item's place, its way over tiles, and its steps; ``begun``: steps of the items before."""
+
+    row: Any
+    head: Any
+    tile: Any
+    walk: Walk
+    steps: Any
+    begun: Any
+
+
+def each_item(
+    items: Items,
+    walk_of: Callable[[Any, Any], Walk],
+    visit: Callable[[Item], None],
+    *,
+    steps_per_tile: int = 1,
+    leave_empty: bool,
+) -> None:
+    """Calls ``visit`` for a program's items one after the other.
+
+    Args:
+      items: all items.
+      walk_of: ``(row, tile) -> walk``.
+      visit: does one item.
+      steps_per_tile: how many steps a tile of the walk takes.
+      leave_empty: pass by items that have no tile to visit. Else they visit one, which its mask
+        makes empty.
+    """
+
+    def body(turn, begun):
+        there, row, head, tile = items.at(turn)
+        walk = walk_of(row, tile)
+        visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
+        steps = jnp.where(there, visited, 0) * steps_per_tile
+
+        @pl.when(steps > 0)
+        def _():
+            visit(Item(row, head, tile, walk, steps, begun))
+
+        return begun + steps
+
+    jax.lax.fori_loop(i32(0), i32(items.rounds), body, i32(0))
+
+
+def _multiprocessors() -> int:
+    """Those of the GPU that the code being traced will run on; an H100's where it is not known."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.num_cores or _H100_MULTIPROCESSORS
+    device = jax.devices()[0]
+    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
+
+
 def call(
     body: Callable[..., None],
     name: str,
     *,
-    grid: tuple[int, int, int],
+    items: Items,
     warpgroups: int,
     operands: Sequence[jax.Array],
     scratch: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct | jax.Array],
 ) -> list[jax.Array]:
-    """Runs ``body(operand refs, result refs, scratch refs)``, one program per (row, head, tile).
+    """Runs ``body(operand refs, result refs, scratch refs)`` in one program per multiprocessor.
 
     Args:
-      body: the kernel; ``lax.axis_index`` of "batch", "heads", "tiles", "wg" say who runs it.
+      body: the kernel; :meth:`Items.at` says what its program has to do, :func:`roles` who does it.
       name: what profiles call it.
-      grid: batch rows, heads, tiles; tiles vary fastest.
+      items: what there is to do.
       warpgroups: how many compute; one more copies.
       operands: what it reads.
       scratch: its shared memory and barriers.
@@ -106,8 +212,8 @@ def call(
         plgpu.kernel(
             entry,
             out_type=fresh,
-            grid=grid,
-            grid_names=("batch", "heads", "tiles"),
+            grid=(items.programs,),
+            grid_names=("programs",),
             num_threads=warpgroups + 1,
             thread_name="wg",
             kernel_name=name,
@@ -121,25 +227,17 @@ def call(
     return [held[i][...] if i in held else next(made) for i in range(len(results))]
 
 
-def roles(
-    warpgroups: int, compute: Callable[[Any], None], copy: Callable[[], None], run: Any = None
-) -> None:
-    """Runs ``compute(warpgroup)`` on the first warpgroups and ``copy()`` on the last.
-
-    ``run``: whether to do anything at all; None is always.
-    """
+def roles(warpgroups: int, compute: Callable[[Any], None], copy: Callable[[], None]) -> None:
+    """Runs ``compute(warpgroup)`` on the first warpgroups and ``copy()`` on the last."""
     warpgroup = jax.lax.axis_index("wg")
     computing, copying = REGISTERS[warpgroups]
 
-    def when(condition):
-        return pl.when(condition if run is None else condition & run)
-
-    @when(warpgroup == warpgroups)
+    @pl.when(warpgroup == warpgroups)
     def _():
         plgpu.set_max_registers(copying, action="decrease")
         copy()
 
-    @when(warpgroup < warpgroups)
+    @pl.when(warpgroup < warpgroups)
     def _():
         plgpu.set_max_registers(computing, action="increase")
         compute(warpgroup)
