@@ -12,7 +12,9 @@ there, and may run almost a step ahead: one's exponentials overlap with the othe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,36 @@ _NO_KEYS = 1e30
 _TINY = 1e-37
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stats:
+    """Where the float32 numbers of the queries in shared memory lie, all in one array.
+
+    One array, because each would be aligned to a KiB: lse of every stage, delta of every stage, and
+    two numbers that say which queries and which head a stage holds, exact up to 2^24 each.
+    """
+
+    block_q: int
+    stages: int
+    do_stages: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return (self.stages + self.do_stages) * self.block_q + 2 * self.stages
+
+    def lse(self, slot: Any) -> Any:
+        """Those of a stage."""
+        return pl.ds(slot * self.block_q, self.block_q)
+
+    def delta(self, slot: Any) -> Any:
+        """Those of a stage of dO."""
+        return pl.ds((self.stages + slot) * self.block_q, self.block_q)
+
+    def place(self, slot: Any, which: int) -> Any:
+        """Of the stage's query tile, or of its head."""
+        return (self.stages + self.do_stages) * self.block_q + 2 * slot + which
+
+
 def backward(
     qdo: Pair,
     kv: Pair,
@@ -69,19 +101,21 @@ def backward(
     dtype = half_dtype(qdo)
     groups = heads // kv_heads
     queries, keys, rows_of = Halves.of(qdo), Halves.of(kv), Halves.of(stats)
-    block_q, block_kv, stages = config.block_q, config.block_kv, config.stages
+    block_q, block_kv = config.block_q, config.block_kv
+    stages, do_stages = config.stages, config.do_stages or config.stages
     rows = WARPGROUP_ROWS
     tiles, q_tiles = pl.cdiv(kv_length, block_kv), pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
-    items = Items(batch, kv_heads, tiles, last_first=False)
+    stats_of = _Stats(block_q, stages, do_stages)
+    items = Items(batch, kv_heads, tiles, last_first=False, even=False)
 
     def body(inputs, outputs, scratch):
         bounds_ref, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
         dq_ref, dkv_ref = outputs
         k_smem, v_smem, q_smem, do_smem, *scratch = scratch
-        lse_smem, delta_smem, ds_smem, sum_smem, *barriers = scratch
+        stats_smem, ds_smem, sum_smem, *barriers = scratch
         kv_here, kv_free, q_here, do_here, q_free, do_free, ds_here = barriers
 
         def walk_of(row, tile):
@@ -90,9 +124,21 @@ def backward(
             return Walk(bounds_ref, row, tile, last=q_tiles - 1, rotate=rotate)
 
         def at(item, step):
-            """The queries and the head of a step; heads vary fastest."""
-            i, group = lax.div(step, i32(groups)), lax.rem(step, i32(groups))
-            return item.walk.tile(i) * block_q, item.head * groups + group
+            """The query tile and the head of a step.
+
+            Tiles that need a mask come first, those of all heads, and heads vary slowest: programs
+            that run at one time are then mostly in one head's queries, which the L2 cache holds.
+            """
+            walk, group = item.walk, 0
+            if groups > 1:
+                masked_steps = walk.masked * groups
+                in_masked = step < masked_steps
+                tiles_there = jnp.where(in_masked, walk.masked, walk.total - walk.masked)
+                tiles_there = jnp.maximum(tiles_there, 1)
+                step = jnp.where(in_masked, step, step - masked_steps)
+                group = lax.div(step, tiles_there)
+                step = lax.rem(step, tiles_there) + jnp.where(in_masked, 0, walk.masked)
+            return walk.tile(step), item.head * groups + group
 
         def copy_item(item):
             row, kv_head, tile, _, count, begun = item
@@ -107,42 +153,50 @@ def backward(
 
             @pl.loop(i32(0), count)
             def _(step):
-                slot = lax.rem(begun + step, i32(stages))
-                start, head = at(item, step)
-                some = pl.ds(start, block_q)
+                tile_at, head = at(item, step)
+                some = pl.ds(tile_at * block_q, block_q)
                 second, third = row + queries.offset, row + rows_of.offset
                 copies = (
-                    (q_ref.at[row, some, head], q_smem, lse_ref.at[row, head, some], lse_smem),
+                    (q_ref.at[row, some, head], q_smem, lse_ref.at[row, head, some], stats_of.lse),
                     (
                         do_ref.at[second, some, head], do_smem,
-                        delta_ref.at[third, head, some], delta_smem,
+                        delta_ref.at[third, head, some], stats_of.delta,
                     ),
                 )  # fmt: skip
-                barriers = ((q_here, q_free), (do_here, do_free))
-                for (wide, wide_smem, thin, thin_smem), (arrived, free) in zip(
+                barriers = ((q_here, q_free, stages), (do_here, do_free, do_stages))
+                for (wide, wide_smem, thin, thin_at), (arrived, free, slots) in zip(
                     copies, barriers, strict=True
                 ):
+                    slot = lax.rem(begun + step, i32(slots))
 
-                    @pl.when(begun + step >= stages)
-                    def _(free=free):
+                    @pl.when(begun + step >= slots)
+                    def _(free=free, slot=slot):
                         plgpu.barrier_wait(free.at[slot])
+
+                    if arrived is q_here:
+                        # Whoever waits for these queries reads here which they are.
+                        for which, value in enumerate((tile_at, head)):
+                            stats_smem[stats_of.place(slot, which)] = value.astype(jnp.float32)
+                        plgpu.commit_smem()
 
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], arrived.at[slot])
                     # Beyond the last query zeros, not the next head's: 0 times 2^-lse must be 0.
                     plgpu.copy_gmem_to_smem(
-                        thin, thin_smem.at[slot], arrived.at[slot], oob_mode=plgpu.OOBFillMode.ZEROS
+                        thin,
+                        stats_smem.at[thin_at(slot)],
+                        arrived.at[slot],
+                        oob_mode=plgpu.OOBFillMode.ZEROS,
                     )
 
-        def add_dq(item, step, part, warpgroup, lanes):
-            """Adds half the lanes of a step's dQ to device memory; nothing if step is -1."""
-            start, head = at(item, jnp.maximum(step, 0))
+        def add_dq(row, q_tile, head, part, warpgroup, lanes, predicate=None):
+            """Adds half the lanes of a step's dQ to device memory."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             sum_smem[warpgroup] = part * spec.scale
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 sum_smem.at[warpgroup],
-                dq_ref.at[item.row, pl.ds(start, block_q), head, lanes],
-                predicate=step >= 0,
+                dq_ref.at[row, pl.ds(q_tile * block_q, block_q), head, lanes],
+                predicate=predicate,
                 reduction_op="add",
             )
 
@@ -159,46 +213,64 @@ def backward(
             def ds_buffer(step):
                 return lax.rem(begun + step + DS_BUFFERS, i32(DS_BUFFERS))
 
-            def mask(scores, start):
-                q_some = q_token_refs.load(row, pl.ds(start, block_q), COLUMNS)
-                ok = score_mask(spec, scores.shape, q_some, k_tokens, along_columns, along_rows)
-                return scores if ok is None else jnp.where(ok, scores, -jnp.inf)
+            def mask(scores, q_tile):
+                # One test after the other: the ids of both would not fit in registers.
+                q_pos, q_seg = q_token_refs.load(row, pl.ds(q_tile * block_q, block_q), COLUMNS)
+                unpacked, unlimited = (q_pos, None), AttentionSpec(spec.scale)
+                tests = [(spec, unpacked, (k_tokens[0], None))]
+                if q_seg is not None:
+                    tests.append((unlimited, (q_pos, q_seg), k_tokens))
+                for test, q_some, k_some in tests:
+                    shape = scores.shape
+                    ok = score_mask(test, shape, q_some, k_some, along_columns, along_rows)
+                    scores = scores if ok is None else pin(jnp.where(ok, scores, -jnp.inf))
+                return scores
 
-            # Keys beyond the end are zeros that would weigh 2^-lse, which may overflow.
-            beyond = None
-            if kv_length % block_kv:
+            def beyond(me):
+                """-inf for keys beyond the end, zeros that would weigh 2^-lse and may overflow."""
                 index = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS)
-                beyond = jnp.where(index < kv_length - first_key, 0.0, -jnp.inf)
+                there = kv_length - (tile * block_kv + me * rows)
+                return jnp.where(index < there, 0.0, -jnp.inf)
+
+            # Made once, or with a soft cap in every step: so the compiler finds registers for either.
+            beyond_once = None
+            if kv_length % block_kv and spec.logits_soft_cap is None:
+                beyond_once = beyond(warpgroup)
 
             def visit(masked, step, state):
                 # Scores are transposed, [keys, queries]: their weights are a matrix instruction's
                 # left operand in registers as they are.
-                dk, dv = state
+                dk, dv, earlier_tile, earlier_head = state
                 slot = lax.rem(begun + step, i32(stages))
+                do_slot = lax.rem(begun + step, i32(do_stages))
                 newer, older = ds_buffer(step), ds_buffer(step - 1)
                 # What follows from the warpgroup is made anew in every step: kept, it would be in
                 # registers that the tiles need.
                 me = pin(warpgroup)
+                q_tile, head = (
+                    stats_smem[stats_of.place(slot, which)].astype(jnp.int32) for which in (0, 1)
+                )
                 mine, lanes = pl.ds(me * rows, rows), pl.ds(me * half, half)
 
                 def slopes(scores_ref, dp_ref):
                     plgpu.wgmma(scores_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(do_here.at[slot])
-                    plgpu.wgmma(dp_ref, v_smem.at[mine], do_smem.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(do_here.at[do_slot])
+                    plgpu.wgmma(dp_ref, v_smem.at[mine], do_smem.at[do_slot].transpose((1, 0)))
                     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                     scores = raw_scores(spec, products, tanh)
-                    if beyond is not None:
-                        scores = scores + along_rows(beyond, scores.shape)
-                    shift = plgpu.load(lse_smem.at[slot], layout=COLUMNS) * LOG2_E
+                    if kv_length % block_kv:
+                        outside = beyond(me) if beyond_once is None else beyond_once
+                        scores = scores + along_rows(outside, scores.shape)
+                    shift = plgpu.load(stats_smem.at[stats_of.lse(slot)], layout=COLUMNS) * LOG2_E
                     if masked:
-                        scores = mask(scores, at(item, step)[0])
+                        scores = mask(scores, q_tile)
                         shift = jnp.where(shift == -jnp.inf, _NO_KEYS, shift)
                     shift = along_columns(shift, scores.shape)
                     p = pin(jnp.exp2(scores * factor - shift))
                     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                     dp, p = pin(dp, p)
                     wait_for_queries(step + 1)
-                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
+                    delta = plgpu.load(stats_smem.at[stats_of.delta(do_slot)], layout=COLUMNS)
                     ds = p * (dp - along_columns(delta, p.shape))
                     if spec.logits_soft_cap is not None:
                         # From the weights: no registers are left to keep the scores in. Where a
@@ -225,16 +297,15 @@ def backward(
                     dv_acc[...] = dv
                     dk_acc[...] = dk
                     dq_of(dq_acc, older, lanes)
-                    plgpu.wgmma(dv_acc, p, do_smem.at[slot])
+                    plgpu.wgmma(dv_acc, p, do_smem.at[do_slot])
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
-                    add_dq(
-                        item, step - 1, plgpu.wgmma_accumulator_load(dq_acc, wait_n=2), me, lanes
-                    )
+                    part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+                    add_dq(row, earlier_tile, earlier_head, part, me, lanes, predicate=step > 0)
                     dk_next = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                     dv_next = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
-                    plgpu.barrier_arrive(do_free.at[slot])
+                    plgpu.barrier_arrive(do_free.at[do_slot])
                     plgpu.barrier_arrive(q_free.at[slot])
-                    return dk_next, dv_next
+                    return dk_next, dv_next, q_tile, head
 
                 sums = plgpu.ACC((rows, dim), jnp.float32)
                 return pl.run_scoped(products, sums, sums, plgpu.ACC((block_q, half), jnp.float32))
@@ -252,13 +323,14 @@ def backward(
             zeros = full((rows, dim), 0, TILE)
             # Without work its one tile needs its mask.
             masked_end = jnp.where(walk.total > 0, walk.masked, 1) * groups
-            state = (zeros, zeros)
+            state = (zeros, zeros, i32(0), i32(0))
             state = lax.fori_loop(i32(0), masked_end, functools.partial(visit, True), state)
-            dk, dv = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
+            state = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
+            dk, dv, q_tile, head = state
             plgpu.barrier_wait(ds_here)
             part = pl.run_scoped(last_dq, plgpu.ACC((block_q, half), jnp.float32))
             plgpu.barrier_arrive(kv_free)
-            add_dq(item, count - 1, part, warpgroup, my_lanes)
+            add_dq(row, q_tile, head, part, warpgroup, my_lanes)
             mine = pl.ds(first_key, rows)
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
@@ -284,18 +356,21 @@ def backward(
 
     # Half of K's lanes are an operand: where the head dim is small its tiles are half as wide, and
     # both operands of a product must be in equal tiles.
-    per_stage = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     scratch = [
         shared((block_kv, dim), dtype, lanes=half),
         shared((block_kv, dim), dtype),
         shared((stages, block_q, dim), dtype, lanes=half),
-        shared((stages, block_q, dim), dtype),
-        *(plgpu.SMEM((stages, block_q), jnp.float32),) * 2,
+        shared((do_stages, block_q, dim), dtype),
+        plgpu.SMEM((stats_of.size,), jnp.float32),
         shared((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
         shared((_WARPGROUPS, block_q, half), jnp.float32),
+        # Two copies arrive at each of the former; both warpgroups let go of each of the latter.
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=_WARPGROUPS),
-        *(per_stage,) * 4,
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=do_stages),
         plgpu.Barrier(num_arrivals=_WARPGROUPS),
     ]
     packed_dkv = (2 * batch, *half_shape(kv)[1:])

@@ -26,19 +26,23 @@ class MosaicConfig:
       block_q: queries a tile. Forward: 64 for every warpgroup that computes, two or three.
       block_kv: keys a tile. Backward: 128, 64 for either of two warpgroups.
       stages: how many tiles of the side that is walked over are in shared memory or arriving.
+      do_stages: the same for dO of the backward kernel; None is as many as of q.
     """
 
     block_q: int
     block_kv: int
     stages: int
+    do_stages: int | None = None
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
             size = getattr(self, name)
             if size < 64 or size % 64:
                 raise ValueError(f"{name} is {size}: it must be a multiple of 64")
-        if self.stages < 2:
-            raise ValueError(f"stages is {self.stages}: it must be 2 or more")
+        for name in ("stages", "do_stages"):
+            stages = getattr(self, name)
+            if stages is not None and stages < 2:
+                raise ValueError(f"{name} is {stages}: it must be 2 or more")
 
     @property
     def tiles(self) -> Tiles:
@@ -55,7 +59,7 @@ class MosaicConfig:
     def backward_memory(self, head_dim: int) -> int:
         """Bytes of shared memory that the backward kernel takes."""
         kv = 2 * self.block_kv * head_dim * 2
-        q = 2 * self.stages * self.block_q * (head_dim * 2 + 4)
+        q = (self.stages + (self.do_stages or self.stages)) * self.block_q * (head_dim * 2 + 4)
         ds = DS_BUFFERS * self.block_kv * self.block_q * 2
         return kv + q + ds + self.block_q * head_dim * 4 + _BARRIERS
 
@@ -90,5 +94,6 @@ def forward_config(head_dim: int) -> MosaicConfig:
 
 def backward_config(head_dim: int) -> MosaicConfig:
     """The backward kernel's tiles."""
-    del head_dim
-    return MosaicConfig(64, 128, 2)
+    if head_dim <= 96:
+        return MosaicConfig(64, 128, 3)
+    return MosaicConfig(64, 128, 3, do_stages=2)

@@ -67,7 +67,7 @@ def forward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, lanes = log2_factor(spec), chunk(dim)
     in_place = carried and wide
-    items = Items(batch, heads, tiles, last_first=True)
+    items = Items(batch, heads, tiles, last_first=True, even=not tokens)
 
     def body(inputs, outputs, scratch):
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs

@@ -72,10 +72,7 @@ def token_operands(
 class Items:
     """The work of a kernel, one item per (batch row, head, tile), shared out over its programs.
 
-    There is one program per multiprocessor. It works off its items one after the other, so that the
-    copies for the next one run while the last one's results are written. Tiles vary fastest, for
-    the items that run at one time to share few heads in the L2 cache; every other round goes
-    through the programs backwards, for all to have as many long items as short ones.
+    Tiles vary fastest, for the items that run at one time to share few heads in the L2 cache.
 
     Attributes:
       batch: rows of the batch.
@@ -83,12 +80,16 @@ class Items:
       tiles: tiles of the side that items are split over.
       last_first: start with the last tile. Where positions ascend, causal masks give the last query
         tile and the first key tile the most work, and long items must not be left to the end.
+      even: all take the same time. Then there is one program per multiprocessor, which works off
+        several, and the copies for the next one run while the last one's results are written.
+        Else every item is a program of its own, and the GPU gives them out as it gets free.
     """
 
     batch: int
     heads: int
     tiles: int
     last_first: bool
+    even: bool
 
     @property
     def count(self) -> int:
@@ -98,7 +99,7 @@ class Items:
     @property
     def programs(self) -> int:
         """How many work on them."""
-        return min(self.count, _multiprocessors())
+        return min(self.count, _multiprocessors()) if self.even else self.count
 
     @property
     def rounds(self) -> int:
@@ -107,10 +108,7 @@ class Items:
 
     def at(self, turn: Any) -> tuple[Any, Any, Any, Any]:
         """``(whether there is one, batch row, head, tile)`` of a program's item."""
-        program = jax.lax.axis_index("programs")
-        backwards = jax.lax.rem(turn, i32(2)) == 1
-        program = jnp.where(backwards, self.programs - 1 - program, program)
-        item = turn * self.programs + program
+        item = turn * self.programs + jax.lax.axis_index("programs")
         tile, rest = jax.lax.rem(item, i32(self.tiles)), jax.lax.div(item, i32(self.tiles))
         tile = i32(self.tiles - 1) - tile if self.last_first else tile
         row, head = jax.lax.div(rest, i32(self.heads)), jax.lax.rem(rest, i32(self.heads))
@@ -159,7 +157,10 @@ def each_item(
 
         return begun + steps
 
-    jax.lax.fori_loop(i32(0), i32(items.rounds), body, i32(0))
+    if items.rounds == 1:
+        body(i32(0), i32(0))  # No loop, and what it would keep in registers is constant.
+    else:
+        jax.lax.fori_loop(i32(0), i32(items.rounds), body, i32(0))
 
 
 def _multiprocessors() -> int:
@@ -181,7 +182,7 @@ def call(
     scratch: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct | jax.Array],
 ) -> list[jax.Array]:
-    """Runs ``body(operand refs, result refs, scratch refs)`` in one program per multiprocessor.
+    """Runs ``body(operand refs, result refs, scratch refs)`` in every program.
 
     Args:
       body: the kernel; :meth:`Items.at` says what its program has to do, :func:`roles` who does it.
