@@ -232,7 +232,7 @@ def backward(
                 there = kv_length - (tile * block_kv + me * rows)
                 return jnp.where(index < there, 0.0, -jnp.inf)
 
-            # Made once, or with a soft cap in every step: so the compiler finds registers for either.
+            # Made once, or with a soft cap in every step: so the compiler has registers for both.
             beyond_once = None
             if kv_length % block_kv and spec.logits_soft_cap is None:
                 beyond_once = beyond(warpgroup)
