@@ -1,33 +1,59 @@
-"""Finds the fastest Triton tiles on this GPU: ``python -m pallas_kernels.tune``.
+"""Finds the fastest tiles of the GPU kernels on this GPU: ``python -m pallas_kernels.tune``.
 
-Every candidate is compiled with register spills refused, held to the ``xla`` implementation, and
-only then timed. Prints a table, fastest first, and the entry for ``triton_configs.py``.
+Every candidate is compiled, held to the ``xla`` implementation, and only then timed. Prints a
+table, fastest first, and the entry for ``triton_configs.py`` or ``mosaic_configs.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import XLA, AttentionSpec, Implementation, Tokens, triton
+from pallas_kernels import XLA, AttentionSpec, Implementation, Tokens, mosaic_gpu, resolve, triton
+from pallas_kernels.mosaic_configs import SHARED_MEMORY, MosaicConfig
 from pallas_kernels.timing import median_time, relative_error
 from pallas_kernels.triton_configs import TritonConfig
 
-KERNELS = ("forward", "dq", "dkv")
-# Matmuls of 2 T S H floating-point operations that each kernel makes.
-_MATMULS = {"forward": 2, "dq": 3, "dkv": 4}
-NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What the search needs to know of one implementation.
+
+    Attributes:
+      config: the type of its tile configs.
+      make: the implementation in a config's tiles.
+      space: ``(kernel, head_dim) -> candidates``.
+      matmuls: how many of 2 T S H floating-point operations each kernel makes.
+      syntax: a config on the command line.
+      entry: the best config as its module writes it, of ``kernel``, ``dim`` and ``tiles``.
+      options: XLA's for compiling a candidate.
+    """
+
+    config: Callable[..., Any]
+    make: Callable[[Any], Implementation]
+    space: Callable[[str, int], Iterable[Any]]
+    matmuls: Mapping[str, int]
+    syntax: str
+    entry: str
+    options: Mapping[str, bool]
+
+    def parse(self, text: str) -> Any:
+        """A config from the command line, in its syntax; a fifth number is a flag."""
+        numbers = [int(number) for number in text.split(",")]
+        return self.config(*numbers[:4], *map(bool, numbers[4:]))
 
 
-def space(kernel: str) -> Iterable[TritonConfig]:
+def triton_space(kernel: str, head_dim: int) -> Iterable[TritonConfig]:
     """Candidates: every warp has at least 16 rows, and 16 to 64 scores a thread."""
+    del head_dim
     registers = (False,) if kernel == "dkv" else (False, True)
     for block_q, block_kv in itertools.product((32, 64, 128), repeat=2):
         for warps, stages, rows in itertools.product((4, 8), (2, 3, 4), registers):
@@ -37,12 +63,51 @@ def space(kernel: str) -> Iterable[TritonConfig]:
                 yield TritonConfig(block_q, block_kv, warps, stages, rows)
 
 
+def mosaic_space(kernel: str, head_dim: int) -> Iterable[MosaicConfig]:
+    """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
+    forward = kernel == "forward"
+    blocks_q, blocks_kv = ((128, 192), (64, 128, 192, 256)) if forward else ((64, 128), (128,))
+    for numbers in itertools.product(blocks_q, blocks_kv, (2, 3, 4) if forward else (2, 3)):
+        config = MosaicConfig(*numbers)
+        forward_memory = functools.partial(config.forward_memory, wide=True)
+        memory = forward_memory if forward else config.backward_memory
+        if memory(head_dim) <= SHARED_MEMORY:
+            yield config
+
+
+BACKENDS = {
+    "triton": Backend(
+        config=TritonConfig,
+        make=lambda config: triton(config=config),
+        space=triton_space,
+        matmuls={"forward": 2, "dq": 3, "dkv": 4},
+        syntax="Q,KV,WARPS,STAGES[,1], 1: rows in registers",
+        entry="{dim}: {tiles}",
+        options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True},
+    ),
+    # One kernel makes all gradients. It adds dQ up in the order in which programs come: that
+    # differs from run to run, and from xla's, in the order of float32 sums alone.
+    "mosaic_gpu": Backend(
+        config=MosaicConfig,
+        make=lambda config: mosaic_gpu(forward_config=config, backward_config=config),
+        space=mosaic_space,
+        matmuls={"forward": 2, "backward": 5},
+        syntax="Q,KV,STAGES",
+        entry="{kernel}_config({dim}): MosaicConfig{tiles}",
+        # Mosaic assembles its kernels itself, out of reach of XLA's option against spills: what
+        # spills runs, and is slow.
+        options={},
+    ),
+}
+
+
 class Problem:
     """One shape, its arrays, and what every candidate must give."""
 
     def __init__(self, args: argparse.Namespace):
         batch, length, heads, kv_heads, dim = args.shape
         dtype = jnp.dtype(args.dtype)
+        self.backend: Backend = BACKENDS[args.implementation]
         keys = jax.random.split(jax.random.key(args.seed), 4)
         self.q, self.do = (
             jax.random.normal(k, (batch, length, heads, dim), dtype) for k in keys[:2]
@@ -61,9 +126,9 @@ class Problem:
         delta = jnp.einsum("btnh,btnh->bnt", self.do.astype(jnp.float32), o)
         self.stats = (lse, delta)
         self.want: dict[str, Any] = {"forward": (o, lse)}
-        if {"dq", "dkv"} & set(args.kernels):
+        if set(args.kernels) != {"forward"}:
             dq, dkv = self._compile(XLA, "backward")()
-            self.want |= {"dq": dq, "dkv": dkv}
+            self.want |= {"dq": dq, "dkv": dkv, "backward": (dq, dkv)}
 
     def _compile(self, local: Implementation, what: str, **options: bool) -> Callable[[], Any]:
         """A call of one kernel, compiled."""
@@ -78,37 +143,65 @@ class Problem:
         run = jax.jit(functools.partial(getattr(local, name), spec=self.spec))
         return functools.partial(run.lower(*arrays).compile(compiler_options=options), *arrays)
 
-    def measure(self, kernel: str, config: TritonConfig, limit: float) -> float:
+    def measure(self, kernel: str, config: Any, limit: float) -> float:
         """Seconds a call.
 
         Raises:
           ArithmeticError: the result is wrong.
         """
-        call = self._compile(triton(config=config), kernel, **NO_SPILLS)
-        error = relative_error(call(), self.want[kernel])
+        call = self._compile(self.backend.make(config), kernel, **self.backend.options)
+        results, wanted = jax.tree.leaves(call()), jax.tree.leaves(self.want[kernel])
+        # One by one: o is small beside lse, and could be anything in an error of both together.
+        error = max(relative_error(*pair) for pair in zip(results, wanted, strict=True))
         if error > limit:
             raise ArithmeticError(f"relative error {error:.2g}, at most {limit:.2g} is right")
         return median_time(call)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line's."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The command line's, with the kernels and configs of the implementation."""
+    known = (f"{name}: {', '.join(b.matmuls)}; TILES {b.syntax}" for name, b in BACKENDS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=f"Kernels and tiles of {'. '.join(known)}."
+    )
+    parser.add_argument(
+        "--implementation", choices=sorted(BACKENDS),
+        help="default: mosaic_gpu where it runs, else triton",
+    )  # fmt: skip
     parser.add_argument(
         "--shape", type=int, nargs=5, default=(1, 16384, 32, 32, 128),
         metavar=("B", "T", "N", "K", "H"), help="batch, tokens, heads, key heads, head dim",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--kernels", nargs="+", help="default: all of the implementation's")
     parser.add_argument("--causal", action="store_true", help="mask the future")
     parser.add_argument("--window", type=int, help="keys a query sees back, and ahead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--configs", nargs="+", metavar="Q,KV,WARPS,STAGES[,1]",
-        help="only these tiles, instead of the whole space; 1: rows in registers",
-    )  # fmt: skip
+        "--configs", nargs="+", metavar="TILES", help="only these, instead of the whole space"
+    )
     parser.add_argument("--top", type=int, default=8, help="how many to print")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if args.implementation is None:
+        hopper = mosaic_gpu().unavailable(jax.default_backend(), compute_capability()) is None
+        args.implementation = "mosaic_gpu" if hopper else "triton"
+    backend = BACKENDS[args.implementation]
+    args.kernels = args.kernels or list(backend.matmuls)
+    for kernel in args.kernels:
+        if kernel not in backend.matmuls:
+            names = ", ".join(backend.matmuls)
+            parser.error(f"{args.implementation} has no kernel {kernel!r}; it has {names}")
+    try:
+        args.configs = [backend.parse(text) for text in args.configs or ()]
+    except (TypeError, ValueError) as error:
+        parser.error(f"--configs of {args.implementation} are {backend.syntax} ({error})")
+    return args
+
+
+def compute_capability() -> float | None:
+    """That of the first device; None if it is no NVIDIA GPU."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else float(capability)
 
 
 def main() -> None:
@@ -116,39 +209,40 @@ def main() -> None:
     args = arguments()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"tuning needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here")
-    device = jax.devices()[0]
-    problem = Problem(args)
-    limit = 1e-5 if args.dtype == "float32" else 1e-2
-    print(f"{device.device_kind}, {args.dtype}, B T N K H = {' '.join(map(str, args.shape))}")
+    device, dim, problem = jax.devices()[0], args.shape[-1], Problem(args)
+    backend = problem.backend
+    try:
+        resolve(
+            args.implementation, platform="gpu", compute_capability=compute_capability(),
+            q=problem.q, kv=problem.kv, backward=set(args.kernels) != {"forward"},
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error
+    limit = 2e-5 if args.dtype == "float32" else 1e-2
+    print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", *args.shape)
     for kernel in args.kernels:
         rows, refused = [], {}
-        candidates = [parse_entry(text) for text in args.configs] if args.configs else space(kernel)
-        for config in candidates:
+        for config in args.configs or backend.space(kernel, dim):
             try:
                 rows.append((problem.measure(kernel, config, limit), config))
             except Exception as error:
                 refused[config] = " ".join(str(error).split())[:100]
-                if args.configs:
-                    print(f"  refused {as_entry(config)}: {refused[config]}")
         rows.sort(key=lambda entry: entry[0])
         print(f"{kernel}: {len(rows)} configs run, {len(refused)} refused")
+        if args.configs or not rows:
+            for config, reason in refused.items():
+                print(f"  refused {as_entry(config)}: {reason}")
         for seconds, config in rows[: args.top]:
-            rate = _MATMULS[kernel] * problem.flops / seconds / 1e12
+            rate = backend.matmuls[kernel] * problem.flops / seconds / 1e12
             print(f"  {as_entry(config)!s:28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
-            print(f"  entry: {args.shape[-1]}: {as_entry(rows[0][1])}", flush=True)
+            entry = backend.entry.format(kernel=kernel, dim=dim, tiles=as_entry(rows[0][1]))
+            print(f"  entry: {entry}", flush=True)
 
 
-def parse_entry(text: str) -> TritonConfig:
-    """A config from the command line: ``64,128,8,3``, or with ``,1`` rows in registers."""
-    block_q, block_kv, warps, stages, *registers = (int(number) for number in text.split(","))
-    return TritonConfig(block_q, block_kv, warps, stages, bool(registers and registers[0]))
-
-
-def as_entry(config: TritonConfig) -> tuple:
-    """A config as the table writes it."""
-    entry = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
-    return (*entry, True) if config.rows_in_registers else entry
+def as_entry(config: Any) -> tuple:
+    """A config as the tables write it: without a flag that is off."""
+    return tuple(value for value in dataclasses.astuple(config) if value is not False)
 
 
 if __name__ == "__main__":

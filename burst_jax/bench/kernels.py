@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import burst_jax
+from burst_jax.bench import plot
+from burst_jax.bench.results import Results, Row
 from burst_jax.bench.truth import attention_and_gradients
 from burst_jax.checks import make_spec
 from burst_jax.platform import compute_capability
-from pallas_kernels import AttentionSpec, Tokens, resolve
+from pallas_kernels import MOSAIC_GPU, TRITON, AttentionSpec, Tokens, resolve
 from pallas_kernels.timing import median_time, relative_error
 
 # Relative errors that rounding to the dtype explains, with a factor of two for luck.
@@ -137,11 +139,11 @@ def peers(case: Case, implementations: list[str]) -> dict[str, Maker]:
 
 
 def matmul_ceiling(dtype: Any) -> float:
-    """FLOP/s of a large matmul on random data, the most that any kernel here could reach."""
+    """TFLOP/s of a large matmul on random data, the most that any kernel here could reach."""
     size = 12288
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     matmul = jax.jit(functools.partial(jnp.matmul, preferred_element_type=dtype))
-    return 2 * size**3 / median_time(lambda: matmul(a, b), seconds=0.2)
+    return 2e-12 * size**3 / median_time(lambda: matmul(a, b), seconds=0.2)
 
 
 class Problem:
@@ -191,18 +193,6 @@ class Problem:
         return errors
 
 
-@dataclasses.dataclass
-class Row:
-    """One line of the table."""
-
-    case: str
-    peer: str
-    forward: float = math.nan
-    both: float = math.nan
-    error: float = math.nan
-    note: str = ""
-
-
 def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
     """Checks and times one implementation on one case."""
     row = Row(problem.case.name, peer)
@@ -229,9 +219,9 @@ def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
     if row.error > limit:
         row.note = f"wrong: {worst}; not timed"
         return row
-    flops = problem.case.flops()
-    row.forward = flops / median_time(lambda: forward(*arrays))
-    row.both = 3.5 * flops / median_time(lambda: both(*arrays, problem.do))
+    tera = problem.case.flops() / 1e12
+    row.forward = tera / median_time(lambda: forward(*arrays))
+    row.both = 3.5 * tera / median_time(lambda: both(*arrays, problem.do))
     return row
 
 
@@ -284,57 +274,93 @@ def _unmasked(tables: Any) -> Any:
     return jax.tree.map(unmask, tables)
 
 
+def gpu_implementations(compute_capability: float | None) -> list[str]:
+    """Those of ours that run on such a GPU, fastest first.
+
+    Raises:
+      NotImplementedError: none does.
+    """
+    ours = (MOSAIC_GPU, TRITON)
+    reasons = {local.name: local.unavailable("gpu", compute_capability) for local in ours}
+    if all(reasons.values()):
+        raise NotImplementedError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    return [name for name, why in reasons.items() if why is None]
+
+
 def add_command(commands: Any) -> None:
     """Adds ``kernels`` to the command line."""
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_RIGHT))
     parser.add_argument(
-        "--implementations", nargs="+", default=["triton"], help="of ours (default: triton)"
+        "--implementations", nargs="+", help="of ours (default: all that run on this GPU)"
     )
     parser.add_argument(
         "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
         help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
     )  # fmt: skip
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the table here, for the command plot"
+    )
+    parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the table here")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Prints the table, keeps it and draws it."""
     if jax.default_backend() != "gpu":
         raise SystemExit(
             f"the benchmark needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here"
         )
+    try:
+        implementations = args.implementations or gpu_implementations(compute_capability())
+        if args.png is not None:
+            plot.figure_class()  # What is missing is said now, not after minutes of measuring.
+    except (NotImplementedError, ImportError) as error:
+        raise SystemExit(str(error)) from error
     dtype = jnp.dtype(args.dtype)
-    ceiling = matmul_ceiling(dtype)
+    results = Results(
+        jax.devices()[0].device_kind, jax.__version__, args.dtype, matmul_ceiling(dtype)
+    )
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}; "
-        f"a large matmul: {ceiling / 1e12:.0f} TFLOP/s\n"
+        f"{results.device}, jax {results.jax}, {results.dtype}; "
+        f"a large matmul: {results.matmul:.0f} TFLOP/s\n"
         "TFLOP/s (share of the matmul's); error: the largest relative one of out, dq, dk, dv\n"
     )
     heading = f"{'case':32}{'':16}{'forward':>13}{'fwd + bwd':>13}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
     for index in args.cases:
-        case = CASES[index]
-        problem = Problem(case, dtype)
-        for peer, make in peers(case, args.implementations).items():
+        problem = Problem(CASES[index], dtype)
+        timed = []
+        for peer, make in peers(problem.case, implementations).items():
             row = measure(problem, peer, make, _RIGHT[args.dtype])
-            print(_line(row, ceiling), flush=True)
-        for name in args.implementations:
-            times = local_times(problem, name)
-            notes = [f"with the carry {times['carried'] / times['forward']:.3f} of the time"]
-            if case.window is not None or case.documents > 1:
-                for what in ("forward", "backward"):
-                    share = times[what] / times[what + ", unmasked"]
-                    notes.append(f"{what} {share:.3f} of the same tiles unmasked")
-            for note in notes:
-                print(f"{'':32}{name}: {note}", flush=True)
+            print(_line(row, results.matmul), flush=True)
+            results.rows.append(row)
+            if peer in implementations and not row.note:
+                timed.append(peer)
+        for name in timed:
+            _print_shares(problem, name)
         del problem
+        # After every case: what is measured is kept, whatever becomes of the next.
+        if args.json is not None:
+            results.save(args.json)
+    if args.png is not None:
+        plot.draw(results, args.png)
+
+
+def _print_shares(problem: Problem, name: str) -> None:
+    """What a carry and a mask cost one of ours."""
+    times = local_times(problem, name)
+    notes = [f"with the carry {times['carried'] / times['forward']:.3f} of the time"]
+    if problem.case.window is not None or problem.case.documents > 1:
+        for what in ("forward", "backward"):
+            share = times[what] / times[what + ", unmasked"]
+            notes.append(f"{what} {share:.3f} of the same tiles unmasked")
+    for note in notes:
+        print(f"{'':32}{name}: {note}", flush=True)
 
 
 def _line(row: Row, ceiling: float) -> str:
     if row.note:
         return f"{row.case:32}{row.peer:16}  {row.note}"
-    rates = (
-        f"{rate / 1e12:5.0f} ({100 * rate / ceiling:3.0f} %)" for rate in (row.forward, row.both)
-    )
+    rates = (f"{rate:5.0f} ({100 * rate / ceiling:3.0f} %)" for rate in (row.forward, row.both))
     return f"{row.case:32}{row.peer:16}{''.join(f'{rate:>13}' for rate in rates)}{row.error:9.1e}"

@@ -1,0 +1,129 @@
+"""Draws what ``bench kernels --json`` wrote, on any machine: ``bench plot``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from burst_jax.bench.results import Results, Row, replacing
+
+# Okabe and Ito's colours, told apart by the colour-blind: peers in blues, ours in warm ones.
+_COLOURS = {
+    "cuDNN": "#0072B2",
+    "Pallas example": "#56B4E9",
+    "mosaic_gpu": "#D55E00",
+    "triton": "#E69F00",
+}
+_SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
+_GREY = "#767676"
+_WIDTH, _DPI = 11, 100  # inches and dots an inch: as wide as a README
+
+
+def figure_class() -> Any:
+    """Matplotlib's ``Figure``; drawn through it alone, nothing global changes.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing needs matplotlib, which comes with: pip install 'burst-jax[examples]'"
+        ) from error
+    return Figure
+
+
+def png(text: str) -> Path:
+    """A path from the command line that ends in .png, so that no other file is overwritten."""
+    path = Path(text)
+    if path.suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png")
+    return path
+
+
+def draw(results: Results, path: Path) -> None:
+    """Writes a PNG: bars by case, forward on the left, forward and backward on the right.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    cases = list(dict.fromkeys(row.case for row in results.rows))
+    peers = list(dict.fromkeys(row.peer for row in results.rows))
+    bar, gap, around = 0.19, 0.2, 1.5  # inches
+    group = bar * len(peers) + gap
+    figure = figure_class()(
+        figsize=(_WIDTH, around + group * len(cases)), dpi=_DPI, layout="constrained"
+    )
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    spare = iter(_SPARE * len(peers))
+    colours = {peer: _COLOURS.get(peer) or next(spare) for peer in peers}
+    for axes, (title, rate_of) in zip(
+        panels,
+        (("forward", lambda row: row.forward), ("forward + backward", lambda row: row.both)),
+        strict=True,
+    ):
+        axes.set_title(title, loc="left", fontsize=11)
+        for row in results.rows:
+            # Bars in units of a group's height, in the middle of theirs.
+            place = (peers.index(row.peer) - (len(peers) - 1) / 2) * bar / group
+            _bar(axes, cases.index(row.case) + place, bar / group, row, rate_of(row), colours)
+        axes.axvline(results.matmul, color=_GREY, linewidth=0.8, linestyle="--", zorder=0.5)
+        axes.text(
+            results.matmul, 1.0, f"matmul {results.matmul:.0f}", color=_GREY, fontsize=9,
+            ha="center", va="bottom", transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+        axes.set_xlabel("TFLOP/s")
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(left=False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    rates = [rate for row in results.rows for rate in (row.forward, row.both) if rate > 0]
+    panels[0].set_xlim(0, 1.13 * max(results.matmul, *rates))  # Room for the longest bar's label.
+    # Broken after commas alone: textwrap takes a no-break space for a letter.
+    parts = (case.replace(" ", "\xa0").replace(",\xa0", ", ") for case in cases)
+    labels = [textwrap.fill(case, 20, break_long_words=False) for case in parts]
+    panels[0].set_yticks(range(len(cases)), labels, fontsize=10)
+    panels[0].set_ylim(len(cases) - 0.5, -0.5)  # The first case is on top.
+    handles = [panels[0].barh(0, 0, color=colours[peer]) for peer in peers]
+    figure.legend(handles, peers, loc="outside lower center", ncols=len(peers), frameon=False)
+    figure.suptitle(f"{results.device}, {results.dtype}, jax {results.jax}", fontsize=12)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+
+
+def _bar(axes: Any, at: float, height: float, row: Row, rate: float, colours: dict) -> None:
+    """One bar and its number; where there is none, a word why."""
+    style: dict[str, Any] = {"fontsize": 8.5, "color": "#222222"}
+    if math.isnan(rate):
+        rate, text = 0.0, "wrong" if row.note.startswith("wrong") else "cannot"
+        style = {"fontsize": 8, "color": _GREY}
+    else:
+        axes.barh(at, rate, 0.92 * height, color=colours[row.peer])
+        text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+    # White behind it: the dashed line of the ceiling may pass here.
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.annotate(
+        text, (rate, at), (4, 0), textcoords="offset points", va="center_baseline", bbox=behind,
+        **style,
+    )  # fmt: skip
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``plot`` to the command line."""
+    parser = commands.add_parser("plot", help=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, metavar="FILE.json", help="what --json wrote")
+    parser.add_argument("png", type=png, metavar="OUT.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draws the figure."""
+    try:
+        draw(Results.load(args.results), args.png)
+    except (ValueError, ImportError) as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,244 @@
+"""What the tuner offers the GPU kernels, and that it times what is right and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mosaic_configs, triton, tune
+from pallas_kernels.mosaic_configs import MosaicConfig
+from pallas_kernels.timing import median_time, relative_error
+from pallas_kernels.triton_configs import TritonConfig, triton_configs
+
+KERNELS = [(name, kernel) for name, b in tune.BACKENDS.items() for kernel in b.matmuls]
+SMALL = ["--shape", "1", "64", "2", "1", "16", "--causal", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_each_triton_config_is_tried_once(kernel):
+    space = list(tune.triton_space(kernel, 128))
+    assert len(space) == len(set(space)) >= 20
+    spec = tune.AttentionSpec(1.0, right=0)
+    shipped = {
+        getattr(triton_configs(capability, 128, "bfloat16", 4096, 4096, spec, False), kernel)
+        for capability in (8.0, 9.0)
+    }  # what was fastest is among what is tried
+    assert shipped <= set(space)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim):
+    space = list(tune.mosaic_space(kernel, dim))
+    assert len(space) == len(set(space))
+    for config in space:
+        forward = kernel == "forward"
+        memory = config.forward_memory(dim, True) if forward else config.backward_memory(dim)
+        assert memory <= mosaic_configs.SHARED_MEMORY
+    if kernel == "forward" or dim <= 128:
+        assert getattr(mosaic_configs, f"{kernel}_config")(dim) in space
+
+
+def test_the_mosaic_space_is_what_fits_of_the_whole():
+    small = {tune.as_entry(config) for config in tune.mosaic_space("forward", 16)}
+    sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
+    assert small == {(q, kv, n) for q in sizes[0] for kv in sizes[1] for n in sizes[2]}
+    backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32)}
+    assert backward == {(q, 128, n) for q in (64, 128) for n in (2, 3)}
+    large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128)}
+    assert (128, 128, 2) in large
+    assert (128, 128, 3) not in large
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("triton", TritonConfig(64, 128, 8, 3)),
+        ("triton", TritonConfig(64, 64, 4, 3, True)),
+        ("mosaic_gpu", MosaicConfig(128, 64, 3)),
+    ],
+)
+def test_entries_are_read_as_they_are_printed(name, config):
+    printed = ",".join(str(int(x)) for x in tune.as_entry(config))
+    assert tune.BACKENDS[name].parse(printed) == config
+    assert tune.as_entry(tune.BACKENDS[name].parse(printed)) == tune.as_entry(config)
+
+
+def test_the_entry_of_a_mosaic_kernel_is_what_its_function_returns():
+    config = mosaic_configs.forward_config(128)
+    template = tune.BACKENDS["mosaic_gpu"].entry
+    printed = template.format(kernel="forward", dim=128, tiles=tune.as_entry(config))
+    call, _, written = printed.partition(": ")
+    assert call == "forward_config(128)"
+    assert written == "MosaicConfig(128, 128, 2)"
+    assert eval(written, vars(mosaic_configs)) == eval(call, vars(mosaic_configs))
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+def test_each_kernel_is_one_of_its_implementation(name, kernel):
+    backend = tune.BACKENDS[name]
+    config = next(iter(backend.space(kernel, 64)))
+    local = backend.make(config)
+    assert local.name == name
+    what = kernel if kernel in ("forward", "backward") else f"backward_{kernel}"
+    assert getattr(local, what) is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "kernels"),
+    [
+        (None, "triton", ["forward", "dq", "dkv"]),
+        ("8.0", "triton", ["forward", "dq", "dkv"]),
+        ("9.0", "mosaic_gpu", ["forward", "backward"]),
+        ("10.0", "triton", ["forward", "dq", "dkv"]),
+    ],
+)
+def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
+    if capability is not None:
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    args = tune.arguments([])
+    assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
+    other = tune.arguments(["--implementation", "mosaic_gpu", "--configs", "128,64,2"])
+    assert (other.implementation, other.configs) == ("mosaic_gpu", [MosaicConfig(128, 64, 2)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--kernels", "dq"], "mosaic_gpu has no kernel 'dq'; it has forward, backward"),
+        (["--configs", "64,128,8,3"], "--configs of mosaic_gpu are Q,KV,STAGES ("),
+        (["--configs", "128,x,2"], "--configs of mosaic_gpu are Q,KV,STAGES ("),
+        (["--configs", "128,100,2"], "block_kv is 100: it must be a multiple of 64"),
+    ],
+)
+def test_what_an_implementation_does_not_know_is_refused(given, message, capsys):
+    with pytest.raises(SystemExit):
+        tune.arguments(["--implementation", "mosaic_gpu", *given])
+    assert message in capsys.readouterr().err
+
+
+def test_the_tuner_says_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU; JAX runs on 'cpu' here"):
+        tune.main()
+
+
+def problem():
+    """In interpret mode."""
+    made = tune.Problem(tune.arguments(["--implementation", "triton", *SMALL]))
+    made.backend = dataclasses.replace(
+        made.backend, make=lambda config: triton(interpret=True, config=config), options={}
+    )
+    return made
+
+
+def test_the_tuner_times_what_is_right_and_nothing_else():
+    """With a kernel that is off by a tenth."""
+    small, config = problem(), TritonConfig(16, 32, 4, 1)
+    assert small.flops == 2 * 2 * 16 * 64 * 65 // 2
+    for kernel in small.backend.matmuls:
+        assert small.measure(kernel, config, limit=1e-5) > 0
+    small.want["dq"] = small.want["dq"] * 1.1
+    with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
+        small.measure("dq", config, limit=1e-5)
+    # Both results of a kernel count alone: a large one does not hide a small one's error.
+    o, lse = small.want["forward"]
+    small.want["forward"] = (o * 1.1, lse)
+    with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
+        small.measure("forward", config, limit=1e-5)
+
+
+def test_a_fused_backward_is_held_to_both_gradients():
+    """The Triton kernels, whose two halves together are what Mosaic's one kernel is."""
+    small, config = problem(), TritonConfig(16, 32, 4, 1)
+    assert small.measure("backward", config, limit=1e-5) > 0
+    dq, dkv = small.want["backward"]
+    for wrong in ((dq * 1.1, dkv), (dq, dkv * 1.1)):
+        small.want["backward"] = wrong
+        with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
+            small.measure("backward", config, limit=1e-5)
+
+
+class TestSearch:
+    """The whole search, on a GPU that is pretended and with nothing measured."""
+
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch):
+        device = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200")
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+        class Problem:
+            flops = 10**12
+
+            def __init__(self, args):
+                self.backend = tune.BACKENDS[args.implementation]
+                batch, length, heads, kv_heads, dim = args.shape
+                self.q = jax.ShapeDtypeStruct((batch, length, heads, dim), args.dtype)
+                self.kv = (jax.ShapeDtypeStruct((batch, length, kv_heads, dim), args.dtype),) * 2
+
+            def measure(self, kernel, config, limit):
+                if config.stages == 3:
+                    raise ArithmeticError("it is wrong")
+                return 1e-2 if config.block_kv == 128 else 2e-2
+
+        monkeypatch.setattr(tune, "Problem", Problem)
+
+    def search(self, monkeypatch, capsys, *given):
+        monkeypatch.setattr(sys, "argv", ["tune", *given])
+        tune.main()
+        return capsys.readouterr().out
+
+    def test_it_prints_the_fastest_and_its_entry(self, monkeypatch, capsys):
+        printed = self.search(monkeypatch, capsys)
+        assert "NVIDIA H200, mosaic_gpu, bfloat16, B T N K H = 1 16384 32 32 128\n" in printed
+        assert "entry: forward_config(128): MosaicConfig(128, 128, 2)\n" in printed
+        assert "entry: backward_config(128): MosaicConfig(64, 128, 2)\n" in printed
+        assert "(64, 128, 2)" in printed
+        assert "10.000 ms    500 TFLOP/s" in printed  # five matmuls
+        assert "it is wrong" not in printed
+
+    def test_it_says_why_what_was_named_is_refused(self, monkeypatch, capsys):
+        given = "--kernels", "forward", "--configs", "128,64,3", "128,64,2"
+        printed = self.search(monkeypatch, capsys, *given)
+        assert "forward: 1 configs run, 1 refused\n  refused (128, 64, 3): it is wrong" in printed
+
+    @pytest.mark.parametrize(
+        ("given", "reason"),
+        [
+            (["--dtype", "float32"], "it takes bfloat16 or float16; or see --implementation"),
+            (["--shape", "1", "64", "2", "2", "256"], "the head dim is 256"),
+        ],
+    )
+    def test_what_cannot_run_is_said_before_the_search(self, given, reason, monkeypatch, capsys):
+        with pytest.raises(SystemExit, match=f"'mosaic_gpu' cannot run: .*{reason}"):
+            self.search(monkeypatch, capsys, *given)
+
+    def test_head_dims_without_a_backward_kernel_have_a_forward(self, monkeypatch, capsys):
+        shape = "--shape", "1", "64", "2", "2", "256"
+        printed = self.search(monkeypatch, capsys, *shape, "--kernels", "forward")
+        assert "entry: forward_config(256): MosaicConfig(128, 64, 2)" in printed
+
+
+def test_relative_error():
+    want = [jnp.asarray([3.0, 4.0]), jnp.zeros(2)]
+    assert relative_error(want, want) == 0
+    assert np.isclose(relative_error([want[0], jnp.asarray([0.0, 0.5])], want), 0.1)
+    for bad in (jnp.nan, jnp.inf):
+        assert relative_error([want[0], jnp.asarray([0.0, bad])], want) == np.inf
+    assert relative_error([jnp.ones(1)], [jnp.zeros(1)]) == np.inf
+
+
+def test_median_time_counts_every_call():
+    calls = []
+    seconds = median_time(lambda: calls.append(1) or jnp.zeros(()), rounds=3, seconds=0.01)
+    assert 0 < seconds < 0.01
+    assert len(calls) > 3
