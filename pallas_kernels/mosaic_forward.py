@@ -210,7 +210,7 @@ def forward(
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
             lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
-            weight, w_in = 1 / total, None
+            weight, w_in = 1 / total, total
             arrived = o_here.at[warpgroup]
             if carried:
                 lse_in = lse_in_ref.at[row, head, mine]
