@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from importlib import resources
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,27 @@ def entry(program):
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
 
 
+_CALLS = re.compile(r"\bcalls=%([^\s,]+)")
+_KERNEL = re.compile(r"\bburst_(?:forward|backward|dq|dkv)\b")
+
+
+def _kernel(opcode, rest):
+    """The library's kernel that an operation is, by its metadata; None for everything else."""
+    found = _KERNEL.search(rest) if opcode == "custom-call" else None
+    return found and found.group()
+
+
+def _fused_kernels(program):
+    """``{computation: kernel}``: XLA puts a kernel and the slice that it reads into one fusion."""
+    kernels, computation = {}, None
+    for line in program.as_text().splitlines():
+        if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
+            computation = header.group(1)
+        elif (match := _OPERATION.match(line)) and (kernel := _kernel(*match.group(3, 5))):
+            kernels[computation] = kernel
+    return kernels
+
+
 def operations(program):
     """``(name, result type, opcode, operands, the rest)`` of the main computation, in order."""
     matches = (_OPERATION.match(line) for line in entry(program))
@@ -84,7 +106,7 @@ def schedule(program):
 
     Only the library's own kernels count: a permute beside a copy is not hidden.
     """
-    events, started = [], {}
+    events, started, fused = [], {}, _fused_kernels(program)
     for name, _, opcode, operands, rest in operations(program):
         if opcode == "collective-permute-start":
             started[name] = len(started)
@@ -93,8 +115,11 @@ def schedule(program):
             events.append(("done", started[operands.strip().lstrip("%")]))
         elif opcode == "collective-permute":
             events.append(("sync", name))
-        elif opcode == "custom-call" and (kernel := re.search(r"\bburst_(forward|dq|dkv)\b", rest)):
-            events.append(("kernel", kernel.group()))
+        else:
+            called = _CALLS.search(rest) if opcode == "fusion" else None
+            kernel = fused.get(called.group(1)) if called else _kernel(opcode, rest)
+            if kernel:
+                events.append(("kernel", kernel))
     return events
 
 
@@ -128,3 +153,41 @@ def permuted_bytes(program):
 def temp_bytes(program):
     """Bytes per device that the program needs beside its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
+
+
+class Ptxas(NamedTuple):
+    """What the assembler says of the Mosaic kernels it compiled.
+
+    Attributes:
+      kernels: their names.
+      stack: bytes of local memory, the most that one of them has: spilled registers lie there.
+      spills: bytes stored to it and loaded from it, of all.
+      serialized: whether matrix instructions of one of them wait for each other.
+      shares_ignored: whether every warpgroup has the same number of registers after all.
+    """
+
+    kernels: frozenset[str]
+    stack: int
+    spills: int
+    serialized: bool
+    shares_ignored: bool
+
+
+def ptxas(text):
+    """Reads what is printed under MOSAIC_GPU_DUMP_PTXAS=1 while a program is compiled.
+
+    The assembler's report has a kernel's spills ("0 bytes stack frame, 0 bytes spill stores"). The
+    linker's, which newer versions of JAX print after it, has its stack alone ("112 stack"), and "0
+    bytes lmem" whether it spills or not.
+    """
+    kernels = re.findall(r"Function properties for '?(burst_\w+?)_mosaic_gpu_kernel'?", text)
+    assert kernels, f"no report was printed: {text[-500:]!r}"
+    stacks = re.findall(r"(\d+) (?:bytes )?stack\b", text)
+    assert len(stacks) == len(kernels), text
+    return Ptxas(
+        kernels=frozenset(kernels),
+        stack=max(map(int, stacks)),
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
+        serialized="C7512" in text or "instructions are serialized" in text,
+        shares_ignored="'setmaxnreg' ignored" in text,
+    )

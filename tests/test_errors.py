@@ -303,9 +303,10 @@ IMPOSSIBLE = {
         {"implementation": "triton"},
         "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'",
     ),
-    "mosaic-gpu": (
+    "mosaic-gpu-on-cpu": (
         {"implementation": "mosaic_gpu"},
-        "'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'",
+        r"'mosaic_gpu' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
+        "'cpu'; use None, 'triton' or 'xla'",
     ),
 }
 

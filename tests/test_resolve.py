@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    MOSAIC_GPU,
     REFERENCE,
     TRITON,
     XLA,
@@ -43,13 +44,20 @@ INTERPRETED = triton(interpret=True)
         ({"implementation": None, "platform": "cpu", "capability": None}, XLA),
         ({"implementation": None, "platform": "tpu", "capability": None}, XLA),
         ({"implementation": None, "capability": 8.0}, TRITON),
-        ({"implementation": None, "capability": 9.0}, TRITON),
+        ({"implementation": None, "capability": 9.0}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 9.0, "dtype": "float16"}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 9.0, "dim": 256}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 10.0}, TRITON),
         ({"implementation": None, "capability": 7.5}, XLA),
         ({"implementation": None, "capability": None}, XLA),
         ({"implementation": None, "dim": 512}, XLA),
         ({"implementation": None, "dtype": "float64"}, XLA),
         ({"implementation": None, "backward": True}, TRITON),
         ({"implementation": None, "backward": True, "dim": 320}, XLA),
+        ({"implementation": None, "capability": 9.0, "backward": True, "dim": 128}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 9.0, "backward": True, "dim": 256}, TRITON),
+        ({"implementation": "triton", "capability": 9.0}, TRITON),
+        ({"implementation": "mosaic_gpu", "capability": 9.0, "backward": True}, MOSAIC_GPU),
         ({"implementation": "xla"}, XLA),
         ({"implementation": "xla", "backward": True}, XLA),
         ({"implementation": "triton"}, TRITON),
@@ -113,9 +121,20 @@ def test_triton_takes_the_tiles_of_the_gpu():
             "'triton' .* query is float64 .* takes bfloat16, float16 or float32",
         ),
         (
-            {"implementation": "mosaic_gpu", "capability": 9.0},
+            {"implementation": "mosaic_gpu", "platform": "cpu", "capability": None},
             NotImplementedError,
-            "'mosaic_gpu' is not there yet: use None, 'triton' or 'xla'",
+            r"'mosaic_gpu' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are "
+            "on 'cpu'; use None, 'triton' or 'xla'",
+        ),
+        (
+            {"implementation": "mosaic_gpu", "capability": 8.0},
+            NotImplementedError,
+            r"'mosaic_gpu' .* on 'gpu' of compute capability 8.0; use None, 'triton' or 'xla'",
+        ),
+        (
+            {"implementation": "mosaic_gpu", "capability": 10.0},
+            NotImplementedError,
+            r"'mosaic_gpu' .* on 'gpu' of compute capability 10.0; use None, 'triton' or 'xla'",
         ),
         (
             {"implementation": "cuda"},
@@ -135,7 +154,9 @@ def test_triton_takes_the_tiles_of_the_gpu():
         "no_backward",
         "triton_head_dim",
         "triton_float64",
-        "mosaic_gpu",
+        "mosaic_gpu_cpu",
+        "mosaic_gpu_ampere",
+        "mosaic_gpu_blackwell",
         "unknown",
         "function",
     ],

@@ -1,0 +1,205 @@
+"""The Mosaic GPU kernels compiled for an H100, and what the assembler says of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import compiled
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import AttentionSpec, Tokens, mosaic_gpu
+from pallas_kernels.mosaic_configs import (
+    SHARED_MEMORY,
+    MosaicConfig,
+    backward_config,
+    forward_config,
+)
+
+pytestmark = pytest.mark.cuda_compiler
+
+BATCH, HEADS, KV_HEADS = 2, 4, 2
+# A kernel that was compiled before in the same process is not reported again: all scales differ.
+SCALES = (0.1 + i / 1024 for i in itertools.count())
+
+
+def compile_one(half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", **config):
+    """Compiles one call of a kernel.
+
+    Args:
+      half: "forward" or "backward".
+      dim: the head dim.
+      full: with window, soft cap, segment ids and lengths that are no multiple of a tile. Else a
+        causal mask over whole tiles.
+      carried: changes what is given in place. Else it makes new arrays.
+      rounded: writes o in the queries' dtype, as the last call does.
+      dtype: the arrays'.
+      config: ``forward_config`` or ``backward_config``, if not those shipped.
+    """
+    local, length = mosaic_gpu(**config), 1000 if full else 1152
+    mesh, dtype = compiled.gpu_mesh("h100", 1), jnp.dtype(dtype)
+    spec = AttentionSpec(next(SCALES), right=0)
+    if full:
+        spec = AttentionSpec(next(SCALES), left=300, right=0, logits_soft_cap=20.0)
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    query = array(BATCH, length, HEADS, dim, dtype=dtype)
+    kv = array(2, BATCH, length, KV_HEADS, dim, dtype=dtype)
+    stats = array(BATCH, HEADS, length)
+    ids = array(BATCH, length, dtype=jnp.int32) if full else None
+    sums = (array(*query.shape), stats if half == "forward" else array(*kv.shape))
+    sums = sums if carried else None
+    out_dtype = dtype if rounded else None
+
+    def tokens(ids):
+        return Tokens(jnp.arange(length, dtype=jnp.int32), ids)
+
+    def forward(q, kv, stats, ids, sums):
+        del stats
+        both = tokens(ids), tokens(ids)
+        bounds = local.forward_bounds(spec, q, kv, *both)
+        return local.forward(q, kv, *both, bounds, sums, spec=spec, out_dtype=out_dtype)
+
+    def backward(q, kv, stats, ids, sums):
+        both = tokens(ids), tokens(ids)
+        bounds = local.backward_bounds(spec, q, kv, *both)
+        return local.backward(
+            (q, q), kv, (stats, stats), *both, bounds, *(sums or (None, None)), spec=spec
+        )
+
+    run = forward if half == "forward" else backward
+    # One device: nothing varies, and the kernels take no array in place that is marked as varying.
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    return compiled.compile_for(run, query, kv, stats, ids, sums)
+
+
+@pytest.fixture
+def report(monkeypatch, capfd):
+    """``report(...)``: what the assembler says while :func:`compile_one` runs."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+
+    def run(*args, **kwargs):
+        capfd.readouterr()
+        compile_one(*args, **kwargs)
+        return compiled.ptxas("".join(capfd.readouterr()))
+
+    return run
+
+
+def fits(seen):
+    """No register is spilled, and matrix instructions run beside each other."""
+    assert len(seen.kernels) == 1
+    if seen.shares_ignored:
+        pytest.xfail("this compiler links kernels, and gives every warpgroup as many registers")
+    assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
+
+
+@pytest.mark.parametrize(
+    ("dim", "full"),
+    [
+        *itertools.product(range(16, 257, 16), [False]),
+        *itertools.product([64, 128, 192, 240, 256], [True]),
+    ],
+)
+def test_forward_fits_in_the_registers(report, dim, full):
+    """Every head dim, on a float32 carry that is changed in place."""
+    fits(report("forward", dim, full=full))
+
+
+@pytest.mark.parametrize(("carried", "rounded"), [(False, False), (True, True)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_first_and_last_forward_fit_in_the_registers(report, dim, carried, rounded):
+    """A ring's first call has no carry, its last one rounds o."""
+    fits(report("forward", dim, full=True, carried=carried, rounded=rounded))
+
+
+@pytest.mark.parametrize(
+    ("carried", "full"),
+    [(False, True), (True, True), (True, False)],
+    ids=["fresh-full", "added-full", "added-plain"],
+)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_backward_fits_in_the_registers(report, dim, carried, full):
+    fits(report("backward", dim, full=full, carried=carried))
+
+
+@pytest.mark.parametrize(("half", "dim"), [("forward", 128), ("backward", 128)])
+def test_float16_fits_in_the_registers(report, half, dim):
+    fits(report(half, dim, full=True, dtype="float16"))
+
+
+def test_a_kernel_that_spills_is_recognised(report):
+    """The guard of the tests above: a tile of scores too large for a warpgroup's registers."""
+    seen = report("forward", 64, full=True, forward_config=MosaicConfig(128, 256, 2))
+    assert len(seen.kernels) == 1
+    assert seen.spills > 0
+    assert seen.stack > 0
+
+
+def test_a_report_is_never_taken_for_granted(capfd):
+    """Without the variable nothing is printed, and that is no kernel that fits."""
+    compile_one("forward", 64)
+    with pytest.raises(AssertionError, match="no report"):
+        compiled.ptxas("".join(capfd.readouterr()))
+
+
+# What the assembler and, in newer versions of JAX, the linker print.
+ASSEMBLER = """\
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of
+ptxas info    : Compiling entry function 'burst_forward_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for burst_forward_mosaic_gpu_kernel
+    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads
+"""
+LINKER = """\
+info    : Function properties for 'burst_forward_mosaic_gpu_kernel':
+info    : used 168 registers, used 16 barriers, {} stack, 1025 bytes smem, 0 bytes lmem
+"""
+SERIAL = (
+    "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (ASSEMBLER.format(0, 0, 0), True),
+        (ASSEMBLER.format(16, 8, 4), False),
+        (ASSEMBLER.format(0, 0, 0) + LINKER.format(0), True),
+        (LINKER.format(0), True),
+        (LINKER.format(112), False),
+        (SERIAL + ASSEMBLER.format(0, 0, 0), False),
+    ],
+)
+def test_both_forms_of_the_report_are_read(text, fits):
+    seen = compiled.ptxas(text)
+    assert len(seen.kernels) == 1
+    assert ((seen.spills, seen.stack, seen.serialized) == (0, 0, False)) == fits
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "rounded"),
+    [
+        *itertools.product(["forward"], [64, 176, 256], [False, True]),
+        *itertools.product(["backward"], [32, 128], [False]),
+    ],
+)
+def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, rounded):
+    """Asked for more stages than there is memory for: the error says how much they take."""
+    shipped = forward_config(dim) if half == "forward" else backward_config(dim)
+
+    def computed(config):
+        if half == "forward":
+            return config.forward_memory(dim, not rounded)
+        return config.backward_memory(dim)
+
+    stages = (MosaicConfig(shipped.block_q, shipped.block_kv, n) for n in itertools.count(2))
+    # Past the limit by more than the estimate may be above the truth.
+    config = next(config for config in stages if computed(config) > SHARED_MEMORY + 4096)
+    with pytest.raises(Exception, match="exceeds available shared memory") as caught:
+        compile_one(half, dim, carried=not rounded, rounded=rounded, **{f"{half}_config": config})
+    taken = int(re.search(r"smem_bytes=(\d+)", str(caught.value)).group(1))
+    assert taken <= computed(config) <= taken + 2048
