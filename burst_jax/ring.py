@@ -207,7 +207,10 @@ def _forward(
             # every block alive. With it each permute lies beside one kernel.
             travelling, carry = lax.optimization_barrier((arriving, carry))
     assert carry is not None
-    return carry
+    # Mosaic kernels' results are not marked as varying from device to device, nor may what they
+    # change in place be: so they are marked here. Without it the transpose of whatever reads out
+    # would sum its gradient over the ring.
+    return vary(carry, varying_axes(query, key, value))
 
 
 def _bounds_by_step(
@@ -259,6 +262,7 @@ def _ring_bwd(config, residuals, cotangents):
     )
     local = config.resolve(query, (key, value), backward=True)
     dq, dkv = _backward(config, local, queries, keys, rotation)
+    dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(key))
     dk, dv = dkv
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, None
 

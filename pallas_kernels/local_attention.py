@@ -298,8 +298,9 @@ def mosaic_gpu(
       backward_config: tiles of the backward kernel; None is the table's.
     """
 
-    def for_forward(q):
-        return forward_config or mosaic_configs.forward_config(q.shape[-1])
+    def for_forward(q, spec):
+        soft_cap = spec.logits_soft_cap is not None
+        return forward_config or mosaic_configs.forward_config(q.shape[-1], soft_cap)
 
     def for_backward(dim):
         return backward_config or mosaic_configs.backward_config(dim)
@@ -307,12 +308,12 @@ def mosaic_gpu(
     def forward(q, kv, q_tokens, kv_tokens, bounds, carry=None, *, spec, out_dtype=None):
         return mosaic_forward.forward(
             q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec, out_dtype=out_dtype,
-            config=for_forward(q),
+            config=for_forward(q, spec),
         )  # fmt: skip
 
     def forward_bounds(spec, q, kv, q_tokens, kv_tokens):
         del kv
-        return query_bounds(spec, q_tokens, kv_tokens, for_forward(q).tiles)
+        return query_bounds(spec, q_tokens, kv_tokens, for_forward(q, spec).tiles)
 
     def backward(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq=None, dkv=None, *, spec):
         return mosaic_backward.backward(

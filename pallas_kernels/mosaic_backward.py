@@ -374,13 +374,17 @@ def backward(
         plgpu.Barrier(num_arrivals=_WARPGROUPS),
     ]
     packed_dkv = (2 * batch, *half_shape(kv)[1:])
+    lse = rows_of.first
+    if dq is None:
+        # Not before the queries are there: in a ring, zeros for all its steps would lie in wait.
+        dq, lse = lax.optimization_barrier((jnp.zeros(half_shape(qdo), jnp.float32), lse))
     results = [
-        jnp.zeros(half_shape(qdo), jnp.float32) if dq is None else dq,
+        dq,
         jax.ShapeDtypeStruct(packed_dkv, jnp.float32) if dkv is None else dkv.reshape(packed_dkv),
     ]
     operands = [
         bounds, queries.first, queries.second, keys.first, keys.second,
-        rows_of.first, rows_of.second, *tokens,
+        lse, rows_of.second, *tokens,
     ]  # fmt: skip
     dq, dkv = call(
         body, "burst_backward", items=items, warpgroups=_WARPGROUPS,

@@ -51,22 +51,39 @@ class MosaicConfig:
 
     def forward_memory(self, head_dim: int, wide: bool) -> int:
         """Bytes of shared memory that the forward kernel takes; ``wide``: a float32 tile of o."""
-        q = self.block_q * head_dim * 2
-        kv = 2 * self.stages * self.block_kv * head_dim * 2
-        o = self.block_q * chunk(head_dim) * 4 if wide else 0
-        return q + kv + o + self.block_q * 4 + _BARRIERS
+        tiles = [self.block_q * head_dim * 2, *(self.stages * self.block_kv * head_dim * 2,) * 2]
+        if wide:
+            tiles.append(self.block_q * chunk(head_dim) * 4)
+        return _aligned(*tiles, self.block_q * 4) + _barriers(self.stages)
 
     def backward_memory(self, head_dim: int) -> int:
         """Bytes of shared memory that the backward kernel takes."""
-        kv = 2 * self.block_kv * head_dim * 2
-        q = (self.stages + (self.do_stages or self.stages)) * self.block_q * (head_dim * 2 + 4)
-        ds = DS_BUFFERS * self.block_kv * self.block_q * 2
-        return kv + q + ds + self.block_q * head_dim * 4 + _BARRIERS
+        do_stages = self.do_stages or self.stages
+        tile = self.block_q * head_dim * 2
+        stats = ((self.stages + do_stages) * self.block_q + 2 * self.stages) * 4
+        arrays = (
+            *(self.block_kv * head_dim * 2,) * 2,
+            self.stages * tile,
+            do_stages * tile,
+            DS_BUFFERS * self.block_kv * self.block_q * 2,
+            self.block_q * head_dim * 4,
+            stats,
+        )
+        return _aligned(*arrays) + _barriers(self.stages)
+
+
+def _aligned(*sizes: int) -> int:
+    """Bytes of arrays that each begin at a multiple of a KiB."""
+    return sum(-(-size // 1024) * 1024 for size in sizes)
+
+
+def _barriers(stages: int) -> int:
+    """Bytes of a kernel's barriers, at most."""
+    return 64 + 32 * stages
 
 
 # Three, so that either warpgroup of the backward kernel may run almost a whole step ahead.
 DS_BUFFERS = 3
-_BARRIERS = 512  # and alignment, at most
 
 
 def lane_tile(lanes: int, itemsize: int) -> int:
@@ -83,9 +100,9 @@ def chunk(head_dim: int) -> int:
     return max(c for c in range(step, 65, step) if head_dim % c == 0)
 
 
-def forward_config(head_dim: int) -> MosaicConfig:
-    """The forward kernel's tiles."""
-    if head_dim <= 64:
+def forward_config(head_dim: int, soft_cap: bool = False) -> MosaicConfig:
+    """The forward kernel's tiles. A soft cap takes registers that three warpgroups do not have."""
+    if head_dim <= 64 and not soft_cap:
         return MosaicConfig(192, 128, 2)
     if head_dim <= 128:
         return MosaicConfig(128, 128, 2)
