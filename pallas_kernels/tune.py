@@ -65,14 +65,17 @@ def triton_space(kernel: str, head_dim: int) -> Iterable[TritonConfig]:
 
 def mosaic_space(kernel: str, head_dim: int) -> Iterable[MosaicConfig]:
     """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
-    forward = kernel == "forward"
-    blocks_q, blocks_kv = ((128, 192), (64, 128, 192, 256)) if forward else ((64, 128), (128,))
-    for numbers in itertools.product(blocks_q, blocks_kv, (2, 3, 4) if forward else (2, 3)):
-        config = MosaicConfig(*numbers)
-        forward_memory = functools.partial(config.forward_memory, wide=True)
-        memory = forward_memory if forward else config.backward_memory
-        if memory(head_dim) <= SHARED_MEMORY:
-            yield config
+    if kernel == "forward":
+        for numbers in itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4)):
+            config = MosaicConfig(*numbers)
+            if config.forward_memory(head_dim, wide=True) <= SHARED_MEMORY:
+                yield config
+        return
+    for stages, do_stages in itertools.product((2, 3, 4), (None, 2, 3)):
+        if do_stages is None or do_stages < stages:
+            config = MosaicConfig(64, 128, stages, do_stages)
+            if config.backward_memory(head_dim) <= SHARED_MEMORY:
+                yield config
 
 
 BACKENDS = {
@@ -92,7 +95,7 @@ BACKENDS = {
         make=lambda config: mosaic_gpu(forward_config=config, backward_config=config),
         space=mosaic_space,
         matmuls={"forward": 2, "backward": 5},
-        syntax="Q,KV,STAGES",
+        syntax="Q,KV,STAGES[,DO_STAGES]",
         entry="{kernel}_config({dim}): MosaicConfig{tiles}",
         # Mosaic assembles its kernels itself, out of reach of XLA's option against spills: what
         # spills runs, and is slow.
@@ -241,8 +244,8 @@ def main() -> None:
 
 
 def as_entry(config: Any) -> tuple:
-    """A config as the tables write it: without a flag that is off."""
-    return tuple(value for value in dataclasses.astuple(config) if value is not False)
+    """A config as the tables write it: without a flag that is off or a number not given."""
+    return tuple(x for x in dataclasses.astuple(config) if x is not False and x is not None)
 
 
 if __name__ == "__main__":

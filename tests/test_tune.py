@@ -50,7 +50,8 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
     sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
     assert small == {(q, kv, n) for q in sizes[0] for kv in sizes[1] for n in sizes[2]}
     backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32)}
-    assert backward == {(q, 128, n) for q in (64, 128) for n in (2, 3)}
+    fewer = {(64, 128, 3, 2), (64, 128, 4, 2), (64, 128, 4, 3)}
+    assert backward == {(64, 128, n) for n in (2, 3, 4)} | fewer
     large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128)}
     assert (128, 128, 2) in large
     assert (128, 128, 3) not in large
@@ -62,6 +63,7 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
         ("triton", TritonConfig(64, 128, 8, 3)),
         ("triton", TritonConfig(64, 64, 4, 3, True)),
         ("mosaic_gpu", MosaicConfig(128, 64, 3)),
+        ("mosaic_gpu", MosaicConfig(64, 128, 3, 2)),
     ],
 )
 def test_entries_are_read_as_they_are_printed(name, config):
@@ -114,8 +116,8 @@ def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
     ("given", "message"),
     [
         (["--kernels", "dq"], "mosaic_gpu has no kernel 'dq'; it has forward, backward"),
-        (["--configs", "64,128,8,3"], "--configs of mosaic_gpu are Q,KV,STAGES ("),
-        (["--configs", "128,x,2"], "--configs of mosaic_gpu are Q,KV,STAGES ("),
+        (["--configs", "64,128,8,3,1"], "--configs of mosaic_gpu are Q,KV,STAGES"),
+        (["--configs", "128,x,2"], "--configs of mosaic_gpu are Q,KV,STAGES"),
         (["--configs", "128,100,2"], "block_kv is 100: it must be a multiple of 64"),
     ],
 )
