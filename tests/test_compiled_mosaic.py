@@ -23,6 +23,10 @@ pytestmark = pytest.mark.cuda_compiler
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 SCALES = (0.1 + i / 1024 for i in itertools.count())
+# JAX 0.12.0.1 links kernels, and linked ones keep the registers they start with: nothing to learn
+# there from compiling every head dim.
+LINKED = "this compiler links kernels, and gives every warpgroup as many registers"
+_compiler_links: list[bool] = []
 
 
 def compile_one(half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", **config):
@@ -83,6 +87,8 @@ def report(monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def run(*args, **kwargs):
+        if _compiler_links and args[1] not in (64, 128):
+            pytest.xfail(LINKED)
         capfd.readouterr()
         compile_one(*args, **kwargs)
         return compiled.ptxas("".join(capfd.readouterr()))
@@ -94,7 +100,8 @@ def fits(seen):
     """No register is spilled, and matrix instructions run beside each other."""
     assert len(seen.kernels) == 1
     if seen.shares_ignored:
-        pytest.xfail("this compiler links kernels, and gives every warpgroup as many registers")
+        _compiler_links.append(True)
+        pytest.xfail(LINKED)
     assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
 
 
