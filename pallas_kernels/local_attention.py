@@ -352,6 +352,12 @@ MOSAIC_GPU = mosaic_gpu()
 
 # --- the choice ----------------------------------------------------------------------------------
 
+# What None tries, fastest first; the last takes everything. JAX 0.12.0.1 compiles Mosaic kernels to
+# be linked, and linked ones do not get the registers that they ask for: they spill, and Triton's
+# come before them there. By name they run.
+_LINKED = jax.__version_info__ >= (0, 12)
+_CANDIDATES = (TRITON, XLA) if _LINKED else (MOSAIC_GPU, TRITON, XLA)
+
 # "reference" is for tests: chosen by name, never offered.
 _BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
 NAMES = ("mosaic_gpu", "triton", "xla")
@@ -401,10 +407,9 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is None:
-        candidates = (MOSAIC_GPU, TRITON, XLA)  # fastest first; the last takes everything
         chosen = next(
             candidate
-            for candidate in candidates
+            for candidate in _CANDIDATES
             if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None
         )
     obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)

@@ -309,4 +309,5 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     assert seen[0] == ("gpu", capability)
     query = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
     where = {"platform": "gpu", "compute_capability": capability, "q": query, "kv": (query, query)}
-    assert resolve(None, **where).name == ("mosaic_gpu" if capability == 9.0 else "triton")
+    hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
+    assert resolve(None, **where).name == ("mosaic_gpu" if hopper else "triton")

@@ -36,6 +36,8 @@ def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat
 
 
 INTERPRETED = triton(interpret=True)
+# JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
+ON_HOPPER = MOSAIC_GPU if jax.__version_info__ < (0, 12) else TRITON
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,9 @@ INTERPRETED = triton(interpret=True)
         ({"implementation": None, "platform": "cpu", "capability": None}, XLA),
         ({"implementation": None, "platform": "tpu", "capability": None}, XLA),
         ({"implementation": None, "capability": 8.0}, TRITON),
-        ({"implementation": None, "capability": 9.0}, MOSAIC_GPU),
-        ({"implementation": None, "capability": 9.0, "dtype": "float16"}, MOSAIC_GPU),
-        ({"implementation": None, "capability": 9.0, "dim": 256}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 9.0}, ON_HOPPER),
+        ({"implementation": None, "capability": 9.0, "dtype": "float16"}, ON_HOPPER),
+        ({"implementation": None, "capability": 9.0, "dim": 256}, ON_HOPPER),
         ({"implementation": None, "capability": 10.0}, TRITON),
         ({"implementation": None, "capability": 7.5}, XLA),
         ({"implementation": None, "capability": None}, XLA),
@@ -54,7 +56,7 @@ INTERPRETED = triton(interpret=True)
         ({"implementation": None, "dtype": "float64"}, XLA),
         ({"implementation": None, "backward": True}, TRITON),
         ({"implementation": None, "backward": True, "dim": 320}, XLA),
-        ({"implementation": None, "capability": 9.0, "backward": True, "dim": 128}, MOSAIC_GPU),
+        ({"implementation": None, "capability": 9.0, "backward": True, "dim": 128}, ON_HOPPER),
         ({"implementation": None, "capability": 9.0, "backward": True, "dim": 256}, TRITON),
         ({"implementation": "triton", "capability": 9.0}, TRITON),
         ({"implementation": "mosaic_gpu", "capability": 9.0, "backward": True}, MOSAIC_GPU),
