@@ -23,8 +23,8 @@ GPUS = ("a100", "h100")
 # Ids name the GPU and the kernels, which are never left to the library's choice here.
 KERNELS = pytest.mark.parametrize(
     ("gpu", "kernels"),
-    [("a100", "triton"), ("h100", "triton"), ("h100", "mosaic_gpu")],
-    ids=["a100-triton", "h100-triton", "h100-mosaic_gpu"],
+    [("a100", "triton"), ("h100", "mosaic_gpu")],
+    ids=["a100-triton", "h100-mosaic_gpu"],
 )
 
 
