@@ -104,6 +104,8 @@ def backward(
     block_q, block_kv = config.block_q, config.block_kv
     stages, do_stages = config.stages, config.do_stages or config.stages
     rows = WARPGROUP_ROWS
+    if block_kv != _WARPGROUPS * rows:
+        raise ValueError(f"block_kv is {block_kv}: the backward kernel takes {_WARPGROUPS * rows}")
     tiles, q_tiles = pl.cdiv(kv_length, block_kv), pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2

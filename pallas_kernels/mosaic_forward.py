@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_shape, pad_axis
 from pallas_kernels.merge import merge_weights
-from pallas_kernels.mosaic_configs import WARPGROUP_ROWS, MosaicConfig, chunk
+from pallas_kernels.mosaic_configs import REGISTERS, WARPGROUP_ROWS, MosaicConfig, chunk
 from pallas_kernels.mosaic_operands import Halves, Items, call, each_item, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
@@ -63,6 +63,8 @@ def forward(
     keys = Halves.of(kv)
     block_q, block_kv, stages = config.block_q, config.block_kv, config.stages
     warpgroups, rows = block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
+    if warpgroups not in REGISTERS:
+        raise ValueError(f"block_q is {block_q}: the forward kernel takes 128 or 192")
     tiles = pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, lanes = log2_factor(spec), chunk(dim)

@@ -4,6 +4,7 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 ``pytest tests/test_local_*.py --implementation mosaic_gpu``, or ``triton``.
 """
 
+import argparse
 import sys
 
 import compiled
@@ -11,9 +12,11 @@ import jax
 import pytest
 
 _GPU = ("triton", "mosaic_gpu")
-ON_GPU = any(argument.startswith("--implementation") for argument in sys.argv)
-# What --implementation says, before pytest has read it: tests are parametrized with it.
-IMPLEMENTATION = next((name for name in _GPU if any(name in a for a in sys.argv)), None)
+# Read before pytest reads it: the platform is set here, and tests are parametrized with it.
+_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+_options.add_argument("--implementation")
+IMPLEMENTATION = _options.parse_known_args(sys.argv[1:])[0].implementation
+ON_GPU = IMPLEMENTATION is not None
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import IMPLEMENTATION
 
-from pallas_kernels import MOSAIC_GPU, REFERENCE, AttentionSpec, Tokens, resolve
+from pallas_kernels import MOSAIC_GPU, REFERENCE, AttentionSpec, Tokens, mosaic_gpu, resolve
 from pallas_kernels.mosaic_configs import MosaicConfig, backward_config, chunk, forward_config
 
 DIMS = range(16, 257, 16)
@@ -49,6 +49,16 @@ def test_backward_tiles_fit(dim):
 def test_configs_check_themselves(arguments, message):
     with pytest.raises(ValueError, match=message):
         MosaicConfig(*arguments)
+
+
+def test_a_kernel_refuses_tiles_that_are_not_its_own():
+    _, q, do, kv, tokens = problem(t=64, s=64)
+    stats = (jnp.zeros((2, 4, 64)),) * 2
+    local = mosaic_gpu(MosaicConfig(64, 128, 2), MosaicConfig(64, 256, 2))
+    with pytest.raises(ValueError, match="block_q is 64: the forward kernel takes 128 or 192"):
+        forward(local, q, kv, tokens)
+    with pytest.raises(ValueError, match="block_kv is 256: the backward kernel takes 128"):
+        backward(local, (q, do), kv, stats, tokens)
 
 
 @pytest.mark.parametrize(
