@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
-from pallas_kernels.mosaic_configs import DS_BUFFERS, WARPGROUP_ROWS, MosaicConfig
-from pallas_kernels.mosaic_operands import Halves, Items, call, each_item, roles, token_operands
+from pallas_kernels.mosaic_configs import DS_BUFFERS, SLOTS, WARPGROUP_ROWS, MosaicConfig
+from pallas_kernels.mosaic_items import Items, each_item
+from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
     ROWS,
@@ -53,8 +54,9 @@ _TINY = 1e-37
 class _Stats:
     """Where the float32 numbers of the queries in shared memory lie, all in one array.
 
-    One array, because each would be aligned to a KiB: lse of every stage, delta of every stage, and
-    two numbers that say which queries and which head a stage holds, exact up to 2^24 each.
+    One array, because each would be aligned to a KiB: lse of every stage, delta of every stage, two
+    numbers that say which queries and which head a stage holds, exact up to 2^24 each, and the
+    numbers of the next items.
     """
 
     block_q: int
@@ -64,7 +66,12 @@ class _Stats:
     @property
     def size(self) -> int:
         """Numbers in all."""
-        return (self.stages + self.do_stages) * self.block_q + 2 * self.stages
+        return self.numbers + SLOTS
+
+    @property
+    def numbers(self) -> int:
+        """Where the numbers of items begin."""
+        return self.place(self.stages, 0)
 
     def lse(self, slot: Any) -> Any:
         """Those of a stage."""
@@ -110,9 +117,9 @@ def backward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
     stats_of = _Stats(block_q, stages, do_stages)
-    items = Items(batch, kv_heads, tiles, last_first=False, even=False)
+    items = Items(batch, kv_heads, tiles, last_first=False, shared_bytes=8 * q_length * dim)
 
-    def body(inputs, outputs, scratch):
+    def body(inputs, outputs, scratch, line):
         bounds_ref, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
         dq_ref, dkv_ref = outputs
@@ -143,7 +150,7 @@ def backward(
             return walk.tile(step), item.head * groups + group
 
         def copy_item(item):
-            row, kv_head, tile, _, count, begun = item
+            row, kv_head, tile, _, count, begun, _ = item
             here = pl.ds(tile * block_kv, block_kv)
 
             @pl.when(begun > 0)
@@ -203,17 +210,20 @@ def backward(
             )
 
         def compute_item(warpgroup, item):
-            row, kv_head, tile, walk, count, begun = item
+            # Steps are counted over all items, and the first one is known by there being none
+            # before it: fewer numbers to keep in registers.
+            row, _, tile, walk, count, begun, again = item
+            end = begun + count
             first_key = tile * block_kv + warpgroup * rows
             k_tokens = kv_token_refs.load(row, pl.ds(first_key, rows), ROWS)
 
             def wait_for_queries(step):
-                @pl.when(step < count)
+                @pl.when(step < end)
                 def _():
-                    plgpu.barrier_wait(q_here.at[lax.rem(begun + step, i32(stages))])
+                    plgpu.barrier_wait(q_here.at[lax.rem(step, i32(stages))])
 
             def ds_buffer(step):
-                return lax.rem(begun + step + DS_BUFFERS, i32(DS_BUFFERS))
+                return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))
 
             def mask(scores, q_tile):
                 # One test after the other: the ids of both would not fit in registers.
@@ -243,8 +253,7 @@ def backward(
                 # Scores are transposed, [keys, queries]: their weights are a matrix instruction's
                 # left operand in registers as they are.
                 dk, dv, earlier_tile, earlier_head = state
-                slot = lax.rem(begun + step, i32(stages))
-                do_slot = lax.rem(begun + step, i32(do_stages))
+                slot, do_slot = lax.rem(step, i32(stages)), lax.rem(step, i32(do_stages))
                 newer, older = ds_buffer(step), ds_buffer(step - 1)
                 # What follows from the warpgroup is made anew in every step: kept, it would be in
                 # registers that the tiles need.
@@ -287,7 +296,7 @@ def backward(
 
                 # The other warpgroup has then finished the products of the step before the last,
                 # which read the buffer that is written now.
-                @pl.when(step > 0)
+                @pl.when(earlier_tile >= 0)
                 def _():
                     plgpu.barrier_wait(ds_here)
 
@@ -302,7 +311,8 @@ def backward(
                     plgpu.wgmma(dv_acc, p, do_smem.at[do_slot])
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
                     part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
-                    add_dq(row, earlier_tile, earlier_head, part, me, lanes, predicate=step > 0)
+                    some = earlier_tile >= 0
+                    add_dq(row, earlier_tile, earlier_head, part, me, lanes, predicate=some)
                     dk_next = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                     dv_next = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
                     plgpu.barrier_arrive(do_free.at[do_slot])
@@ -316,24 +326,25 @@ def backward(
                 plgpu.wgmma(dq_acc, ds_smem.at[buffer].transpose((1, 0)), k_smem.at[:, lanes])
 
             def last_dq(dq_acc):
-                dq_of(dq_acc, ds_buffer(count - 1), my_lanes)
+                dq_of(dq_acc, ds_buffer(end - 1), my_lanes)
                 return dq_acc[...]
 
             my_lanes = pl.ds(warpgroup * half, half)
             plgpu.barrier_wait(kv_here)
-            wait_for_queries(i32(0))
+            wait_for_queries(begun)
             zeros = full((rows, dim), 0, TILE)
             # Without work its one tile needs its mask.
-            masked_end = jnp.where(walk.total > 0, walk.masked, 1) * groups
-            state = (zeros, zeros, i32(0), i32(0))
-            state = lax.fori_loop(i32(0), masked_end, functools.partial(visit, True), state)
-            state = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
+            masked_end = begun + jnp.where(walk.total > 0, walk.masked, 1) * groups
+            state = (zeros, zeros, i32(-1), i32(0))
+            state = lax.fori_loop(begun, masked_end, functools.partial(visit, True), state)
+            state = lax.fori_loop(masked_end, end, functools.partial(visit, False), state)
             dk, dv, q_tile, head = state
             plgpu.barrier_wait(ds_here)
             part = pl.run_scoped(last_dq, plgpu.ACC((block_q, half), jnp.float32))
             plgpu.barrier_arrive(kv_free)
             add_dq(row, q_tile, head, part, warpgroup, my_lanes)
-            mine = pl.ds(first_key, rows)
+            row, kv_head, tile = again()
+            mine = pl.ds(tile * block_kv + pin(warpgroup) * rows, rows)
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -346,15 +357,16 @@ def backward(
                         reduction_op=None if dkv is None else "add",
                     )
 
+        line = line.kept_in(stats_smem, stats_of.numbers)
         run = functools.partial(
-            each_item, items, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
+            each_item, items, line, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
         )
 
         def compute(warpgroup):
-            run(functools.partial(compute_item, warpgroup))
+            run(functools.partial(compute_item, warpgroup), taker=False)
             plgpu.wait_smem_to_gmem(0)
 
-        roles(_WARPGROUPS, compute, lambda: run(copy_item))
+        roles(_WARPGROUPS, compute, lambda: run(copy_item, taker=True))
 
     # Half of K's lanes are an operand: where the head dim is small its tiles are half as wide, and
     # both operands of a product must be in equal tiles.

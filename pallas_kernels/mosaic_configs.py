@@ -49,18 +49,22 @@ class MosaicConfig:
         """The part that tile bounds depend on."""
         return Tiles(self.block_q, self.block_kv)
 
-    def forward_memory(self, head_dim: int, wide: bool) -> int:
-        """Bytes of shared memory that the forward kernel takes; ``wide``: a float32 tile of o."""
+    def forward_memory(self, head_dim: int, wide: bool, carried: bool) -> int:
+        """Bytes of shared memory that the forward kernel takes.
+
+        ``wide``: o is float32; ``carried``: there is a float32 o to merge with.
+        """
         tiles = [self.block_q * head_dim * 2, *(self.stages * self.block_kv * head_dim * 2,) * 2]
-        if wide:
+        tiles.append(self.block_q * out_chunk(head_dim, wide) * (4 if wide else 2))
+        if carried and not wide:
             tiles.append(self.block_q * chunk(head_dim) * 4)
-        return _aligned(*tiles, self.block_q * 4) + _barriers(self.stages)
+        return _aligned(*tiles, self.block_q * 4, SLOTS * 4) + _barriers(self.stages)
 
     def backward_memory(self, head_dim: int) -> int:
         """Bytes of shared memory that the backward kernel takes."""
         do_stages = self.do_stages or self.stages
         tile = self.block_q * head_dim * 2
-        stats = ((self.stages + do_stages) * self.block_q + 2 * self.stages) * 4
+        stats = ((self.stages + do_stages) * self.block_q + 2 * self.stages + SLOTS) * 4
         arrays = (
             *(self.block_kv * head_dim * 2,) * 2,
             self.stages * tile,
@@ -79,9 +83,11 @@ def _aligned(*sizes: int) -> int:
 
 def _barriers(stages: int) -> int:
     """Bytes of a kernel's barriers, at most."""
-    return 64 + 32 * stages
+    return 96 + 16 * SLOTS + 32 * stages
 
 
+# How many numbers of items may be on their way from the warpgroup that takes them to the others.
+SLOTS = 2
 # Three, so that either warpgroup of the backward kernel may run almost a whole step ahead.
 DS_BUFFERS = 3
 
@@ -95,9 +101,20 @@ def lane_tile(lanes: int, itemsize: int) -> int:
 
 
 def chunk(head_dim: int) -> int:
-    """How many lanes of a float32 tile of o go through shared memory at a time, 64 at most."""
-    step = lane_tile(head_dim, 2)
-    return max(c for c in range(step, 65, step) if head_dim % c == 0)
+    """How many lanes of a float32 tile of o go through shared memory at a time: 64 at most.
+
+    Above 128 lanes 32, for a chunk of the result to have room beside it.
+    """
+    step, most = lane_tile(head_dim, 2), 64 if head_dim <= 128 else 32
+    step = min(step, most)
+    return max(c for c in range(step, most + 1, step) if head_dim % c == 0)
+
+
+def out_chunk(head_dim: int, wide: bool) -> int:
+    """How many lanes of the result are written at a time; ``wide``: in float32."""
+    if wide:
+        return chunk(head_dim)
+    return head_dim if head_dim <= 128 else 2 * chunk(head_dim)
 
 
 def forward_config(head_dim: int, soft_cap: bool = False) -> MosaicConfig:

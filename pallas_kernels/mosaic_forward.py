@@ -1,7 +1,7 @@
 """Forward local attention as a Pallas kernel, lowered by Mosaic GPU (Hopper).
 
-One program per (batch row, query head, query tile), 64 queries a warpgroup. One more warpgroup
-copies key tiles into shared memory as room comes free. A computing warpgroup starts the next tile's
+An item of work is a (batch row, query head, query tile), 64 queries a warpgroup. One more warpgroup
+takes the items, and copies their queries and key tiles into shared memory as room comes free. A computing warpgroup starts the next tile's
 ``q k^T`` and this one's ``p v`` together, and makes the softmax of the former while the other
 warpgroup's products run; o is merged with the incoming (o, lse) at the end, in place.
 """
@@ -19,8 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_shape, pad_axis
 from pallas_kernels.merge import merge_weights
-from pallas_kernels.mosaic_configs import REGISTERS, WARPGROUP_ROWS, MosaicConfig, chunk
-from pallas_kernels.mosaic_operands import Halves, Items, call, each_item, roles, token_operands
+from pallas_kernels.mosaic_configs import (
+    REGISTERS,
+    SLOTS,
+    WARPGROUP_ROWS,
+    MosaicConfig,
+    chunk,
+    out_chunk,
+)
+from pallas_kernels.mosaic_items import Items, each_item
+from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
     ROWS,
@@ -67,27 +75,42 @@ def forward(
         raise ValueError(f"block_q is {block_q}: the forward kernel takes 128 or 192")
     tiles = pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
-    factor, lanes = log2_factor(spec), chunk(dim)
+    factor, lanes, out_lanes = log2_factor(spec), chunk(dim), out_chunk(dim, wide)
     in_place = carried and wide
-    items = Items(batch, heads, tiles, last_first=True, even=not tokens)
+    items = Items(
+        batch, heads, tiles, last_first=True, shared_bytes=4 * kv_length * dim * kv_heads // heads
+    )
 
-    def body(inputs, outputs, scratch):
+    def body(inputs, outputs, scratch, line):
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
-        q_smem, k_smem, v_smem, o_smem, lse_smem, q_here, k_here, v_here, k_free, v_free, o_here = (
-            scratch
-        )
+        q_smem, k_smem, v_smem, out_smem, o_smem, lse_smem, numbers, *barriers = scratch
+        q_here, q_free, k_here, v_here, k_free, v_free, o_here = barriers
+        o_smem = out_smem if wide else o_smem
         o_ref, lse_ref = outputs
         o_in_ref, lse_in_ref = outputs if not carried or in_place else inputs[-2:]
 
         def walk_of(row, tile):
             return Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
 
-        run = functools.partial(each_item, items, walk_of, leave_empty=in_place)
+        line = line.kept_in(numbers)
+        run = functools.partial(each_item, items, line, walk_of, leave_empty=in_place)
 
         def copy_item(item):
-            row, head, _, walk, count, begun = item
+            row, head, tile, walk, count, begun, _ = item
             kv_head = lax.div(head, i32(heads // kv_heads))
+
+            def copy_queries():
+                for warpgroup in range(warpgroups):
+
+                    @pl.when(begun > 0)
+                    def _(warpgroup=warpgroup):
+                        plgpu.barrier_wait(q_free.at[warpgroup])
+
+                    mine = pl.ds(tile * block_q + warpgroup * rows, rows)
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[row, mine, head], q_smem.at[warpgroup], q_here.at[warpgroup]
+                    )
 
             @pl.loop(i32(0), count)
             def _(step):
@@ -98,6 +121,10 @@ def forward(
                     (v_ref.at[row + keys.offset, at, kv_head], v_smem, v_here, v_free),
                 )
                 for source, target, here, free in copies:
+                    if target is v_smem:
+                        # Behind the first keys, for which there is room before the last item's
+                        # last scores have been made.
+                        pl.when(step == 0)(copy_queries)
 
                     @pl.when(begun + step >= stages)
                     def _(free=free):
@@ -106,14 +133,9 @@ def forward(
                     plgpu.copy_gmem_to_smem(source, target.at[slot], here.at[slot])
 
         def compute_item(warpgroup, item):
-            row, head, tile, walk, count, begun = item
+            row, head, tile, walk, count, begun, _ = item
             start = tile * block_q + warpgroup * rows
             mine = pl.ds(start, rows)
-            # The last item's results leave the memory that this one's queries and results come to.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.copy_gmem_to_smem(
-                q_ref.at[row, mine, head], q_smem.at[warpgroup], q_here.at[warpgroup]
-            )
             q_here_tokens = q_token_refs.load(row, mine, ROWS)
 
             def slot_of(step):
@@ -160,6 +182,11 @@ def forward(
             wait_for_keys(i32(0))
             scores = pl.run_scoped(first_scores, accumulators[0])
             plgpu.barrier_arrive(k_free.at[slot_of(i32(0))])
+
+            @pl.when(count == 1)
+            def _():
+                plgpu.barrier_arrive(q_free.at[warpgroup])
+
             m, total = full((rows,), _FLOOR, ROWS), full((rows,), 0, ROWS)
             p, m, total, _ = softmax(True, i32(0), scores, m, total)
             p = p.astype(q.dtype)
@@ -178,6 +205,11 @@ def forward(
                     plgpu.wgmma(acc_ref, p, v_smem.at[last])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                     plgpu.barrier_arrive(k_free.at[slot])
+
+                    @pl.when(step == count - 1)
+                    def _():
+                        plgpu.barrier_arrive(q_free.at[warpgroup])
+
                     p_next, m_next, total_next, shrink = softmax(masked, step, scores, m, total)
                     out = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     # Rounded only now: the product above may still have been reading p's registers.
@@ -194,6 +226,13 @@ def forward(
             state = lax.fori_loop(i32(1), masked_end, functools.partial(visit, True), state)
             state = lax.fori_loop(masked_end, count, functools.partial(visit, False), state)
             p, acc, m, total = state
+
+            # The last item's results have left the memory that this one's come to.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if carried:
+                lse_in, arrived = lse_in_ref.at[row, head, mine], o_here.at[warpgroup]
+                plgpu.copy_gmem_to_smem(lse_in, lse_smem.at[warpgroup], arrived)
+                fetch_o(warpgroup, row, head, mine, 0)
 
             def last_product(acc_ref):
                 acc_ref[...] = acc
@@ -213,55 +252,56 @@ def forward(
             total = jnp.where(empty, 1.0, total)
             lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
             weight, w_in = 1 / total, total
-            arrived = o_here.at[warpgroup]
             if carried:
-                lse_in = lse_in_ref.at[row, head, mine]
-                plgpu.copy_gmem_to_smem(lse_in, lse_smem.at[warpgroup], arrived)
-                plgpu.barrier_wait(arrived)
+                plgpu.barrier_wait(o_here.at[warpgroup])
                 old_lse = plgpu.load(lse_smem.at[warpgroup], layout=ROWS)
                 w_in, w_new, lse = merge_weights(old_lse, lse)
                 weight = weight * w_new
                 plgpu.commit_smem()  # What is written next, others still read.
             lse_smem[warpgroup] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, mine])
             for at in range(0, dim, lanes):
                 part = acc[:, at : at + lanes]
                 part = part * along_rows(weight, part.shape)
-                if wide and at:
+                place = at % out_lanes
+                if at and not place:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if carried:
-                    o_in = o_in_ref.at[row, mine, head, pl.ds(at, lanes)]
-                    plgpu.copy_gmem_to_smem(o_in, o_smem.at[warpgroup], arrived)
-                    plgpu.barrier_wait(arrived)
+                    if at:
+                        fetch_o(warpgroup, row, head, mine, at)
+                        plgpu.barrier_wait(o_here.at[warpgroup])
                     old = plgpu.load(o_smem.at[warpgroup], layout=TILE)
                     part = part + old * along_rows(w_in, part.shape)
                     if not wide:
                         plgpu.commit_smem()  # What the next copy overwrites, others still read.
-                if wide:
-                    o_smem[warpgroup] = part
+                out_smem[warpgroup, :, place : place + lanes] = part.astype(out_dtype)
+                if place + lanes == out_lanes:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        o_smem.at[warpgroup], o_ref.at[row, mine, head, pl.ds(at, lanes)]
+                        out_smem.at[warpgroup],
+                        o_ref.at[row, mine, head, pl.ds(at + lanes - out_lanes, out_lanes)],
                     )
-                else:
-                    q_smem[warpgroup, :, at : at + lanes] = part.astype(out_dtype)
-            plgpu.commit_smem()
-            if not wide:
-                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], o_ref.at[row, mine, head])
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, mine])
+
+        def fetch_o(warpgroup, row, head, mine, at):
+            o_in = o_in_ref.at[row, mine, head, pl.ds(at, lanes)]
+            plgpu.copy_gmem_to_smem(o_in, o_smem.at[warpgroup], o_here.at[warpgroup])
 
         def compute(warpgroup):
-            run(functools.partial(compute_item, warpgroup))
+            run(functools.partial(compute_item, warpgroup), taker=False)
             plgpu.wait_smem_to_gmem(0)
 
-        roles(warpgroups, compute, lambda: run(copy_item))
+        roles(warpgroups, compute, lambda: run(copy_item, taker=True))
 
     scratch = [
         shared((warpgroups, rows, dim), q.dtype),
         shared((stages, block_kv, dim), q.dtype),
         shared((stages, block_kv, dim), q.dtype),
-        shared((warpgroups, rows, lanes), jnp.float32) if wide or carried else None,
+        shared((warpgroups, rows, out_lanes), out_dtype, lanes=lanes),
+        shared((warpgroups, rows, lanes), jnp.float32) if carried and not wide else None,
         plgpu.SMEM((warpgroups, rows), jnp.float32),
-        plgpu.Barrier(num_barriers=warpgroups),
+        plgpu.SMEM((SLOTS,), jnp.float32),
+        *(plgpu.Barrier(num_barriers=warpgroups),) * 2,
         *(plgpu.Barrier(num_barriers=stages),) * 2,
         *(plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
         plgpu.Barrier(num_barriers=warpgroups),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, varying_axes
+from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, vary, varying_axes
 from pallas_kernels.mosaic_configs import REGISTERS
-from pallas_kernels.mosaic_tiles import TokenRefs, Walk, i32
+from pallas_kernels.mosaic_items import Items, Line
+from pallas_kernels.mosaic_tiles import TokenRefs
 from pallas_kernels.spec import AttentionSpec, Tokens
-
-_H100_MULTIPROCESSORS = 132
 
 
 class Halves(NamedTuple):
@@ -68,110 +66,6 @@ def token_operands(
     return arrays, refs_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Items:
-    """The work of a kernel, one item per (batch row, head, tile), shared out over its programs.
-
-    Tiles vary fastest, for the items that run at one time to share few heads in the L2 cache.
-
-    Attributes:
-      batch: rows of the batch.
-      heads: heads.
-      tiles: tiles of the side that items are split over.
-      last_first: start with the last tile. Where positions ascend, causal masks give the last query
-        tile and the first key tile the most work, and long items must not be left to the end.
-      even: all take the same time. Then there is one program per multiprocessor, which works off
-        several, and the copies for the next one run while the last one's results are written.
-        Else every item is a program of its own, and the GPU gives them out as it gets free.
-    """
-
-    batch: int
-    heads: int
-    tiles: int
-    last_first: bool
-    even: bool
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self.batch * self.heads * self.tiles
-
-    @property
-    def programs(self) -> int:
-        """How many work on them."""
-        return min(self.count, _multiprocessors()) if self.even else self.count
-
-    @property
-    def rounds(self) -> int:
-        """How many items a program has at most."""
-        return -(-self.count // self.programs)
-
-    def at(self, turn: Any) -> tuple[Any, Any, Any, Any]:
-        """``(whether there is one, batch row, head, tile)`` of a program's item."""
-        item = turn * self.programs + jax.lax.axis_index("programs")
-        tile, rest = jax.lax.rem(item, i32(self.tiles)), jax.lax.div(item, i32(self.tiles))
-        tile = i32(self.tiles - 1) - tile if self.last_first else tile
-        row, head = jax.lax.div(rest, i32(self.heads)), jax.lax.rem(rest, i32(self.heads))
-        return item < self.count, row, head, tile
-
-
-class Item(NamedTuple):
-    """One item's place, its way over tiles, and its steps; ``begun``: steps of the items before."""
-
-    row: Any
-    head: Any
-    tile: Any
-    walk: Walk
-    steps: Any
-    begun: Any
-
-
-def each_item(
-    items: Items,
-    walk_of: Callable[[Any, Any], Walk],
-    visit: Callable[[Item], None],
-    *,
-    steps_per_tile: int = 1,
-    leave_empty: bool,
-) -> None:
-    """Calls ``visit`` for a program's items one after the other.
-
-    Args:
-      items: all items.
-      walk_of: ``(row, tile) -> walk``.
-      visit: does one item.
-      steps_per_tile: how many steps a tile of the walk takes.
-      leave_empty: pass by items that have no tile to visit. Else they visit one, which its mask
-        makes empty.
-    """
-
-    def body(turn, begun):
-        there, row, head, tile = items.at(turn)
-        walk = walk_of(row, tile)
-        visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
-        steps = jnp.where(there, visited, 0) * steps_per_tile
-
-        @pl.when(steps > 0)
-        def _():
-            visit(Item(row, head, tile, walk, steps, begun))
-
-        return begun + steps
-
-    if items.rounds == 1:
-        body(i32(0), i32(0))  # No loop, and what it would keep in registers is constant.
-    else:
-        jax.lax.fori_loop(i32(0), i32(items.rounds), body, i32(0))
-
-
-def _multiprocessors() -> int:
-    """Those of the GPU that the code being traced will run on; an H100's where it is not known."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.num_cores or _H100_MULTIPROCESSORS
-    device = jax.devices()[0]
-    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
-
-
 def call(
     body: Callable[..., None],
     name: str,
@@ -182,7 +76,7 @@ def call(
     scratch: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct | jax.Array],
 ) -> list[jax.Array]:
-    """Runs ``body(operand refs, result refs, scratch refs)`` in every program.
+    """Runs ``body(operand refs, result refs, scratch refs, line)`` in every program.
 
     Args:
       body: the kernel; :meth:`Items.at` says what its program has to do, :func:`roles` who does it.
@@ -202,12 +96,20 @@ def call(
     ]
     # References that live within this call: XLA runs the kernel in place on what they hold.
     held = {i: jax.new_ref(r) for i, r in enumerate(results) if isinstance(r, jax.Array)}
+    taken = [] if items.one_each else [jax.new_ref(vary(jnp.zeros((1,), jnp.int32), kind.varying))]
 
     def entry(*refs):
         inputs, rest = refs[: len(operands)], refs[len(operands) :]
+        counter, rest = rest[: len(taken)], rest[len(taken) :]
         in_place, new = iter(rest[: len(held)]), iter(rest[len(held) :])
         outputs = [next(in_place if i in held else new) for i in range(len(results))]
-        pl.run_scoped(lambda *scoped: body(inputs, outputs, scoped), *scratch, collective_axes="wg")
+
+        def run(*scoped):
+            line = Line(*(counter or [None]), *scoped[len(scratch) :])
+            body(inputs, outputs, scoped[: len(scratch)], line)
+
+        barriers = Line.barriers(warpgroups)
+        pl.run_scoped(run, *scratch, *barriers, collective_axes="wg")
 
     made = iter(
         plgpu.kernel(
@@ -223,7 +125,7 @@ def call(
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
-        )(*operands, *held.values())
+        )(*operands, *taken, *held.values())
     )
     return [held[i][...] if i in held else next(made) for i in range(len(results))]
 

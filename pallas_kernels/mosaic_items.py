@@ -1,0 +1,232 @@
+"""How a Mosaic GPU kernel's work is cut into items, and how its programs take them one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_configs import SLOTS
+from pallas_kernels.mosaic_tiles import Walk, i32, pin
+
+
+_H100_MULTIPROCESSORS = 132
+# Bytes of the L2 cache (50 MiB) that a section may take.
+import os
+
+_CACHED = int(os.environ.get("CACHED", "24")) * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """The work of a kernel, one item per (batch row, head, tile).
+
+    There is one program per multiprocessor. Each takes the next item when it has started the copies
+    for the last one (:class:`Line`), so that no multiprocessor waits while another has much to do,
+    and an item's first copies run while the last one's results are made and written.
+
+    Items go section by section, a section being all tiles of some heads: few enough for what their
+    items share to stay in the L2 cache, and else many, because long items must not come last.
+
+    Attributes:
+      batch: rows of the batch.
+      heads: heads.
+      tiles: tiles of the side that items are split over.
+      last_first: start with the last tile. Where positions ascend, causal masks give the last query
+        tile and the first key tile the most work.
+      shared_bytes: what the items of a head have in common in device memory.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    last_first: bool
+    shared_bytes: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.batch * self.heads * self.tiles
+
+    @property
+    def programs(self) -> int:
+        """How many work on them."""
+        return min(self.count, _multiprocessors())
+
+    @property
+    def section(self) -> int:
+        """How many heads are in a section."""
+        heads = self.batch * self.heads
+        most = max(1, _CACHED // self.shared_bytes)
+        return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+    @property
+    def one_each(self) -> bool:
+        """Whether no program has a second item."""
+        return self.programs == self.count
+
+    def at(self, number: Any) -> tuple[Any, Any, Any]:
+        """``(batch row, head, tile)`` of an item."""
+        together = self.section
+        section, place = (op(number, i32(together * self.tiles)) for op in (lax.div, lax.rem))
+        tile = lax.div(place, i32(together))
+        tile = i32(self.tiles - 1) - tile if self.last_first else tile
+        head = section * together + lax.rem(place, i32(together))
+        return lax.div(head, i32(self.heads)), lax.rem(head, i32(self.heads)), tile
+
+
+def _multiprocessors() -> int:
+    """Those of the GPU that the code being traced will run on; an H100's where it is not known."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.num_cores or _H100_MULTIPROCESSORS
+    device = jax.devices()[0]
+    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
+
+
+class Line(NamedTuple):
+    """Where programs take the number of their next item, and pass it on within the program.
+
+    Attributes:
+      taken: int32 ``[1]`` in device memory: how many have been taken by all programs.
+      here: barriers, a number has come.
+      free: barriers, all have read it.
+      numbers: float32 shared memory that the kernel has for them, which is exact up to 2^24: more
+        items than a GPU holds.
+      first: where in it they begin.
+    """
+
+    taken: Any
+    here: Any
+    free: Any
+    numbers: Any = None
+    first: int = 0
+
+    @staticmethod
+    def barriers(warpgroups: int) -> list[Any]:
+        """To be allocated; ``warpgroups``: how many compute."""
+        return [
+            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
+        ]
+
+    def kept_in(self, numbers: Any, first: int = 0) -> Line:
+        """With shared memory for the numbers."""
+        return self._replace(numbers=numbers, first=first)
+
+    def open(self) -> None:
+        """To be called first by those who do not take."""
+        for slot in range(SLOTS):
+            plgpu.barrier_arrive(self.free.at[slot])
+
+    def take(self, slot: Any) -> None:
+        """Takes the number of the next item. Nobody waits for it here."""
+        plgpu.barrier_wait(self.free.at[slot])
+        _take(self.taken, self.numbers.at[pl.ds(self.first + slot, 1)])
+        plgpu.barrier_arrive(self.here.at[slot])
+
+    def read(self, slot: Any, taker: bool) -> Any:
+        """The number of the next item; ``taker``: in the warpgroup that takes them."""
+        plgpu.barrier_wait(self.here.at[slot])
+        number = self.numbers[self.first + slot].astype(jnp.int32)
+        if not taker:
+            plgpu.barrier_arrive(self.free.at[slot])
+        return number
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def _take(_, taken, number):
+    """``number[0] = taken[0]++``, by one thread."""
+    # One of the warpgroup's second warp: the first one starts the copies, which would wait for it.
+    utils.inline_ptx(
+        """{
+        .reg .pred mine;
+        .reg .b32 thread, count;
+        .reg .f32 ticket;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 mine, thread, 32;
+        @mine atom.relaxed.gpu.global.add.u32 count, [$0], 1;
+        @mine cvt.rn.f32.u32 ticket, count;
+        @mine st.shared.f32 [$1], ticket;
+        }""",
+        utils.memref_ptr(taken),
+        utils.memref_ptr(number),
+        has_side_effects=True,
+    )
+
+
+class Item(NamedTuple):
+    """One item's place, its way over tiles, and its steps.
+
+    ``begun``: steps of the items before. ``again``: makes ``(row, head, tile)`` anew, for a kernel
+    that has no registers to keep them in.
+    """
+
+    row: Any
+    head: Any
+    tile: Any
+    walk: Walk
+    steps: Any
+    begun: Any
+    again: Callable[[], tuple[Any, Any, Any]]
+
+
+def each_item(
+    items: Items,
+    line: Line,
+    walk_of: Callable[[Any, Any], Walk],
+    visit: Callable[[Item], None],
+    *,
+    taker: bool,
+    steps_per_tile: int = 1,
+    leave_empty: bool,
+) -> None:
+    """Calls ``visit`` for a program's items one after the other.
+
+    Args:
+      items: all items.
+      line: where the numbers of the next ones come from.
+      walk_of: ``(row, tile) -> walk``.
+      visit: does one item.
+      taker: whether this warpgroup takes the numbers for its program, as one must.
+      steps_per_tile: how many steps a tile of the walk takes.
+      leave_empty: pass by items that have no tile to visit. Else they visit one, which its mask
+        makes empty.
+    """
+
+    def body(state):
+        # Registers are scarce: the number of the item and the slot of the next one share one.
+        ticket, begun = state
+        number, slot = lax.div(ticket, i32(SLOTS)), lax.rem(ticket, i32(SLOTS))
+        row, head, tile = items.at(number)
+        walk = walk_of(row, tile)
+        visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
+        steps = visited * steps_per_tile
+
+        @pl.when(steps > 0)
+        def _():
+            again = lambda: items.at(lax.div(pin(ticket), i32(SLOTS)))
+            visit(Item(row, head, tile, walk, steps, begun, again))
+
+        if items.one_each:
+            return None
+        if taker:
+            line.take(slot)
+        number = items.programs + line.read(slot, taker)
+        return number * SLOTS + (1 - slot), begun + steps
+
+    first = lax.axis_index("programs") * SLOTS, i32(0)
+    if items.one_each:
+        body(first)  # No loop, and what it would keep in registers is constant.
+    else:
+        if not taker:
+            line.open()
+        lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)
