@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.mosaic_configs import DS_BUFFERS, SLOTS, WARPGROUP_ROWS, MosaicConfig
-from pallas_kernels.mosaic_items import Items, each_item
+from pallas_kernels.mosaic_items import Barriers, Items, each_item
 from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
@@ -117,6 +118,8 @@ def backward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
     stats_of = _Stats(block_q, stages, do_stages)
+    # Barriers: K and V here, free; q and dO here, free; dS here; numbers of items free.
+    counts = (1, 1, stages, do_stages, stages, do_stages, 1, SLOTS)
     items = Items(batch, kv_heads, tiles, last_first=False, shared_bytes=8 * q_length * dim)
 
     def body(inputs, outputs, scratch, line):
@@ -124,8 +127,12 @@ def backward(
         q_token_refs, kv_token_refs = token_refs(inputs)
         dq_ref, dkv_ref = outputs
         k_smem, v_smem, q_smem, do_smem, *scratch = scratch
-        stats_smem, ds_smem, sum_smem, *barriers = scratch
-        kv_here, kv_free, q_here, do_here, q_free, do_free, ds_here = barriers
+        stats_smem, ds_smem, sum_smem, barriers = scratch
+        firsts = itertools.accumulate(counts, initial=0)
+        kv_here, kv_free, q_here, do_here, q_free, do_free, ds_here, number_free = (
+            Barriers(barriers, first) if count > 1 else barriers.at[first]
+            for first, count in zip(firsts, counts, strict=False)
+        )
 
         def walk_of(row, tile):
             # Items of a head that all began with the same queries would add to the same dQ at once.
@@ -312,6 +319,7 @@ def backward(
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
                     part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
                     some = earlier_tile >= 0
+                    row = again()[0]
                     add_dq(row, earlier_tile, earlier_head, part, me, lanes, predicate=some)
                     dk_next = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                     dv_next = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
@@ -342,8 +350,8 @@ def backward(
             plgpu.barrier_wait(ds_here)
             part = pl.run_scoped(last_dq, plgpu.ACC((block_q, half), jnp.float32))
             plgpu.barrier_arrive(kv_free)
-            add_dq(row, q_tile, head, part, warpgroup, my_lanes)
             row, kv_head, tile = again()
+            add_dq(row, q_tile, head, part, warpgroup, my_lanes)
             mine = pl.ds(tile * block_kv + pin(warpgroup) * rows, rows)
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
@@ -357,7 +365,7 @@ def backward(
                         reduction_op=None if dkv is None else "add",
                     )
 
-        line = line.kept_in(stats_smem, stats_of.numbers)
+        line = line.kept_in(stats_smem, number_free, stats_of.numbers)
         run = functools.partial(
             each_item, items, line, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
         )
@@ -378,14 +386,8 @@ def backward(
         plgpu.SMEM((stats_of.size,), jnp.float32),
         shared((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
         shared((_WARPGROUPS, block_q, half), jnp.float32),
-        # Two copies arrive at each of the former; both warpgroups let go of each of the latter.
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=do_stages),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        # Two arrive at each: two copies, or both warpgroups.
+        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=sum(counts)),
     ]
     packed_dkv = (2 * batch, *half_shape(kv)[1:])
     lse = rows_of.first

@@ -85,7 +85,7 @@ def forward(
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
         q_smem, k_smem, v_smem, out_smem, o_smem, lse_smem, numbers, *barriers = scratch
-        q_here, q_free, k_here, v_here, k_free, v_free, o_here = barriers
+        q_here, q_free, k_here, v_here, k_free, v_free, o_here, number_free = barriers
         o_smem = out_smem if wide else o_smem
         o_ref, lse_ref = outputs
         o_in_ref, lse_in_ref = outputs if not carried or in_place else inputs[-2:]
@@ -93,7 +93,7 @@ def forward(
         def walk_of(row, tile):
             return Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
 
-        line = line.kept_in(numbers)
+        line = line.kept_in(numbers, number_free)
         run = functools.partial(each_item, items, line, walk_of, leave_empty=in_place)
 
         def copy_item(item):
@@ -305,6 +305,7 @@ def forward(
         *(plgpu.Barrier(num_barriers=stages),) * 2,
         *(plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
         plgpu.Barrier(num_barriers=warpgroups),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
     ]
     operands = [bounds, q, keys.first, keys.second, *tokens]
     # A tile's lse is one run of memory, which the copy engine would write past the last query into

@@ -19,9 +19,7 @@ from pallas_kernels.mosaic_tiles import Walk, i32, pin
 
 _H100_MULTIPROCESSORS = 132
 # Bytes of the L2 cache (50 MiB) that a section may take.
-import os
-
-_CACHED = int(os.environ.get("CACHED", "24")) * 2**20
+_CACHED = 24 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +77,8 @@ class Items:
         tile = lax.div(place, i32(together))
         tile = i32(self.tiles - 1) - tile if self.last_first else tile
         head = section * together + lax.rem(place, i32(together))
+        if self.batch == 1:
+            return i32(0), head, tile
         return lax.div(head, i32(self.heads)), lax.rem(head, i32(self.heads)), tile
 
 
@@ -91,35 +91,49 @@ def _multiprocessors() -> int:
     return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
 
 
+class Barriers:
+    """Some of an array of barriers, used as an array of its own.
+
+    Threads keep the phases of one array in one register.
+
+    Args:
+      array: reference to all.
+      first: the first of these.
+    """
+
+    def __init__(self, array: Any, first: int):
+        self._array, self._first = array, first
+
+    @property
+    def at(self) -> Barriers:
+        """To be indexed, as a reference's."""
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._array.at[self._first + index]
+
+
 class Line(NamedTuple):
     """Where programs take the number of their next item, and pass it on within the program.
 
     Attributes:
       taken: int32 ``[1]`` in device memory: how many have been taken by all programs.
-      here: barriers, a number has come.
-      free: barriers, all have read it.
-      numbers: float32 shared memory that the kernel has for them, which is exact up to 2^24: more
-        items than a GPU holds.
+      here: SLOTS barriers, a number has come.
+      free: SLOTS barriers of the kernel's, all that compute have read it.
+      numbers: float32 shared memory of the kernel's for them, which is exact up to 2^24: more items
+        than a GPU holds.
       first: where in it they begin.
     """
 
     taken: Any
     here: Any
-    free: Any
+    free: Any = None
     numbers: Any = None
     first: int = 0
 
-    @staticmethod
-    def barriers(warpgroups: int) -> list[Any]:
-        """To be allocated; ``warpgroups``: how many compute."""
-        return [
-            plgpu.Barrier(num_barriers=SLOTS),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
-        ]
-
-    def kept_in(self, numbers: Any, first: int = 0) -> Line:
-        """With shared memory for the numbers."""
-        return self._replace(numbers=numbers, first=first)
+    def kept_in(self, numbers: Any, free: Any, first: int = 0) -> Line:
+        """With what the kernel has for it."""
+        return self._replace(numbers=numbers, free=free, first=first)
 
     def open(self) -> None:
         """To be called first by those who do not take."""

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, vary, varying_axes
-from pallas_kernels.mosaic_configs import REGISTERS
+from pallas_kernels.mosaic_configs import REGISTERS, SLOTS
 from pallas_kernels.mosaic_items import Items, Line
 from pallas_kernels.mosaic_tiles import TokenRefs
 from pallas_kernels.spec import AttentionSpec, Tokens
@@ -105,11 +105,11 @@ def call(
         outputs = [next(in_place if i in held else new) for i in range(len(results))]
 
         def run(*scoped):
-            line = Line(*(counter or [None]), *scoped[len(scratch) :])
-            body(inputs, outputs, scoped[: len(scratch)], line)
+            *scoped, number_here = scoped
+            body(inputs, outputs, scoped, Line(counter[0] if counter else None, number_here))
 
-        barriers = Line.barriers(warpgroups)
-        pl.run_scoped(run, *scratch, *barriers, collective_axes="wg")
+        number_here = plgpu.Barrier(num_barriers=SLOTS)
+        pl.run_scoped(run, *scratch, number_here, collective_axes="wg")
 
     made = iter(
         plgpu.kernel(
