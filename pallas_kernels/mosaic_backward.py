@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
 from pallas_kernels.mosaic_configs import DS_BUFFERS, SLOTS, WARPGROUP_ROWS, MosaicConfig
-from pallas_kernels.mosaic_items import Barriers, Items, each_item
+from pallas_kernels.mosaic_items import Barriers, Items, Line, each_item
 from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
@@ -118,21 +117,28 @@ def backward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
     stats_of = _Stats(block_q, stages, do_stages)
-    # Barriers: K and V here, free; q and dO here, free; dS here; numbers of items free.
-    counts = (1, 1, stages, do_stages, stages, do_stages, 1, SLOTS)
-    items = Items(batch, kv_heads, tiles, last_first=False, shared_bytes=8 * q_length * dim)
+    # Barriers: K and V here, free; dS here; q and dO here, free; numbers of items here, free.
+    counts = (1, 1, 1, stages, do_stages, stages, do_stages, SLOTS, SLOTS)
+    # Programs of wide heads have no registers left for a loop over items beside these masks.
+    looped = dim <= 96 or (spec.logits_soft_cap is None and q_tokens.segment_ids is None)
+    items = Items(
+        batch,
+        kv_heads,
+        tiles,
+        last_first=False,
+        shared_bytes=8 * q_length * dim,
+        looped=looped,
+    )
 
-    def body(inputs, outputs, scratch, line):
+    def body(inputs, outputs, scratch, taken):
         bounds_ref, q_ref, do_ref, k_ref, v_ref, lse_ref, delta_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
         dq_ref, dkv_ref = outputs
         k_smem, v_smem, q_smem, do_smem, *scratch = scratch
         stats_smem, ds_smem, sum_smem, barriers = scratch
-        firsts = itertools.accumulate(counts, initial=0)
-        kv_here, kv_free, q_here, do_here, q_free, do_free, ds_here, number_free = (
-            Barriers(barriers, first) if count > 1 else barriers.at[first]
-            for first, count in zip(firsts, counts, strict=False)
-        )
+        barriers = Barriers.split(barriers, counts)
+        kv_here, kv_free, ds_here = (some.at[0] for some in barriers[:3])
+        q_here, do_here, q_free, do_free, number_here, number_free = barriers[3:]
 
         def walk_of(row, tile):
             # Items of a head that all began with the same queries would add to the same dQ at once.
@@ -365,7 +371,7 @@ def backward(
                         reduction_op=None if dkv is None else "add",
                     )
 
-        line = line.kept_in(stats_smem, number_free, stats_of.numbers)
+        line = Line(taken, number_here, number_free, stats_smem, stats_of.numbers, _WARPGROUPS)
         run = functools.partial(
             each_item, items, line, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
         )

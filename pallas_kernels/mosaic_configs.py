@@ -101,9 +101,9 @@ def lane_tile(lanes: int, itemsize: int) -> int:
 
 
 def chunk(head_dim: int) -> int:
-    """How many lanes of a float32 tile of o go through shared memory at a time: 64 at most.
+    """How many lanes of a float32 tile of o go through shared memory at a time, 64 at most.
 
-    Above 128 lanes 32, for a chunk of the result to have room beside it.
+    Above 128 lanes 32 at most: then a chunk of the rounded result has room beside it.
     """
     step, most = lane_tile(head_dim, 2), 64 if head_dim <= 128 else 32
     step = min(step, most)
@@ -114,7 +114,7 @@ def out_chunk(head_dim: int, wide: bool) -> int:
     """How many lanes of the result are written at a time; ``wide``: in float32."""
     if wide:
         return chunk(head_dim)
-    return head_dim if head_dim <= 128 else 2 * chunk(head_dim)
+    return head_dim if head_dim <= 128 else chunk(head_dim)
 
 
 def forward_config(head_dim: int, soft_cap: bool = False) -> MosaicConfig:

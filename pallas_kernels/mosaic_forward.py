@@ -1,9 +1,10 @@
 """Forward local attention as a Pallas kernel, lowered by Mosaic GPU (Hopper).
 
 An item of work is a (batch row, query head, query tile), 64 queries a warpgroup. One more warpgroup
-takes the items, and copies their queries and key tiles into shared memory as room comes free. A computing warpgroup starts the next tile's
-``q k^T`` and this one's ``p v`` together, and makes the softmax of the former while the other
-warpgroup's products run; o is merged with the incoming (o, lse) at the end, in place.
+takes the items, and copies their queries and key tiles into shared memory as room comes free. A
+computing warpgroup starts the next tile's ``q k^T`` and this one's ``p v`` together, and makes the
+softmax of the former while the other warpgroup's products run; o is merged with the incoming
+(o, lse) at the end, in place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pallas_kernels.mosaic_configs import (
     chunk,
     out_chunk,
 )
-from pallas_kernels.mosaic_items import Items, each_item
+from pallas_kernels.mosaic_items import Items, Line, each_item
 from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
 from pallas_kernels.mosaic_tiles import (
     COLUMNS,
@@ -77,15 +78,17 @@ def forward(
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, lanes, out_lanes = log2_factor(spec), chunk(dim), out_chunk(dim, wide)
     in_place = carried and wide
-    items = Items(
-        batch, heads, tiles, last_first=True, shared_bytes=4 * kv_length * dim * kv_heads // heads
-    )
+    # Three warpgroups have no registers left for a loop over items beside segment ids.
+    looped = warpgroups < 3 or q_tokens.segment_ids is None
+    shared_bytes = 4 * kv_length * dim * kv_heads // heads
+    items = Items(batch, heads, tiles, last_first=True, shared_bytes=shared_bytes, looped=looped)
 
-    def body(inputs, outputs, scratch, line):
+    def body(inputs, outputs, scratch, taken):
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs
         q_token_refs, kv_token_refs = token_refs(inputs)
         q_smem, k_smem, v_smem, out_smem, o_smem, lse_smem, numbers, *barriers = scratch
-        q_here, q_free, k_here, v_here, k_free, v_free, o_here, number_free = barriers
+        q_here, q_free, k_here, v_here, k_free, v_free, lse_here, o_here, *barriers = barriers
+        number_here, number_free = barriers
         o_smem = out_smem if wide else o_smem
         o_ref, lse_ref = outputs
         o_in_ref, lse_in_ref = outputs if not carried or in_place else inputs[-2:]
@@ -93,7 +96,7 @@ def forward(
         def walk_of(row, tile):
             return Walk(bounds_ref, row, tile, last=pl.cdiv(kv_length, block_kv) - 1)
 
-        line = line.kept_in(numbers, number_free)
+        line = Line(taken, number_here, number_free, numbers)
         run = functools.partial(each_item, items, line, walk_of, leave_empty=in_place)
 
         def copy_item(item):
@@ -230,8 +233,8 @@ def forward(
             # The last item's results have left the memory that this one's come to.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if carried:
-                lse_in, arrived = lse_in_ref.at[row, head, mine], o_here.at[warpgroup]
-                plgpu.copy_gmem_to_smem(lse_in, lse_smem.at[warpgroup], arrived)
+                lse_in = lse_in_ref.at[row, head, mine]
+                plgpu.copy_gmem_to_smem(lse_in, lse_smem.at[warpgroup], lse_here.at[warpgroup])
                 fetch_o(warpgroup, row, head, mine, 0)
 
             def last_product(acc_ref):
@@ -253,7 +256,7 @@ def forward(
             lse = jnp.where(empty, -jnp.inf, m / LOG2_E + jnp.log(total))
             weight, w_in = 1 / total, total
             if carried:
-                plgpu.barrier_wait(o_here.at[warpgroup])
+                plgpu.barrier_wait(lse_here.at[warpgroup])
                 old_lse = plgpu.load(lse_smem.at[warpgroup], layout=ROWS)
                 w_in, w_new, lse = merge_weights(old_lse, lse)
                 weight = weight * w_new
@@ -270,7 +273,7 @@ def forward(
                 if carried:
                     if at:
                         fetch_o(warpgroup, row, head, mine, at)
-                        plgpu.barrier_wait(o_here.at[warpgroup])
+                    plgpu.barrier_wait(o_here.at[warpgroup])
                     old = plgpu.load(o_smem.at[warpgroup], layout=TILE)
                     part = part + old * along_rows(w_in, part.shape)
                     if not wide:
@@ -304,7 +307,8 @@ def forward(
         *(plgpu.Barrier(num_barriers=warpgroups),) * 2,
         *(plgpu.Barrier(num_barriers=stages),) * 2,
         *(plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),) * 2,
-        plgpu.Barrier(num_barriers=warpgroups),
+        *(plgpu.Barrier(num_barriers=warpgroups),) * 2,
+        plgpu.Barrier(num_barriers=SLOTS),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
     ]
     operands = [bounds, q, keys.first, keys.second, *tokens]

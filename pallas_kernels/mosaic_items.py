@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_configs import SLOTS
 from pallas_kernels.mosaic_tiles import Walk, i32, pin
-
 
 _H100_MULTIPROCESSORS = 132
 # Bytes of the L2 cache (50 MiB) that a section may take.
@@ -40,6 +39,8 @@ class Items:
       last_first: start with the last tile. Where positions ascend, causal masks give the last query
         tile and the first key tile the most work.
       shared_bytes: what the items of a head have in common in device memory.
+      looped: false where a kernel has no registers for a loop over items. Then every item is a
+        program of its own, and the GPU starts them one by one.
     """
 
     batch: int
@@ -47,6 +48,7 @@ class Items:
     tiles: int
     last_first: bool
     shared_bytes: int
+    looped: bool = True
 
     @property
     def count(self) -> int:
@@ -56,7 +58,7 @@ class Items:
     @property
     def programs(self) -> int:
         """How many work on them."""
-        return min(self.count, _multiprocessors())
+        return min(self.count, _multiprocessors()) if self.looped else self.count
 
     @property
     def section(self) -> int:
@@ -104,6 +106,11 @@ class Barriers:
     def __init__(self, array: Any, first: int):
         self._array, self._first = array, first
 
+    @classmethod
+    def split(cls, array: Any, counts: Sequence[int]) -> list[Barriers]:
+        """Cuts an array of ``sum(counts)`` barriers."""
+        return [cls(array, sum(counts[:i])) for i in range(len(counts))]
+
     @property
     def at(self) -> Barriers:
         """To be indexed, as a reference's."""
@@ -118,22 +125,20 @@ class Line(NamedTuple):
 
     Attributes:
       taken: int32 ``[1]`` in device memory: how many have been taken by all programs.
-      here: SLOTS barriers, a number has come.
-      free: SLOTS barriers of the kernel's, all that compute have read it.
-      numbers: float32 shared memory of the kernel's for them, which is exact up to 2^24: more items
-        than a GPU holds.
+      here: SLOTS barriers: a number has come.
+      free: SLOTS barriers: all that compute have read it.
+      numbers: float32 shared memory for them, which is exact up to 2^24: more items than a GPU
+        holds.
       first: where in it they begin.
+      arrivals: at each of ``here``.
     """
 
     taken: Any
     here: Any
-    free: Any = None
-    numbers: Any = None
+    free: Any
+    numbers: Any
     first: int = 0
-
-    def kept_in(self, numbers: Any, free: Any, first: int = 0) -> Line:
-        """With what the kernel has for it."""
-        return self._replace(numbers=numbers, free=free, first=first)
+    arrivals: int = 1
 
     def open(self) -> None:
         """To be called first by those who do not take."""
@@ -144,7 +149,8 @@ class Line(NamedTuple):
         """Takes the number of the next item. Nobody waits for it here."""
         plgpu.barrier_wait(self.free.at[slot])
         _take(self.taken, self.numbers.at[pl.ds(self.first + slot, 1)])
-        plgpu.barrier_arrive(self.here.at[slot])
+        for _ in range(self.arrivals):
+            plgpu.barrier_arrive(self.here.at[slot])
 
     def read(self, slot: Any, taker: bool) -> Any:
         """The number of the next item; ``taker``: in the warpgroup that takes them."""
@@ -227,7 +233,9 @@ def each_item(
 
         @pl.when(steps > 0)
         def _():
-            again = lambda: items.at(lax.div(pin(ticket), i32(SLOTS)))
+            def again():
+                return items.at(lax.div(pin(ticket), i32(SLOTS)))
+
             visit(Item(row, head, tile, walk, steps, begun, again))
 
         if items.one_each:

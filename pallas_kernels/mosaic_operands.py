@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, vary, varying_axes
-from pallas_kernels.mosaic_configs import REGISTERS, SLOTS
-from pallas_kernels.mosaic_items import Items, Line
+from pallas_kernels.mosaic_configs import REGISTERS
+from pallas_kernels.mosaic_items import Items
 from pallas_kernels.mosaic_tiles import TokenRefs
 from pallas_kernels.spec import AttentionSpec, Tokens
 
@@ -76,7 +76,9 @@ def call(
     scratch: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct | jax.Array],
 ) -> list[jax.Array]:
-    """Runs ``body(operand refs, result refs, scratch refs, line)`` in every program.
+    """Runs ``body(operand refs, result refs, scratch refs, taken)`` in every program.
+
+    ``taken`` is the count of items taken, of :class:`pallas_kernels.mosaic_items.Line`.
 
     Args:
       body: the kernel; :meth:`Items.at` says what its program has to do, :func:`roles` who does it.
@@ -105,11 +107,9 @@ def call(
         outputs = [next(in_place if i in held else new) for i in range(len(results))]
 
         def run(*scoped):
-            *scoped, number_here = scoped
-            body(inputs, outputs, scoped, Line(counter[0] if counter else None, number_here))
+            body(inputs, outputs, scoped, *(counter or [None]))
 
-        number_here = plgpu.Barrier(num_barriers=SLOTS)
-        pl.run_scoped(run, *scratch, number_here, collective_axes="wg")
+        pl.run_scoped(run, *scratch, collective_axes="wg")
 
     made = iter(
         plgpu.kernel(

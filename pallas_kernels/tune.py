@@ -68,7 +68,7 @@ def mosaic_space(kernel: str, head_dim: int) -> Iterable[MosaicConfig]:
     if kernel == "forward":
         for numbers in itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4)):
             config = MosaicConfig(*numbers)
-            if config.forward_memory(head_dim, wide=True) <= SHARED_MEMORY:
+            if config.forward_memory(head_dim, wide=False, carried=True) <= SHARED_MEMORY:
                 yield config
         return
     for stages, do_stages in itertools.product((2, 3, 4), (None, 2, 3)):

@@ -17,7 +17,13 @@ import pytest
 from conftest import IMPLEMENTATION
 
 from pallas_kernels import MOSAIC_GPU, REFERENCE, AttentionSpec, Tokens, mosaic_gpu, resolve
-from pallas_kernels.mosaic_configs import MosaicConfig, backward_config, chunk, forward_config
+from pallas_kernels.mosaic_configs import (
+    MosaicConfig,
+    backward_config,
+    chunk,
+    forward_config,
+    out_chunk,
+)
 
 DIMS = range(16, 257, 16)
 SPEC = AttentionSpec(scale=0.1, left=200, right=0)
@@ -27,8 +33,9 @@ SPEC = AttentionSpec(scale=0.1, left=200, right=0)
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward_tiles_fit(dim, wide):
     config = forward_config(dim)
-    assert config.forward_memory(dim, wide) <= 227 * 1024
-    assert dim % chunk(dim) == 0
+    assert config.forward_memory(dim, wide, carried=True) <= 227 * 1024
+    assert dim % out_chunk(dim, wide) == 0
+    assert out_chunk(dim, wide) % chunk(dim) == 0
     assert chunk(dim) <= 64
 
 

@@ -39,7 +39,7 @@ def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim):
     assert len(space) == len(set(space))
     for config in space:
         forward = kernel == "forward"
-        memory = config.forward_memory(dim, True) if forward else config.backward_memory(dim)
+        memory = config.forward_memory(dim, False, True) if forward else config.backward_memory(dim)
         assert memory <= mosaic_configs.SHARED_MEMORY
     if kernel == "forward" or dim <= 128:
         assert getattr(mosaic_configs, f"{kernel}_config")(dim) in space
