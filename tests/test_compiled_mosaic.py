@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from burst_jax import burst_attention
 from pallas_kernels import AttentionSpec, Tokens, mosaic_gpu
 from pallas_kernels.mosaic_configs import (
     SHARED_MEMORY,
@@ -211,3 +213,23 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, rounded):
         compile_one(half, dim, carried=not rounded, rounded=rounded, **{f"{half}_config": config})
     taken = int(re.search(r"smem_bytes=(\d+)", str(caught.value)).group(1))
     assert taken <= computed(config) <= taken + 2048
+
+
+def test_programs_that_take_several_items_compile_under_a_checked_shard_map():
+    """The count of items taken must be given to them however shard_map types their arrays."""
+    mesh = compiled.gpu_mesh("h100", 1)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
+    query = jax.ShapeDtypeStruct((1, 2048, 16, 64), jnp.bfloat16, sharding=sharding)
+
+    def gradients(q, k, v, do):
+        run = functools.partial(
+            burst_attention, mesh=mesh, is_causal=True, implementation="mosaic_gpu"
+        )
+        return jax.vjp(run, q, k, v)[1](do)
+
+    program = compiled.compile_for(gradients, *(query,) * 4).as_text()
+    for kernel in ("burst_forward", "burst_backward"):
+        call = next(
+            line for line in program.splitlines() if kernel in line and " custom-call(" in line
+        )
+        assert "s32[1]{0}" in call.split(" custom-call(")[0], kernel
