@@ -1,7 +1,7 @@
 """Tile configs of the Mosaic GPU kernels: what fits in a Hopper GPU's shared memory and registers.
 
 Every entry fits in 227 KiB. Tests compile them all and find no register spilled; EXPERIMENTS.md
-names the one program that was seen to spill, and says how the fastest were found.
+names the few programs that were seen to spill, and says how the fastest were found.
 """
 
 from __future__ import annotations
