@@ -222,11 +222,9 @@ def each_item(
         makes empty.
     """
 
-    def body(state):
+    def visit_one(ticket, begun):
         # Registers are scarce: the number of the item and the slot of the next one share one.
-        ticket, begun = state
-        number, slot = lax.div(ticket, i32(SLOTS)), lax.rem(ticket, i32(SLOTS))
-        row, head, tile = items.at(number)
+        row, head, tile = items.at(lax.div(ticket, i32(SLOTS)))
         walk = walk_of(row, tile)
         visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
         steps = visited * steps_per_tile
@@ -238,16 +236,20 @@ def each_item(
 
             visit(Item(row, head, tile, walk, steps, begun, again))
 
-        if items.one_each:
-            return None
+        return steps
+
+    def body(state):
+        ticket, begun = state
+        slot = lax.rem(ticket, i32(SLOTS))
+        steps = visit_one(ticket, begun)
         if taker:
             line.take(slot)
         number = items.programs + line.read(slot, taker)
-        return number * SLOTS + (1 - slot), begun + steps
+        return number * SLOTS + lax.rem(slot + 1, i32(SLOTS)), begun + steps
 
     first = lax.axis_index("programs") * SLOTS, i32(0)
     if items.one_each:
-        body(first)  # No loop, and what it would keep in registers is constant.
+        visit_one(*first)  # No loop, and what it would keep in registers is constant.
     else:
         if not taker:
             line.open()
