@@ -11,7 +11,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.checks import check_arrays, check_backward, check_segment_ids, make_spec
+from burst_jax.checks import (
+    check_arrays,
+    check_backward,
+    check_segment_ids,
+    check_seq_axes,
+    make_spec,
+)
+from burst_jax.heads import check_heads
 from burst_jax.layout import Layout, check_layout, check_length
 from burst_jax.ring import ring_attention
 from burst_jax.rotation import Backward
@@ -19,6 +26,7 @@ from burst_jax.sharding import flat_names
 from pallas_kernels import Implementation, find
 
 Axes = str | tuple[str, ...] | None
+SeqAxis = str | tuple[str, ...] | None
 
 
 def burst_attention(
@@ -27,7 +35,8 @@ def burst_attention(
     value: jax.Array,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    seq_axis: str = "seq",
+    seq_axis: SeqAxis = "seq",
+    head_parallel_axis: str | None = None,
     batch_axis: Axes = None,
     head_axis: Axes = None,
     layout: Layout = "contiguous",
@@ -57,7 +66,14 @@ def burst_attention(
         ``h // (N // K)``.
       value: ``[B, S, K, H]``, same dtype.
       mesh: the device mesh; None is the one of ``jax.set_mesh``.
-      seq_axis: the mesh axis that T and S are split over.
+      seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
+        which sends one block a turn of the inner ring over the links of the outer axis
+        (:mod:`burst_jax.route`); None: no ring, with ``head_parallel_axis`` alone (Ulysses).
+      head_parallel_axis: a further mesh axis that T and S are split over, whose devices exchange
+        their tokens for parts of the heads by all-to-all around the ring (:mod:`burst_jax.heads`):
+        inside a node, with a ring between nodes. N on a device must be a multiple of its size, K
+        a multiple or a divisor (then key heads are copied). It does not count in the layout: a
+        ring's shard is split over it in the order it is in.
       batch_axis: the mesh axis or axes that B is split over; None: not split.
       head_axis: the mesh axis or axes that N and K are split over; None: not split.
       layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
@@ -94,11 +110,27 @@ def burst_attention(
     find(implementation)
     make_spec(query, is_causal, scale, local_window_size, logits_soft_cap)
     mesh = _mesh(mesh)
+    seq_axes = check_seq_axes("seq_axis", seq_axis, head_parallel_axis)
+    exchange_axes = () if head_parallel_axis is None else (head_parallel_axis,)
     batch_axes, head_axes = _axes("batch_axis", batch_axis), _axes("head_axis", head_axis)
-    _check_axes(mesh, seq_axis, batch_axes, head_axes)
-    n = mesh.shape[seq_axis]
-    check_length(layout, query.shape[1], n, name="the query's length T")
-    check_length(layout, key.shape[1], n, name="the key's length S")
+    _check_axes(
+        mesh,
+        seq_axis=seq_axes,
+        head_parallel_axis=exchange_axes,
+        batch_axis=batch_axes,
+        head_axis=head_axes,
+    )
+    n, exchange = (math.prod(mesh.shape[a] for a in axes) for axes in (seq_axes, exchange_axes))
+    for name, length in (
+        ("the query's length T", query.shape[1]),
+        ("the key's length S", key.shape[1]),
+    ):
+        check_length(layout, length, n, name=name)
+        if length % (n * exchange):
+            raise ValueError(
+                f"{name} is {length}: it must be a multiple of {n * exchange}, the devices on "
+                f"seq_axis {seq_axis!r} and head_parallel_axis {head_parallel_axis!r}"
+            )
     for name, size, axes in (
         ("the batch size B", query.shape[0], batch_axes),
         ("the number of query heads N", query.shape[2], head_axes),
@@ -109,9 +141,14 @@ def burst_attention(
             raise ValueError(
                 f"{name} is {size}: it must be a multiple of {shards}, the size of mesh axes {axes}"
             )
+    if head_parallel_axis is not None:
+        split = math.prod(mesh.shape[axis] for axis in head_axes)
+        name = f"head_parallel_axis {head_parallel_axis!r}"
+        check_heads(query.shape[2] // split, key.shape[2] // split, exchange, name)
     ring = _Ring(
         mesh=mesh,
-        seq_axis=seq_axis,
+        seq_axes=seq_axes,
+        head_parallel_axis=head_parallel_axis,
         batch_axes=batch_axes,
         head_axes=head_axes,
         options=(
@@ -137,7 +174,8 @@ class _Ring:
     """A ring on a mesh: static and hashable, so that eager calls find their compiled program."""
 
     mesh: Mesh | AbstractMesh
-    seq_axis: str
+    seq_axes: tuple[str, ...]
+    head_parallel_axis: str | None
     batch_axes: tuple[str, ...]
     head_axes: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
@@ -145,11 +183,12 @@ class _Ring:
     def spec(self, name: str) -> P:
         """How an argument or result is split."""
         batch, heads = self.batch_axes or None, self.head_axes or None
+        tokens = flat_names(self.seq_axes, self.head_parallel_axis)
         if name.endswith("segment_ids"):
-            return P(batch, self.seq_axis)
+            return P(batch, tokens)
         if name == "lse":
-            return P(batch, self.seq_axis, heads)
-        return P(batch, self.seq_axis, heads, None)
+            return P(batch, tokens, heads)
+        return P(batch, tokens, heads, None)
 
     def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays as the ring's Explicit axes need them; Auto axes take any.
@@ -196,7 +235,11 @@ class _Ring:
 def _run(ring: _Ring, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     def local(arrays):
         return ring_attention(
-            **arrays, axis_name=ring.seq_axis, return_residual=True, **dict(ring.options)
+            **arrays,
+            axis_name=ring.seq_axes or None,
+            head_parallel_axis=ring.head_parallel_axis,
+            return_residual=True,
+            **dict(ring.options),
         )
 
     implementation = dict(ring.options)["implementation"]
@@ -232,19 +275,9 @@ def _axes(name: str, axes: Axes) -> tuple[str, ...]:
     return names
 
 
-def _check_axes(mesh: Any, seq_axis: Any, batch_axes: tuple, head_axes: tuple) -> None:
-    if isinstance(seq_axis, tuple) and all(isinstance(axis, str) for axis in seq_axis):
-        raise NotImplementedError(
-            f"seq_axis is {seq_axis!r}: the two-level ring is not there yet; pass one mesh axis"
-        )
-    if not isinstance(seq_axis, str):
-        raise ValueError(f"seq_axis is {seq_axis!r}: it must be the name of a mesh axis")
+def _check_axes(mesh: Any, **axes_by_name: tuple[str, ...]) -> None:
     used: dict[str, str] = {}
-    for name, axes in (
-        ("seq_axis", (seq_axis,)),
-        ("batch_axis", batch_axes),
-        ("head_axis", head_axes),
-    ):
+    for name, axes in axes_by_name.items():
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(

@@ -118,6 +118,43 @@ def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: 
             raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
 
 
+def check_seq_axes(name: str, seq_axis: Any, head_parallel_axis: Any) -> tuple[str, ...]:
+    """The ring's mesh axes, outermost first.
+
+    Raises:
+      ValueError: they are not one name or two, or there is neither a ring nor an exchange of heads.
+    """
+    if head_parallel_axis is not None and not isinstance(head_parallel_axis, str):
+        raise ValueError(
+            f"head_parallel_axis is {head_parallel_axis!r}: it must be the name of a mesh axis, or "
+            "None"
+        )
+    if seq_axis is None:
+        if head_parallel_axis is None:
+            raise ValueError(
+                f"{name} is None, and so is head_parallel_axis: name the mesh axis that the "
+                "sequence is split over"
+            )
+        return ()
+    axes = (seq_axis,) if isinstance(seq_axis, str) else seq_axis
+    if not (
+        isinstance(axes, tuple)
+        and len(axes) in (1, 2)
+        and all(isinstance(axis, str) for axis in axes)
+        and len(set(axes)) == len(axes)
+    ):
+        raise ValueError(
+            f"{name} is {seq_axis!r}: it must be the name of a mesh axis, a pair (outer, inner) of "
+            "them for a two-level ring, or None with head_parallel_axis"
+        )
+    if head_parallel_axis in axes:
+        raise ValueError(
+            f"head_parallel_axis is {head_parallel_axis!r}, and so is {name}: use different mesh "
+            "axes"
+        )
+    return axes
+
+
 def check_backward(backward: str) -> None:
     """Raises ValueError unless ``backward`` names a rotation."""
     if backward not in BACKWARDS:
@@ -132,16 +169,17 @@ def check_local_arguments(
     kv_segment_ids: Any,
     layout: str,
     backward: str,
+    devices: int = 1,
 ) -> None:
-    """Checks everything about one device's arrays."""
+    """Checks everything about one device's arrays; ``devices`` hold one shard of the ring."""
     check_arrays(query, key, value)
     check_segment_ids(query, key, q_segment_ids, kv_segment_ids)
     check_layout(layout)
     check_backward(backward)
     if layout == "zigzag":
         for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
-            if length % 2:
+            if length * devices % 2:
                 raise ValueError(
-                    f"{name} holds {length} tokens per shard: the zigzag layout needs an even "
-                    "number; pad the sequence with pad_to_layout"
+                    f"{name} holds {length * devices} tokens per shard: the zigzag layout needs an "
+                    "even number; pad the sequence with pad_to_layout"
                 )

@@ -90,6 +90,22 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Any)
     return start + index
 
 
+def shard_runs(layout: str, shard_length: int, num_shards: int) -> tuple[np.ndarray, int, int]:
+    """Every shard's positions as runs of equal distance: what :func:`shard_positions` holds.
+
+    Returns:
+      ``(starts, stride, count)``: run j of shard r holds ``starts[r, j] + stride * i`` for i from 0
+      to ``count - 1``; starts is int64 ``[num_shards, runs]``.
+    """
+    blocks = blocks_per_shard(layout)
+    shard, count = np.arange(num_shards), shard_length // blocks
+    if layout == "striped":
+        return shard[:, None], num_shards, count
+    last = 2 * num_shards - 1
+    starts = np.stack([shard, last - shard][:blocks], axis=1) * count
+    return starts, 1, count
+
+
 def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     """The position of every token of a sequence in ``layout``: ``to_layout(arange(length))``.
 

@@ -41,10 +41,12 @@ def compute_capability() -> float | None:
     return None
 
 
-def compiler_options(platform: str | None = None) -> dict[str, bool]:
+def compiler_options(platform: str | None = None) -> dict[str, bool | int]:
     """What XLA needs to hide the links behind the kernels, for the outermost ``jax.jit``.
 
-    On GPUs the latency-hiding scheduler, which XLA leaves off on some generations::
+    On GPUs: the latency-hiding scheduler, which XLA leaves off on some generations, and two
+    collectives on their way at once, so that a two-level ring can use its inner and its outer
+    links together::
 
         step = jax.jit(step, compiler_options=burst_jax.compiler_options())
 
@@ -55,5 +57,8 @@ def compiler_options(platform: str | None = None) -> dict[str, bool]:
       Options for ``jax.jit(..., compiler_options=)``; empty where there is nothing to set.
     """
     if (platform or current_platform()) in ("gpu", "cuda"):
-        return {"xla_gpu_enable_latency_hiding_scheduler": True}
+        return {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+        }
     return {}

@@ -31,18 +31,23 @@ def _found(name):
         return False
 
 
-def gpu_mesh(target, n):
-    """A mesh of ``n`` GPUs of one host: "a100", "h100" or "h200"."""
+def gpu_mesh(target, *shape):
+    """A mesh ("seq",) of one host's GPUs, or ("outer", "inner") of (hosts, GPUs of each).
+
+    target: "a100", "h100" or "h200".
+    """
+    hosts, gpus = (1, *shape)[-2:]
+    names = ("seq",) if len(shape) == 1 else ("outer", "inner")
     description = resources.files(burst_jax) / "gpu_targets" / f"{target}.txtpb"
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description.read_text(), topology=f"1x1x{n}"
+        platform="cuda", target_config=description.read_text(), topology=f"1x{hosts}x{gpus}"
     )
-    return topologies.make_mesh(topo=topology, mesh_shape=(n,), axis_names=("seq",))
+    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
 
 
 def inputs(mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batch=1):
     """Query, key and value of ``tokens`` per device, as shapes."""
-    sharding = jax.NamedSharding(mesh, P(None, "seq"))
+    sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
     length = tokens * mesh.size
 
     def array(count):
@@ -53,7 +58,7 @@ def inputs(mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batc
 
 
 def segment_ids(mesh, tokens, batch=1):
-    sharding = jax.NamedSharding(mesh, P(None, "seq"))
+    sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
     return jax.ShapeDtypeStruct((batch, tokens * mesh.size), jnp.int32, sharding=sharding)
 
 
@@ -139,10 +144,23 @@ def _bytes(type_text):
     )
 
 
-def permuted_bytes(program):
-    """Bytes that one device sends by permutes, loops not counted."""
+def crosses(rest, gpus):
+    """Whether a permute's first device sends to another host, of so many GPUs each."""
+    source, target = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+    return int(source) // gpus != int(target) // gpus
+
+
+def permuted_bytes(program, between_hosts_of=None):
+    """Bytes that one device sends by permutes, loops not counted.
+
+    With ``between_hosts_of`` those to another host alone, of so many GPUs each.
+    """
     total = 0
-    for _, result, opcode, _, _ in operations(program):
+    for _, result, opcode, _, rest in operations(program):
+        if not opcode.startswith("collective-permute") or opcode.endswith("done"):
+            continue
+        if between_hosts_of and not crosses(rest, between_hosts_of):
+            continue
         if opcode == "collective-permute-start":
             total += _bytes(result) // 2  # its result names the operands and the results
         elif opcode == "collective-permute":

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import burst_jax
 from burst_jax.rotation import backward_bytes, choose_rotation, forward_bytes
+from burst_jax.route import count_hops
 from pallas_kernels import AttentionSpec, Tokens, resolve, triton, triton_forward
 from pallas_kernels.triton_configs import SHARED_MEMORY, TritonConfig, triton_configs
 
@@ -136,8 +137,8 @@ def test_bytes_on_the_wire_are_the_formulas(gpu, kernels, heads, rotation):
     assert compiled.permuted_bytes(forward) == wire_forward
     assert compiled.permuted_bytes(both) == wire_forward + wire_backward
     # The library's own arithmetic, which `auto` decides by, says the same.
-    assert forward_bytes(n, c, k, h, s) == wire_forward
-    assert backward_bytes(rotation, n, c, c, heads, k, h, s) == wire_backward
+    assert forward_bytes(count_hops([n]), c, k, h, s) == wire_forward
+    assert backward_bytes(rotation, count_hops([n]), c, c, heads, k, h, s) == wire_backward
     for program in (forward, both):
         assert "all-gather" not in program.as_text()
         assert "all-to-all" not in program.as_text()
@@ -156,8 +157,9 @@ def test_auto_moves_the_fewest_bytes(heads):
     }
     assert wire["auto"] == min(wire["rotate_kv"], wire["rotate_query"])
     assert wire["rotate_kv"] != wire["rotate_query"]
-    shape = {"size": 8, "q_length": 256, "kv_length": 256, "head_dim": 128, "itemsize": 2}
-    chosen = choose_rotation("auto", heads=heads[0], kv_heads=heads[1], **shape)
+    hops = dict.fromkeys(("kv_hops", "query_hops"), count_hops([8]))
+    shape = {"q_length": 256, "kv_length": 256, "head_dim": 128, "itemsize": 2}
+    chosen = choose_rotation("auto", heads=heads[0], kv_heads=heads[1], **hops, **shape)
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
@@ -189,8 +191,9 @@ def test_remat_policy_holds_no_second_forward_ring():
         layer = jax.checkpoint(layer, **remat) if remat else layer
         return compiled.permuted_bytes(compiled.compile_for(gradient(layer), *shapes))
 
-    forward = forward_bytes(8, 512, kv_heads, 128, 2)
-    plain = forward + backward_bytes("rotate_kv", 8, 512, 512, heads, kv_heads, 128, 2)
+    hops = count_hops([8])
+    forward = forward_bytes(hops, 512, kv_heads, 128, 2)
+    plain = forward + backward_bytes("rotate_kv", hops, 512, 512, heads, kv_heads, 128, 2)
     assert wire() == plain
     assert wire(policy=names) == plain
     nothing = jax.checkpoint_policies.nothing_saveable

@@ -232,7 +232,71 @@ GLOBAL = {
     ),
     "seq-axis-none": (
         lambda: {"seq_axis": None},
-        "seq_axis is None: it must be the name of a mesh axis",
+        "seq_axis is None, and so is head_parallel_axis: name the mesh axis that the sequence",
+    ),
+    "seq-axis-list": (
+        lambda: {"seq_axis": ["data", "seq"]},
+        r"seq_axis is \['data', 'seq'\]: it must be the name of a mesh axis, a pair \(outer,",
+    ),
+    "seq-axes-three": (
+        lambda: {"seq_axis": ("pod", "data", "seq")},
+        r"seq_axis is \('pod', 'data', 'seq'\): it must be .* a pair \(outer, inner\) of",
+    ),
+    "seq-axis-empty": (
+        lambda: {"seq_axis": ()},
+        r"seq_axis is \(\): it must be .* or None with head_parallel_axis",
+    ),
+    "seq-axes-equal": (
+        lambda: {"seq_axis": ("seq", "seq")},
+        r"seq_axis is \('seq', 'seq'\): it must be the name of a mesh axis, a pair",
+    ),
+    "seq-axes-unknown": (
+        lambda: {"seq_axis": ("node", "seq")},
+        "seq_axis is 'node': the mesh's axes are 'data', 'seq'",
+    ),
+    "head-parallel-axis-tuple": (
+        lambda: {"head_parallel_axis": ("data",)},
+        r"head_parallel_axis is \('data',\): it must be the name of a mesh axis, or None",
+    ),
+    "head-parallel-axis-is-the-ring": (
+        lambda: {"head_parallel_axis": "seq"},
+        "head_parallel_axis is 'seq', and so is seq_axis: use different mesh axes",
+    ),
+    "head-parallel-axis-unknown": (
+        lambda: {"head_parallel_axis": "heads"},
+        "head_parallel_axis is 'heads': the mesh's axes are 'data', 'seq'",
+    ),
+    "head-parallel-axis-twice": (
+        lambda: {"head_parallel_axis": "data", "batch_axis": "data"},
+        "batch_axis is 'data', and so is head_parallel_axis: use different mesh axes",
+    ),
+    "head-parallel-length": (
+        lambda: {
+            "query": zeros(B, 20, N, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        r"query's length T is 20: it must be a multiple of 8, the devices on seq_axis 'seq'",
+    ),
+    "head-parallel-query-heads": (
+        lambda: {
+            "query": zeros(B, T, 3, H),
+            "key": zeros(B, T, 3, H),
+            "value": zeros(B, T, 3, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        "head_parallel_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
+    ),
+    "head-parallel-key-heads": (
+        lambda: {
+            "query": zeros(B, T, 6, H),
+            "key": zeros(B, T, 3, H),
+            "value": zeros(B, T, 3, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        "head_parallel_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
     ),
     "batch-axis-unknown": (
         lambda: {"batch_axis": ("data", "fsdp")},
@@ -367,14 +431,6 @@ def test_traced_scale():
         jax.jit(run)(0.5)
 
 
-def test_two_level_ring_is_not_there_yet():
-    with pytest.raises(NotImplementedError, match=r"seq_axis is \('data', 'seq'\): the two-level"):
-        burst_jax.burst_attention(**good() | {"seq_axis": ("data", "seq")})
-    arguments = {name: value for name, value in good().items() if name != "mesh"}
-    with pytest.raises(NotImplementedError, match=r"axis_name is \('data', 'seq'\): .* one axis"):
-        burst_jax.ring_attention(**arguments, axis_name=("data", "seq"))
-
-
 def test_burst_attention_inside_shard_map():
     mesh = make_mesh()
     run = jax.shard_map(
@@ -404,6 +460,25 @@ def test_ring_attention_over_an_axis_that_is_not_manual():
     )
     with pytest.raises(ValueError, match=r"axis_name is 'model', the manual mesh axes .*'seq'"):
         run(zeros(B, T, N, H))
+
+
+def test_head_exchange_over_an_axis_that_is_not_manual():
+    run = jax.shard_map(
+        lambda q: burst_jax.ring_attention(q, q, q, "seq", head_parallel_axis="model"),
+        mesh=make_mesh(),
+        in_specs=P(None, "seq"),
+        out_specs=P(None, "seq"),
+    )
+    with pytest.raises(ValueError, match=r"head_parallel_axis is 'model', the manual mesh axes"):
+        run(zeros(B, T, N, H))
+
+
+def test_ring_attention_names_its_own_arguments():
+    q = zeros(B, T, N, H)
+    with pytest.raises(ValueError, match="axis_name is None, and so is head_parallel_axis"):
+        burst_jax.ring_attention(q, q, q, None)
+    with pytest.raises(ValueError, match="head_parallel_axis is 'seq', and so is axis_name"):
+        burst_jax.ring_attention(q, q, q, "seq", head_parallel_axis="seq")
 
 
 def test_odd_zigzag_shard():

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import compare
-import dense
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import all_pairs, packed_segments
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from cases import all_pairs
+from ring_cases import MASKS, assert_exact, case_id, make_inputs, oracle, ring_results
 
-import burst_jax
 from pallas_kernels import XLA
 
-MASKS = {
-    "full": dense.Mask(),
-    "causal": dense.Mask(is_causal=True),
-    "window96": dense.Mask(is_causal=True, window=96),
-    "window40_17": dense.Mask(window=(40, 17)),
-    "packed": dense.Mask(segments=True),
-    "packed_causal": dense.Mask(is_causal=True, segments=True),
-    "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
-    "cap": dense.Mask(soft_cap=2.0),
-}
 FACTORS = {
     "layout": ("contiguous", "zigzag", "striped"),
-    "n": (1, 2, 3, 4, 5, 7, 8),
+    "ring": (1, 2, 3, 4, 5, 7, 8),
     "mask": tuple(MASKS),
     "heads": ((4, 4), (8, 2), (8, 1)),
     "backward": ("rotate_kv", "rotate_query"),
@@ -41,102 +25,21 @@ FACTORS = {
 
 
 CASES = all_pairs(FACTORS)
+# Two levels, heads exchanged inside a node, and both: what differs from a plain ring.
+OTHER_RINGS = all_pairs(
+    FACTORS
+    | {
+        "ring": ("2x3", "3x2", "2x4", "4x2", "2+h2", "3+h2", "h4", "1x2+h4", "2x2+h2"),
+        "mask": ("full", "causal", "window40_17", "packed_causal", "packed_window_cap"),
+        "shard": ("even", "63", "longer_keys"),
+        "head_dim": (16, 33),
+    }
+)
 
 
-def case_id(case):
-    heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
-    return (
-        f"{case['layout']}-n{case['n']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
-        f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
-    )
-
-
-def lengths(shard, layout, n):
-    """T and S whose shards have the odd sizes that the layout permits."""
-    step = 2 if layout == "zigzag" else 1  # a zigzag shard is two equal halves
-    t, s = {
-        "even": (64, 64),
-        "63": (63, 63),
-        "100": (100, 100),
-        "longer_keys": (20, 57),
-        "longer_queries": (70, 31),
-    }[shard]
-    return tuple(-(-length // step) * step * n for length in (t, s))
-
-
-def make_inputs(case, seed=0, scale=1.0):
-    rng = np.random.default_rng(seed)
-    t, s = lengths(case["shard"], case["layout"], case["n"])
-    heads, kv_heads = case["heads"]
-    dim, batch = case["head_dim"], 2
-    dtype = jnp.dtype(case["dtype"])
-    shapes = [(batch, t, heads, dim)] + [(batch, s, kv_heads, dim)] * 2 + [(batch, t, heads, dim)]
-    # Rounded to the tested dtype first: the truth starts from the same numbers.
-    q, k, v, do = (rng.normal(size=x).astype(dtype) for x in shapes)
-    q, k = (q * dtype.type(scale)), (k * dtype.type(scale))
-    dlse = rng.normal(size=(batch, t, heads)).astype(np.float32)
-    segments = (None, None)
-    if MASKS[case["mask"]].segments:
-        segments = (packed_segments(rng, batch, t), packed_segments(rng, batch, s))
-        if t == s:
-            segments = (segments[0], segments[0])
-    return (q, k, v), (do, dlse), segments
-
-
-def ring_results(case, arrays, cotangents, segments, **options):
-    """(out, lse, dq, dk, dv) in natural order."""
-    n, layout = case["n"], case["layout"]
-    mesh = jax.make_mesh((n,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-    put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P(None, "seq")))
-    arrays, cotangents, segments = jax.tree.map(
-        lambda x: put(burst_jax.to_layout(x, layout, n)), (arrays, cotangents, segments)
-    )
-    options = {**MASKS[case["mask"]].options, "backward": case["backward"], **options}
-
-    @jax.jit
-    def run(arrays, cotangents, segments):
-        def attend(query, key, value):
-            return burst_jax.burst_attention(
-                query,
-                key,
-                value,
-                mesh=mesh,
-                layout=layout,
-                query_segment_ids=segments[0],
-                key_value_segment_ids=segments[1],
-                return_residual=True,
-                **options,
-            )
-
-        primal, vjp = jax.vjp(attend, *arrays)
-        return *primal, *vjp(cotangents)
-
-    results = run(arrays, cotangents, segments)
-    return [burst_jax.from_layout(np.asarray(x), layout, n) for x in results]
-
-
-def oracle(case, arrays, cotangents, segments):
-    """``(truth, one device's results, keep)``."""
-    mask = MASKS[case["mask"]]
-    keep = mask.dense(*segments, arrays[0].shape[1], arrays[1].shape[1])
-    args = (*arrays, keep, *cotangents, mask.soft_cap)
-    return dense.truth(*args), dense.one_device(*args), keep
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", CASES + OTHER_RINGS, ids=case_id)
 def test_ring_is_as_exact_as_one_device(case):
-    inputs = make_inputs(case)
-    got = ring_results(case, *inputs)
-    truth, one_device, keep = oracle(case, *inputs)
-    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
-    blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
-    unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])
-    out, lse, dq, dk, dv = got
-    assert (out[blind_queries] == 0).all()
-    assert (lse[blind_queries] == -np.inf).all()
-    assert (dq[blind_queries] == 0).all()
-    assert (dk[unseen_keys] == 0).all()
-    assert (dv[unseen_keys] == 0).all()
+    assert_exact(case)
 
 
 def _halves():
@@ -155,21 +58,20 @@ def _halves():
 
 HALVES = _halves()
 # In float32, where a gradient that is added twice, late or not at all shows at once.
-SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::3]]
+SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::3] + OTHER_RINGS[::3]]
 
 
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
 def test_gradients_made_apart_are_as_exact(case):
-    inputs = make_inputs(case)
-    got = ring_results(case, *inputs, implementation=HALVES)
-    truth, one_device, _ = oracle(case, *inputs)
-    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
+    assert_exact(case, implementation=HALVES)
 
 
 def test_both_rotations_of_many_rings_are_made_apart():
-    met = {(case["backward"], case["n"]) for case in SPLIT_CASES}
+    met = {(case["backward"], case["ring"]) for case in SPLIT_CASES}
     for backward in ("rotate_kv", "rotate_query"):
-        assert len({n for rotation, n in met if rotation == backward and n > 2}) >= 3
+        rings = {ring for rotation, ring in met if rotation == backward}
+        assert len([ring for ring in rings if isinstance(ring, int) and ring > 2]) >= 3
+        assert len([ring for ring in rings if "x" in str(ring)]) >= 2
 
 
 def test_packed_cases_have_rows_that_see_nothing():
@@ -195,7 +97,7 @@ def test_zero_gradients_fail():
 
 BASE = {
     "layout": "zigzag",
-    "n": 8,
+    "ring": 8,
     "mask": "causal",
     "heads": (4, 2),
     "backward": "auto",
@@ -212,7 +114,7 @@ def test_error_does_not_grow_with_the_ring(mask, scale):
     inputs = make_inputs(case, scale=scale)
     truth, _, _ = oracle(case, *inputs)
     eight = ring_results(case, *inputs)
-    one = ring_results({**case, "n": 1, "layout": "contiguous"}, *inputs)
+    one = ring_results({**case, "ring": 1, "layout": "contiguous"}, *inputs)
     for name, got, single, exact in zip(compare.NAMES, eight, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)
@@ -230,7 +132,7 @@ def test_same_bits_twice(backward):
 
 def test_reference_implementation_runs_on_the_ring():
     """`implementation=` reaches the local attention: dense and tiled agree to float32 rounding."""
-    case = {**BASE, "dtype": "float32", "n": 3}
+    case = {**BASE, "dtype": "float32", "ring": 3}
     inputs = make_inputs(case)
     tiled = ring_results(case, *inputs, implementation="xla")
     plain = ring_results(case, *inputs, implementation="reference")

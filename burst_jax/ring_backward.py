@@ -1,0 +1,162 @@
+"""The ring's backward: one side travels with its gradient behind it, the other stays."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from burst_jax.ring_config import RingConfig, bounds_by_stop, home
+from burst_jax.route import cut, paste
+from pallas_kernels import AttentionSpec, Implementation
+from pallas_kernels.arrays import half_shape
+
+
+class Block(NamedTuple):
+    """What backward needs of one side: (q, dO) and (lse, delta), or K and V and nothing."""
+
+    arrays: Any
+    stats: Any
+    segment_ids: jax.Array | None
+
+    def packed(self) -> Block:
+        """The same, each pair in one array, to travel by one permute."""
+        stats = None if self.stats is None else jnp.stack(self.stats)
+        arrays = jnp.stack(self.arrays) if isinstance(self.arrays, tuple) else self.arrays
+        return Block(arrays, stats, self.segment_ids)
+
+
+def backward(
+    config: RingConfig, local: Implementation, queries: Block, keys: Block, rotation: str
+) -> tuple[jax.Array, jax.Array]:
+    """Float32 dq ``[B, T, N, H]`` and dkv ``[2, B, S, K, H]``.
+
+    The travelling gradient arrives late: step i computes while the sum that left after step i - 1
+    is on its way, and adds to it when it lands.
+
+        step 0            step 1                          step 2
+        stay              stay       | gradient travels   stay       | gradient travels
+        travel | data     travel     | data travels       travel
+    """
+    spec, turn_kv = config.spec, rotation == "rotate_kv"
+    route = config.route(
+        half_shape(queries.arrays)[1], half_shape(keys.arrays)[1], queries_travel=not turn_kv
+    )
+    staying, travelling = (queries, keys) if turn_kv else (keys, queries)
+    travelling = travelling.packed() if len(route.stops) > 1 else travelling
+    stay_length, moved_length = (half_shape(x.arrays)[1] for x in (staying, travelling))
+    stay_tokens = config.tokens(route, stay_length, home(route), staying.segment_ids)
+
+    def tokens(stop, segment_ids):
+        moved = config.tokens(route, moved_length, stop, segment_ids)
+        return (stay_tokens, moved) if turn_kv else (moved, stay_tokens)
+
+    bounds_at = bounds_by_stop(
+        route,
+        travelling.segment_ids,
+        lambda stop, segment_ids: local.backward_bounds(
+            spec, queries.arrays[0], keys.arrays, *tokens(stop, segment_ids)
+        ),
+    )
+    # Traced and lowered once for all steps whose arrays are alike, not once a step.
+    gradients = jax.jit(functools.partial(_gradients, local, spec, turn_kv), static_argnums=0)
+    step_gradients = _apart if local.backward_dq is not None else _together
+    stay_sum: Any = None
+    # The travelling gradient of all turns before, where the last of them ended.
+    turned: Any = None
+    at = home(route)
+    for turn, following in zip(route.turns, (*route.turns[1:], None), strict=True):
+        # The block that begins the next turn goes there during this one, a piece a step; so does
+        # the gradient from the end of the last turn to the end of this one, where it is added.
+        pieces = [] if following is None else cut(travelling, len(turn))
+        turned_pieces = [] if turned is None else cut(turned, max(1, len(turn) - 1))
+        turned_at, ahead, turned_ahead = at, [], []
+        travel_sum: Any = None
+        for step, stop in enumerate(turn):
+            # Invariant: `travelling` is what is here at `stop`; `travel_sum` its gradient from the
+            # stops of this turn before, still at the last of them; `stay_sum` is the gradient here
+            # from all blocks that were here before.
+            last = step == len(turn) - 1
+            tables = bounds_at(stop, travelling.segment_ids)
+
+            def arguments(block, stop=stop, tables=tables):
+                q, kv = (queries, block) if turn_kv else (block, keys)
+                return (q.arrays, kv.arrays, q.stats, *tokens(stop, block.segment_ids), tables)
+
+            if following is not None:
+                ahead.append(route.move(pieces.pop(0), turn[0], following[0]))
+            if turned_pieces:
+                turned_ahead.append(route.move(turned_pieces.pop(0), turned_at, turn[-1]))
+            arriving = [] if travel_sum is None else [route.move(travel_sum, at, stop)]
+            if last and turned is not None:
+                arriving.append(paste(turned_ahead, turned))
+            onward = None if last else functools.partial(route.move, start=stop, end=turn[step + 1])
+            stay_sum, travel_sum, next_block = step_gradients(
+                gradients, arguments, travelling, stay_sum, arriving, onward
+            )
+            at = stop
+            if not (last and following is None):
+                outer = ahead, pieces, turned_ahead, turned_pieces
+                next_block, outer, stay_sum, travel_sum = lax.optimization_barrier(
+                    (next_block, outer, stay_sum, travel_sum)
+                )
+                # XLA would make one permute of all pieces, if those to come did not pass too.
+                ahead, pieces, turned_ahead, turned_pieces = outer
+            if not last:
+                travelling = next_block
+        if following is not None:
+            travelling = paste(ahead, travelling)
+        turned = travel_sum
+    # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
+    back = turned if len(route.stops) == 1 else route.move(turned, at, home(route))
+    back = lax.optimization_barrier(back)
+    return (stay_sum, back) if turn_kv else (back, stay_sum)
+
+
+def _gradients(
+    local: Implementation,
+    spec: AttentionSpec,
+    turn_kv: bool,
+    which: str,
+    arguments: tuple,
+    *sums: Any,
+) -> Any:
+    """The local backward by sides: of the one that "stays", that "travels", or of "both"."""
+    if which == "both":
+        assert local.backward is not None  # resolve(backward=True) sees to it
+        stay_sum, travel_sum = sums
+        dq, dkv = (stay_sum, travel_sum) if turn_kv else (travel_sum, stay_sum)
+        dq, dkv = local.backward(*arguments, dq=dq, dkv=dkv, spec=spec)
+        return (dq, dkv) if turn_kv else (dkv, dq)
+    half = local.backward_dq if (which == "stays") == turn_kv else local.backward_dkv
+    assert half is not None
+    return half(*arguments, *sums, spec=spec)
+
+
+def _apart(gradients, arguments, block, stay_sum, arriving, send):
+    """One step with two kernels: each has one permute beside it, and adds in place.
+
+    The gradient travels beside the kernel of the side that stays. The kernel of the side that
+    travels waits for it to land; beside that one the next block travels.
+    """
+    stay_sum = gradients("stays", arguments(block), stay_sum)
+    if arriving:
+        # The block too: free to go earlier, its permute would be merged with the gradient's.
+        stay_sum, arriving, block = lax.optimization_barrier((stay_sum, arriving, block))
+    next_block = None if send is None else send(block)
+    travel_sum = functools.reduce(operator.add, arriving) if arriving else None
+    return stay_sum, gradients("travels", arguments(block), travel_sum), next_block
+
+
+def _together(gradients, arguments, block, stay_sum, arriving, send):
+    """One step with one kernel for both gradients, and both permutes beside it.
+
+    The kernel cannot wait for the sum to land, so it makes a fresh one and the two are added.
+    """
+    next_block = None if send is None else send(block)
+    stay_sum, new = gradients("both", arguments(block), stay_sum, None)
+    return stay_sum, sum(arriving, new), next_block

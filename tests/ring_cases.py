@@ -1,0 +1,170 @@
+"""Cases of whole rings: meshes, inputs, what the ring makes of them, and the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import compare
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import packed_segments
+from implementations import QUICK
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import burst_jax
+
+MASKS = {
+    "full": dense.Mask(),
+    "causal": dense.Mask(is_causal=True),
+    "window96": dense.Mask(is_causal=True, window=96),
+    "window40_17": dense.Mask(window=(40, 17)),
+    "packed": dense.Mask(segments=True),
+    "packed_causal": dense.Mask(is_causal=True, segments=True),
+    "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
+    "cap": dense.Mask(soft_cap=2.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The devices that a sequence is split over.
+
+    "4": on a ring. "2x3": on two levels. "2+h4", "h4": four exchange heads in each of the ring's
+    shards.
+    """
+
+    sizes: tuple[int, ...]
+    exchange: int
+
+    @classmethod
+    def of(cls, case):
+        ring, _, exchange = str(case["ring"]).partition("h")
+        sizes = tuple(int(size) for size in ring.rstrip("+").split("x") if size)
+        return cls(sizes, int(exchange or 1))
+
+    @property
+    def size(self):
+        """Shards of the layout."""
+        return math.prod(self.sizes)
+
+    @property
+    def names(self):
+        """Mesh axes that the sequence is split over."""
+        ring = {0: (), 1: ("seq",), 2: ("outer", "inner")}[len(self.sizes)]
+        return ring + (("heads",) if self.exchange > 1 else ())
+
+    @property
+    def options(self):
+        """As burst_attention's arguments."""
+        names = self.names
+        if self.exchange == 1:
+            return {"seq_axis": names if len(names) > 1 else names[0]}
+        return {"seq_axis": names[:-1] or None, "head_parallel_axis": names[-1]}
+
+    def mesh(self):
+        shape = self.sizes + ((self.exchange,) if self.exchange > 1 else ())
+        devices = jax.devices()[: math.prod(shape)]
+        kinds = (AxisType.Auto,) * len(shape)
+        return jax.make_mesh(shape, self.names, axis_types=kinds, devices=devices)
+
+
+def case_id(case):
+    heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
+    return (
+        f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
+        f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
+    )
+
+
+def lengths(shard, layout, ring):
+    """T and S whose shards have the odd sizes that the layout permits."""
+    # A zigzag shard is two equal halves; devices that exchange heads split a shard equally.
+    step = math.lcm(2 if layout == "zigzag" else 1, ring.exchange)
+    t, s = {
+        "even": (64, 64),
+        "63": (63, 63),
+        "100": (100, 100),
+        "longer_keys": (20, 57),
+        "longer_queries": (70, 31),
+    }[shard]
+    return tuple(-(-length // step) * step * ring.size for length in (t, s))
+
+
+def make_inputs(case, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    t, s = lengths(case["shard"], case["layout"], Ring.of(case))
+    heads, kv_heads = case["heads"]
+    dim, batch = case["head_dim"], 2
+    dtype = jnp.dtype(case["dtype"])
+    shapes = [(batch, t, heads, dim)] + [(batch, s, kv_heads, dim)] * 2 + [(batch, t, heads, dim)]
+    # Rounded to the tested dtype first: the truth starts from the same numbers.
+    q, k, v, do = (rng.normal(size=x).astype(dtype) for x in shapes)
+    q, k = (q * dtype.type(scale)), (k * dtype.type(scale))
+    dlse = rng.normal(size=(batch, t, heads)).astype(np.float32)
+    segments = (None, None)
+    if MASKS[case["mask"]].segments:
+        segments = (packed_segments(rng, batch, t), packed_segments(rng, batch, s))
+        if t == s:
+            segments = (segments[0], segments[0])
+    return (q, k, v), (do, dlse), segments
+
+
+def ring_results(case, arrays, cotangents, segments, **options):
+    """(out, lse, dq, dk, dv) in natural order."""
+    ring, layout = Ring.of(case), case["layout"]
+    mesh, n = ring.mesh(), ring.size
+    put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P(None, ring.names)))
+    arrays, cotangents, segments = jax.tree.map(
+        lambda x: put(burst_jax.to_layout(x, layout, n)), (arrays, cotangents, segments)
+    )
+    options = ring.options | MASKS[case["mask"]].options | {"backward": case["backward"]} | options
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(arrays, cotangents, segments):
+        def attend(query, key, value):
+            return burst_jax.burst_attention(
+                query,
+                key,
+                value,
+                mesh=mesh,
+                layout=layout,
+                query_segment_ids=segments[0],
+                key_value_segment_ids=segments[1],
+                return_residual=True,
+                **options,
+            )
+
+        primal, vjp = jax.vjp(attend, *arrays)
+        return *primal, *vjp(cotangents)
+
+    results = run(arrays, cotangents, segments)
+    return [burst_jax.from_layout(np.asarray(x), layout, n) for x in results]
+
+
+def oracle(case, arrays, cotangents, segments):
+    """``(truth, one device's results, keep)``."""
+    mask = MASKS[case["mask"]]
+    keep = mask.dense(*segments, arrays[0].shape[1], arrays[1].shape[1])
+    args = (*arrays, keep, *cotangents, mask.soft_cap)
+    return dense.truth(*args), dense.one_device(*args), keep
+
+
+def assert_exact(case, **options):
+    """As exact as one device, and exactly zero where there is nothing to see."""
+    inputs = make_inputs(case)
+    got = ring_results(case, *inputs, **options)
+    truth, one_device, keep = oracle(case, *inputs)
+    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
+    blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
+    unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])
+    out, lse, dq, dk, dv = got
+    assert (out[blind_queries] == 0).all()
+    assert (lse[blind_queries] == -np.inf).all()
+    assert (dq[blind_queries] == 0).all()
+    assert (dk[unseen_keys] == 0).all()
+    assert (dv[unseen_keys] == 0).all()
