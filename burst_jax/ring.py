@@ -146,11 +146,12 @@ def _ring(
     q_segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    return _attend(config, query, key, value, q_segment_ids, kv_segment_ids)[0]
+    out, lse, _ = _attend(config, query, key, value, q_segment_ids, kv_segment_ids)
+    return out, to_tokens(lse, config.head_axis, tokens=2, heads=1)
 
 
 def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
-    """``(out [B, T, N, H], lse [B, N, T])``, and what the ring itself ran on."""
+    """``(out, lse, what the ring ran on)``, lse ``[B, N, T]`` with the ring's tokens and heads."""
     axis = config.head_axis
     query = to_heads(query, axis, tokens=1, heads=2)
     kv: Any = (key, value)
@@ -159,17 +160,15 @@ def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
     local = config.resolve(query, kv)
     out, lse = forward(config, local, query, kv, *ids)
-    out = to_tokens(out, axis, tokens=1, heads=2)
-    lse = to_tokens(lse, axis, tokens=2, heads=1)
-    return (out, lse), (query, kv, *ids)
+    return to_tokens(out, axis, tokens=1, heads=2), lse, (query, kv, *ids)
 
 
 def _ring_fwd(config, query, key, value, q_segment_ids, kv_segment_ids):
     # The gradient needs only (out, lse) from the forward, whichever implementation made them.
-    (out, lse), ran_on = _attend(config, query, key, value, q_segment_ids, kv_segment_ids)
+    out, lse, ran_on = _attend(config, query, key, value, q_segment_ids, kv_segment_ids)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
-    return (out, lse), (ran_on, out, lse)
+    return (out, to_tokens(lse, config.head_axis, tokens=2, heads=1)), (ran_on, out, lse)
 
 
 def _ring_bwd(config, residuals, cotangents):
@@ -180,7 +179,7 @@ def _ring_bwd(config, residuals, cotangents):
     wide = (x.astype(jnp.float32) for x in (do, out))
     delta = jnp.einsum("btnh,btnh->bnt", *wide, precision=lax.Precision.HIGHEST) - dlse
     do = to_heads(do, axis, tokens=1, heads=2)
-    lse, delta = (to_heads(x, axis, tokens=2, heads=1) for x in (lse, delta))
+    delta = to_heads(delta, axis, tokens=2, heads=1)
     # Nothing of the backward ring starts before its inputs are all there: a permute hoisted into
     # the forward ring would take the link from the permute that forward waits for.
     query, do, kv, lse, delta = lax.optimization_barrier((query, do, kv, lse, delta))

@@ -76,6 +76,9 @@ def forward(
                 (travelling,) = arriving
         if following is not None:
             travelling = paste(ahead, travelling)
+    # Without it XLA writes the last kernel's results straight into what a scan over layers stacks
+    # up, and runs that kernel a second time for whoever else reads them.
+    carry = lax.optimization_barrier(carry)
     assert carry is not None
     # Mosaic kernels' results are not marked as varying from device to device, nor may what they
     # change in place be: so they are marked here. Without it the transpose of whatever reads out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,6 +29,11 @@ def flat_names(*axes: AxisNames) -> tuple[str, ...]:
         if axis is not None:
             names.extend((axis,) if isinstance(axis, str) else axis)
     return tuple(names)
+
+
+def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The mesh axes that ``burst_attention`` with these options splits a sequence over."""
+    return flat_names(options.get("seq_axis", "seq"), options.get("head_parallel_axis"))
 
 
 def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:

@@ -69,11 +69,16 @@ def compile_for(function, *shapes, **options):
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
-def entry(program):
-    """The scheduled main computation, line by line in the order it runs."""
+def computations(program):
+    """``{name: lines}`` of every scheduled computation, lines in the order they run."""
     text = program.as_text()
     assert "is_scheduled=true" in text
-    return text[text.index("\nENTRY") :].splitlines()
+    found, lines = {}, []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%(\S+) \(", line):
+            lines = found["ENTRY" if header.group(1) else header.group(2)] = []
+        lines.append(line)
+    return found
 
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
@@ -100,19 +105,30 @@ def _fused_kernels(program):
     return kernels
 
 
-def operations(program):
-    """``(name, result type, opcode, operands, the rest)`` of the main computation, in order."""
-    matches = (_OPERATION.match(line) for line in entry(program))
+def operations(program, computation="ENTRY"):
+    """``(name, result type, opcode, operands, the rest)`` of a computation, in order."""
+    matches = (_OPERATION.match(line) for line in computations(program)[computation])
     return [match.groups() for match in matches if match]
 
 
-def schedule(program):
+def loop_schedules(program):
+    """:func:`schedule` of every loop that runs a ring, in the order in which they run."""
+    loops = (
+        re.search(r"\bbody=%([^\s,]+)", rest).group(1)
+        for _, _, opcode, _, rest in operations(program)
+        if opcode == "while"
+    )
+    schedules = (schedule(program, body) for body in loops)
+    return [events for events in schedules if events]
+
+
+def schedule(program, computation="ENTRY"):
     """The ring's events in order: ("start", hop), ("done", hop), ("sync", name), ("kernel", name).
 
     Only the library's own kernels count: a permute beside a copy is not hidden.
     """
     events, started, fused = [], {}, _fused_kernels(program)
-    for name, _, opcode, operands, rest in operations(program):
+    for name, _, opcode, operands, rest in operations(program, computation):
         if opcode == "collective-permute-start":
             started[name] = len(started)
             events.append(("start", started[name]))
@@ -148,6 +164,24 @@ def crosses(rest, gpus):
     """Whether a permute's first device sends to another host, of so many GPUs each."""
     source, target = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
     return int(source) // gpus != int(target) // gpus
+
+
+def permutes_between_hosts(program, gpus):
+    """The permutes whose devices send to another host, of so many GPUs each."""
+    return [
+        name
+        for name, _, opcode, _, rest in operations(program)
+        if opcode in ("collective-permute", "collective-permute-start") and crosses(rest, gpus)
+    ]
+
+
+def exchanged_bytes(program):
+    """Bytes of every array that an all-to-all exchanges, on one device."""
+    return [
+        _bytes(result) // (2 if opcode.endswith("start") else 1)
+        for _, result, opcode, _, _ in operations(program)
+        if opcode in ("all-to-all", "all-to-all-start")
+    ]
 
 
 def permuted_bytes(program, between_hosts_of=None):

@@ -18,7 +18,7 @@ from burst_jax.flax_layer import BurstAttention
 from burst_jax.norm import RMSNorm
 from burst_jax.ring import CHECKPOINT_NAMES
 from burst_jax.rope import RopeTable, rope_table
-from burst_jax.sharding import lookup, token_spec
+from burst_jax.sharding import lookup, sequence_axes, token_spec
 
 Remat = Literal["none", "keep_attention", "full"]
 
@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
         config = self.config
         options = dict(self.options)
         mesh = options.get("mesh")
-        spec = token_spec(options.get("batch_axis"), options.get("seq_axis", "seq"), ndim=3)
+        spec = token_spec(options.get("batch_axis"), sequence_axes(options), ndim=3)
         rope = rope_table(positions, config.head_dim, config.rope_theta)
         x = lookup(self.embedding[...], tokens, mesh, spec).astype(config.dtype)
         graphdef, stacked = nnx.split(self.layers)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from burst_jax.models.decoder import Decoder
-from burst_jax.sharding import AxisNames, flat_names, resolve_mesh, token_spec
+from burst_jax.sharding import AxisNames, flat_names, resolve_mesh, sequence_axes, token_spec
 from burst_jax.training.batches import Batch
 
 
@@ -105,7 +105,9 @@ def next_token_loss(
         batch["targets"],
         batch["weights"],
         chunk_size=chunk_size,
-        **{name: options[name] for name in ("mesh", "seq_axis", "batch_axis") if name in options},
+        mesh=options.get("mesh"),
+        seq_axis=sequence_axes(options),
+        batch_axis=options.get("batch_axis"),
     )
 
 

@@ -135,13 +135,76 @@ def init_train_state(
     return graphdef, params, opt_state
 
 
+class TrainStep:
+    """The jitted training step of a decoder, :func:`make_train_step`'s.
+
+    ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. Both states are donated, and
+    the new ones keep their shardings. Metrics are float32 scalars: ``loss`` (mean nats per target,
+    before the update), ``grad_norm`` (before clipping), ``learning_rate``.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        optimizer: Optimizer,
+        chunk_size: int,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        self._graphdef = graphdef
+        self._optimizer = optimizer
+        self._chunk_size = chunk_size
+        self._compiler_options = compiler_options
+        self._jitted: Any = None
+
+    def __call__(
+        self, params: Any, opt_state: Any, batch: Batch
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """Takes the step."""
+        return self._jit(params, opt_state)(params, opt_state, batch)
+
+    def trace(self, params: Any, opt_state: Any, batch: Batch) -> jax.stages.Traced:
+        """The program, to lower and compile ahead of time; shapes with shardings are enough."""
+        return self._jit(params, opt_state).trace(params, opt_state, batch)
+
+    def _jit(self, params: Any, opt_state: Any) -> Any:
+        if self._jitted is None:
+            # The states' shardings are known only now. Left to the compiler, a weight could come
+            # back sharded over the sequence axis, and every next step would gather it.
+            shardings = jax.tree.map(_named_sharding, (params, opt_state))
+            options = self._compiler_options
+            self._jitted = jax.jit(
+                self._step,
+                donate_argnums=(0, 1),
+                out_shardings=(*shardings, None),
+                compiler_options=default_compiler_options() if options is None else options,
+            )
+        return self._jitted
+
+    def _step(self, params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
+        def mean_loss(params: Any) -> jax.Array:
+            model = nnx.merge(self._graphdef, params)
+            total, count = next_token_loss(model, batch, chunk_size=self._chunk_size)
+            return total / jnp.maximum(count, 1.0)
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
+            updates, new_opt_state = self._optimizer.transform.update(grads, opt_state, params)
+            grad_norm = optax.tree.norm(grads)
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": self._optimizer.schedule(_step_count(opt_state)),
+        }
+        return optax.apply_updates(params, updates), new_opt_state, metrics
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: Optimizer,
     *,
     chunk_size: int = 1024,
     compiler_options: dict[str, Any] | None = None,
-) -> Callable[[Any, Any, Batch], tuple[Any, Any, dict[str, jax.Array]]]:
+) -> TrainStep:
     """The jitted training step of a decoder.
 
     Args:
@@ -151,48 +214,9 @@ def make_train_step(
       compiler_options: for ``jax.jit``; None is :func:`burst_jax.compiler_options`'s.
 
     Returns:
-      ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. Both states are donated,
-      and the new ones keep their shardings. Metrics are float32 scalars: ``loss`` (mean nats per
-      target, before the update), ``grad_norm`` (before clipping), ``learning_rate``.
+      ``step(params, opt_state, batch) -> (params, opt_state, metrics)``, a :class:`TrainStep`.
     """
-
-    def step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
-        def mean_loss(params: Any) -> jax.Array:
-            model = nnx.merge(graphdef, params)
-            total, count = next_token_loss(model, batch, chunk_size=chunk_size)
-            return total / jnp.maximum(count, 1.0)
-
-        loss, grads = jax.value_and_grad(mean_loss)(params)
-        with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
-            updates, new_opt_state = optimizer.transform.update(grads, opt_state, params)
-            grad_norm = optax.tree.norm(grads)
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": optimizer.schedule(_step_count(opt_state)),
-        }
-        return optax.apply_updates(params, updates), new_opt_state, metrics
-
-    jitted: list[Any] = []
-
-    def call(params: Any, opt_state: Any, batch: Batch) -> Any:
-        if not jitted:
-            # The states' shardings are known only now. Left to the compiler, a weight could come
-            # back sharded over the sequence axis, and every next step would gather it.
-            shardings = jax.tree.map(_named_sharding, (params, opt_state))
-            jitted.append(
-                jax.jit(
-                    step,
-                    donate_argnums=(0, 1),
-                    out_shardings=(*shardings, None),
-                    compiler_options=default_compiler_options()
-                    if compiler_options is None
-                    else compiler_options,
-                )
-            )
-        return jitted[0](params, opt_state, batch)
-
-    return call
+    return TrainStep(graphdef, optimizer, chunk_size, compiler_options)
 
 
 def make_eval_step(
