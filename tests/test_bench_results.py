@@ -21,7 +21,12 @@ RESULTS = Results(
     "0.11.2",
     "bfloat16",
     685.0,
-    [Row("full", "cuDNN", 595.25, 539.0, 3e-3), WRONG, CANNOT, Row("full", "new", 7.5, 690, 1e-3)],
+    rows=[
+        Row("full", "cuDNN", 595.25, 539.0, 3e-3),
+        WRONG,
+        CANNOT,
+        Row("full", "new", 7.5, 690, 1e-3),
+    ],
 )
 
 
@@ -42,7 +47,9 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert loaded.rows[3].both == 690
     record = json.loads(path.read_text(), parse_constant=pytest.fail)  # No NaN: it is not JSON.
     assert record["rows"][2]["forward"] is None
-    assert set(record["rows"][0]) == {"case", "peer", "forward", "both", "error", "note"}
+    assert set(record["rows"][0]) == {
+        *("case", "peer", "forward", "both", "error", "note", "memory")
+    }
 
 
 def test_an_infinite_error_is_kept_as_null(tmp_path):
@@ -135,6 +142,7 @@ def test_the_figure_says_everything(tmp_path, monkeypatch):
         ({"matmul": None}, "it needs rows and a matmul above 0"),
         ({"matmul": "685"}, "matmul is '685': it must be a number or null"),
         ({"device": 1}, "device is 1: it must be a string"),
+        ({"devices": 1.5}, "devices is 1.5: it must be an integer"),
         ({"rows": [{"case": "full", "peer": "triton", "forward": 1.0}]}, "no 'both'"),
     ],
 )

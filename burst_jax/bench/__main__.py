@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from burst_jax.bench import kernels, plot
+from burst_jax.bench import kernels, plot, ring
 
 
 def main() -> None:
@@ -12,6 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m burst_jax.bench", description=main.__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     kernels.add_command(commands)
+    ring.add_command(commands)
     plot.add_command(commands)
     args = parser.parse_args()
     args.run(args)

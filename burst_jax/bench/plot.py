@@ -1,4 +1,4 @@
-"""Draws what ``bench kernels --json`` wrote, on any machine: ``bench plot``."""
+"""Draws what a benchmark's ``--json`` wrote, on any machine: ``bench plot``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def draw(results: Results, path: Path) -> None:
             results.matmul, 1.0, f"matmul {results.matmul:.0f}", color=_GREY, fontsize=9,
             ha="center", va="bottom", transform=axes.get_xaxis_transform(),
         )  # fmt: skip
-        axes.set_xlabel("TFLOP/s")
+        axes.set_xlabel("TFLOP/s" + " per GPU" * (results.devices > 1))
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(left=False)
@@ -91,7 +91,8 @@ def draw(results: Results, path: Path) -> None:
     panels[0].set_ylim(len(cases) - 0.5, -0.5)  # The first case is on top.
     handles = [panels[0].barh(0, 0, color=colours[peer]) for peer in peers]
     figure.legend(handles, peers, loc="outside lower center", ncols=len(peers), frameon=False)
-    figure.suptitle(f"{results.device}, {results.dtype}, jax {results.jax}", fontsize=12)
+    devices = f"{results.devices} x " * (results.devices > 1)
+    figure.suptitle(f"{devices}{results.device}, {results.dtype}, jax {results.jax}", fontsize=12)
     with replacing(path) as file:
         figure.savefig(file, format="png")
 

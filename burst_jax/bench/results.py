@@ -1,4 +1,4 @@
-"""What ``bench kernels`` measured, and the JSON file that it is kept in."""
+"""What a benchmark measured, and the JSON file that it is kept in."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Row:
       both: TFLOP/s of the forward and the backward pass together.
       error: the largest relative one of out, dq, dk, dv.
       note: why it was not timed, or empty.
+      memory: GiB per device of the forward and the backward pass.
     """
 
     case: str
@@ -31,6 +32,7 @@ class Row:
     both: float = math.nan
     error: float = math.nan
     note: str = ""
+    memory: float = math.nan
 
 
 @dataclasses.dataclass
@@ -42,6 +44,7 @@ class Results:
       jax: JAX's version.
       dtype: of query, key and value.
       matmul: TFLOP/s of a large matmul, the most that any implementation could reach.
+      devices: how many of them were used together; rates are per device.
       rows: in the order in which they were measured.
     """
 
@@ -49,6 +52,7 @@ class Results:
     jax: str
     dtype: str
     matmul: float
+    devices: int = 1
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
@@ -81,7 +85,7 @@ class Results:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
                 f"{path} is no result of the benchmark ({reason}); "
-                f"write it anew with: python -m burst_jax.bench kernels --json {path}"
+                f"write it anew with: python -m burst_jax.bench kernels --json {path} (or ring)"
             ) from error
         return loaded
 
@@ -97,6 +101,8 @@ def _typed(cls: Any, record: dict[str, Any]) -> Any:
             if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
                 raise ValueError(f"{field.name} is {value!r}: it must be a number or null")
             value = float(value)
+        elif field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{field.name} is {value!r}: it must be an integer")
         elif field.type == "str" and not isinstance(value, str):
             raise ValueError(f"{field.name} is {value!r}: it must be a string")
         values[field.name] = value

@@ -1,0 +1,341 @@
+"""Times rings of all GPUs present beside what else could be done with them: ``bench ring``.
+
+Every way gets the same work: the same q, k, v and do, each in the layout it needs, forward alone
+and with the gradients of all three. Results are held to those of the first way that ran (one GPU
+with the whole sequence, where it fits) before they are timed. TFLOP/s count as in ``bench kernels``
+and are per GPU; the share is of one GPU's own rate with the same kernels and length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import burst_jax
+from burst_jax.bench import plot
+from burst_jax.bench.kernels import Case, matmul_ceiling
+from burst_jax.bench.results import Results, Row
+from burst_jax.layout import Layout
+from burst_jax.sharding import flat_names
+from pallas_kernels.timing import median_time, relative_error
+
+ALONE, ZIGZAG = "one GPU", "zigzag"
+# The largest relative difference between two ways in bfloat16; each rounds on its own.
+_AGREE = 1.2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to attend over a sequence that several GPUs hold.
+
+    Attributes:
+      mesh: of the devices it uses.
+      attend: ``(q, k, v) -> out``, arrays in ``layout``'s order.
+      axes: the mesh axes that the sequence is split over.
+      layout: the order of the tokens, over ``shards`` shards.
+      shards: the layout's.
+      options: XLA's, beside the library's own.
+    """
+
+    mesh: Mesh
+    attend: Callable[..., jax.Array]
+    axes: tuple[str, ...]
+    layout: Layout
+    shards: int
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of q, k, v and all results."""
+        return NamedSharding(self.mesh, P(None, self.axes))
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def ring(
+    case: Case,
+    n: int,
+    layout: Layout = "zigzag",
+    *,
+    shape: tuple[int, ...] = (),
+    seq_axis: Any = "seq",
+    head_parallel_axis: str | None = None,
+    peer_copies: bool = False,
+    **options: Any,
+) -> Way:
+    """burst_attention on all devices."""
+    names = flat_names(seq_axis, head_parallel_axis)
+    mesh = _mesh(shape or (n,), names)
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh, seq_axis=seq_axis, layout=layout,
+        head_parallel_axis=head_parallel_axis, **case.options, **options,
+    )  # fmt: skip
+    shards = math.prod(mesh.shape[axis] for axis in flat_names(seq_axis))
+    xla = burst_jax.compiler_options(peer_copies=peer_copies)
+    return Way(mesh, attend, names, layout, shards, xla)
+
+
+def cudnn(case: Case) -> Callable[..., jax.Array]:
+    """cuDNN on one device's arrays."""
+    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
+
+
+def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Way:
+    """One GPU with the whole sequence."""
+    way = ring(case, 1, "contiguous")
+    return way if attend is None else dataclasses.replace(way, attend=attend)
+
+
+def ulysses(case: Case, n: int) -> Way:
+    """All-to-all to parts of the heads, cuDNN on the whole sequence, all-to-all back."""
+    if case.kv_heads % n:
+        raise NotImplementedError(f"{case.kv_heads} key heads for {n} devices")
+    mesh = _mesh((n,), ("seq",))
+    exchange = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
+    )
+    def attend(q, k, v):
+        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        return exchange(cudnn(case)(q, k, v), split_axis=1, concat_axis=2)
+
+    return Way(mesh, attend, ("seq",), "contiguous", n)
+
+
+def all_gather(case: Case, n: int) -> Way:
+    """Keys and values gathered to every device, cuDNN there."""
+    if case.is_causal:
+        raise NotImplementedError("cuDNN through JAX masks no queries that start inside the keys")
+    mesh = _mesh((n,), ("seq",))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
+    )
+    def attend(q, k, v):
+        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+        return cudnn(case)(q, k, v)
+
+    return Way(mesh, attend, ("seq",), "contiguous", n)
+
+
+def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
+    """What is measured, by name; a way that cannot do the case raises when called."""
+
+    def two_levels(**options: Any) -> Way:
+        if n % 2 or n < 4:
+            raise NotImplementedError(f"{n} devices are no two levels of two or more")
+        return ring(case, n, shape=(2, n // 2), **options)
+
+    return {
+        ALONE: lambda: alone(case),
+        "one GPU, cuDNN": lambda: alone(case, cudnn(case)),
+        ZIGZAG: lambda: ring(case, n),
+        "zigzag, rotate_kv": lambda: ring(case, n, backward="rotate_kv"),
+        "zigzag, rotate_query": lambda: ring(case, n, backward="rotate_query"),
+        "zigzag, peer copies": lambda: ring(case, n, peer_copies=True),
+        "striped": lambda: ring(case, n, "striped"),
+        "contiguous": lambda: ring(case, n, "contiguous"),
+        "two-level ring": lambda: two_levels(seq_axis=("outer", "inner")),
+        "hybrid, heads by 2": lambda: ring(
+            case, n, shape=(n // 2, 2), head_parallel_axis="heads"
+        ),
+        "head parallel": lambda: ring(
+            case, n, "contiguous", seq_axis=None, head_parallel_axis="heads"
+        ),
+        "all-gather, cuDNN": lambda: all_gather(case, n),
+        "Ulysses, cuDNN": lambda: ulysses(case, n),
+    }  # fmt: skip
+
+
+_CORE = (
+    ALONE,
+    "one GPU, cuDNN",
+    ZIGZAG,
+    "striped",
+    "contiguous",
+    "head parallel",
+    "Ulysses, cuDNN",
+)
+_ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, peer copies")
+_LEVELS = ("two-level ring", "hybrid, heads by 2")
+# Each case, and the ways that it is measured by.
+CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
+    (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),
+    (Case("128K, 32/8 heads", 1, 131072, 32, 8, 128, True), _CORE),
+    (Case("16K, 32/32 heads", 1, 16384, 32, 32, 128, True), _CORE + _ROTATIONS),
+    (Case("64K, 32/32 heads", 1, 65536, 32, 32, 128, True), (ALONE, ZIGZAG, *_ROTATIONS)),
+    (
+        Case("64K full, 32/8 heads", 1, 65536, 32, 8, 128),
+        (ALONE, "contiguous", "all-gather, cuDNN", "Ulysses, cuDNN"),
+    ),
+    (
+        Case("window 4096 of 128K, 32/8 heads", 1, 131072, 32, 8, 128, True, window=4096),
+        (ALONE, "contiguous", ZIGZAG, "Ulysses, cuDNN"),
+    ),
+    *(
+        (Case(f"64K, batch {batch}, 32/8 heads", batch, 65536, 32, 8, 128, True), (ALONE, ZIGZAG))
+        for batch in (2, 4, 8)
+    ),
+    (Case("1M, 32/8 heads", 1, 1048576, 32, 8, 128, True), (ZIGZAG,)),
+)
+
+
+class Problem:
+    """A case's arrays for any way, and the results that all ways must agree with."""
+
+    def __init__(self, case: Case, n: int):
+        self.case = case
+        self._everywhere = NamedSharding(_mesh((n,), ("seq",)), P(None, "seq"))
+        self._want: dict[str, jax.Array] = {}
+
+    def arrays(self, way: Way) -> list[jax.Array]:
+        """q, k, v and do: the same numbers for every way."""
+        case = self.case
+
+        @functools.partial(jax.jit, static_argnums=1, out_shardings=way.sharding)
+        def make(key: jax.Array, heads: int) -> jax.Array:
+            shape = (case.batch, case.length, heads, case.head_dim)
+            x = jax.random.normal(key, shape, jnp.bfloat16)
+            return burst_jax.to_layout(x, way.layout, way.shards)
+
+        keys = jax.random.split(jax.random.key(1), 4)
+        heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+        return [make(key, count) for key, count in zip(keys, heads, strict=True)]
+
+    def errors(self, way: Way, results: dict[str, jax.Array]) -> dict[str, float]:
+        """How far each result is from the first way's, which is kept; 0 for itself."""
+        natural = jax.jit(
+            lambda x: burst_jax.from_layout(x, way.layout, way.shards), out_shardings=way.sharding
+        )
+        errors = {}
+        for name, array in results.items():
+            here = jax.device_put(natural(array), self._everywhere)
+            errors[name] = relative_error(here, self._want.setdefault(name, here))
+        return errors
+
+
+def _gib(program: jax.stages.Compiled) -> float:
+    """GiB per device of arguments, results and what lies between; NaN if the backend says none."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return math.nan
+    parts = ("argument", "output", "temp")
+    return 2**-30 * sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+
+
+def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
+    """Checks one way against the first, and times it."""
+    case, row = problem.case, Row(problem.case.name, name)
+    try:
+        way = make()
+        n = way.mesh.size
+
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> dict[str, jax.Array]:
+            out, vjp = jax.vjp(way.attend, q, k, v)
+            return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(do)), strict=True))
+
+        arrays = problem.arrays(way)
+        forward, gradient = (
+            jax.jit(run, compiler_options=way.options).lower(*arguments).compile()
+            for run, arguments in ((way.attend, arrays[:3]), (both, arrays))
+        )
+        row.memory = _gib(gradient)
+        errors = problem.errors(way, {"out": forward(*arrays[:3])})
+        errors |= problem.errors(way, gradient(*arrays))
+    except Exception as error:  # What a way cannot do is a line of the table, not its end.
+        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
+        return row
+    worst = max(errors, key=lambda result: errors[result])
+    row.error = errors[worst]
+    if row.error > _AGREE:
+        row.note = f"wrong: {worst}; not timed"
+        return row
+    tera = 1e-12 * case.flops() / n
+    rounds = 5 if tera < 500 else 1  # A million tokens take seconds.
+    row.forward = tera / median_time(lambda: forward(*arrays[:3]), rounds)
+    row.both = 3.5 * tera / median_time(lambda: gradient(*arrays), rounds)
+    return row
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``ring`` to the command line."""
+    parser = commands.add_parser("ring", help=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        choices=range(len(CASES)),
+        help="; ".join(f"{i}: {case.name}" for i, (case, _) in enumerate(CASES)),
+    )  # fmt: skip
+    parser.add_argument("--ways", nargs="+", metavar="NAME", help="of those in the table, these")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the table here, for the command plot"
+    )
+    parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the table here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table, keeps it and draws it."""
+    n = len(jax.devices())
+    if n < 2:
+        raise SystemExit("a ring needs two devices or more; JAX sees one")
+    try:
+        if args.png is not None:
+            plot.figure_class()  # What is missing is said now, not after minutes of measuring.
+    except ImportError as error:
+        raise SystemExit(str(error)) from error
+    results = Results(
+        jax.devices()[0].device_kind, jax.__version__, "bfloat16", matmul_ceiling(jnp.bfloat16), n
+    )
+    print(
+        f"{n} x {results.device}, jax {results.jax}, bfloat16, head dim 128, causal unless full; "
+        f"a large matmul on one: {results.matmul:.0f} TFLOP/s\n"
+        "TFLOP/s per GPU (share of one GPU's); GiB per GPU of forward and backward; the largest "
+        "difference from the first way\n"
+    )
+    heading = f"{'case':34}{'way':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}{'error':>9}"
+    print(heading + "\n" + "-" * len(heading))
+    for index in args.cases:
+        case, names = CASES[index]
+        problem, makers, own = Problem(case, n), ways(case, n), None
+        for name in names:
+            if args.ways is not None and name not in args.ways:
+                continue
+            row = measure(problem, name, makers[name])
+            own = row if name == ALONE else own
+            print(_line(row, own), flush=True)
+            results.rows.append(row)
+        del problem
+        # After every case: what is measured is kept, whatever becomes of the next.
+        if args.json is not None:
+            results.save(args.json)
+    if args.png is not None:
+        plot.draw(results, args.png)
+
+
+def _line(row: Row, own: Row | None) -> str:
+    start = f"{row.case:34}{row.peer:22}"
+    if row.note:
+        return f"{start}  {row.note}"
+    cells = []
+    for rate, alone_rate in (
+        (row.forward, math.nan if own is None else own.forward),
+        (row.both, math.nan if own is None else own.both),
+    ):
+        share = f" ({100 * rate / alone_rate:3.0f} %)" if alone_rate > 0 else " " * 8
+        cells.append(f"{rate:5.0f}{share}")
+    return f"{start}{''.join(f'{cell:>13}' for cell in cells)}{row.memory:7.2f}{row.error:9.1e}"

@@ -1,0 +1,132 @@
+"""``bench ring``: every way does the same work, is checked before it is timed, and is kept."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+
+import jax
+import pytest
+from implementations import QUICK
+
+import burst_jax
+from burst_jax.bench import ring
+from burst_jax.bench.kernels import Case
+from burst_jax.bench.results import Results, Row
+
+N = 4
+CAUSAL = Case("causal", 1, 128, 8, 4, 16, is_causal=True)
+FULL = Case("full", 1, 128, 8, 4, 16)
+WINDOW = Case("window", 2, 128, 8, 4, 16, is_causal=True, window=20)
+OURS = (
+    "one GPU", "zigzag", "zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, peer copies",
+    "striped", "contiguous", "two-level ring", "hybrid, heads by 2", "head parallel",
+)  # fmt: skip
+
+
+DENSE = ("one GPU, cuDNN", "all-gather, cuDNN", "Ulysses, cuDNN")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """XLA's own attention in cuDNN's place, programs not optimized, and no time lost on timing."""
+
+    def dense(case):
+        return functools.partial(jax.nn.dot_product_attention, **case.options)
+
+    monkeypatch.setattr(ring, "cudnn", dense)
+    monkeypatch.setattr(burst_jax, "compiler_options", lambda **_: QUICK)
+    monkeypatch.setattr(ring, "median_time", lambda call, rounds: len(jax.device_get(call())))
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it.
+        yield
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [(CAUSAL, OURS + DENSE), (FULL, ("one GPU", *DENSE)), (WINDOW, ("one GPU", "contiguous"))],
+    ids=["causal", "full", "window"],
+)
+def test_all_ways_agree(case, names, quick):
+    problem, noted = ring.Problem(case, N), {}
+    makers = ring.ways(case, N)
+    assert set(OURS + DENSE) == set(makers)
+    for name in names:
+        make = makers[name]
+        row = ring.measure(problem, name, make)
+        if row.note:
+            noted[name] = row.note
+            continue
+        assert (row.error == 0) == (name == ring.ALONE) or name == "head parallel"
+        assert row.error < ring._AGREE
+        assert row.memory > 0
+        assert row.forward > 0
+        assert row.both > 0
+    if case is CAUSAL:
+        assert noted.pop("all-gather, cuDNN").startswith("NotImplementedError: cuDNN through JAX")
+    assert not noted
+
+
+def test_every_case_names_ways_that_exist():
+    for case, names in ring.CASES:
+        assert set(names) <= set(ring.ways(case, N))
+        assert case.name.startswith(("16K", "64K", "128K", "window", "1M"))
+
+
+@pytest.mark.parametrize("wrong", ["out", "dk"])
+def test_what_disagrees_is_not_timed(wrong, quick):
+    problem = ring.Problem(CAUSAL, N)
+    assert not ring.measure(problem, ring.ALONE, lambda: ring.alone(CAUSAL)).note
+    way = ring.ring(CAUSAL, N)
+
+    def attend(q, k, v):
+        stop = jax.lax.stop_gradient
+        if wrong == "out":
+            out = way.attend(q, k, v)
+            return out + 0.1 * stop(out)
+        return way.attend(q, 1.1 * k - 0.1 * stop(k), v)
+
+    row = ring.measure(problem, "off", lambda: dataclasses.replace(way, attend=attend))
+    assert row.note == f"wrong: {wrong}; not timed"
+    assert math.isnan(row.forward)
+
+
+def test_ways_that_cannot_say_so():
+    for make, message in (
+        (lambda: ring.ulysses(CAUSAL, 3), "4 key heads for 3 devices"),
+        (lambda: ring.all_gather(CAUSAL, N), "masks no queries that start inside the keys"),
+        (ring.ways(CAUSAL, 3)["two-level ring"], "3 devices are no two levels"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            make()
+
+
+def test_the_command_prints_and_keeps(tmp_path, monkeypatch, capsys, quick):
+    monkeypatch.setattr(ring, "CASES", ((CAUSAL, OURS),))
+    monkeypatch.setattr(ring, "matmul_ceiling", lambda dtype: 5.0)
+    devices = jax.devices()[:N]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    names = [ring.ALONE, "zigzag"]
+    ring.run(argparse.Namespace(cases=[0], ways=names, json=tmp_path / "a.json", png=None))
+    loaded = Results.load(tmp_path / "a.json")
+    assert loaded.devices == N
+    assert [row.peer for row in loaded.rows] == names
+    printed = capsys.readouterr().out
+    assert "4 x cpu" in printed
+    assert printed.count("(100 %)") == 2
+
+
+def test_shares_are_of_one_gpu():
+    own = Row("case", ring.ALONE, 600.0, 500.0, 0.0, memory=1.0)
+    line = ring._line(Row("case", "zigzag", 582.0, 475.0, 1e-3, memory=0.5), own)
+    assert "582 ( 97 %)" in line
+    assert "475 ( 95 %)" in line
+    assert "%" not in ring._line(own, None)
+    assert "cannot" in ring._line(Row("case", "x", note="cannot"), own)
+
+
+def test_one_device_is_no_ring(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    with pytest.raises(SystemExit, match="a ring needs two devices or more; JAX sees one"):
+        ring.run(argparse.Namespace(png=None))
