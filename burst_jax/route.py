@@ -33,6 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ class Route:
 
     Attributes:
       axes: the mesh axes, outermost first; devices count row-major over them, as a sequence that is
-        split over ``P(axes)`` does. None: no ring, one device.
+        split over ``P(axes)`` does; without any there is one device.
       sizes: theirs.
       turns: the stops of each turn; the first of all is where the block starts.
     """
@@ -166,25 +167,13 @@ def make_route(
       queries_travel: whether blocks of queries go around and keys stay, not the other way.
     """
     n = math.prod(sizes)
-    devices = np.arange(n)
-    q_start, stride, q_count = shard_runs(layout, q_length, n)
-    kv_start, _, kv_count = shard_runs(layout, kv_length, n)
+    offsets = score_offsets(sizes, layout, q_length, kv_length, spec, queries_travel)
 
     def needed(stop: Stop) -> bool:
         """Whether on some device a key of the block is where the mask lets a query see it."""
         if not any(stop) or (spec.left is None and spec.right is None):
             return True
-        places = np.array(np.unravel_index(devices, sizes)) - np.array(stop)[:, None]
-        sources = np.ravel_multi_index(tuple(places % np.array(sizes)[:, None]), sizes)
-        # Positions of queries minus positions of keys: base + stride * i, i from -(kv_count - 1) to
-        # q_count - 1; the mask lets through those from -right to left.
-        at_q, at_kv = (sources, devices) if queries_travel else (devices, sources)
-        base = q_start[at_q][:, :, None] - kv_start[at_kv][:, None, :]
-        low, high = np.full_like(base, 1 - kv_count), np.full_like(base, q_count - 1)
-        if spec.right is not None:
-            low = np.maximum(low, -((base + spec.right) // stride))
-        if spec.left is not None:
-            high = np.minimum(high, (spec.left - base) // stride)
+        low, high = offsets(stop)
         return bool((low <= high).any())
 
     inner = sizes[-1] if sizes else 1
@@ -194,3 +183,40 @@ def make_route(
         if turn := tuple(stop for stop in places if needed(stop)):
             turns.append(turn)
     return Route(axes, sizes, tuple(turns))
+
+
+def score_offsets(
+    sizes: tuple[int, ...],
+    layout: str,
+    q_length: int,
+    kv_length: int,
+    spec: AttentionSpec,
+    queries_travel: bool = False,
+) -> Callable[[Stop], tuple[np.ndarray, np.ndarray]]:
+    """``at(stop) -> (low, high)``: which scores the mask keeps at a stop, on every device.
+
+    Shards are runs of tokens at equal distance. Of query run a and key run b on device r, token i
+    sees token j where ``low[r, a, b] <= i - j <= high[r, a, b]``, int64 ``[n, runs, runs]``.
+    """
+    n = math.prod(sizes)
+    devices = np.arange(n)
+    q_start, stride, q_count = shard_runs(layout, q_length, n)
+    kv_start, _, kv_count = shard_runs(layout, kv_length, n)
+
+    def at(stop: Stop) -> tuple[np.ndarray, np.ndarray]:
+        sources = devices
+        if stop:
+            places = np.array(np.unravel_index(devices, sizes)) - np.array(stop)[:, None]
+            sources = np.ravel_multi_index(tuple(places % np.array(sizes)[:, None]), sizes)
+        # Positions of queries minus positions of keys: base + stride * i, i from -(kv_count - 1) to
+        # q_count - 1; the mask lets through those from -right to left.
+        at_q, at_kv = (sources, devices) if queries_travel else (devices, sources)
+        base = q_start[at_q][:, :, None] - kv_start[at_kv][:, None, :]
+        low, high = np.full_like(base, 1 - kv_count), np.full_like(base, q_count - 1)
+        if spec.right is not None:
+            low = np.maximum(low, -((base + spec.right) // stride))
+        if spec.left is not None:
+            high = np.minimum(high, (spec.left - base) // stride)
+        return low, high
+
+    return at

@@ -12,9 +12,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_blocks_run_one_after_the_other():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     program = "import jax\njax.config.update('jax_platforms', 'cpu')\n" + "\n".join(BLOCKS)
     program += (
+        "\nassert jnp.allclose(two_level, attend(q, k, v), atol=0.02)"
         "\nassert layer(jnp.ones((1, length, 256)), is_causal=True).shape == (1, length, 256)\n"
     )
     run = subprocess.run(

@@ -1,0 +1,64 @@
+"""GPUs and links that a plan knows, each number with where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What one GPU does.
+
+    Attributes:
+      name: as it is asked for.
+      memory: GiB.
+      forward: TFLOP/s of the forward kernel on a long causal shard, head dim 128, 16-bit.
+      backward: of the backward kernel.
+      small_head: the share of these rates that head dims up to 64 reach.
+      launch: seconds that a kernel takes beside its work: launch, filling and draining the chip,
+        tables.
+      bandwidth: GB/s of its memory, read and written.
+      link: GB/s that it sends to a neighbour on the same host.
+      fused: whether dQ, dK and dV come from one kernel.
+      source: where the numbers come from.
+    """
+
+    name: str
+    memory: float
+    forward: float
+    backward: float
+    small_head: float
+    launch: float
+    bandwidth: float
+    link: float
+    fused: bool
+    source: str
+
+
+_H200 = Gpu(
+    "h200", 141, 609, 556, 0.66, 25e-6, 3900, 265, True,
+    "kernels and ppermute measured on H200s (README, pallas_kernels/EXPERIMENTS.md)",
+)  # fmt: skip
+GPUS = {
+    "h200": _H200,
+    "h100": dataclasses.replace(
+        _H200, name="h100", memory=80, bandwidth=2700,
+        source="the H200's rates: the same chip, another memory",
+    ),
+    "a100": Gpu(
+        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 235, False,
+        "not measured: reasoned from shared-memory reads and others' kernels "
+        "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
+    ),
+}  # fmt: skip
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+      ValueError: it is not known.
+    """
+    if name not in GPUS:
+        raise ValueError(f"gpu is {name!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")
+    return GPUS[name]

@@ -1,0 +1,298 @@
+"""What one attention costs a device on a given route: bytes, seconds, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from burst_jax.checks import make_spec
+from burst_jax.plan.machines import Gpu
+from burst_jax.plan.memory import temp_bytes
+from burst_jax.plan.work import scores_by_stop
+from burst_jax.rotation import backward_bytes, forward_bytes
+from burst_jax.route import make_route
+
+_GIB = 2**30
+# Products per score: two forward; five backward, of which two kernels make three and four.
+_FORWARD, _BACKWARD = 4, 10
+_STAYS, _TRAVELS = 3 / 7, 4 / 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention over the whole sequence.
+
+    Attributes:
+      length: tokens, of queries and keys.
+      batch: rows.
+      heads: N.
+      kv_heads: K.
+      head_dim: H.
+      is_causal: as burst_attention's.
+      local_window_size: as burst_attention's.
+      itemsize: bytes per element of q, k and v.
+    """
+
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    itemsize: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices and links.
+
+    Attributes:
+      gpu: of which kind.
+      hosts: how many.
+      gpus: on each.
+      host_link: GB/s that one GPU sends to another host.
+    """
+
+    gpu: Gpu
+    hosts: int
+    gpus: int
+    host_link: float
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.hosts * self.gpus
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A way to split the sequence.
+
+    Attributes:
+      name: "ring", "two-level ring", "hybrid" or "head parallel".
+      sizes: of the ring's axes, outermost first.
+      exchange: devices that exchange heads inside each of the ring's shards.
+      options: what to call burst_attention with, beside layout and backward.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    exchange: int
+    options: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One row of a plan, per device and for one attention.
+
+    Attributes:
+      scheme: how the sequence is split.
+      layout: the order of the tokens.
+      backward: the rotation.
+      memory: GiB of q, k, v, out, their gradients, and what lies between.
+      forward_bytes: sent, by permutes and all-to-alls.
+      backward_bytes: likewise.
+      host_bytes: of both, those sent to another host by the device that sends most of them.
+      forward_seconds: of the forward pass.
+      backward_seconds: of the backward pass.
+      hidden: the share of the sending that lies behind kernels.
+      tflops: TFLOP/s of forward and backward together, scores that count only.
+    """
+
+    scheme: Scheme
+    layout: str
+    backward: str
+    memory: float
+    forward_bytes: int
+    backward_bytes: int
+    host_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    hidden: float
+    tflops: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+class Model:
+    """The costs of one attention by one scheme and layout on a cluster, per device.
+
+    Every step lasts as long as its busiest device's kernel or its slowest transfer, whichever is
+    longer: the ring waits for both. The last hop of a travelling gradient, and the exchanges of
+    heads, lie behind nothing.
+    """
+
+    def __init__(self, attention: Attention, cluster: Cluster, scheme: Scheme, layout: str):
+        self._attention, self._cluster = attention, cluster
+        self._scheme, self._layout = scheme, layout
+        self._tokens = attention.length // math.prod(scheme.sizes)
+        self._heads = attention.heads // scheme.exchange
+        self._kv_heads = max(1, attention.kv_heads // scheme.exchange)
+        # K and V of a ring's shard, with the heads that one device has of it; Q alike.
+        per_head = attention.batch * self._tokens * attention.head_dim
+        self._kv, self._q = 2 * per_head * self._kv_heads, per_head * self._heads
+        spec = make_spec(None, attention.is_causal, 1.0, attention.local_window_size, None)
+        axes = ("outer", "inner")[-len(scheme.sizes) :] if scheme.sizes else ()
+        self._routes, self._scores = {}, {}
+        for queries_travel in (False, True):
+            shape = layout, self._tokens, self._tokens, spec, queries_travel
+            route = make_route(axes, scheme.sizes, *shape)
+            self._routes[queries_travel] = route
+            self._scores[queries_travel] = scores_by_stop(route, *shape)
+
+    def estimate(self, backward: str) -> Estimate:
+        """With the rotation "rotate_kv" or "rotate_query"."""
+        forward, back = self._forward(), self._backward(backward)
+        swaps = self._exchanged(backward=False), self._exchanged(backward=True)
+        swap_seconds = [1e-9 * size / self._exchange_link for size in swaps]
+        spent, bare = (
+            forward[i] + back[i] + sum(swap_seconds) for i in (1, 2)
+        )  # fmt: skip
+        seconds = forward[0] + swap_seconds[0], back[0] + swap_seconds[1]
+        scores = sum(mean for _, mean in self._scores[False].values())
+        flops = (_FORWARD + _BACKWARD) * self._per_score * scores
+        ring = self._ring_bytes(None), self._ring_bytes(backward)
+        return Estimate(
+            scheme=self._scheme,
+            layout=self._layout,
+            backward=backward,
+            memory=self._memory(backward) / _GIB,
+            forward_bytes=ring[0] + swaps[0],
+            backward_bytes=ring[1] + swaps[1],
+            host_bytes=self._host_bytes(backward, sum(ring), sum(swaps)),
+            forward_seconds=seconds[0],
+            backward_seconds=seconds[1],
+            hidden=1 - bare / spent if spent else 1.0,
+            tflops=1e-12 * flops / sum(seconds),
+        )
+
+    @property
+    def _per_score(self) -> int:
+        """Multiplications and additions of one product, of one score of every row and head."""
+        return self._attention.batch * self._heads * self._attention.head_dim
+
+    @property
+    def _rate_share(self) -> float:
+        return self._cluster.gpu.small_head if self._attention.head_dim <= 64 else 1.0
+
+    @property
+    def _links(self) -> tuple[float, float]:
+        """GB/s of a hop inside a turn, and of one between turns."""
+        cluster = self._cluster
+        if len(self._scheme.sizes) == 2:
+            return cluster.gpu.link, cluster.host_link
+        # One of its hops crosses to another host, and all wait for that one.
+        crosses = cluster.hosts > 1
+        return (cluster.host_link if crosses else cluster.gpu.link), cluster.host_link
+
+    @property
+    def _exchange_link(self) -> float:
+        inside = self._scheme.exchange <= self._cluster.gpus
+        return self._cluster.gpu.link if inside else self._cluster.host_link
+
+    def _forward(self) -> tuple[float, float, float]:
+        """Seconds: of all, of what is sent, of what of that lies behind no kernel."""
+        gpu, route = self._cluster.gpu, self._routes[False]
+        block = self._kv * self._attention.itemsize
+        total = spent = bare = 0.0
+        for index, turn in enumerate(route.turns):
+            for step, stop in enumerate(turn):
+                most, _ = self._scores[False][stop]
+                rate = 1e12 * gpu.forward * self._rate_share
+                work = _FORWARD * self._per_score * most / rate + gpu.launch
+                inner = block if step < len(turn) - 1 else 0
+                outer = block / len(turn) if index < len(route.turns) - 1 else 0
+                sending = self._sending(inner, outer)
+                total, spent = total + max(work, *sending), spent + max(sending)
+                bare += max(0.0, max(sending) - work)
+        return total, spent, bare
+
+    def _backward(self, rotation: str) -> tuple[float, float, float]:
+        """As :meth:`_forward`."""
+        gpu, queries_travel = self._cluster.gpu, rotation == "rotate_query"
+        route, attention = self._routes[queries_travel], self._attention
+        block, gradient = self._kv * attention.itemsize, self._kv * 4
+        if queries_travel:
+            lse = 2 * attention.batch * self._tokens * self._heads * 4
+            block, gradient = 2 * self._q * attention.itemsize + lse, self._q * 4
+        total = spent = bare = 0.0
+        for index, turn in enumerate(route.turns):
+            for step, stop in enumerate(turn):
+                most, _ = self._scores[queries_travel][stop]
+                rate = 1e12 * gpu.backward * self._rate_share
+                work = _BACKWARD * self._per_score * most / rate + gpu.launch
+                data = block if step < len(turn) - 1 else 0
+                sums = gradient if step > 0 else 0
+                outer = block / len(turn) if index < len(route.turns) - 1 else 0
+                outer += gradient / max(1, len(turn) - 1) if index and data else 0
+                phases = [(work, data + sums)]
+                if not gpu.fused:
+                    phases = [(_STAYS * work, sums), (_TRAVELS * work + gpu.launch, data)]
+                elif sums:  # The kernel's own gradient and the one that lands are added up.
+                    phases[0] = (work + 1e-9 * 3 * gradient / gpu.bandwidth, data + sums)
+                for part, inner in phases:
+                    sending = self._sending(inner, outer / len(phases))
+                    total, spent = total + max(part, *sending), spent + max(sending)
+                    bare += max(0.0, max(sending) - part)
+        if len(route.stops) > 1:
+            home = self._sending(*((0, gradient) if len(route.turns) > 1 else (gradient, 0)))
+            total, spent, bare = (x + max(home) for x in (total, spent, bare))
+        return total, spent, bare
+
+    def _sending(self, inner: float, outer: float) -> tuple[float, float]:
+        """Seconds of bytes over both kinds of links, which work at the same time."""
+        links = self._links
+        return 1e-9 * inner / links[0], 1e-9 * outer / links[1]
+
+    def _ring_bytes(self, rotation: str | None, *, outer: bool = False) -> int:
+        """Bytes of all permutes, forward for None; ``outer``: those between turns alone."""
+        hops = self._routes[rotation == "rotate_query"].hops
+        if outer:
+            hops = hops._replace(data=hops.outer_data, gradient=hops.outer_gradient)
+        attention, tokens = self._attention, self._tokens
+        end = attention.head_dim, attention.itemsize
+        if rotation is None:
+            return forward_bytes(hops, tokens, self._kv_heads, *end, attention.batch)
+        shape = rotation, hops, tokens, tokens, self._heads, self._kv_heads, *end
+        return backward_bytes(*shape, batch=attention.batch)
+
+    def _host_bytes(self, rotation: str, ring: int, swaps: int) -> int:
+        """Bytes to another host, of the device that sends most there."""
+        if self._cluster.hosts == 1:
+            return 0
+        if len(self._scheme.sizes) == 2:
+            ring = self._ring_bytes(None, outer=True) + self._ring_bytes(rotation, outer=True)
+        return ring + (swaps if self._scheme.exchange > self._cluster.gpus else 0)
+
+    def _exchanged(self, *, backward: bool) -> int:
+        """Bytes that one device sends by all-to-all."""
+        attention, exchange = self._attention, self._scheme.exchange
+        if exchange == 1:
+            return 0
+        copied = attention.kv_heads % exchange != 0
+        q, kv = self._q * attention.itemsize, self._kv * attention.itemsize
+        rows = 0
+        if backward:
+            kv = self._kv * 4 if copied else kv
+            rows = attention.batch * self._tokens * self._heads * 4
+        return (2 * q + kv + rows) * (exchange - 1) // exchange
+
+    def _memory(self, rotation: str) -> float:
+        """Bytes of q, k, v, their gradients, and all that lies between."""
+        attention, exchange = self._attention, self._scheme.exchange
+        local = attention.batch * self._tokens // exchange * attention.head_dim
+        arrays = local * (attention.heads + 2 * attention.kv_heads) * attention.itemsize
+        route = self._routes[rotation == "rotate_query"]
+        return 2 * arrays + temp_bytes(
+            "fused" if self._cluster.gpu.fused else "apart",
+            rotation,
+            turns=len(route.turns),
+            stops=len(route.stops),
+            exchange=exchange > 1,
+            q=self._q * attention.itemsize,
+            kv=self._kv * attention.itemsize,
+        )

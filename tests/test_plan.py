@@ -1,0 +1,233 @@
+"""A plan's scores, bytes and memory are what masks, formulas and compiled programs say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import subprocess
+import sys
+
+import compiled
+import numpy as np
+import pytest
+from test_compiled import gradient
+
+import burst_jax
+from burst_jax.plan import GPUS, Gpu
+from burst_jax.plan.__main__ import main
+from burst_jax.plan.work import scores_by_stop
+from burst_jax.rotation import backward_bytes, forward_bytes
+from burst_jax.route import count_hops, make_route
+from pallas_kernels import AttentionSpec
+
+SHAPE = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}
+# Links that take no time, kernels that start at once: what is left is the balance of the work.
+IDEAL = dataclasses.replace(GPUS["h200"], launch=1e-12, link=1e9, bandwidth=1e9)
+
+
+def one(plan, scheme, layout="zigzag", backward="rotate_kv"):
+    (found,) = (
+        each
+        for each in plan.estimates
+        if (each.scheme.name, each.layout, each.backward) == (scheme, layout, backward)
+    )
+    return found
+
+
+@pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_scores_are_counted_as_the_mask_has_them(layout, queries_travel):
+    counted = 0
+    for sizes, window, lengths in itertools.product(
+        [(4,), (2, 3)], [(None, None), (None, 0), (9, 0), (5, 3), (0, 2)], [(6, 6), (4, 8)]
+    ):
+        n, spec = math.prod(sizes), AttentionSpec(1.0, *window)
+        route = make_route(("a", "b")[: len(sizes)], sizes, layout, *lengths, spec, queries_travel)
+        got = scores_by_stop(route, layout, *lengths, spec, queries_travel)
+        assert tuple(got) == route.stops
+        q, kv = (burst_jax.positions(layout, length * n, n).reshape(n, -1) for length in lengths)
+        for stop, (most, mean) in got.items():
+            kept = []
+            for device in range(n):
+                place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
+                source = np.ravel_multi_index(tuple(place), sizes)
+                at_q, at_kv = (source, device) if queries_travel else (device, source)
+                ahead = q[at_q][:, None] - kv[at_kv][None, :]
+                left, right = (10**9 if side is None else side for side in window)
+                kept.append(((ahead <= left) & (ahead >= -right)).sum())
+            assert (most, mean) == (max(kept), np.mean(kept)), (sizes, window, lengths, stop)
+            counted += most
+    assert counted > 0
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(4, 1.75), (8, 1.875)])
+def test_zigzag_halves_the_contiguous_ring(n, ratio):
+    """n - 1/2 blocks of work against n/2: the limit of what balancing can bring."""
+    plan = burst_jax.plan(**SHAPE, gpu=IDEAL, gpus_per_host=n)
+    contiguous, zigzag, striped = (
+        one(plan, "ring", layout).seconds for layout in ("contiguous", "zigzag", "striped")
+    )
+    assert contiguous / zigzag == pytest.approx(ratio, rel=1e-3)
+    assert striped == pytest.approx(zigzag, rel=1e-3)
+    assert one(plan, "ring").tflops == pytest.approx(14 / (4 / 609 + 10 / 556), rel=1e-3)
+
+
+def test_bytes_are_the_formulas():
+    plan = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=8)
+    c, wide, end = 65536 // 16, (32, 8), (128, 2)
+    for backward in ("rotate_kv", "rotate_query"):
+        hops = count_hops([16])
+        flat = one(plan, "ring", backward=backward)
+        assert flat.forward_bytes == forward_bytes(hops, c, 8, *end)
+        assert flat.backward_bytes == backward_bytes(backward, hops, c, c, *wide, *end)
+        assert flat.host_bytes == flat.forward_bytes + flat.backward_bytes
+        levels = one(plan, "two-level ring", backward=backward)
+        assert levels.forward_bytes == flat.forward_bytes
+        assert levels.backward_bytes == flat.backward_bytes
+        between = count_hops([8, 8])
+        between = between._replace(data=between.outer_data, gradient=between.outer_gradient)
+        assert levels.host_bytes == forward_bytes(between, c, 8, *end) + backward_bytes(
+            backward, between, c, c, *wide, *end
+        )
+    assert one(plan, "two-level ring").seconds < 0.75 * one(plan, "ring").seconds
+
+
+def test_heads_are_exchanged_once():
+    """Two hosts of four: q, k, v, out, and do, delta, dq, dk, dv, three quarters of each sent."""
+    plan = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=4)
+    hybrid = one(plan, "ring of 2, heads by 4")
+    c, ring = 65536 // 8, count_hops([2])
+    arrays = 2 * c * 32 * 128 * 2 + 2 * c * 8 * 128 * 2
+    ring_forward = forward_bytes(ring, 4 * c, 2, 128, 2)
+    assert hybrid.forward_bytes == ring_forward + arrays * 3 // 4
+    ring_backward = backward_bytes("rotate_kv", ring, 4 * c, 4 * c, 8, 2, 128, 2)
+    assert hybrid.backward_bytes == ring_backward + (arrays + c * 32 * 4) * 3 // 4
+    assert hybrid.host_bytes == ring_forward + ring_backward
+
+
+def test_a_window_is_cheaper_where_tokens_lie_together():
+    plan = burst_jax.plan(
+        length=131072, num_heads=32, num_kv_heads=8, gpus_per_host=16, local_window_size=(4096, 0)
+    )
+    near = one(plan, "ring", "contiguous")
+    assert near.forward_bytes == forward_bytes(count_hops([2]), 131072 // 16, 8, 128, 2)
+    assert plan.best is not None
+    assert plan.best.seconds <= near.seconds
+    assert near.seconds < 0.8 * one(plan, "ring", "striped").seconds
+
+
+def test_what_cannot_be_split_is_left_out_with_its_reason():
+    plan = burst_jax.plan(length=4 * 1001, num_heads=6, num_kv_heads=3, gpus_per_host=4)
+    left_out = dict(plan.left_out)
+    assert "needs a multiple of 8" in left_out["ring, zigzag"]
+    assert "K must be a multiple or a divisor" in left_out["ring of 2, heads by 2, contiguous"]
+    assert "N must be a multiple" in left_out["head parallel, contiguous"]
+    assert "left out: ring, zigzag" in str(plan)
+
+
+def test_one_device_needs_no_ring():
+    plan = burst_jax.plan(**SHAPE, gpus_per_host=1)
+    assert {each.scheme.name for each in plan.estimates} == {"one device"}
+    assert plan.estimates[0].forward_bytes == plan.estimates[0].backward_bytes == 0
+    assert plan.estimates[0].hidden == 1
+
+
+def test_what_does_not_fit_is_not_recommended():
+    tiny = dataclasses.replace(GPUS["h200"], memory=0.5)
+    plan = burst_jax.plan(**SHAPE, gpu=tiny, gpus_per_host=4)
+    assert plan.best is None
+    assert "None fits 0.5 GiB: use more devices" in str(plan)
+    assert "recommended: burst_attention(..., seq_axis=" in str(burst_jax.plan(**SHAPE))
+
+
+def test_thousands_of_devices():
+    plan = burst_jax.plan(
+        length=2**21, num_heads=64, num_kv_heads=8, gpu="h100", hosts=128, gpus_per_host=8
+    )
+    assert plan.best is not None
+    # Between hosts a flat ring sends everything over the slow links.
+    assert plan.best.scheme.name != "ring"
+    assert plan.best.tflops > 1.4 * one(plan, "ring").tflops
+
+
+ERRORS = {
+    "length": ({"length": 0}, "length is 0: it must be a positive integer"),
+    "hosts": ({"hosts": 1.5}, "hosts is 1.5: it must be a positive integer"),
+    "heads": ({"num_kv_heads": 5}, "num_kv_heads is 5, num_heads 32: .* a multiple of it"),
+    "gpu": ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
+    "link": ({"host_link": 0.0}, "host_link is 0.0: it must be a positive number of GB/s"),
+    "window": ({"local_window_size": -1}, "local_window_size is -1: it must be an int or a pair"),
+    "no-way": ({"length": 1001}, "length is 1001: no way to split it over 8: ring, contiguous: "),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ERRORS.values(), ids=ERRORS)
+def test_bad_input(change, message):
+    with pytest.raises(ValueError, match=message):
+        burst_jax.plan(**SHAPE | change)
+
+
+def test_the_command_line():
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "burst_jax.plan",
+        "--length",
+        "64K",
+        "--kv-heads=8",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == str(burst_jax.plan(**SHAPE)) + "\n"
+
+
+def test_the_command_lines_errors(capsys):
+    with pytest.raises(SystemExit, match="length is 1001: no way to split it"):
+        main(["--length", "1001"])
+    with pytest.raises(SystemExit):
+        main(["--length", "many"])
+    assert "many is no number of tokens: 65536, 64K, 1M" in capsys.readouterr().err
+
+
+def test_a_gpu_of_ones_own():
+    fast = Gpu("mine", 80, 1200, 1100, 0.7, 1e-5, 3000, 400, True, "a guess")
+    mine, known = burst_jax.plan(**SHAPE, gpu=fast), burst_jax.plan(**SHAPE)
+    assert mine.estimates[0].seconds < 0.6 * known.estimates[0].seconds
+    assert "a guess" in str(mine)
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize(
+    ("scheme", "mesh_shape", "options"),
+    [
+        ("ring", (6,), {}),
+        ("two-level ring", (3, 2), {"seq_axis": ("outer", "inner")}),
+        ("ring of 3, heads by 2", (3, 2), {"seq_axis": "outer", "head_parallel_axis": "inner"}),
+    ],
+    ids=["ring", "two_level", "hybrid"],
+)
+@pytest.mark.parametrize(
+    ("gpu", "kernels"), [("a100", "triton"), ("h100", "mosaic_gpu")], ids=["a100", "h100"]
+)
+def test_memory_is_the_compiled_programs(gpu, kernels, scheme, mesh_shape, options, backward):
+    mesh, tokens = compiled.gpu_mesh(gpu, *mesh_shape), 1536
+    for heads, kv_heads in ((6, 6), (16, 2)):
+        plan = burst_jax.plan(
+            length=tokens * 6, num_heads=heads, num_kv_heads=kv_heads, gpu=gpu,
+            hosts=(1, *mesh_shape)[-2], gpus_per_host=mesh_shape[-1],
+        )  # fmt: skip
+        attention = functools.partial(
+            burst_jax.burst_attention, mesh=mesh, layout="zigzag", is_causal=True,
+            implementation=kernels, backward=backward, **options,
+        )  # fmt: skip
+        shapes = compiled.inputs(mesh, tokens, heads, kv_heads)
+        memory = compiled.compile_for(gradient(attention), *shapes).memory_analysis()
+        parts = ("argument", "output", "temp")
+        total = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+        planned = one(plan, scheme, backward=backward).memory * 2**30
+        assert planned == pytest.approx(total, rel=0.1), (heads, kv_heads)
