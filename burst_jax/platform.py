@@ -18,6 +18,13 @@ _CAPABILITIES = (
     (r"V100", 7.0),
     (r"T4\b|RTX 20\d\d", 7.5),
 )
+# Dense bfloat16 peak, in FLOP/s, from the vendor's data sheets.
+_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The peak of one device by its kind, or None where it is not known."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind), None)
 
 
 def current_platform() -> str:

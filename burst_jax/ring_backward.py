@@ -114,7 +114,7 @@ def backward(
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
     # The other passes it too, lest the last kernel runs twice in a scan over layers (ring_forward).
     back = turned if len(route.stops) == 1 else route.move(turned, at, home(route))
-    stay_sum, back = lax.optimization_barrier((stay_sum, back))
+    stay_sum, back = (lax.optimization_barrier(x) for x in (stay_sum, back))
     return (stay_sum, back) if turn_kv else (back, stay_sum)
 
 

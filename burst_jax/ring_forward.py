@@ -77,9 +77,10 @@ def forward(
         if following is not None:
             travelling = paste(ahead, travelling)
     # Without it XLA writes the last kernel's results straight into what a scan over layers stacks
-    # up, and runs that kernel a second time for whoever else reads them.
-    carry = lax.optimization_barrier(carry)
+    # up, and runs that kernel a second time for whoever else reads them. One for each: XLA warns of
+    # a barrier that takes a kernel's results as one.
     assert carry is not None
+    carry = tuple(lax.optimization_barrier(x) for x in carry)
     # Mosaic kernels' results are not marked as varying from device to device, nor may what they
     # change in place be: so they are marked here. Without it the transpose of whatever reads out
     # would sum its gradient over the ring.

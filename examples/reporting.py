@@ -14,14 +14,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-# Dense bfloat16 peak by device_kind, in FLOP/s, from the vendor's data sheets.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The peak of one device, or None where it is not known."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
-
 
 class Interrupt:
     """Turns the first Ctrl-C into a flag; a second one raises KeyboardInterrupt as usual."""

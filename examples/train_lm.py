@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from reporting import Interrupt, Reporter, peak_flops, plot_loss
+from reporting import Interrupt, Reporter, plot_loss
 from text_data import Text, held_out_rows, load_text, training_rows
 
 from burst_jax.layout import Layout, padded_length
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.platform import peak_flops
 from burst_jax.training import (
     evaluate,
     init_train_state,

@@ -20,6 +20,8 @@ import reporting  # noqa: E402 - the examples are scripts, not a package
 import text_data  # noqa: E402
 import train_lm  # noqa: E402
 
+from burst_jax.platform import peak_flops  # noqa: E402
+
 TINY = [
     "--layers=1",
     "--embed-dim=16",
@@ -186,9 +188,9 @@ def test_rows_depend_on_seed_and_step_only():
 
 
 def test_known_peaks_and_mfu(tmp_path, capsys):
-    assert reporting.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert reporting.peak_flops("NVIDIA H200") == 989e12
-    assert reporting.peak_flops("cpu") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("cpu") is None
     reporter = reporting.Reporter(tmp_path, 2, tokens_per_step=10, flops_per_step=1e3, peak=1e12)
     with reporter:
         for step in (1, 2):

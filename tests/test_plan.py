@@ -200,34 +200,44 @@ def test_a_gpu_of_ones_own():
     assert "a guess" in str(mine)
 
 
+TWO_LEVELS = {"seq_axis": ("outer", "inner")}
+HYBRID = {"seq_axis": "outer", "head_parallel_axis": "inner"}
+HEADS = {"seq_axis": None, "head_parallel_axis": "seq"}
+
+
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
 @pytest.mark.parametrize(
-    ("scheme", "mesh_shape", "options"),
+    ("scheme", "mesh_shape", "options", "layout", "backward"),
     [
-        ("ring", (6,), {}),
-        ("two-level ring", (3, 2), {"seq_axis": ("outer", "inner")}),
-        ("ring of 3, heads by 2", (3, 2), {"seq_axis": "outer", "head_parallel_axis": "inner"}),
+        ("ring", (6,), {}, "zigzag", "rotate_kv"),
+        ("ring", (6,), {}, "zigzag", "rotate_query"),
+        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv"),
+        ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query"),
+        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_kv"),
+        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_query"),
+        ("head parallel", (2,), HEADS, "contiguous", "rotate_kv"),
     ],
-    ids=["ring", "two_level", "hybrid"],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
 @pytest.mark.parametrize(
     ("gpu", "kernels"), [("a100", "triton"), ("h100", "mosaic_gpu")], ids=["a100", "h100"]
 )
-def test_memory_is_the_compiled_programs(gpu, kernels, scheme, mesh_shape, options, backward):
+def test_memory_is_the_compiled_programs(
+    gpu, kernels, scheme, mesh_shape, options, layout, backward
+):
     mesh, tokens = compiled.gpu_mesh(gpu, *mesh_shape), 1536
-    for heads, kv_heads in ((6, 6), (16, 2)):
-        plan = burst_jax.plan(
-            length=tokens * 6, num_heads=heads, num_kv_heads=kv_heads, gpu=gpu,
-            hosts=(1, *mesh_shape)[-2], gpus_per_host=mesh_shape[-1],
-        )  # fmt: skip
-        attention = functools.partial(
-            burst_jax.burst_attention, mesh=mesh, layout="zigzag", is_causal=True,
-            implementation=kernels, backward=backward, **options,
-        )  # fmt: skip
-        shapes = compiled.inputs(mesh, tokens, heads, kv_heads)
-        memory = compiled.compile_for(gradient(attention), *shapes).memory_analysis()
-        parts = ("argument", "output", "temp")
-        total = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
-        planned = one(plan, scheme, backward=backward).memory * 2**30
-        assert planned == pytest.approx(total, rel=0.1), (heads, kv_heads)
+    heads, kv_heads = (6, 6) if backward == "rotate_query" else (16, 2)
+    plan = burst_jax.plan(
+        length=tokens * math.prod(mesh_shape), num_heads=heads, num_kv_heads=kv_heads, gpu=gpu,
+        hosts=(1, *mesh_shape)[-2], gpus_per_host=mesh_shape[-1],
+    )  # fmt: skip
+    attention = functools.partial(
+        burst_jax.burst_attention, mesh=mesh, is_causal=True, implementation=kernels,
+        layout=layout, backward=backward, **options,
+    )  # fmt: skip
+    shapes = compiled.inputs(mesh, tokens, heads, kv_heads)
+    memory = compiled.compile_for(gradient(attention), *shapes).memory_analysis()
+    parts = ("argument", "output", "temp")
+    total = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+    planned = one(plan, scheme, layout, backward).memory * 2**30
+    assert planned == pytest.approx(total, rel=0.1)

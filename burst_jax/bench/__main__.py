@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from burst_jax.bench import kernels, plot, ring
+from burst_jax.bench import kernels, plot, ring, train
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     kernels.add_command(commands)
     ring.add_command(commands)
+    train.add_command(commands)
     plot.add_command(commands)
     args = parser.parse_args()
     args.run(args)

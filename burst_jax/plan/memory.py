@@ -12,21 +12,22 @@ from __future__ import annotations
 _ALONE = (2.0, 2.0)
 _RING = {
     ("apart", "rotate_kv"): (2.0, 6.0),
-    ("apart", "rotate_query"): (6.7, 2.7),
+    ("apart", "rotate_query"): (7.4, 2.1),
     ("fused", "rotate_kv"): (2.0, 8.0),
-    ("fused", "rotate_query"): (10.7, 2.6),
+    ("fused", "rotate_query"): (11.4, 2.1),
 }
 _TWO_LEVELS = {
-    ("apart", "rotate_kv"): (2.1, 10.4),
-    ("apart", "rotate_query"): (12.4, 1.8),
-    ("fused", "rotate_kv"): (2.3, 12.1),
-    ("fused", "rotate_query"): (17.1, 1.2),
+    ("apart", "rotate_kv"): (2.1, 9.9),
+    ("apart", "rotate_query"): (13.1, 1.3),
+    ("fused", "rotate_kv"): (2.0, 12.1),
+    ("fused", "rotate_query"): (16.4, 1.2),
 }
+_EXCHANGE_ALONE = {"apart": (3.5, 1.3), "fused": (3.3, 2.4)}
 _EXCHANGE = {
-    ("apart", "rotate_kv"): (3.4, 4.5),
-    ("apart", "rotate_query"): (4.7, 3.8),
-    ("fused", "rotate_kv"): (3.3, 6.4),
-    ("fused", "rotate_query"): (6.8, 3.7),
+    ("apart", "rotate_kv"): (3.2, 5.6),
+    ("apart", "rotate_query"): (7.5, 3.3),
+    ("fused", "rotate_kv"): (3.2, 7.6),
+    ("fused", "rotate_query"): (12.0, 3.0),
 }
 
 
@@ -44,10 +45,10 @@ def temp_bytes(
       q: bytes of Q.
       kv: bytes of K and V.
     """
-    if exchange:
+    if stops == 1:
+        factors = _EXCHANGE_ALONE[kernels] if exchange else _ALONE
+    elif exchange:
         factors = _EXCHANGE[kernels, rotation]
-    elif stops == 1:
-        factors = _ALONE
     else:
         factors = (_RING if turns == 1 else _TWO_LEVELS)[kernels, rotation]
     return factors[0] * q + factors[1] * kv

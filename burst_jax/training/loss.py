@@ -88,11 +88,12 @@ def chunked_cross_entropy(
 
 
 def next_token_loss(
-    model: Decoder, batch: Batch, *, chunk_size: int = 1024
+    model: Decoder, batch: Batch, *, chunk_size: int = 1024, token_axes: AxisNames = None
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`chunked_cross_entropy` of a decoder on a batch of :func:`make_batch`.
 
-    Mesh and axes are those of the decoder's attention options.
+    Mesh and axes are those of the decoder's attention options; ``token_axes`` are the mesh axes
+    that the loss splits T over, if they are others.
 
     Returns:
       ``(sum of losses in nats, number of targets)``, float32 scalars.
@@ -106,7 +107,7 @@ def next_token_loss(
         batch["weights"],
         chunk_size=chunk_size,
         mesh=options.get("mesh"),
-        seq_axis=sequence_axes(options),
+        seq_axis=sequence_axes(options) if token_axes is None else token_axes,
         batch_axis=options.get("batch_axis"),
     )
 

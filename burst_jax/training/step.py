@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
 from burst_jax.platform import compiler_options as default_compiler_options
+from burst_jax.sharding import AxisNames
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import next_token_loss
 
@@ -148,11 +149,12 @@ class TrainStep:
         graphdef: nnx.GraphDef,
         optimizer: Optimizer,
         chunk_size: int,
+        token_axes: AxisNames,
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self._graphdef = graphdef
         self._optimizer = optimizer
-        self._chunk_size = chunk_size
+        self._loss = partial(next_token_loss, chunk_size=chunk_size, token_axes=token_axes)
         self._compiler_options = compiler_options
         self._jitted: Any = None
 
@@ -183,7 +185,7 @@ class TrainStep:
     def _step(self, params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
         def mean_loss(params: Any) -> jax.Array:
             model = nnx.merge(self._graphdef, params)
-            total, count = next_token_loss(model, batch, chunk_size=self._chunk_size)
+            total, count = self._loss(model, batch)
             return total / jnp.maximum(count, 1.0)
 
         loss, grads = jax.value_and_grad(mean_loss)(params)
@@ -203,6 +205,7 @@ def make_train_step(
     optimizer: Optimizer,
     *,
     chunk_size: int = 1024,
+    token_axes: AxisNames = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """The jitted training step of a decoder.
@@ -211,12 +214,13 @@ def make_train_step(
       graphdef: the decoder's, see :func:`init_train_state`.
       optimizer: of :func:`make_optimizer`.
       chunk_size: tokens per device that the loss takes at a time.
+      token_axes: mesh axes that the loss splits the tokens over; None is the attention's.
       compiler_options: for ``jax.jit``; None is :func:`burst_jax.compiler_options`'s.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``, a :class:`TrainStep`.
     """
-    return TrainStep(graphdef, optimizer, chunk_size, compiler_options)
+    return TrainStep(graphdef, optimizer, chunk_size, token_axes, compiler_options)
 
 
 def make_eval_step(

@@ -1,0 +1,73 @@
+"""``bench train``: all ways take the same step, and one that does not is not timed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import pytest
+from implementations import QUICK
+
+from burst_jax.bench import train
+
+N = 4
+SMALL = dataclasses.replace(
+    train.CONFIG, vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4,
+    head_dim=8, mlp_dim=64,
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch):
+    devices = jax.devices()[:N]
+    monkeypatch.setattr(train, "CONFIG", SMALL)
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr("burst_jax.training.step.default_compiler_options", lambda: QUICK)
+
+
+def arguments(**change):
+    given = {"lengths": [128], "ways": list(train.WAYS), "layers": 2, "steps": 1, "json": None}
+    return argparse.Namespace(**given | change)
+
+
+def test_all_ways_take_the_same_step(small, tmp_path, capsys):
+    train.run(arguments(json=tmp_path / "a.json"))
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["devices"] == N
+    assert [row["way"] for row in record["rows"]] == list(train.WAYS)
+    first = record["rows"][0]["loss"]
+    for row in record["rows"]:
+        assert abs(row["loss"] - first) < 1e-3
+        assert row["seconds"] > 0
+        assert row["mfu"] is None
+    printed = capsys.readouterr().out
+    assert "2 layers of 32 features, 4/4 heads x 8, bfloat16" in printed
+    assert all(f"128  {way}" in printed for way in train.WAYS)
+
+
+def test_tensor_parallel_splits_the_weights():
+    run = train.Run(SMALL, "tensor parallel", 64, N)
+    params, state = run._states
+    whole = {}
+    for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
+        whole[jax.tree_util.keystr(path)] = x.sharding.shard_shape(x.shape) == x.shape
+    split = {name for name, is_whole in whole.items() if not is_whole}
+    assert len(split) == 3 * 7  # weights, and both of Adam's moments
+    assert all("['kernel']" in name and "['head']" not in name for name in split)
+    before = jax.tree.map(lambda x: x.sharding, params)
+    run()
+    assert jax.tree.map(lambda x: x.sharding, run._states[0]) == before
+
+
+def test_a_loss_that_differs_is_not_timed(small, monkeypatch, capsys):
+    def measure(config, way, length, n, steps):
+        loss = 4.2 if way == "striped" else 4.16
+        return {"way": way, "length": length, "seconds": 1.0, "loss": loss, "gib": 1.0}
+
+    monkeypatch.setattr(train, "measure", measure)
+    train.run(arguments(ways=["zigzag", "striped"]))
+    printed = capsys.readouterr().out
+    assert "striped             wrong: its first loss is 4.2" in printed
+    assert "zigzag               1000.0        128      -    1.00   4.1600" in printed
