@@ -81,7 +81,16 @@ def forward(
     # Three warpgroups have no registers left for a loop over items beside segment ids.
     looped = warpgroups < 3 or q_tokens.segment_ids is None
     shared_bytes = 4 * kv_length * dim * kv_heads // heads
-    items = Items(batch, heads, tiles, last_first=True, shared_bytes=shared_bytes, looped=looped)
+    unmasked = spec.left is None and spec.right is None and q_tokens.segment_ids is None
+    items = Items(
+        batch,
+        heads,
+        tiles,
+        last_first=True,
+        shared_bytes=shared_bytes,
+        equal=unmasked,
+        looped=looped,
+    )
 
     def body(inputs, outputs, scratch, taken):
         bounds_ref, q_ref, k_ref, v_ref, *inputs = inputs

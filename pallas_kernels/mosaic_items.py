@@ -39,6 +39,7 @@ class Items:
       last_first: start with the last tile. Where positions ascend, causal masks give the last query
         tile and the first key tile the most work.
       shared_bytes: what the items of a head have in common in device memory.
+      equal: all items have the same work, so that none can come too late: a section is one head.
       looped: false where a kernel has no registers for a loop over items. Then every item is a
         program of its own, and the GPU starts them one by one.
     """
@@ -48,6 +49,7 @@ class Items:
     tiles: int
     last_first: bool
     shared_bytes: int
+    equal: bool = False
     looped: bool = True
 
     @property
@@ -64,7 +66,7 @@ class Items:
     def section(self) -> int:
         """How many heads are in a section."""
         heads = self.batch * self.heads
-        most = max(1, _CACHED // self.shared_bytes)
+        most = 1 if self.equal else max(1, _CACHED // self.shared_bytes)
         return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
     @property
