@@ -114,7 +114,8 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     Args:
       layout: "contiguous", "zigzag" or "striped".
       length: tokens of the whole sequence.
-      num_shards: size of the mesh axis (or product of the axes) that the sequence is split over.
+      num_shards: size of ``seq_axis``, of both axes together if it is a pair;
+        ``head_parallel_axis`` does not count.
 
     Returns:
       int32 NumPy array ``[length]``; index ``i`` of a sequence in ``layout`` holds token
@@ -144,7 +145,7 @@ def to_layout(x: Any, layout: Layout, num_shards: int, axis: int = 1) -> Any:
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
       layout: "contiguous", "zigzag" or "striped".
-      num_shards: shards the sequence will be split over.
+      num_shards: shards of the ring, as in :func:`positions`.
       axis: the tokens' axis, 1 for ``[B, T, ...]``.
 
     Returns:
@@ -176,7 +177,7 @@ def pad_to_layout(
       tree: an array ``[B, T, ...]`` or a pytree of them, all with the same B and T. Padding is
         zeros of the array's dtype.
       layout: "contiguous", "zigzag" or "striped".
-      num_shards: shards the sequence will be split over.
+      num_shards: shards of the ring, as in :func:`positions`.
       segment_ids: int32 ``[B, T]`` with 0 for padding, or None for one segment per row.
 
     Returns:

@@ -32,7 +32,7 @@ def make_batch(
     Args:
       rows: integers ``[B, T + 1]``.
       layout: order of the tokens, see :func:`burst_jax.to_layout`.
-      num_shards: devices on the sequence axis.
+      num_shards: shards of the ring, see :func:`burst_jax.positions`.
       segment_ids: int32 ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
 
     Returns:
