@@ -38,9 +38,15 @@ def relative_error(got: Any, want: Any) -> float:
     """``|got - want| / |want|``, Euclidean over all leaves of two pytrees; inf if not finite."""
     gap = norm = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        wide = b.dtype if b.dtype.itemsize >= 4 else jnp.float32
-        a, b = a.astype(wide), b.astype(wide)
-        gap += float(jnp.sum((a - b) ** 2))
-        norm += float(jnp.sum(b**2))
+        squares = _squares(a, b)
+        gap, norm = gap + float(squares[0]), norm + float(squares[1])
     error = math.sqrt(gap / norm) if norm > 0 else math.inf
     return error if math.isfinite(error) else math.inf
+
+
+@jax.jit
+def _squares(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``|got - want|^2`` and ``|want|^2``, in float32 or wider."""
+    wide = want.dtype if want.dtype.itemsize >= 4 else jnp.float32
+    got, want = got.astype(wide), want.astype(wide)
+    return jnp.sum((got - want) ** 2), jnp.sum(want**2)

@@ -60,6 +60,11 @@ class Way:
         """Of q, k, v and all results."""
         return NamedSharding(self.mesh, P(None, self.axes))
 
+    @property
+    def order(self) -> tuple[Layout, int, NamedSharding]:
+        """How the tokens lie."""
+        return self.layout, self.shards, self.sharding
+
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     devices = jax.devices()[: math.prod(shape)]
@@ -195,6 +200,21 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
 )
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random(
+    key: jax.Array, shape: tuple[int, ...], layout: Layout, shards: int, sharding: NamedSharding
+) -> jax.Array:
+    """The same numbers in any layout and on any devices."""
+    x = burst_jax.to_layout(jax.random.normal(key, shape, jnp.bfloat16), layout, shards)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _natural(x: jax.Array, layout: Layout, shards: int, sharding: NamedSharding) -> jax.Array:
+    """Tokens in their natural order, split as they were."""
+    return lax.with_sharding_constraint(burst_jax.from_layout(x, layout, shards), sharding)
+
+
 class Problem:
     """A case's arrays for any way, and the results that all ways must agree with."""
 
@@ -206,25 +226,18 @@ class Problem:
     def arrays(self, way: Way) -> list[jax.Array]:
         """q, k, v and do: the same numbers for every way."""
         case = self.case
-
-        @functools.partial(jax.jit, static_argnums=1, out_shardings=way.sharding)
-        def make(key: jax.Array, heads: int) -> jax.Array:
-            shape = (case.batch, case.length, heads, case.head_dim)
-            x = jax.random.normal(key, shape, jnp.bfloat16)
-            return burst_jax.to_layout(x, way.layout, way.shards)
-
         keys = jax.random.split(jax.random.key(1), 4)
         heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-        return [make(key, count) for key, count in zip(keys, heads, strict=True)]
+        return [
+            _random(key, (case.batch, case.length, count, case.head_dim), *way.order)
+            for key, count in zip(keys, heads, strict=True)
+        ]
 
     def errors(self, way: Way, results: dict[str, jax.Array]) -> dict[str, float]:
         """How far each result is from the first way's, which is kept; 0 for itself."""
-        natural = jax.jit(
-            lambda x: burst_jax.from_layout(x, way.layout, way.shards), out_shardings=way.sharding
-        )
         errors = {}
         for name, array in results.items():
-            here = jax.device_put(natural(array), self._everywhere)
+            here = jax.device_put(_natural(array, *way.order), self._everywhere)
             errors[name] = relative_error(here, self._want.setdefault(name, here))
         return errors
 
