@@ -149,9 +149,7 @@ class Model:
         forward, back = self._forward(), self._backward(backward)
         swaps = self._exchanged(backward=False), self._exchanged(backward=True)
         swap_seconds = [1e-9 * size / self._exchange_link for size in swaps]
-        spent, bare = (
-            forward[i] + back[i] + sum(swap_seconds) for i in (1, 2)
-        )  # fmt: skip
+        spent, bare = (forward[i] + back[i] + sum(swap_seconds) for i in (1, 2))
         seconds = forward[0] + swap_seconds[0], back[0] + swap_seconds[1]
         scores = sum(mean for _, mean in self._scores[False].values())
         flops = (_FORWARD + _BACKWARD) * self._per_score * scores
