@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -16,6 +17,7 @@ from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.sharding import flat_names, sequence_axes
 from burst_jax.training import make_batch, place_batch
 
 CONFIG = DecoderConfig(
@@ -39,15 +41,19 @@ def params():
     return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
 
 
-def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS):
-    """Hidden states in natural order and all weights' gradients for one random cotangent."""
-    n = mesh.shape["seq"]
-    graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis="data", layout=layout)
+def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, **axes):
+    """Hidden states in natural order and all weights' gradients for one random cotangent.
+
+    ``axes``: seq_axis and head_parallel_axis, if they are not the defaults.
+    """
+    ring = flat_names(axes.get("seq_axis", "seq"))
+    n = math.prod(mesh.shape[axis] for axis in ring)
+    graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis="data", layout=layout, **axes)
     batch = make_batch(ROWS, layout=layout, num_shards=n, segment_ids=segments)
     cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), config.dtype), 3)
 
     with jax.set_mesh(mesh):
-        placed = place_batch(batch, mesh, batch_axis="data")
+        placed = place_batch(batch, mesh, batch_axis="data", seq_axis=sequence_axes(axes))
 
         @jax.jit
         def run(params, batch, cotangent):
@@ -91,6 +97,23 @@ def one_device():
 )
 def test_ring_equals_one_device(data, seq, layout, kind):
     hidden, grads = hidden_and_grads(make_mesh(data, seq, kind), layout)
+    want_hidden, want_grads = one_device()
+    assert relative_rms(hidden, want_hidden) < 1e-5
+    assert_close(grads, want_grads, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (("data", "outer", "inner"), {"seq_axis": ("outer", "inner")}),
+        (("data", "seq", "heads"), {"head_parallel_axis": "heads"}),
+    ],
+    ids=["two_levels", "heads_exchanged"],
+)
+def test_other_rings_equal_one_device(names, axes, kind):
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(kind,) * 3)
+    hidden, grads = hidden_and_grads(mesh, "zigzag", **axes)
     want_hidden, want_grads = one_device()
     assert relative_rms(hidden, want_hidden) < 1e-5
     assert_close(grads, want_grads, 1e-5)
