@@ -111,7 +111,7 @@ def burst_attention(
     make_spec(query, is_causal, scale, local_window_size, logits_soft_cap)
     mesh = _mesh(mesh)
     seq_axes = check_seq_axes("seq_axis", seq_axis, head_parallel_axis)
-    exchange_axes = () if head_parallel_axis is None else (head_parallel_axis,)
+    exchange_axes = flat_names(head_parallel_axis)
     batch_axes, head_axes = _axes("batch_axis", batch_axis), _axes("head_axis", head_axis)
     _check_axes(
         mesh,

@@ -18,6 +18,7 @@ from burst_jax.ring_backward import Block, backward
 from burst_jax.ring_config import RingConfig
 from burst_jax.ring_forward import forward
 from burst_jax.rotation import Backward, choose_rotation
+from burst_jax.sharding import flat_names
 from pallas_kernels import Implementation, vary, varying_axes
 from pallas_kernels.arrays import half_shape
 
@@ -120,8 +121,8 @@ def ring_attention(
     arrays = (query, key, value, query_segment_ids, key_value_segment_ids)
     # All of them vary over the ring, and over whatever other manual axis one of them varies over:
     # the transpose of this cast sums the gradient of an array that was replicated there.
-    manual = (*axes, *(() if head_parallel_axis is None else (head_parallel_axis,)))
-    varying = varying_axes(arrays, [lax.axis_index(axis) for axis in manual])
+    manual = [lax.axis_index(axis) for axis in flat_names(axes, head_parallel_axis)]
+    varying = varying_axes(arrays, manual)
     out, lse = _ring(config, *vary(arrays, varying))
     return (out, lse.swapaxes(1, 2)) if return_residual else out
 

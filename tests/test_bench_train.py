@@ -1,4 +1,4 @@
-"""``bench train``: all ways take the same step, and one that does not is not timed."""
+"""``bench train``: all ways take the same step, and one that does not is no row."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tensor_parallel_splits_the_weights():
     assert jax.tree.map(lambda x: x.sharding, run._states[0]) == before
 
 
-def test_a_loss_that_differs_is_not_timed(small, monkeypatch, capsys):
+def test_a_loss_that_differs_is_no_row(small, monkeypatch, capsys):
     def measure(config, way, length, n, steps):
         loss = 4.2 if way == "striped" else 4.16
         return {"way": way, "length": length, "seconds": 1.0, "loss": loss, "gib": 1.0}

@@ -12,6 +12,7 @@ import sys
 import compiled
 import numpy as np
 import pytest
+from ring_cases import kept_scores
 from test_compiled import gradient
 
 import burst_jax
@@ -43,20 +44,12 @@ def test_scores_are_counted_as_the_mask_has_them(layout, queries_travel):
     for sizes, window, lengths in itertools.product(
         [(4,), (2, 3)], [(None, None), (None, 0), (9, 0), (5, 3), (0, 2)], [(6, 6), (4, 8)]
     ):
-        n, spec = math.prod(sizes), AttentionSpec(1.0, *window)
+        spec = AttentionSpec(1.0, *window)
         route = make_route(("a", "b")[: len(sizes)], sizes, layout, *lengths, spec, queries_travel)
         got = scores_by_stop(route, layout, *lengths, spec, queries_travel)
         assert tuple(got) == route.stops
-        q, kv = (burst_jax.positions(layout, length * n, n).reshape(n, -1) for length in lengths)
         for stop, (most, mean) in got.items():
-            kept = []
-            for device in range(n):
-                place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
-                source = np.ravel_multi_index(tuple(place), sizes)
-                at_q, at_kv = (source, device) if queries_travel else (device, source)
-                ahead = q[at_q][:, None] - kv[at_kv][None, :]
-                left, right = (10**9 if side is None else side for side in window)
-                kept.append(((ahead <= left) & (ahead >= -right)).sum())
+            kept = kept_scores(sizes, layout, lengths, window, queries_travel, stop)
             assert (most, mean) == (max(kept), np.mean(kept)), (sizes, window, lengths, stop)
             counted += most
     assert counted > 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from ring_cases import kept_scores
 
 import burst_jax
 from burst_jax.route import count_hops, cut, make_route, paste
@@ -28,22 +29,10 @@ def route_of(sizes, layout, lengths, window, queries_travel=False):
     return make_route(AXES[len(sizes)], sizes, layout, *lengths, spec, queries_travel)
 
 
-def needed(sizes, layout, lengths, window, queries_travel):
+def needed(sizes, *arguments):
     """Stops at which some device has a score that counts, by the dense mask."""
-    n = math.prod(sizes)
-    q, kv = (burst_jax.positions(layout, length * n, n).reshape(n, -1) for length in lengths)
-    far = 10**9
-    left, right = (far if side is None else side for side in window)
-    stops = set()
-    for stop in itertools.product(*map(range, sizes)):
-        for device in range(n):
-            place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
-            source = np.ravel_multi_index(tuple(place), sizes)
-            at_q, at_kv = (source, device) if queries_travel else (device, source)
-            ahead = q[at_q][:, None] - kv[at_kv][None, :]
-            if ((ahead <= left) & (ahead >= -right)).any():
-                stops.add(stop)
-    return stops
+    stops = itertools.product(*map(range, sizes))
+    return {stop for stop in stops if any(kept_scores(sizes, *arguments, stop))}
 
 
 @pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])

@@ -214,10 +214,7 @@ def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
     except Exception as error:  # What a peer cannot do is a line of the table, not its end.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
         return row
-    worst = max(errors, key=lambda name: errors[name])
-    row.error = errors[worst]
-    if row.error > limit:
-        row.note = f"wrong: {worst}; not timed"
+    if not row.agrees(errors, limit):
         return row
     tera = problem.case.flops() / 1e12
     row.forward = tera / median_time(lambda: forward(*arrays))

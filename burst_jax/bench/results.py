@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass
 class Row:
@@ -33,6 +35,14 @@ class Row:
     error: float = math.nan
     note: str = ""
     memory: float = math.nan
+
+    def agrees(self, errors: dict[str, float], limit: float) -> bool:
+        """Keeps the largest error, and whether it is within the limit; else a note says which."""
+        worst = max(errors, key=lambda name: errors[name])
+        self.error = errors[worst]
+        if self.error > limit:
+            self.note = f"wrong: {worst}; not timed"
+        return not self.note
 
 
 @dataclasses.dataclass
@@ -88,6 +98,15 @@ class Results:
                 f"write it anew with: python -m burst_jax.bench kernels --json {path} (or ring)"
             ) from error
         return loaded
+
+
+def gib(program: jax.stages.Compiled) -> float:
+    """GiB per device of arguments, results and what lies between; NaN if the backend says none."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return math.nan
+    parts = (getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
+    return 2**-30 * (sum(parts) - memory.alias_size_in_bytes)
 
 
 def _typed(cls: Any, record: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import burst_jax
 from burst_jax.bench import plot
 from burst_jax.bench.kernels import Case, matmul_ceiling
-from burst_jax.bench.results import Results, Row
+from burst_jax.bench.results import Results, Row, gib
 from burst_jax.layout import Layout
 from burst_jax.sharding import flat_names
 from pallas_kernels.timing import median_time, relative_error
@@ -242,15 +242,6 @@ class Problem:
         return errors
 
 
-def _gib(program: jax.stages.Compiled) -> float:
-    """GiB per device of arguments, results and what lies between; NaN if the backend says none."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return math.nan
-    parts = ("argument", "output", "temp")
-    return 2**-30 * sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
-
-
 def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
     """Checks one way against the first, and times it."""
     case, row = problem.case, Row(problem.case.name, name)
@@ -267,16 +258,13 @@ def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
             jax.jit(run, compiler_options=way.options).lower(*arguments).compile()
             for run, arguments in ((way.attend, arrays[:3]), (both, arrays))
         )
-        row.memory = _gib(gradient)
+        row.memory = gib(gradient)
         errors = problem.errors(way, {"out": forward(*arrays[:3])})
         errors |= problem.errors(way, gradient(*arrays))
     except Exception as error:  # What a way cannot do is a line of the table, not its end.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
         return row
-    worst = max(errors, key=lambda result: errors[result])
-    row.error = errors[worst]
-    if row.error > _AGREE:
-        row.note = f"wrong: {worst}; not timed"
+    if not row.agrees(errors, _AGREE):
         return row
     tera = 1e-12 * case.flops() / n
     rounds = 5 if tera < 500 else 1  # A million tokens take seconds.

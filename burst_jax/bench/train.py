@@ -3,7 +3,7 @@
 Layers of a 7B model's shape, rematerialised but for attention's results, on one long row. Sequence
 parallel in every layout (contiguous is plain Ring Attention), and tensor parallel by heads with the
 same kernels: every device has the whole sequence and a part of the heads and of the MLP.
-All take the same first step from the same weights; a loss that differs is not timed.
+All take the same first step from the same weights; one whose loss differs is no row of the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.bench.results import replacing
+from burst_jax.bench.results import gib, replacing
 from burst_jax.models import DecoderConfig
 from burst_jax.platform import peak_flops
 from burst_jax.training import init_train_state, make_batch, make_optimizer, make_train_step
@@ -78,10 +77,7 @@ class Run:
     @property
     def gib(self) -> float:
         """GiB per device: states, batch and all that a step needs."""
-        memory = self._program.memory_analysis()
-        if memory is None:
-            return math.nan
-        return 2**-30 * (memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+        return gib(self._program)
 
 
 def _by_heads(tree: Any, mesh: Any) -> Any:

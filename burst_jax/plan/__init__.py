@@ -15,6 +15,7 @@ from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu
 from burst_jax.plan.machines import find_gpu
 from burst_jax.plan.model import Attention, Cluster, Estimate, Model, Scheme
+from burst_jax.plan.table import table
 from burst_jax.rotation import BACKWARDS
 
 
@@ -41,8 +42,6 @@ class Plan:
         return next((each for each in self.estimates if each.memory <= memory), None)
 
     def __str__(self) -> str:
-        from burst_jax.plan.table import table
-
         return table(self)
 
 
