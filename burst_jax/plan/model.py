@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from burst_jax.checks import make_spec
 from burst_jax.plan.machines import Gpu
@@ -118,6 +120,36 @@ class Estimate:
         return self.forward_seconds + self.backward_seconds
 
 
+class _Step(NamedTuple):
+    """One step of a route: its busiest device's scores, and what is sent beside them.
+
+    ``data`` and ``gradient``: whether a block and a gradient are, inside the turn; ``outer_data``
+    and ``outer_gradient``: which shares of one are, to the next turn.
+    """
+
+    scores: float
+    data: bool
+    gradient: bool
+    outer_data: float
+    outer_gradient: float
+
+
+@dataclasses.dataclass
+class _Seconds:
+    """Of all steps, of what is sent, and of what of that lies behind no kernel."""
+
+    total: float = 0.0
+    sent: float = 0.0
+    bare: float = 0.0
+
+    def add(self, work: float, sending: tuple[float, ...]) -> None:
+        """A kernel, and what is sent beside it over different links."""
+        longest = max(sending)
+        self.total += max(work, longest)
+        self.sent += longest
+        self.bare += max(0.0, longest - work)
+
+
 class Model:
     """The costs of one attention by one scheme and layout on a cluster, per device.
 
@@ -149,8 +181,9 @@ class Model:
         forward, back = self._forward(), self._backward(backward)
         swaps = self._exchanged(backward=False), self._exchanged(backward=True)
         swap_seconds = [1e-9 * size / self._exchange_link for size in swaps]
-        spent, bare = (forward[i] + back[i] + sum(swap_seconds) for i in (1, 2))
-        seconds = forward[0] + swap_seconds[0], back[0] + swap_seconds[1]
+        sent = forward.sent + back.sent + sum(swap_seconds)
+        bare = forward.bare + back.bare + sum(swap_seconds)
+        seconds = forward.total + swap_seconds[0], back.total + swap_seconds[1]
         scores = sum(mean for _, mean in self._scores[False].values())
         flops = (_FORWARD + _BACKWARD) * self._per_score * scores
         ring = self._ring_bytes(None), self._ring_bytes(backward)
@@ -164,7 +197,7 @@ class Model:
             host_bytes=self._host_bytes(backward, sum(ring), sum(swaps)),
             forward_seconds=seconds[0],
             backward_seconds=seconds[1],
-            hidden=1 - bare / spent if spent else 1.0,
+            hidden=1 - bare / sent if sent else 1.0,
             tflops=1e-12 * flops / sum(seconds),
         )
 
@@ -192,54 +225,53 @@ class Model:
         inside = self._scheme.exchange <= self._cluster.gpus
         return self._cluster.gpu.link if inside else self._cluster.host_link
 
-    def _forward(self) -> tuple[float, float, float]:
-        """Seconds: of all, of what is sent, of what of that lies behind no kernel."""
-        gpu, route = self._cluster.gpu, self._routes[False]
+    def _forward(self) -> _Seconds:
+        rate = 1e12 * self._cluster.gpu.forward * self._rate_share
         block = self._kv * self._attention.itemsize
-        total = spent = bare = 0.0
-        for index, turn in enumerate(route.turns):
-            for step, stop in enumerate(turn):
-                most, _ = self._scores[False][stop]
-                rate = 1e12 * gpu.forward * self._rate_share
-                work = _FORWARD * self._per_score * most / rate + gpu.launch
-                inner = block if step < len(turn) - 1 else 0
-                outer = block / len(turn) if index < len(route.turns) - 1 else 0
-                sending = self._sending(inner, outer)
-                total, spent = total + max(work, *sending), spent + max(sending)
-                bare += max(0.0, max(sending) - work)
-        return total, spent, bare
+        spent = _Seconds()
+        for step in self._steps(False):
+            work = _FORWARD * self._per_score * step.scores / rate + self._cluster.gpu.launch
+            spent.add(work, self._sending(step.data * block, step.outer_data * block))
+        return spent
 
-    def _backward(self, rotation: str) -> tuple[float, float, float]:
-        """As :meth:`_forward`."""
+    def _backward(self, rotation: str) -> _Seconds:
         gpu, queries_travel = self._cluster.gpu, rotation == "rotate_query"
         route, attention = self._routes[queries_travel], self._attention
+        rate = 1e12 * gpu.backward * self._rate_share
         block, gradient = self._kv * attention.itemsize, self._kv * 4
         if queries_travel:
             lse = 2 * attention.batch * self._tokens * self._heads * 4
             block, gradient = 2 * self._q * attention.itemsize + lse, self._q * 4
-        total = spent = bare = 0.0
-        for index, turn in enumerate(route.turns):
-            for step, stop in enumerate(turn):
-                most, _ = self._scores[queries_travel][stop]
-                rate = 1e12 * gpu.backward * self._rate_share
-                work = _BACKWARD * self._per_score * most / rate + gpu.launch
-                data = block if step < len(turn) - 1 else 0
-                sums = gradient if step > 0 else 0
-                outer = block / len(turn) if index < len(route.turns) - 1 else 0
-                outer += gradient / max(1, len(turn) - 1) if index and data else 0
-                phases = [(work, data + sums)]
-                if not gpu.fused:
-                    phases = [(_STAYS * work, sums), (_TRAVELS * work + gpu.launch, data)]
-                elif sums:  # The kernel's own gradient and the one that lands are added up.
-                    phases[0] = (work + 1e-9 * 3 * gradient / gpu.bandwidth, data + sums)
-                for part, inner in phases:
-                    sending = self._sending(inner, outer / len(phases))
-                    total, spent = total + max(part, *sending), spent + max(sending)
-                    bare += max(0.0, max(sending) - part)
+        spent = _Seconds()
+        for step in self._steps(queries_travel):
+            work = _BACKWARD * self._per_score * step.scores / rate + gpu.launch
+            data, sums = step.data * block, step.gradient * gradient
+            outer = step.outer_data * block + step.outer_gradient * gradient
+            phases = [(work, data + sums)]
+            if not gpu.fused:
+                phases = [(_STAYS * work, sums), (_TRAVELS * work + gpu.launch, data)]
+            elif sums:  # The kernel's own gradient and the one that lands are added up.
+                phases[0] = (work + 1e-9 * 3 * gradient / gpu.bandwidth, data + sums)
+            for part, inner in phases:
+                spent.add(part, self._sending(inner, outer / len(phases)))
         if len(route.stops) > 1:
-            home = self._sending(*((0, gradient) if len(route.turns) > 1 else (gradient, 0)))
-            total, spent, bare = (x + max(home) for x in (total, spent, bare))
-        return total, spent, bare
+            home = (0, gradient) if len(route.turns) > 1 else (gradient, 0)
+            spent.add(0.0, self._sending(*home))
+        return spent
+
+    def _steps(self, queries_travel: bool) -> Iterator[_Step]:
+        """All of a route, in order."""
+        turns = self._routes[queries_travel].turns
+        for index, turn in enumerate(turns):
+            pieces = max(1, len(turn) - 1)  # of the gradient that comes from the turn before
+            for place, stop in enumerate(turn):
+                yield _Step(
+                    scores=self._scores[queries_travel][stop][0],
+                    data=place < len(turn) - 1,
+                    gradient=place > 0,
+                    outer_data=1 / len(turn) if index < len(turns) - 1 else 0.0,
+                    outer_gradient=1 / pieces if index and place < pieces else 0.0,
+                )
 
     def _sending(self, inner: float, outer: float) -> tuple[float, float]:
         """Seconds of bytes over both kinds of links, which work at the same time."""
