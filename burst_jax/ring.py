@@ -155,9 +155,7 @@ def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     """``(out, lse, what the ring ran on)``, lse ``[B, N, T]`` with the ring's tokens and heads."""
     axis = config.head_axis
     query = to_heads(query, axis, tokens=1, heads=2)
-    kv: Any = (key, value)
-    if axis is not None:
-        kv = to_heads(jnp.stack(kv), axis, tokens=2, heads=3)
+    kv = tuple(to_heads(x, axis, tokens=1, heads=2) for x in (key, value))
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
     local = config.resolve(query, kv)
     out, lse = forward(config, local, query, kv, *ids)

@@ -23,31 +23,30 @@ class Block(NamedTuple):
     stats: Any
     segment_ids: jax.Array | None
 
-    def packed(self) -> Block:
-        """The same, each pair in one array, to travel by one permute."""
-        stats = None if self.stats is None else jnp.stack(self.stats)
-        arrays = jnp.stack(self.arrays) if isinstance(self.arrays, tuple) else self.arrays
-        return Block(arrays, stats, self.segment_ids)
-
 
 def backward(
     config: RingConfig, local: Implementation, queries: Block, keys: Block, rotation: str
 ) -> tuple[jax.Array, jax.Array]:
     """Float32 dq ``[B, T, N, H]`` and dkv ``[2, B, S, K, H]``.
 
-    The travelling gradient arrives late: step i computes while the sum that left after step i - 1
-    is on its way, and adds to it when it lands.
+    The travelling gradient goes after its block. Two kernels: it lands while the staying side's
+    runs, and the travelling side's adds to it. One kernel: it goes two stops at once, and so lands
+    before the kernel that adds to it begins; there are two sums then, of even and of odd stops.
 
         step 0            step 1                          step 2
-        stay              stay       | gradient travels   stay       | gradient travels
-        travel | data     travel     | data travels       travel
+        stay              stay       | sum to stop 1      stay       | sum to stop 2
+        travel | data     travel     | data               travel     | data
+
+        both   | data     both       | data               both       | data
+                                     | sum 0 to stop 2               | sum 1 to stop 3
     """
     spec, turn_kv = config.spec, rotation == "rotate_kv"
     route = config.route(
         half_shape(queries.arrays)[1], half_shape(keys.arrays)[1], queries_travel=not turn_kv
     )
     staying, travelling = (queries, keys) if turn_kv else (keys, queries)
-    travelling = travelling.packed() if len(route.stops) > 1 else travelling
+    if len(route.stops) > 1 and travelling.stats is not None:
+        travelling = travelling._replace(stats=jnp.stack(travelling.stats))
     stay_length, moved_length = (half_shape(x.arrays)[1] for x in (staying, travelling))
     stay_tokens = config.tokens(route, stay_length, home(route), staying.segment_ids)
 
@@ -64,22 +63,29 @@ def backward(
     )
     # Traced and lowered once for all steps whose arrays are alike, not once a step.
     gradients = jax.jit(functools.partial(_gradients, local, spec, turn_kv), static_argnums=0)
-    step_gradients = _apart if local.backward_dq is not None else _together
+    fused = local.backward_dq is None
+    step_gradients = _together if fused else _apart
+    # How many steps on a sum is added to. With two stops the first one's stays where it is, at
+    # home.
+    reach = 2 if fused or len(route.stops) == 2 else 1
     stay_sum: Any = None
     # The travelling gradient of all turns before, where the last of them ended.
     turned: Any = None
-    at = home(route)
+    turned_at = home(route)
     for turn, following in zip(route.turns, (*route.turns[1:], None), strict=True):
         # The block that begins the next turn goes there during this one, a piece a step; so does
         # the gradient from the end of the last turn to the end of this one, where it is added.
         pieces = [] if following is None else cut(travelling, len(turn))
         turned_pieces = [] if turned is None else cut(turned, max(1, len(turn) - 1))
-        turned_at, ahead, turned_ahead = at, [], []
-        travel_sum: Any = None
+        ahead, turned_ahead = [], []
+        # Where a sum goes that no further stop of this turn adds to.
+        end = turn[-1] if len(route.turns) > 1 else home(route)
+        made: Any = None
+        moved: Any = None
         for step, stop in enumerate(turn):
-            # Invariant: `travelling` is what is here at `stop`; `travel_sum` its gradient from the
-            # stops of this turn before, still at the last of them; `stay_sum` is the gradient here
-            # from all blocks that were here before.
+            # Invariant: `travelling` is what is here at `stop`; `stay_sum` is the gradient here
+            # from all blocks that were here before. `made` is the travelling gradient's sum that
+            # the last step added to, still there, and `moved` the one that landed in that step.
             last = step == len(turn) - 1
             tables = bounds_at(stop, travelling.segment_ids)
 
@@ -91,30 +97,37 @@ def backward(
                 ahead.append(route.move(pieces.pop(0), turn[0], following[0]))
             if turned_pieces:
                 turned_ahead.append(route.move(turned_pieces.pop(0), turned_at, turn[-1]))
-            arriving = [] if travel_sum is None else [route.move(travel_sum, at, stop)]
-            if last and turned is not None:
-                arriving.append(paste(turned_ahead, turned))
+            landed, moved = moved, None
+            if made is not None:
+                place = step - 1 + reach
+                moved = route.move(made, turn[step - 1], end if place >= len(turn) else turn[place])
+            if reach == 1:
+                landed, moved = moved, None
             onward = None if last else functools.partial(route.move, start=stop, end=turn[step + 1])
-            stay_sum, travel_sum, next_block = step_gradients(
-                gradients, arguments, travelling, stay_sum, arriving, onward
+            stay_sum, made, next_block = step_gradients(
+                gradients, arguments, travelling, stay_sum, landed, onward
             )
-            at = stop
-            if not (last and following is None):
-                outer = ahead, pieces, turned_ahead, turned_pieces
-                next_block, outer, stay_sum, travel_sum = lax.optimization_barrier(
-                    (next_block, outer, stay_sum, travel_sum)
+            if moved is not None or not (last and following is None):
+                outer = moved, ahead, pieces, turned_ahead, turned_pieces
+                next_block, outer, stay_sum, made = lax.optimization_barrier(
+                    (next_block, outer, stay_sum, made)
                 )
                 # XLA would make one permute of all pieces, if those to come did not pass too.
-                ahead, pieces, turned_ahead, turned_pieces = outer
+                moved, ahead, pieces, turned_ahead, turned_pieces = outer
             if not last:
                 travelling = next_block
         if following is not None:
             travelling = paste(ahead, travelling)
-        turned = travel_sum
+        # What is at the turn's end. Of a ring of one turn `moved` has gone home instead.
+        parts = [made] if turned is None else [made, paste(turned_ahead, turned)]
+        parts += [moved] if moved is not None and len(route.turns) > 1 else []
+        turned, turned_at = functools.reduce(operator.add, parts), turn[-1]
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
     # The other passes it too, lest the last kernel runs twice in a scan over layers (ring_forward).
-    back = turned if len(route.stops) == 1 else route.move(turned, at, home(route))
+    back = route.move(turned, turned_at, home(route))
     stay_sum, back = (lax.optimization_barrier(x) for x in (stay_sum, back))
+    if moved is not None and len(route.turns) == 1:
+        back = back + moved
     return (stay_sum, back) if turn_kv else (back, stay_sum)
 
 
@@ -138,26 +151,25 @@ def _gradients(
     return half(*arguments, *sums, spec=spec)
 
 
-def _apart(gradients, arguments, block, stay_sum, arriving, send):
+def _apart(gradients, arguments, block, stay_sum, landed, send):
     """One step with two kernels: each has one permute beside it, and adds in place.
 
     The gradient travels beside the kernel of the side that stays. The kernel of the side that
     travels waits for it to land; beside that one the next block travels.
     """
     stay_sum = gradients("stays", arguments(block), stay_sum)
-    if arriving:
+    if landed is not None:
         # The block too: free to go earlier, its permute would be merged with the gradient's.
-        stay_sum, arriving, block = lax.optimization_barrier((stay_sum, arriving, block))
+        stay_sum, landed, block = lax.optimization_barrier((stay_sum, landed, block))
     next_block = None if send is None else send(block)
-    travel_sum = functools.reduce(operator.add, arriving) if arriving else None
-    return stay_sum, gradients("travels", arguments(block), travel_sum), next_block
+    return stay_sum, gradients("travels", arguments(block), landed), next_block
 
 
-def _together(gradients, arguments, block, stay_sum, arriving, send):
-    """One step with one kernel for both gradients, and both permutes beside it.
+def _together(gradients, arguments, block, stay_sum, landed, send):
+    """One step with one kernel, which adds to both gradients in place, and all permutes beside it.
 
-    The kernel cannot wait for the sum to land, so it makes a fresh one and the two are added.
+    ``landed`` was sent a step ago.
     """
     next_block = None if send is None else send(block)
-    stay_sum, new = gradients("both", arguments(block), stay_sum, None)
-    return stay_sum, sum(arriving, new), next_block
+    stay_sum, made = gradients("both", arguments(block), stay_sum, landed)
+    return stay_sum, made, next_block

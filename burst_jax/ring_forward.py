@@ -31,9 +31,6 @@ def forward(
     def kv_tokens(stop, segment_ids):
         return config.tokens(route, kv_length, stop, segment_ids)
 
-    # K and V travel as one array: two permutes in one step would wait for each other.
-    if len(route.stops) > 1 and isinstance(kv, tuple):
-        kv = jnp.stack(kv)
     bounds_at = bounds_by_stop(
         route,
         kv_segment_ids,

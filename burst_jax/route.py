@@ -102,6 +102,8 @@ class Route:
 
     def move(self, tree: Any, start: Stop, end: Stop) -> Any:
         """Sends every array of a pytree from where a block is at ``start`` to where at ``end``."""
+        if start == end:
+            return tree
         by = [(after - before) for before, after in zip(start, end, strict=True)]
         devices = np.indices(self.sizes).reshape(len(self.sizes), -1).T
         targets = np.ravel_multi_index(tuple(((devices + by) % self.sizes).T), self.sizes)
@@ -132,11 +134,13 @@ def count_hops(turns: Any) -> Hops:
     """The hops of turns of so many stops each.
 
     A block: to every stop but the first. A gradient: in every turn as its block, then from turn
-    to turn, and home.
+    to turn, and home. Of two stops in all, the first one's stays at home.
     """
     turns = list(turns)
     if sum(turns) == 1:
         return Hops(0, 0, 0, 0)
+    if turns == [2]:
+        return Hops(1, 1, 0, 0)
     inner, outer = sum(turns) - len(turns), len(turns) - 1
     home = 1
     crosses = 1 if outer else 0

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 # Two equally shaped arrays that travel together (K and V, or Q and dO): either a tuple, or packed
 # into one array along a new first axis, as the ring moves them.
@@ -49,6 +51,23 @@ def vary(x: Any, axes: frozenset) -> Any:
         return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
     return jax.tree.map(cast, x)
+
+
+def unvary(x: jax.Array) -> jax.Array:
+    """Takes the marks of :func:`vary` off; values are untouched.
+
+    For what takes no marked arrays. Nothing can check its results: whoever calls it marks them.
+    """
+    return _unvary.bind(x) if varying_axes(x) else x
+
+
+_unvary = Primitive("burst_unvary")
+_unvary.def_impl(lambda x: x)
+_unvary.def_abstract_eval(
+    lambda x: x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset()))
+)
+mlir.register_lowering(_unvary, lambda _, x: [x])
+batching.primitive_batchers[_unvary] = lambda args, axes: (_unvary.bind(*args), *axes)
 
 
 def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, varying_axes
+from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, unvary, varying_axes
 from pallas_kernels.mosaic_configs import REGISTERS
 from pallas_kernels.mosaic_items import Items
 from pallas_kernels.mosaic_tiles import TokenRefs
@@ -96,9 +96,9 @@ def call(
         for r in results
         if isinstance(r, jax.ShapeDtypeStruct)
     ]
-    # References that live within this call: XLA runs the kernel in place on what they hold.
-    held = {i: jax.new_ref(r) for i, r in enumerate(results) if isinstance(r, jax.Array)}
-    # No reference may be marked as varying from device to device, which this one's value does not.
+    # References that live within this call: XLA runs the kernel in place on what they hold. None
+    # may be marked as varying from device to device.
+    held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(results) if isinstance(r, jax.Array)}
     taken = [] if items.one_each else [jax.new_ref(jnp.zeros((1,), jnp.int32))]
 
     def entry(*refs):

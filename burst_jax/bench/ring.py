@@ -30,7 +30,7 @@ from burst_jax.layout import Layout
 from burst_jax.sharding import flat_names
 from pallas_kernels.timing import median_time, relative_error
 
-ALONE, ZIGZAG = "one GPU", "zigzag"
+ALONE, ALL_ALONE, ZIGZAG = "one GPU", "every GPU alone", "zigzag"
 # The largest relative difference between two ways in bfloat16; each rounds on its own.
 _AGREE = 1.2e-2
 
@@ -45,6 +45,7 @@ class Way:
       axes: the mesh axes that the sequence is split over.
       layout: the order of the tokens, over ``shards`` shards.
       shards: the layout's.
+      copies: how often all the work is done, side by side.
       options: XLA's, beside the library's own.
     """
 
@@ -53,17 +54,18 @@ class Way:
     axes: tuple[str, ...]
     layout: Layout
     shards: int
+    copies: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def sharding(self) -> NamedSharding:
         """Of q, k, v and all results."""
-        return NamedSharding(self.mesh, P(None, self.axes))
+        return NamedSharding(self.mesh, P("copies" if self.copies > 1 else None, self.axes))
 
     @property
-    def order(self) -> tuple[Layout, int, NamedSharding]:
+    def order(self) -> tuple[Layout, int, int, NamedSharding]:
         """How the tokens lie."""
-        return self.layout, self.shards, self.sharding
+        return self.layout, self.shards, self.copies, self.sharding
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
@@ -79,7 +81,7 @@ def ring(
     shape: tuple[int, ...] = (),
     seq_axis: Any = "seq",
     head_parallel_axis: str | None = None,
-    peer_copies: bool = False,
+    peer_copies: bool | None = None,
     **options: Any,
 ) -> Way:
     """burst_attention on all devices."""
@@ -91,7 +93,7 @@ def ring(
     )  # fmt: skip
     shards = math.prod(mesh.shape[axis] for axis in flat_names(seq_axis))
     xla = burst_jax.compiler_options(peer_copies=peer_copies)
-    return Way(mesh, attend, names, layout, shards, xla)
+    return Way(mesh, attend, names, layout, shards, options=xla)
 
 
 def cudnn(case: Case) -> Callable[..., jax.Array]:
@@ -103,6 +105,15 @@ def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Way:
     """One GPU with the whole sequence."""
     way = ring(case, 1, "contiguous")
     return way if attend is None else dataclasses.replace(way, attend=attend)
+
+
+def all_alone(case: Case, n: int) -> Way:
+    """Every GPU with the whole sequence, all at once: the slowest one's rate, as a ring's is."""
+    mesh = _mesh((n, 1), ("copies", "seq"))
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh, batch_axis="copies", **case.options
+    )
+    return Way(mesh, attend, ("seq",), "contiguous", 1, copies=n)
 
 
 def ulysses(case: Case, n: int) -> Way:
@@ -148,11 +159,12 @@ def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
 
     return {
         ALONE: lambda: alone(case),
+        ALL_ALONE: lambda: all_alone(case, n),
         "one GPU, cuDNN": lambda: alone(case, cudnn(case)),
         ZIGZAG: lambda: ring(case, n),
         "zigzag, rotate_kv": lambda: ring(case, n, backward="rotate_kv"),
         "zigzag, rotate_query": lambda: ring(case, n, backward="rotate_query"),
-        "zigzag, peer copies": lambda: ring(case, n, peer_copies=True),
+        "zigzag, NCCL": lambda: ring(case, n, peer_copies=False),
         "striped": lambda: ring(case, n, "striped"),
         "contiguous": lambda: ring(case, n, "contiguous"),
         "two-level ring": lambda: two_levels(seq_axis=("outer", "inner")),
@@ -169,6 +181,7 @@ def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
 
 _CORE = (
     ALONE,
+    ALL_ALONE,
     "one GPU, cuDNN",
     ZIGZAG,
     "striped",
@@ -176,7 +189,7 @@ _CORE = (
     "head parallel",
     "Ulysses, cuDNN",
 )
-_ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, peer copies")
+_ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
 _LEVELS = ("two-level ring", "hybrid, heads by 2")
 # Each case, and the ways that it is measured by.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
@@ -190,7 +203,7 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     ),
     (
         Case("window 4096 of 128K, 32/8 heads", 1, 131072, 32, 8, 128, True, window=4096),
-        (ALONE, "contiguous", ZIGZAG, "Ulysses, cuDNN"),
+        (ALONE, ALL_ALONE, "contiguous", ZIGZAG, "Ulysses, cuDNN"),
     ),
     *(
         (Case(f"64K, batch {batch}, 32/8 heads", batch, 65536, 32, 8, 128, True), (ALONE, ZIGZAG))
@@ -200,18 +213,26 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
 )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _random(
-    key: jax.Array, shape: tuple[int, ...], layout: Layout, shards: int, sharding: NamedSharding
+    key: jax.Array,
+    shape: tuple[int, ...],
+    layout: Layout,
+    shards: int,
+    copies: int,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """The same numbers in any layout and on any devices."""
     x = burst_jax.to_layout(jax.random.normal(key, shape, jnp.bfloat16), layout, shards)
-    return lax.with_sharding_constraint(x, sharding)
+    return lax.with_sharding_constraint(jnp.concatenate([x] * copies), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _natural(x: jax.Array, layout: Layout, shards: int, sharding: NamedSharding) -> jax.Array:
-    """Tokens in their natural order, split as they were."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _natural(
+    x: jax.Array, layout: Layout, shards: int, copies: int, sharding: NamedSharding
+) -> jax.Array:
+    """Tokens in their natural order, split as they were; of copies the last."""
+    x = x[-(x.shape[0] // copies) :]
     return lax.with_sharding_constraint(burst_jax.from_layout(x, layout, shards), sharding)
 
 
@@ -237,7 +258,9 @@ class Problem:
         """How far each result is from the first way's, which is kept; 0 for itself."""
         errors = {}
         for name, array in results.items():
-            here = jax.device_put(_natural(array, *way.order), self._everywhere)
+            once = NamedSharding(way.mesh, P(None, way.axes))
+            natural = _natural(array, way.layout, way.shards, way.copies, once)
+            here = jax.device_put(natural, self._everywhere)
             errors[name] = relative_error(here, self._want.setdefault(name, here))
         return errors
 
@@ -266,7 +289,7 @@ def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
         return row
     if not row.agrees(errors, _AGREE):
         return row
-    tera = 1e-12 * case.flops() / n
+    tera = 1e-12 * case.flops() * way.copies / n
     rounds = 5 if tera < 500 else 1  # A million tokens take seconds.
     row.forward = tera / median_time(lambda: forward(*arrays[:3]), rounds)
     row.both = 3.5 * tera / median_time(lambda: gradient(*arrays), rounds)
