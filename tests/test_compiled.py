@@ -104,15 +104,16 @@ def test_every_backward_permute_but_the_last_lies_beside_a_kernel(gpu, rotation,
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
 def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
-    """Block and gradient travel together: XLA makes one permute of a step's two.
+    """The block goes one device on, the gradient of the step before two.
 
-    In step 0 the block goes alone, in the last step the gradient alone; its hop home has nothing
-    left beside it.
+    In step 0 the block goes alone, in the last step the gradient alone; what that step adds to has
+    nothing left beside its hop home.
     """
     n, events = 8, gradient_events("h100", "mosaic_gpu", rotation, packed)
     kernels = [name for kind, name in events if kind == "kernel"]
     assert kernels == ["burst_forward"] * n + ["burst_backward"] * n
-    assert compiled.beside(events) == [["burst_forward"]] * 7 + [["burst_backward"]] * 8 + [[]]
+    hops = 1 + 2 * (n - 2) + 1
+    assert compiled.beside(events) == [["burst_forward"]] * 7 + [["burst_backward"]] * hops + [[]]
     assert not [event for event in events[: len(events) - 2] if event[0] == "sync"]
 
 
@@ -166,16 +167,18 @@ def test_auto_moves_the_fewest_bytes(heads):
 @pytest.mark.parametrize("what", ["forward", "rotate_kv", "rotate_query"])
 @KERNELS
 def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, what):
-    temp = []
-    for n in (4, 16):
+    temp = {}
+    for n in (4, 12, 24):
         mesh = compiled.gpu_mesh(gpu, n)
         attention = attend(mesh, implementation=kernels)
         if what != "forward":
             attention = gradient(attend(mesh, implementation=kernels, backward=what))
         program = compiled.compile_for(attention, *compiled.inputs(mesh, 1024, 8, 8))
-        temp.append(compiled.temp_bytes(program))
-    # One K/V block is 4 MiB here; tile tables are a few KiB a step.
-    assert max(temp) - temp[0] < 0.25 * 2**20, [f"{size / 2**20:.2f} MiB" for size in temp]
+        temp[n] = compiled.temp_bytes(program) / 2**20
+    # One K/V block is 4 MiB here, its gradient 8; tile tables are a few KiB a step. How arrays of
+    # many sizes fit together varies by as much at first.
+    assert temp[24] - temp[12] < 0.25, temp
+    assert temp[12] - temp[4] < 8.25, temp
 
 
 def test_remat_policy_holds_no_second_forward_ring():

@@ -109,7 +109,7 @@ def test_heads_are_exchanged_inside_a_node_and_the_ring_goes_between(kv_heads):
     itemsize = 4 if copied > kv_heads else 2
     exchanged = [
         *[tokens * heads * dim * 2] * 4,  # q, out, do, dq
-        2 * tokens * copied * dim * 2,  # k, v
+        *[tokens * copied * dim * 2] * 2,  # k, v
         2 * tokens * copied * dim * itemsize,  # dk, dv
         tokens * heads * 4,  # delta
     ]

@@ -135,21 +135,22 @@ def permutes(window, layout="contiguous", n=8, **options):
 
 def test_a_window_makes_few_hops():
     """16 tokens a device: 33 tokens back reach the third device back, 5 ahead the next one."""
-    assert permutes((33, 0), backward="rotate_kv") == [3, 3 + 3 + 4]
-    # (Q, dO) and (lse, delta) are two arrays.
-    assert permutes((33, 0), backward="rotate_query") == [3, 3 + 2 * 3 + 4]
-    assert permutes((33, 5), backward="rotate_kv") == [4, 4 + 4 + 5]
+    # K and V, and backward their gradient, which is one array.
+    assert permutes((33, 0), backward="rotate_kv") == [2 * 3, 2 * 3 + 2 * 3 + 4]
+    # Q, dO and (lse, delta).
+    assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 4]
+    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 5]
     assert permutes((0, 0), backward="rotate_kv") == [0, 0]
     # A zigzag shard has two neighbours on either side; striped shards have tokens everywhere.
-    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2, 2 + 2 + 3]
-    assert permutes((8, 0), "striped", backward="rotate_kv") == [7, 7 + 7 + 8]
+    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 3]
+    assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 8]
 
 
 def test_segment_ids_do_not_shorten_the_way():
     """They are data: what they hide is not known when the program is made."""
     ids = jnp.ones((1, 128), jnp.int32)
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    assert permutes(None, **segments)[0] == 2 * 7  # K and V, and their ids
+    assert permutes(None, **segments)[0] == 3 * 7  # K, V and their ids
 
 
 def test_dense_masks_and_routes_mean_the_same_window():
