@@ -58,9 +58,9 @@ def compiler_options(
 ) -> dict[str, bool | int | str]:
     """What XLA needs to hide the links behind the kernels, for the outermost ``jax.jit``.
 
-    On GPUs: the latency-hiding scheduler, which XLA leaves off on some generations; two collectives
-    on their way at once, so that a two-level ring can use its inner and its outer links together;
-    and one permute for all arrays that travel together, however large::
+    On GPUs: the latency-hiding scheduler, which XLA leaves off on some generations; one permute for
+    all arrays that travel together, however large; and more than one on their way at once, so that
+    a block and a gradient, the inner and the outer links of a two-level ring are used together::
 
         step = jax.jit(step, compiler_options=burst_jax.compiler_options())
 
@@ -78,7 +78,7 @@ def compiler_options(
         return {}
     options: dict[str, bool | int | str] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         "xla_gpu_collective_permute_combine_threshold_bytes": _ANY_SIZE,
     }
     if peer_copies is None:

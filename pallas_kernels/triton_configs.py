@@ -161,6 +161,7 @@ _HOPPER: _Table = {
         _Entry(128, (64, 64, 4, 2), (32, 64, 4, 3)),
         _Entry(256, (32, 64, 8, 3), (32, 32, 8, 2)),
     ],
+    ("dkv", 4): [_Entry(64, (32, 32, 8, 1), (32, 16, 8, 1)), *_ANY["dkv", 4][1:]],
 }
 
 # Shared memory per program, of the smallest GPU that a table is for.
