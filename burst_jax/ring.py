@@ -155,7 +155,7 @@ def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     """``(out, lse, what the ring ran on)``, lse ``[B, N, T]`` with the ring's tokens and heads."""
     axis = config.head_axis
     query = to_heads(query, axis, tokens=1, heads=2)
-    kv = tuple(to_heads(x, axis, tokens=1, heads=2) for x in (key, value))
+    kv = to_heads(key, axis, tokens=1, heads=2), to_heads(value, axis, tokens=1, heads=2)
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
     local = config.resolve(query, kv)
     out, lse = forward(config, local, query, kv, *ids)

@@ -72,6 +72,7 @@ def backward(
     # The travelling gradient of all turns before, where the last of them ended.
     turned: Any = None
     turned_at = home(route)
+    moved: Any = None
     for turn, following in zip(route.turns, (*route.turns[1:], None), strict=True):
         # The block that begins the next turn goes there during this one, a piece a step; so does
         # the gradient from the end of the last turn to the end of this one, where it is added.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.ring_config import RingConfig, bounds_by_stop, home

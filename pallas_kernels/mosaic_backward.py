@@ -398,8 +398,8 @@ def backward(
     packed_dkv = (2 * batch, *half_shape(kv)[1:])
     lse = rows_of.first
     if dq is None:
-        # Not before the queries are there: in a ring, zeros for all its steps would lie in wait. And
-        # made of a zero of this call's own: equal ones would be made once, and copied.
+        # Not before the queries are there: in a ring, zeros for all its steps would lie in wait.
+        # Of a zero of this call's own: those of equal ones would be made once, and copied.
         zero, lse = lax.optimization_barrier((jnp.float32(0), lse))
         dq = jnp.full(half_shape(qdo), zero)
     results = [

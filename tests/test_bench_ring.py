@@ -21,8 +21,9 @@ CAUSAL = Case("causal", 1, 128, 8, 4, 16, is_causal=True)
 FULL = Case("full", 1, 128, 8, 4, 16)
 WINDOW = Case("window", 2, 128, 8, 4, 16, is_causal=True, window=20)
 OURS = (
-    "one GPU", "every GPU alone", "zigzag", "zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL",
-    "striped", "contiguous", "two-level ring", "hybrid, heads by 2", "head parallel",
+    "one GPU", "every GPU alone", "zigzag", "zigzag, rotate_kv", "zigzag, rotate_query",
+    "zigzag, NCCL", "striped", "contiguous", "two-level ring", "hybrid, heads by 2",
+    "head parallel",
 )  # fmt: skip
 
 

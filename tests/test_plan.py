@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from test_compiled import gradient
 
 import burst_jax
 from burst_jax.bench.results import gib
-from burst_jax.plan import GPUS, Gpu
+from burst_jax.plan import GPUS, Gpu, measured
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.work import scores_by_stop
 from burst_jax.rotation import backward_bytes, forward_bytes
@@ -26,7 +27,9 @@ from pallas_kernels import AttentionSpec
 
 SHAPE = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}
 # Links that take no time, kernels that start at once: what is left is the balance of the work.
-IDEAL = dataclasses.replace(GPUS["h200"], launch=1e-12, link=1e9, bandwidth=1e9)
+IDEAL = dataclasses.replace(
+    GPUS["h200"], launch=1e-12, link=1e9, peer_link=None, exchange_link=None, bandwidth=1e9
+)
 
 
 def one(plan, scheme, layout="zigzag", backward="rotate_kv"):
@@ -65,7 +68,9 @@ def test_zigzag_halves_the_contiguous_ring(n, ratio):
     )
     assert contiguous / zigzag == pytest.approx(ratio, rel=1e-3)
     assert striped == pytest.approx(zigzag, rel=1e-3)
-    assert one(plan, "ring").tflops == pytest.approx(14 / (4 / 609 + 10 / 556), rel=1e-3)
+    assert one(plan, "ring").tflops == pytest.approx(
+        14 / (4 / IDEAL.forward + 10 / IDEAL.backward), rel=1e-3
+    )
 
 
 def test_bytes_are_the_formulas():
@@ -177,6 +182,31 @@ def test_the_command_line():
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == str(burst_jax.plan(**SHAPE)) + "\n"
+
+
+def test_the_model_is_held_to_measured_rings():
+    results = measured.load()
+    compared = list(measured.compare(results))
+    known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
+    assert known <= {row.peer for row, *_ in compared}
+    assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
+    off = [
+        abs(math.log(model / seen))
+        for row, forward, both in compared
+        for model, seen in ((forward, row.forward), (both, row.both))
+    ]
+    assert max(off) < math.log(1.2)
+    assert np.median(off) < math.log(1.05)
+
+
+def test_measured_rows_are_printed_beside_the_models(capsys):
+    main(["--measured"])
+    printed = capsys.readouterr().out
+    assert "4 x NVIDIA H200" in printed
+    assert re.search(r"64K, 32/8 heads +zigzag +\d{3} \d{3} \([01]\.\d\d\)", printed)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "one of the arguments --length --measured is required" in capsys.readouterr().err
 
 
 def test_the_command_lines_errors(capsys):

@@ -23,7 +23,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m burst_jax.plan", description="Compares the ways to split one attention."
     )
-    parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--length", type=tokens, help="tokens: 65536, 64K, 1M")
+    what.add_argument(
+        "--measured", action="store_true", help="instead: measured rings beside the model's"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
@@ -37,6 +41,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=tokens, help="local_window_size, to the left")
     args = parser.parse_args(arguments)
+    if args.measured:
+        from burst_jax.plan import measured  # It needs the benchmark, which a plan does not.
+
+        print(measured.table(measured.load()))
+        return
     try:
         found = plan(
             length=args.length,

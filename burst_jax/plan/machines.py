@@ -18,9 +18,13 @@ class Gpu:
       launch: seconds that a kernel takes beside its work: launch, filling and draining the chip,
         tables.
       bandwidth: GB/s of its memory, read and written.
-      link: GB/s that it sends to a neighbour on the same host.
+      link: GB/s that it sends to a neighbour on the same host, by NCCL beside a running kernel.
       fused: whether dQ, dK and dV come from one kernel.
       source: where the numbers come from.
+      peer_link: GB/s of permutes where one process has all GPUs, whose copy engines then move the
+        blocks; None is ``link``.
+      exchange_link: GB/s of an all-to-all inside a host, which no kernel runs beside; None is
+        ``link``.
     """
 
     name: str
@@ -33,11 +37,14 @@ class Gpu:
     link: float
     fused: bool
     source: str
+    peer_link: float | None = None
+    exchange_link: float | None = None
 
 
 _H200 = Gpu(
-    "h200", 141, 609, 556, 0.66, 25e-6, 3900, 265, True,
-    "kernels and ppermute measured on H200s (README, pallas_kernels/EXPERIMENTS.md)",
+    "h200", 141, 600, 530, 0.66, 45e-6, 3900, 140, True,
+    "kernels and rings measured on four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
+    exchange_link=230,
 )  # fmt: skip
 GPUS = {
     "h200": _H200,
@@ -46,9 +53,10 @@ GPUS = {
         source="the H200's rates: the same chip, another memory",
     ),
     "a100": Gpu(
-        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 235, False,
+        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 93, False,
         "not measured: reasoned from shared-memory reads and others' kernels "
         "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
+        peer_link=253, exchange_link=153,
     ),
 }  # fmt: skip
 

@@ -66,6 +66,12 @@ class Cluster:
         """Devices."""
         return self.hosts * self.gpus
 
+    @property
+    def link(self) -> float:
+        """GB/s of a permute inside a host: several hosts are several processes."""
+        gpu = self.gpu
+        return gpu.link if self.hosts > 1 or gpu.peer_link is None else gpu.peer_link
+
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
@@ -215,15 +221,17 @@ class Model:
         """GB/s of a hop inside a turn, and of one between turns."""
         cluster = self._cluster
         if len(self._scheme.sizes) == 2:
-            return cluster.gpu.link, cluster.host_link
+            return cluster.link, cluster.host_link
         # One of its hops crosses to another host, and all wait for that one.
         crosses = cluster.hosts > 1
-        return (cluster.host_link if crosses else cluster.gpu.link), cluster.host_link
+        return (cluster.host_link if crosses else cluster.link), cluster.host_link
 
     @property
     def _exchange_link(self) -> float:
-        inside = self._scheme.exchange <= self._cluster.gpus
-        return self._cluster.gpu.link if inside else self._cluster.host_link
+        gpu, cluster = self._cluster.gpu, self._cluster
+        if self._scheme.exchange > cluster.gpus:
+            return cluster.host_link
+        return gpu.link if gpu.exchange_link is None else gpu.exchange_link
 
     def _forward(self) -> _Seconds:
         rate = 1e12 * self._cluster.gpu.forward * self._rate_share
@@ -250,25 +258,38 @@ class Model:
             phases = [(work, data + sums)]
             if not gpu.fused:
                 phases = [(_STAYS * work, sums), (_TRAVELS * work + gpu.launch, data)]
-            elif sums:  # The kernel's own gradient and the one that lands are added up.
-                phases[0] = (work + 1e-9 * 3 * gradient / gpu.bandwidth, data + sums)
             for part, inner in phases:
                 spent.add(part, self._sending(inner, outer / len(phases)))
         if len(route.stops) > 1:
             home = (0, gradient) if len(route.turns) > 1 else (gradient, 0)
             spent.add(0.0, self._sending(*home))
+        spent.total += 1e-9 * self._passes(queries_travel, len(route.stops) > 1) / gpu.bandwidth
         return spent
+
+    def _passes(self, queries_travel: bool, ring: bool) -> int:
+        """Bytes of the passes over memory around the backward's kernels.
+
+        delta reads dO and out; dQ begins as zeros (of a sum that travels there are two); gradients
+        are read in float32 and rounded.
+        """
+        itemsize, two_sums = self._attention.itemsize, 1 if ring else 0
+        q_sums = 1 + two_sums * queries_travel
+        kv_sums = 1 + two_sums * (not queries_travel)
+        q = 2 * itemsize + 8 * q_sums + itemsize
+        return self._q * q + self._kv * (4 * kv_sums + itemsize)
 
     def _steps(self, queries_travel: bool) -> Iterator[_Step]:
         """All of a route, in order."""
         turns = self._routes[queries_travel].turns
+        # Of two stops in all the first one's gradient stays at home.
+        stays = [len(turn) for turn in turns] == [2]
         for index, turn in enumerate(turns):
             pieces = max(1, len(turn) - 1)  # of the gradient that comes from the turn before
             for place, stop in enumerate(turn):
                 yield _Step(
                     scores=self._scores[queries_travel][stop][0],
                     data=place < len(turn) - 1,
-                    gradient=place > 0,
+                    gradient=place > 0 and not stays,
                     outer_data=1 / len(turn) if index < len(turns) - 1 else 0.0,
                     outer_gradient=1 / pieces if index and place < pieces else 0.0,
                 )

@@ -19,7 +19,7 @@ def table(plan: Plan) -> str:
     if attention.local_window_size is not None:
         mask += f", window {attention.local_window_size}"
     lines = [
-        f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {gpu.link:g} GB/s to a neighbour, "
+        f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {cluster.link:g} GB/s to a neighbour, "
         f"{cluster.host_link:g} to another host; rates: {gpu.source}",
         f"{attention.batch} x {attention.length:,} tokens, {attention.heads}/{attention.kv_heads} "
         f"heads x {attention.head_dim}, {mask}; one attention, per device",

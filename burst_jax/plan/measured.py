@@ -1,0 +1,98 @@
+"""What rings were measured to do, beside what the model says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from burst_jax.bench.kernels import Case
+from burst_jax.bench.results import Results, Row
+from burst_jax.bench.ring import CASES
+from burst_jax.plan import GPUS, plan
+from burst_jax.plan.model import Estimate
+
+# By ``python -m burst_jax.bench ring --json``, on four H200.
+_FILE = "measured_h200.json"
+# What a plan calls the benchmark's ways: scheme, layout, rotation; None is what "auto" takes.
+_WAYS = {
+    "zigzag": ("ring", "zigzag", None),
+    "zigzag, rotate_kv": ("ring", "zigzag", "rotate_kv"),
+    "zigzag, rotate_query": ("ring", "zigzag", "rotate_query"),
+    "zigzag, NCCL": ("ring", "zigzag", None),
+    "striped": ("ring", "striped", None),
+    "contiguous": ("ring", "contiguous", None),
+    "hybrid, heads by 2": ("ring of 2, heads by 2", "zigzag", None),
+    "head parallel": ("head parallel", "contiguous", None),
+}
+
+
+class Compared(NamedTuple):
+    """A measured row, and the model's TFLOP/s per GPU for it."""
+
+    row: Row
+    forward: float
+    both: float
+
+
+def load() -> Results:
+    """What was measured."""
+    with resources.as_file(resources.files("burst_jax.plan") / _FILE) as path:
+        return Results.load(Path(path))
+
+
+def compare(results: Results) -> Iterator[Compared]:
+    """Every row that a plan knows."""
+    cases = {case.name: case for case, _ in CASES}
+    for row in results.rows:
+        case = cases.get(row.case)
+        if case is None or row.peer not in _WAYS or not row.forward > 0:
+            continue
+        estimate = _estimate(case, row.peer, results.devices)
+        flops = 1e-12 * case.flops() / results.devices
+        yield Compared(row, flops / estimate.forward_seconds, 3.5 * flops / estimate.seconds)
+
+
+def _estimate(case: Case, way: str, devices: int) -> Estimate:
+    gpu = GPUS["h200"]
+    if way.endswith("NCCL"):
+        gpu = dataclasses.replace(gpu, peer_link=None)
+    scheme, layout, rotation = _WAYS[way]
+    found = plan(
+        length=case.length, batch=case.batch, num_heads=case.heads, num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim, gpu=gpu, gpus_per_host=devices, is_causal=case.is_causal,
+        local_window_size=None if case.window is None else (case.window, 0),
+    )  # fmt: skip
+    return min(
+        (
+            each
+            for each in found.estimates
+            if (each.scheme.name, each.layout) == (scheme, layout)
+            and rotation in (None, each.backward)
+        ),
+        key=lambda each: each.backward_bytes,
+    )
+
+
+def table(results: Results) -> str:
+    """Measured and modelled rates side by side."""
+    lines = [
+        f"{results.devices} x {results.device}, jax {results.jax}: TFLOP/s per GPU, measured and "
+        "modelled (modelled over measured)",
+        "",
+        f"{'case':34}{'way':22}{'forward':>20}{'forward + backward':>20}",
+    ]
+    lines.append("-" * len(lines[-1]))
+    for row, forward, both in compare(results):
+        cells = [_cell(row.forward, forward), _cell(row.both, both)]
+        lines.append(f"{row.case:34}{row.peer:22}{cells[0]:>20}{cells[1]:>20}")
+    return "\n".join(lines)
+
+
+def _cell(measured: float, modelled: float) -> str:
+    if math.isnan(measured):
+        return "-"
+    return f"{measured:.0f} {modelled:.0f} ({modelled / measured:.2f})"
