@@ -131,6 +131,26 @@ def test_the_figure_says_everything(tmp_path, monkeypatch):
         assert {bar.get_facecolor() for bar in axes.patches if bar.get_width()} <= colours
 
 
+def test_many_bars_carry_their_names(tmp_path, monkeypatch):
+    """More peers than colours: no legend, and no empty lines for what a case has not."""
+    drawn = []
+    monkeypatch.setattr(plot.figure_class(), "savefig", lambda self, *_, **__: drawn.append(self))
+    names = [f"way {i}" for i in range(9)]
+    rows = [Row("long", name, 100.0 + i, 50.0, 1e-3) for i, name in enumerate(names)]
+    rows += [Row("short", "way 3", 90.0, 40.0, 1e-3), Row("short", "Ulysses, cuDNN", 80.0, 30.0)]
+    with pytest.raises(FileNotFoundError):
+        plot.draw(dataclasses.replace(RESULTS, rows=rows, devices=4), tmp_path / "a.png")
+    (figure,) = drawn
+    assert not figure.legends
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["long", *names, "short", "way 3", "Ulysses, cuDNN"]
+    places = list(figure.axes[0].get_yticks())
+    assert places == sorted(places)
+    bars = [bar for bar in figure.axes[0].patches if bar.get_width()]
+    assert len(bars) == len(rows)
+    assert bars[-1].get_facecolor() != bars[-2].get_facecolor()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

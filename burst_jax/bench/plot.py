@@ -18,6 +18,9 @@ _COLOURS = {
     "triton": "#E69F00",
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
+# More names than colours: then each bar has its name beside it, and a colour by its kind.
+_KINDS = (("one GPU", "#999999"), ("every GPU", "#999999"), ("cuDNN", "#0072B2"))
+_KINDS += (("contiguous", "#56B4E9"), ("", "#D55E00"))
 _GREY = "#767676"
 _WIDTH, _DPI = 11, 100  # inches and dots an inch: as wide as a README
 
@@ -51,27 +54,28 @@ def draw(results: Results, path: Path) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    cases = list(dict.fromkeys(row.case for row in results.rows))
     peers = list(dict.fromkeys(row.peer for row in results.rows))
-    bar, gap, around = 0.19, 0.2, 1.5  # inches
-    group = bar * len(peers) + gap
-    figure = figure_class()(
-        figsize=(_WIDTH, around + group * len(cases)), dpi=_DPI, layout="constrained"
-    )
+    many = len(peers) > len(_COLOURS) + len(_SPARE)
+    places, ticks, end = _named_places(results) if many else _places(results, peers)
+    bar, around = 0.19, 1.5  # inches
+    figure = figure_class()(figsize=(_WIDTH, around + bar * end), dpi=_DPI, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    spare = iter(_SPARE * len(peers))
-    colours = {peer: _COLOURS.get(peer) or next(spare) for peer in peers}
+    spare = iter(_SPARE)
+    colours = {
+        peer: next(colour for kind, colour in _KINDS if kind in peer)
+        if many
+        else _COLOURS.get(peer) or next(spare)
+        for peer in peers
+    }
     for axes, (title, rate_of) in zip(
         panels,
         (("forward", lambda row: row.forward), ("forward + backward", lambda row: row.both)),
         strict=True,
     ):
         axes.set_title(title, loc="left", fontsize=11)
-        for row in results.rows:
-            # Bars in units of a group's height, in the middle of theirs.
-            place = (peers.index(row.peer) - (len(peers) - 1) / 2) * bar / group
-            _bar(axes, cases.index(row.case) + place, bar / group, row, rate_of(row), colours)
+        for place, row in zip(places, results.rows, strict=True):
+            _bar(axes, place, row, rate_of(row), colours)
         axes.axvline(results.matmul, color=_GREY, linewidth=0.8, linestyle="--", zorder=0.5)
         axes.text(
             results.matmul, 1.0, f"matmul {results.matmul:.0f}", color=_GREY, fontsize=9,
@@ -84,27 +88,58 @@ def draw(results: Results, path: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
     rates = [rate for row in results.rows for rate in (row.forward, row.both) if rate > 0]
     panels[0].set_xlim(0, 1.13 * max(results.matmul, *rates))  # Room for the longest bar's label.
-    # Broken after commas alone: textwrap takes a no-break space for a letter.
-    parts = (case.replace(" ", "\xa0").replace(",\xa0", ", ") for case in cases)
-    labels = [textwrap.fill(case, 20, break_long_words=False) for case in parts]
-    panels[0].set_yticks(range(len(cases)), labels, fontsize=10)
-    panels[0].set_ylim(len(cases) - 0.5, -0.5)  # The first case is on top.
-    handles = [panels[0].barh(0, 0, color=colours[peer]) for peer in peers]
-    figure.legend(handles, peers, loc="outside lower center", ncols=len(peers), frameon=False)
+    panels[0].set_yticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=10)
+    panels[0].set_ylim(end - 0.5, -0.5)  # The first case is on top.
+    if many:
+        for label in panels[0].get_yticklabels():
+            label.set(fontweight="bold" if label.get_text() not in peers else "normal", fontsize=9)
+    else:
+        handles = [panels[0].barh(0, 0, color=colours[peer]) for peer in peers]
+        figure.legend(handles, peers, loc="outside lower center", ncols=len(peers), frameon=False)
     devices = f"{results.devices} x " * (results.devices > 1)
     figure.suptitle(f"{devices}{results.device}, {results.dtype}, jax {results.jax}", fontsize=12)
     with replacing(path) as file:
         figure.savefig(file, format="png")
 
 
-def _bar(axes: Any, at: float, height: float, row: Row, rate: float, colours: dict) -> None:
+_Places = tuple[list[float], list[tuple[float, str]], float]
+
+
+def _places(results: Results, peers: list[str]) -> _Places:
+    """Where every row's bar is, in bars from the top; the cases' labels and places; the end."""
+    cases = list(dict.fromkeys(row.case for row in results.rows))
+    group = len(peers) + 1
+    places = [float(cases.index(row.case) * group + peers.index(row.peer)) for row in results.rows]
+    # Broken after commas alone: textwrap takes a no-break space for a letter.
+    parts = (case.replace(" ", "\xa0").replace(",\xa0", ", ") for case in cases)
+    labels = [textwrap.fill(case, 20, break_long_words=False) for case in parts]
+    middle = (len(peers) - 1) / 2
+    return places, [(i * group + middle, text) for i, text in enumerate(labels)], len(cases) * group
+
+
+def _named_places(results: Results) -> _Places:
+    """The same, a line for each row that there is: its case above, its name at its side."""
+    places, ticks, at, case = [], [], 0.0, None
+    for row in results.rows:
+        if row.case != case:
+            at += 0.0 if case is None else 0.8
+            case = row.case
+            ticks.append((at, case))
+            at += 1.0
+        places.append(at)
+        ticks.append((at, row.peer))
+        at += 1.0
+    return places, ticks, at
+
+
+def _bar(axes: Any, at: float, row: Row, rate: float, colours: dict) -> None:
     """One bar and its number; where there is none, a word why."""
     style: dict[str, Any] = {"fontsize": 8.5, "color": "#222222"}
     if math.isnan(rate):
         rate, text = 0.0, "wrong" if row.note.startswith("wrong") else "cannot"
         style = {"fontsize": 8, "color": _GREY}
     else:
-        axes.barh(at, rate, 0.92 * height, color=colours[row.peer])
+        axes.barh(at, rate, 0.92, color=colours[row.peer])
         text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
     # White behind it: the dashed line of the ceiling may pass here.
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
