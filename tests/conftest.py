@@ -44,6 +44,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "cuda_compiler: compiles for A100 and H100; needs JAX's CUDA plugin, no GPU"
     )
+    config.addinivalue_line(
+        "markers", "hopper_kernels: of those, what the compiler of one kernel says; JAX before 0.12"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

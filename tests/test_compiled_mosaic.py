@@ -20,7 +20,7 @@ from pallas_kernels.mosaic_configs import (
     forward_config,
 )
 
-pytestmark = pytest.mark.cuda_compiler
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.hopper_kernels]
 
 # More items than an H100 has multiprocessors: programs loop over them, which takes registers.
 BATCH, HEADS, KV_HEADS = 2, 16, 8
