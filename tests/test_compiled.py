@@ -146,6 +146,24 @@ def test_bytes_on_the_wire_are_the_formulas(gpu, kernels, heads, rotation):
         assert "all-reduce" not in program.as_text()
 
 
+@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
+@KERNELS
+def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
+    """One hop of a block forward, one backward, and one of its gradient."""
+    mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh(gpu, 2), (512, 4, 2, 128)
+    attention = attend(mesh, implementation=kernels, backward=rotation)
+    shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
+    program = compiled.compile_for(gradient(attention), *shapes)
+    kv, q = 2 * tokens * kv_heads * dim, tokens * heads * dim
+    backward = {"rotate_kv": kv * (2 + 4), "rotate_query": q * (2 * 2 + 4) + 2 * tokens * heads * 4}
+    assert compiled.permuted_bytes(program) == 2 * kv + backward[rotation]
+    hops, shape = count_hops([2]), (tokens, tokens, heads, kv_heads, dim, 2)
+    assert backward_bytes(rotation, hops, *shape) == backward[rotation]
+    *beside, last = compiled.beside(compiled.schedule(program))
+    assert all(beside)
+    assert last == []
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=["gqa1", "gqa2"])  # where it turns
 def test_auto_moves_the_fewest_bytes(heads):
     mesh = compiled.gpu_mesh("a100", 8)

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,10 +278,12 @@ def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
             return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(do)), strict=True))
 
         arrays = problem.arrays(way)
-        forward, gradient = (
-            jax.jit(run, compiler_options=way.options).lower(*arguments).compile()
+        lowered = [
+            jax.jit(run, compiler_options=way.options).lower(*arguments)
             for run, arguments in ((way.attend, arrays[:3]), (both, arrays))
-        )
+        ]
+        with ThreadPoolExecutor() as pool:  # Most of a benchmark's time is the compiler's.
+            forward, gradient = pool.map(lambda each: each.compile(), lowered)
         row.memory = gib(gradient)
         errors = problem.errors(way, {"out": forward(*arrays[:3])})
         errors |= problem.errors(way, gradient(*arrays))
