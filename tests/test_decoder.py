@@ -173,8 +173,9 @@ def test_remat_runs_no_second_forward_ring():
     }
     # One scan forward and one backward over all layers, so each ring is in the program once.
     assert permutes["keep_attention"] == permutes["none"]
-    assert permutes["full"] == permutes["none"] + 3
-    assert permutes["none"] >= 3 + 3 + 4
+    # K and V make three hops each; backward so do they, their gradient four.
+    assert permutes["full"] == permutes["none"] + 2 * 3
+    assert permutes["none"] >= 2 * 3 + 2 * 3 + 4
 
 
 def test_remat_changes_no_gradient():
