@@ -72,6 +72,7 @@ def backward(
     # The travelling gradient of all turns before, where the last of them ended.
     turned: Any = None
     turned_at = home(route)
+    one_turn = len(route.turns) == 1
     moved: Any = None
     for turn, following in zip(route.turns, (*route.turns[1:], None), strict=True):
         # The block that begins the next turn goes there during this one, a piece a step; so does
@@ -80,9 +81,9 @@ def backward(
         turned_pieces = [] if turned is None else cut(turned, max(1, len(turn) - 1))
         ahead, turned_ahead = [], []
         # Where a sum goes that no further stop of this turn adds to.
-        end = turn[-1] if len(route.turns) > 1 else home(route)
+        end = home(route) if one_turn else turn[-1]
         made: Any = None
-        moved: Any = None
+        moved = None
         for step, stop in enumerate(turn):
             # Invariant: `travelling` is what is here at `stop`; `stay_sum` is the gradient here
             # from all blocks that were here before. `made` is the travelling gradient's sum that
@@ -121,13 +122,13 @@ def backward(
             travelling = paste(ahead, travelling)
         # What is at the turn's end. Of a ring of one turn `moved` has gone home instead.
         parts = [made] if turned is None else [made, paste(turned_ahead, turned)]
-        parts += [moved] if moved is not None and len(route.turns) > 1 else []
+        parts += [] if moved is None or one_turn else [moved]
         turned, turned_at = functools.reduce(operator.add, parts), turn[-1]
     # The gradient comes home in float32: XLA would move the caller's cast to before the last hop.
     # The other passes it too, lest the last kernel runs twice in a scan over layers (ring_forward).
     back = route.move(turned, turned_at, home(route))
     stay_sum, back = (lax.optimization_barrier(x) for x in (stay_sum, back))
-    if moved is not None and len(route.turns) == 1:
+    if moved is not None and one_turn:
         back = back + moved
     return (stay_sum, back) if turn_kv else (back, stay_sum)
 

@@ -10,8 +10,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-# Two equally shaped arrays that travel together (K and V, or Q and dO): either a tuple, or packed
-# into one array along a new first axis, as the ring moves them.
+# Two equally shaped arrays that belong together (K and V, or Q and dO): either a tuple, or packed
+# into one array along a new first axis, as the ring moves lse and delta.
 Pair = jax.Array | tuple[jax.Array, jax.Array]
 
 

@@ -231,7 +231,7 @@ def test_remat_policy_holds_no_second_forward_ring():
 )
 @pytest.mark.parametrize("gpu", GPUS)
 def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim):
-    """The ring's program, where K and V are packed, o is carried and gradients are added to."""
+    """The ring's program, where o is carried and gradients are added to."""
     mesh, tokens = compiled.gpu_mesh(gpu, 2), 1000 if lengths == "ragged" else 1024
     arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim, jnp.dtype(dtype))
     ids = compiled.segment_ids(mesh, tokens)
