@@ -38,7 +38,10 @@ def backward_bytes(
     gradient_itemsize: int = 4,
     batch: int = 1,
 ) -> int:
-    """Bytes that one device sends in backward. Data makes n - 1 hops, gradients n: the last, home.
+    """Bytes that one device sends in backward. Blocks make n - 1 hops and so do their gradients.
+
+    What a block gets at home stays there, so its gradient starts at the second stop; its last hop
+    goes home.
 
     ``rotate_kv`` moves K, V and float32 dK, dV; ``rotate_query`` moves Q, dO, float32 lse and
     delta, and float32 dQ (BurstAttention, arXiv 2403.09347, section 3.1, on today's ring).

@@ -133,18 +133,15 @@ def paste(pieces: list[Any], like: Any) -> Any:
 def count_hops(turns: Any) -> Hops:
     """The hops of turns of so many stops each.
 
-    A block: to every stop but the first. A gradient: in every turn as its block, then from turn
-    to turn, and home. Of two stops in all, the first one's stays at home.
+    A block: to every stop but the first. A gradient as often: what is made at home stays there, so
+    it starts at the second stop; it goes with its block, from turn to turn, and in the end home.
     """
     turns = list(turns)
-    if sum(turns) == 1:
-        return Hops(0, 0, 0, 0)
-    if turns == [2]:
-        return Hops(1, 1, 0, 0)
-    inner, outer = sum(turns) - len(turns), len(turns) - 1
-    home = 1
-    crosses = 1 if outer else 0
-    return Hops(inner + outer, inner + outer + home, outer, outer + crosses)
+    outer = len(turns) - 1
+    hops = sum(turns) - 1
+    # Nothing comes out of a first turn without a second stop.
+    crosses = outer + 1 - (turns[0] == 1) if outer else 0
+    return Hops(hops, hops, outer, crosses)
 
 
 @functools.lru_cache

@@ -16,7 +16,7 @@ that turns out to be masked; they never leave out one that is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,20 @@ def over_batch(bounds: jax.Array) -> jax.Array:
     full_first = jnp.clip(full_first.max(0), first, end)
     full_end = jnp.clip(full_end.min(0), full_first, end)
     return jnp.stack([first, full_first, full_end, end], axis=-1)
+
+
+def halves_of_tiles(bounds: Any) -> tuple[Any, Any]:
+    """Cuts a pytree of bounds in two: the work of the first half of all rows, and of the second."""
+
+    def rows(first: bool) -> Any:
+        def keep(table: jax.Array) -> jax.Array:
+            tiles = table.shape[1]
+            index = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+            return jnp.where((index < (tiles + 1) // 2) == first, table, 0)
+
+        return jax.tree.map(keep, bounds)
+
+    return rows(True), rows(False)
 
 
 class _Summary(NamedTuple):

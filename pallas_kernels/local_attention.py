@@ -25,7 +25,7 @@ from pallas_kernels import (
     xla,
 )
 from pallas_kernels.arrays import Pair, half_dtype, half_shape
-from pallas_kernels.bounds import key_bounds, query_bounds
+from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
 from pallas_kernels.mosaic_configs import MosaicConfig
 from pallas_kernels.spec import AttentionSpec, Tokens
 from pallas_kernels.triton_configs import TritonConfig, TritonConfigs, triton_configs
@@ -126,6 +126,8 @@ class Implementation:
       backward_dkv: ``(..., dkv, *, spec) -> dkv``, the other half.
       forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
       backward_bounds: the same for ``backward``.
+      split_backward: ``bounds -> (one, other)``, which cut ``backward``'s work in two calls, each
+        of about half of it, whose gradients add up. None if it cannot be cut.
       unsupported: ``(q, kv) -> reason`` why it cannot take such arrays, or None if it can.
       backward_unsupported: the same for its backward pass alone; None is as ``unsupported``.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
@@ -141,6 +143,7 @@ class Implementation:
     unavailable: Callable[[str, float | None], str | None] = _runs_anywhere
     backward_dq: Callable[..., jax.Array] | None = None
     backward_dkv: Callable[..., jax.Array] | None = None
+    split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[Any, Any], str | None] | None = None
     checks_vma: bool = True
 
@@ -195,6 +198,7 @@ XLA = Implementation(
     backward=_xla_backward,
     forward_bounds=_xla_bounds,
     backward_bounds=_xla_bounds,
+    split_backward=halves_of_tiles,
     unsupported=_takes_anything,
 )
 
@@ -264,6 +268,7 @@ def triton(
         backward_dkv=backward_dkv,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
+        split_backward=halves_of_tiles,
         unsupported=triton_forward.unsupported,
         unavailable=_runs_anywhere if interpret else _needs_ampere,
         checks_vma=not interpret,
@@ -331,6 +336,7 @@ def mosaic_gpu(
         backward=backward,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
+        split_backward=halves_of_tiles,
         unsupported=mosaic_operands.forward_unsupported,
         backward_unsupported=mosaic_operands.backward_unsupported,
         unavailable=_needs_hopper,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -347,8 +348,7 @@ def backward(
             plgpu.barrier_wait(kv_here)
             wait_for_queries(begun)
             zeros = full((rows, dim), 0, TILE)
-            # Without work its one tile needs its mask.
-            masked_end = begun + jnp.where(walk.total > 0, walk.masked, 1) * groups
+            masked_end = begun + walk.masked * groups
             state = (zeros, zeros, i32(-1), i32(0))
             state = lax.fori_loop(begun, masked_end, functools.partial(visit, True), state)
             state = lax.fori_loop(masked_end, end, functools.partial(visit, False), state)
@@ -358,26 +358,39 @@ def backward(
             plgpu.barrier_arrive(kv_free)
             row, kv_head, tile = again()
             add_dq(row, q_tile, head, part, warpgroup, my_lanes)
-            mine = pl.ds(tile * block_kv + pin(warpgroup) * rows, rows)
             for which, gradient in enumerate((dk * spec.scale, dv)):
                 for start in (0, half):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    part_smem = sum_smem.at[warpgroup, :rows]
-                    part_smem[...] = gradient[:, start : start + half]
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        part_smem,
-                        dkv_ref.at[row + which * batch, mine, kv_head, pl.ds(start, half)],
-                        reduction_op=None if dkv is None else "add",
-                    )
+                    part = gradient[:, start : start + half]
+                    write_dkv(row, kv_head, tile, warpgroup, which, start, part)
+
+        def write_dkv(row, kv_head, tile, warpgroup, which, start, part):
+            """Half the lanes of a warpgroup's keys: of dK, or of dV."""
+            mine = pl.ds(tile * block_kv + pin(warpgroup) * rows, rows)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part_smem = sum_smem.at[warpgroup, :rows]
+            part_smem[...] = part
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                part_smem,
+                dkv_ref.at[row + which * batch, mine, kv_head, pl.ds(start, half)],
+                reduction_op=None if dkv is None else "add",
+            )
+
+        def write_zeros(warpgroup, item):
+            """Where no query sees a tile of keys."""
+            row, kv_head, tile = item[:3]
+            for which, start in itertools.product((0, 1), (0, half)):
+                zeros = full((rows, half), 0, TILE)
+                write_dkv(row, kv_head, tile, warpgroup, which, start, zeros)
 
         line = Line(taken, number_here, number_free, stats_smem, stats_of.numbers, _WARPGROUPS)
         run = functools.partial(
-            each_item, items, line, walk_of, steps_per_tile=groups, leave_empty=dkv is not None
+            each_item, items, line, walk_of, steps_per_tile=groups, leave_empty=True
         )
 
         def compute(warpgroup):
-            run(functools.partial(compute_item, warpgroup), taker=False)
+            empty = None if dkv is not None else functools.partial(write_zeros, warpgroup)
+            run(functools.partial(compute_item, warpgroup), taker=False, empty=empty)
             plgpu.wait_smem_to_gmem(0)
 
         roles(_WARPGROUPS, compute, lambda: run(copy_item, taker=True))

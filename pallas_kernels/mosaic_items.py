@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_tiles import Walk, i32, pin
 
 _H100_MULTIPROCESSORS = 132
 # Bytes of the L2 cache (50 MiB) that a section may take.
-_CACHED = 24 * 2**20
+_CACHED = 36 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +210,7 @@ def each_item(
     taker: bool,
     steps_per_tile: int = 1,
     leave_empty: bool,
+    empty: Callable[[Item], None] | None = None,
 ) -> None:
     """Calls ``visit`` for a program's items one after the other.
 
@@ -220,8 +221,9 @@ def each_item(
       visit: does one item.
       taker: whether this warpgroup takes the numbers for its program, as one must.
       steps_per_tile: how many steps a tile of the walk takes.
-      leave_empty: pass by items that have no tile to visit. Else they visit one, which its mask
-        makes empty.
+      leave_empty: do not visit items that have no tile to visit. Else they visit one, which its
+        mask makes empty.
+      empty: what to do with those that are not visited.
     """
 
     def visit_one(ticket, begun):
@@ -231,13 +233,13 @@ def each_item(
         visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
         steps = visited * steps_per_tile
 
-        @pl.when(steps > 0)
-        def _():
-            def again():
-                return items.at(lax.div(pin(ticket), i32(SLOTS)))
+        def again():
+            return items.at(lax.div(pin(ticket), i32(SLOTS)))
 
-            visit(Item(row, head, tile, walk, steps, begun, again))
-
+        item = Item(row, head, tile, walk, steps, begun, again)
+        pl.when(steps > 0)(lambda: visit(item))
+        if empty is not None:
+            pl.when(steps == 0)(lambda: empty(item))
         return steps
 
     def body(state):

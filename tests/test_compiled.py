@@ -84,21 +84,23 @@ def gradient_events(gpu, kernels, rotation, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_backward_permute_but_the_last_lies_beside_a_kernel(gpu, rotation, packed):
+def test_every_backward_permute_lies_beside_a_kernel(gpu, rotation, packed):
     """Where dQ and dK, dV come from two kernels, either with one permute beside it."""
     n, events = 8, gradient_events(gpu, "triton", rotation, packed)
     stays, travels = ("burst_dq", "burst_dkv")[:: 1 if rotation == "rotate_kv" else -1]
     kernels = [name for kind, name in events if kind == "kernel"]
     assert kernels[:n] == ["burst_forward"] * n
     assert sorted(kernels[n : n + 2]) == sorted([stays, travels])
-    assert kernels[n + 2 :] == [stays, travels] * (n - 1)
+    assert len(kernels) == n + 2 * (n + 1)  # At home in two parts.
     # 7 hops of K, V forward. Then the block travels beside the kernel of the side that travels (in
-    # step 0, which waits for no gradient, beside both), the gradient beside the other kernel.
+    # the first two steps, which wait for no gradient, beside both), the gradient beside the other
+    # kernel, and home beside both.
     beside = compiled.beside(events)
     assert beside[:7] == [["burst_forward"]] * 7
-    assert sorted(beside[7]) == sorted([stays, travels])
-    assert beside[8:] == [*[[stays], [travels]] * 6, [stays], []]
-    assert not [event for event in events[: len(events) - 2] if event[0] == "sync"]
+    for both in (beside[7], beside[8], beside[-1]):
+        assert sorted(both) == sorted([stays, travels])
+    assert beside[9:-1] == [*[[stays], [travels]] * 5, [stays]]
+    assert not [event for event in events if event[0] == "sync"]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
@@ -106,15 +108,14 @@ def test_every_backward_permute_but_the_last_lies_beside_a_kernel(gpu, rotation,
 def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
     """The block goes one device on, the gradient of the step before two.
 
-    In step 0 the block goes alone, in the last step the gradient alone; what that step adds to has
-    nothing left beside its hop home.
+    In the first two steps the block goes alone, in the last two the gradient.
     """
     n, events = 8, gradient_events("h100", "mosaic_gpu", rotation, packed)
     kernels = [name for kind, name in events if kind == "kernel"]
-    assert kernels == ["burst_forward"] * n + ["burst_backward"] * n
-    hops = 1 + 2 * (n - 2) + 1
-    assert compiled.beside(events) == [["burst_forward"]] * 7 + [["burst_backward"]] * hops + [[]]
-    assert not [event for event in events[: len(events) - 2] if event[0] == "sync"]
+    assert kernels == ["burst_forward"] * n + ["burst_backward"] * (n + 1)
+    hops = 2 * (n - 1)
+    assert compiled.beside(events) == [["burst_forward"]] * 7 + [["burst_backward"]] * hops
+    assert not [event for event in events if event[0] == "sync"]
 
 
 @pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
@@ -127,13 +128,13 @@ def test_bytes_on_the_wire_are_the_formulas(gpu, kernels, heads, rotation):
     attention = attend(mesh, implementation=kernels, backward=rotation)
     forward = compiled.compile_for(attention, *shapes)
     both = compiled.compile_for(gradient(attention), *shapes)
-    # DESIGN: 2(n-1) c K H s forward; 2(n-1) c K H s + 2 n c K H t to rotate K and V backward;
-    # 2(n-1) c N H s + 2(n-1) c N 4 + n c N H t to rotate the queries.
+    # 2(n-1) c K H s forward; 2(n-1) c K H (s + t) to rotate K and V backward;
+    # 2(n-1) c N H s + 2(n-1) c N 4 + (n-1) c N H t to rotate the queries.
     hops, c, k, h, heads, s, t = n - 1, tokens, kv_heads, dim, heads, 2, 4
     wire_forward = 2 * hops * c * k * h * s
     wire_backward = {
-        "rotate_kv": 2 * hops * c * k * h * s + 2 * n * c * k * h * t,
-        "rotate_query": 2 * hops * c * heads * (h * s + 4) + n * c * heads * h * t,
+        "rotate_kv": 2 * hops * c * k * h * s + 2 * hops * c * k * h * t,
+        "rotate_query": 2 * hops * c * heads * (h * s + 4) + hops * c * heads * h * t,
     }[rotation]
     assert compiled.permuted_bytes(forward) == wire_forward
     assert compiled.permuted_bytes(both) == wire_forward + wire_backward
@@ -159,9 +160,7 @@ def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
     assert compiled.permuted_bytes(program) == 2 * kv + backward[rotation]
     hops, shape = count_hops([2]), (tokens, tokens, heads, kv_heads, dim, 2)
     assert backward_bytes(rotation, hops, *shape) == backward[rotation]
-    *beside, last = compiled.beside(compiled.schedule(program))
-    assert all(beside)
-    assert last == []
+    assert all(compiled.beside(compiled.schedule(program)))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=["gqa1", "gqa2"])  # where it turns

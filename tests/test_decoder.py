@@ -173,9 +173,9 @@ def test_remat_runs_no_second_forward_ring():
     }
     # One scan forward and one backward over all layers, so each ring is in the program once.
     assert permutes["keep_attention"] == permutes["none"]
-    # K and V make three hops each; backward so do they, their gradient four.
+    # K and V make three hops each; backward so do they and their gradient.
     assert permutes["full"] == permutes["none"] + 2 * 3
-    assert permutes["none"] >= 2 * 3 + 2 * 3 + 4
+    assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
 
 
 def test_remat_changes_no_gradient():

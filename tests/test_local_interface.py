@@ -111,6 +111,32 @@ def test_gradients_are_added_to_what_is_given(name, given):
         assert np.abs(new).max() > 0.1
 
 
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "name", [x for x in IMPLEMENTATIONS if x not in ("reference", "mosaic_gpu")]
+)
+def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
+    implementation, spec = IMPLEMENTATIONS[name], AttentionSpec(scale=0.25, right=right)
+    q, kv, _, _, _, _ = small()
+    tokens = tokens_at(np.arange(40) + 10), tokens_at(np.arange(50))
+    _, lse = forward(implementation, q, kv, *tokens, spec=spec)
+    arguments = ((q, q[::-1]), kv, (lse, small(1)[2][1]), *tokens)
+    whole = backward(implementation, *arguments, spec=spec)
+
+    def part(which, *sums):
+        bounds = implementation.backward_bounds(spec, q, kv, *tokens)
+        cut = implementation.split_backward(bounds)[which]
+        return implementation.backward(*arguments, cut, *sums, spec=spec)
+
+    first, second = part(0), part(1)
+    for sums in (part(1, *first), part(0, *second)):
+        for got, want in zip(sums, whole, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for half in (first, second):  # Neither has much more of it than the other.
+        for some, want in zip(half, whole, strict=True):
+            assert 0.2 < np.abs(some).sum() / np.abs(want).sum() < 0.9
+
+
 @every_implementation
 @pytest.mark.parametrize("hidden", ["by_bounds", "by_mask", "by_segments"])
 def test_a_carry_that_gets_nothing_new_comes_back_bit_for_bit(name, hidden):

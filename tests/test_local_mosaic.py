@@ -110,9 +110,11 @@ def forward(implementation, q, kv, tokens, carry=None, *, spec=SPEC, out_dtype=N
     return implementation.forward(q, kv, *tokens, bounds, carry, spec=spec, out_dtype=out_dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def backward(implementation, qdo, kv, stats, tokens, dq=None, dkv=None):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="half")
+def backward(implementation, qdo, kv, stats, tokens, dq=None, dkv=None, half=None):
     bounds = implementation.backward_bounds(SPEC, qdo[0], kv, *tokens)
+    if half is not None:
+        bounds = implementation.split_backward(bounds)[half]
     return implementation.backward(qdo, kv, stats, *tokens, bounds, dq, dkv, spec=SPEC)
 
 
@@ -177,6 +179,19 @@ if IMPLEMENTATION == "mosaic_gpu":
         for a, b, c in zip(got, new, given, strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b + c), rtol=1e-4, atol=1e-5)
             assert np.abs(np.asarray(b)).max() > 0.1
+
+    def test_half_of_the_work_and_the_other_half_are_all_of_it():
+        """What a half leaves out it makes zero, or leaves as it was."""
+        rng, q, do, kv, tokens = problem()
+        stats = forward(MOSAIC_GPU, q, kv, tokens)[1], normal(rng, 2, 4, 200, dtype=jnp.float32)
+        arguments = MOSAIC_GPU, (q, do), kv, stats, tokens
+        whole = backward(*arguments)
+        for order in ((0, 1), (1, 0)):
+            half = backward(*arguments, half=order[0])
+            both = backward(*arguments, *half, half=order[1])
+            for some, got, want in zip(half, both, whole, strict=True):
+                np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-4, atol=1e-5)
+                assert 0.2 < np.abs(np.asarray(some)).sum() / np.abs(np.asarray(want)).sum() < 0.9
 
     @pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
     def test_the_last_call_rounds_out_and_nothing_else(carried):

@@ -63,11 +63,11 @@ def test_no_axis_is_one_stop():
     ("turns", "hops"),
     [
         ([1], (0, 0, 0, 0)),
-        ([8], (7, 8, 0, 0)),  # a ring: data n - 1 hops, gradients n
-        ([8, 8], (15, 16, 1, 2)),  # two nodes of eight: the same, of which few between the nodes
-        ([4, 4, 4], (11, 12, 2, 3)),
-        ([1, 1, 1], (2, 3, 2, 3)),
-        ([3], (2, 3, 0, 0)),  # a window of two shards: two hops, two and the jump home
+        ([8], (7, 7, 0, 0)),  # a ring: n - 1 hops
+        ([8, 8], (15, 15, 1, 2)),  # two nodes of eight: the same, of which few between the nodes
+        ([4, 4, 4], (11, 11, 2, 3)),
+        ([1, 1, 1], (2, 2, 2, 2)),  # nothing to send from the first turn, of one stop
+        ([3], (2, 2, 0, 0)),  # a window of two shards: two hops; one, and the jump home
     ],
     ids=str,
 )
@@ -136,14 +136,14 @@ def permutes(window, layout="contiguous", n=8, **options):
 def test_a_window_makes_few_hops():
     """16 tokens a device: 33 tokens back reach the third device back, 5 ahead the next one."""
     # K and V, and backward their gradient, which is one array.
-    assert permutes((33, 0), backward="rotate_kv") == [2 * 3, 2 * 3 + 2 * 3 + 4]
+    assert permutes((33, 0), backward="rotate_kv") == [2 * 3, 2 * 3 + 2 * 3 + 3]
     # Q, dO and (lse, delta).
-    assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 4]
-    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 5]
+    assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 3]
+    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 4]
     assert permutes((0, 0), backward="rotate_kv") == [0, 0]
     # A zigzag shard has two neighbours on either side; striped shards have tokens everywhere.
-    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 3]
-    assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 8]
+    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2]
+    assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 7]
 
 
 def test_segment_ids_do_not_shorten_the_way():

@@ -15,6 +15,9 @@ from burst_jax.rotation import backward_bytes, forward_bytes
 from burst_jax.route import make_route
 
 _GIB = 2**30
+# The share of the work at home that is held back until the gradient's last hop: of a causal mask's
+# triangle half of the keys have a quarter.
+_HELD, _HELD_CAUSAL = 1 / 2, 1 / 4
 # Products per score: two forward; five backward, of which two kernels make three and four.
 _FORWARD, _BACKWARD = 4, 10
 _STAYS, _TRAVELS = 3 / 7, 4 / 7
@@ -160,8 +163,7 @@ class Model:
     """The costs of one attention by one scheme and layout on a cluster, per device.
 
     Every step lasts as long as its busiest device's kernel or its slowest transfer, whichever is
-    longer: the ring waits for both. The last hop of a travelling gradient, and the exchanges of
-    heads, lie behind nothing.
+    longer: the ring waits for both. Exchanges of heads lie behind nothing.
     """
 
     def __init__(self, attention: Attention, cluster: Cluster, scheme: Scheme, layout: str):
@@ -251,47 +253,56 @@ class Model:
             lse = 2 * attention.batch * self._tokens * self._heads * 4
             block, gradient = 2 * self._q * attention.itemsize + lse, self._q * 4
         spent = _Seconds()
-        for step in self._steps(queries_travel):
+        first, *others = self._steps(queries_travel)
+        steps = [first]
+        if len(route.stops) > 1:
+            # A part of the first step's work lies beside the gradient's hop home.
+            held = first.scores * (_HELD_CAUSAL if attention.is_causal else _HELD)
+            turns = len(route.turns) > 1
+            home = _Step(held, False, not turns, 0.0, float(turns))
+            steps = [first._replace(scores=first.scores - held), *others, home]
+        for step in steps:
             work = _BACKWARD * self._per_score * step.scores / rate + gpu.launch
             data, sums = step.data * block, step.gradient * gradient
             outer = step.outer_data * block + step.outer_gradient * gradient
             phases = [(work, data + sums)]
             if not gpu.fused:
-                phases = [(_STAYS * work, sums), (_TRAVELS * work + gpu.launch, data)]
+                work += gpu.launch
+                phases = [(work, data + sums)]
+                if step.data and step.gradient:
+                    phases = [(_STAYS * work, sums), (_TRAVELS * work, data)]
             for part, inner in phases:
                 spent.add(part, self._sending(inner, outer / len(phases)))
-        if len(route.stops) > 1:
-            home = (0, gradient) if len(route.turns) > 1 else (gradient, 0)
-            spent.add(0.0, self._sending(*home))
-        spent.total += 1e-9 * self._passes(queries_travel, len(route.stops) > 1) / gpu.bandwidth
+        spent.total += 1e-9 * self._passes(queries_travel, len(route.stops)) / gpu.bandwidth
         return spent
 
-    def _passes(self, queries_travel: bool, ring: bool) -> int:
+    def _passes(self, queries_travel: bool, stops: int) -> int:
         """Bytes of the passes over memory around the backward's kernels.
 
-        delta reads dO and out; dQ begins as zeros (of a sum that travels there are two); gradients
-        are read in float32 and rounded.
+        delta reads dO and out; dQ begins as zeros; gradients are read in float32 and rounded. Of
+        the side that travels there is a sum at home, and one or two come from the other devices.
         """
-        itemsize, two_sums = self._attention.itemsize, 1 if ring else 0
-        q_sums = 1 + two_sums * queries_travel
-        kv_sums = 1 + two_sums * (not queries_travel)
+        itemsize = self._attention.itemsize
+        sums = min(stops, 3 if self._cluster.gpu.fused else 2)
+        q_sums, kv_sums = (sums, 1) if queries_travel else (1, sums)
         q = 2 * itemsize + 8 * q_sums + itemsize
         return self._q * q + self._kv * (4 * kv_sums + itemsize)
 
     def _steps(self, queries_travel: bool) -> Iterator[_Step]:
         """All of a route, in order."""
         turns = self._routes[queries_travel].turns
-        # Of two stops in all the first one's gradient stays at home.
-        stays = [len(turn) for turn in turns] == [2]
         for index, turn in enumerate(turns):
             pieces = max(1, len(turn) - 1)  # of the gradient that comes from the turn before
+            # What the first stop of all makes stays there: it is at home.
+            comes = index > 1 or (index == 1 and len(turns[0]) > 1)
+            first = 1 if index else 2
             for place, stop in enumerate(turn):
                 yield _Step(
                     scores=self._scores[queries_travel][stop][0],
                     data=place < len(turn) - 1,
-                    gradient=place > 0 and not stays,
+                    gradient=place >= first,
                     outer_data=1 / len(turn) if index < len(turns) - 1 else 0.0,
-                    outer_gradient=1 / pieces if index and place < pieces else 0.0,
+                    outer_gradient=1 / pieces if comes and place < pieces else 0.0,
                 )
 
     def _sending(self, inner: float, outer: float) -> tuple[float, float]:
