@@ -17,8 +17,10 @@ from pallas_kernels.mosaic_configs import SLOTS
 from pallas_kernels.mosaic_tiles import Walk, i32, pin
 
 _H100_MULTIPROCESSORS = 132
-# Bytes of the L2 cache (50 MiB) that a section may take.
-_CACHED = 36 * 2**20
+# Bytes of the L2 cache (50 MiB) that a section takes; and where its end would cost more than such a
+# share of the time, because long items would begin too late, so many.
+_CACHED, _CACHED_AT_MOST = 24 * 2**20, 36 * 2**20
+_END = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +67,19 @@ class Items:
     @property
     def section(self) -> int:
         """How many heads are in a section."""
+        if self.equal:
+            return 1
         heads = self.batch * self.heads
-        most = 1 if self.equal else max(1, _CACHED // self.shared_bytes)
-        return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+        def within(cached: int) -> int:
+            most = max(1, cached // self.shared_bytes)
+            return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+        # A causal mask's longest item is twice as long as the mean one. The last section should
+        # take as long, or that one goes on when all others are done.
+        few = within(_CACHED)
+        late = 2 * self.programs / self.tiles - few
+        return few if late / heads < _END else within(_CACHED_AT_MOST)
 
     @property
     def one_each(self) -> bool:

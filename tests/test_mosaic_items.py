@@ -39,6 +39,21 @@ def test_the_longest_of_a_section_come_first():
         np.testing.assert_array_equal(section[:, 2], np.repeat([3, 2, 1, 0], 4))
 
 
+@pytest.mark.parametrize(
+    ("heads", "tiles", "shared", "section"),
+    [
+        (32, 128, 16, 1),  # of 32 heads the last one's end costs little
+        (8, 128, 16, 2),  # of 8 it would cost an eighth
+        (32, 32, 4, 8),
+        (32, 32, 2, 8),  # long enough as it is
+        (8, 256, 40, 1),
+    ],
+)
+def test_the_last_section_is_as_long_as_the_longest_item(heads, tiles, shared, section):
+    items = Items(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)
+    assert items.section == section
+
+
 def test_equal_items_go_head_by_head():
     items = Items(1, 8, 4, last_first=True, shared_bytes=1, equal=True)
     assert items.section == 1

@@ -11,23 +11,23 @@ from __future__ import annotations
 # By kernels ("apart": dQ and dK, dV from two; "fused": from one) and rotation: (Q's, KV's).
 _ALONE = (2.0, 2.0)
 _RING = {
-    ("apart", "rotate_kv"): (2.0, 5.0),
-    ("apart", "rotate_query"): (8.6, 1.0),
-    ("fused", "rotate_kv"): (2.1, 7.9),
-    ("fused", "rotate_query"): (10.7, 1.0),
+    ("apart", "rotate_kv"): (2.0, 7.6),
+    ("apart", "rotate_query"): (10.6, 1.0),
+    ("fused", "rotate_kv"): (2.0, 9.0),
+    ("fused", "rotate_query"): (12.6, 1.0),
 }
 _TWO_LEVELS = {
-    ("apart", "rotate_kv"): (1.8, 9.0),
-    ("apart", "rotate_query"): (11.6, 1.8),
-    ("fused", "rotate_kv"): (2.0, 11.5),
-    ("fused", "rotate_query"): (15.1, 0.7),
+    ("apart", "rotate_kv"): (2.0, 10.5),
+    ("apart", "rotate_query"): (15.7, 1.0),
+    ("fused", "rotate_kv"): (2.0, 14.2),
+    ("fused", "rotate_query"): (16.8, 1.7),
 }
 _EXCHANGE_ALONE = {"apart": (2.7, 1.8), "fused": (3.0, 2.3)}
 _EXCHANGE = {
-    ("apart", "rotate_kv"): (3.3, 4.8),
-    ("apart", "rotate_query"): (7.3, 1.9),
-    ("fused", "rotate_kv"): (3.0, 7.0),
-    ("fused", "rotate_query"): (9.2, 1.9),
+    ("apart", "rotate_kv"): (3.7, 6.3),
+    ("apart", "rotate_query"): (9.3, 1.9),
+    ("fused", "rotate_kv"): (3.0, 9.0),
+    ("fused", "rotate_query"): (11.2, 1.9),
 }
 
 
