@@ -70,6 +70,22 @@ mlir.register_lowering(_unvary, lambda _, x: [x])
 batching.primitive_batchers[_unvary] = lambda args, axes: (_unvary.bind(*args), *axes)
 
 
+def tied(x: jax.Array, to: jax.Array) -> jax.Array:
+    """``x``, which for JAX is computed from ``to``; values are untouched.
+
+    ``jax.checkpoint`` computes what depends on constants alone ahead, and hands it over as a
+    residual. A reference may not be one.
+    """
+    return _tied.bind(x, to)
+
+
+_tied = Primitive("burst_tied")
+_tied.def_impl(lambda x, _: x)
+_tied.def_abstract_eval(lambda x, _: x)
+mlir.register_lowering(_tied, lambda _, x, to: [x])
+batching.primitive_batchers[_tied] = lambda args, axes: (_tied.bind(*args), axes[0])
+
+
 def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
     """Pads with zeros at the end of one axis up to ``length``; returns ``x`` itself if it fits."""
     extra = length - x.shape[axis]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, unvary, varying_axes
+from pallas_kernels.arrays import Pair, half_dtype, half_shape, pad_axis, tied, unvary, varying_axes
 from pallas_kernels.mosaic_configs import REGISTERS
 from pallas_kernels.mosaic_items import Items
 from pallas_kernels.mosaic_tiles import TokenRefs
@@ -85,7 +85,7 @@ def call(
       name: what profiles call it.
       items: what there is to do.
       warpgroups: how many compute; one more copies.
-      operands: what it reads.
+      operands: what it reads: bounds, then queries.
       scratch: its shared memory and barriers.
       results: what it writes: a shape for a new array, an array to change in place.
     """
@@ -99,7 +99,8 @@ def call(
     # References that live within this call: XLA runs the kernel in place on what they hold. None
     # may be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(results) if isinstance(r, jax.Array)}
-    taken = [] if items.one_each else [jax.new_ref(jnp.zeros((1,), jnp.int32))]
+    zero = tied(jnp.zeros((1,), jnp.int32), operands[1])
+    taken = [] if items.one_each else [jax.new_ref(zero)]
 
     def entry(*refs):
         inputs, rest = refs[: len(operands)], refs[len(operands) :]

@@ -136,8 +136,9 @@ def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
 
     params = shapes(params, P())
     state = shapes(jax.eval_shape(optimizer.transform.init, params), P())
-    tokens = jax.ShapeDtypeStruct((1, 1024 * n), jnp.int32)
-    weights = jax.ShapeDtypeStruct((1, 1024 * n), jnp.float32)
+    # So many that every Hopper program has several items, which it takes by a counter.
+    tokens = jax.ShapeDtypeStruct((1, 16384 * n), jnp.int32)
+    weights = jax.ShapeDtypeStruct((1, 16384 * n), jnp.float32)
     batch = dict.fromkeys(("inputs", "targets", "positions"), tokens)
     batch = shapes(batch | {"weights": weights}, P(None, "seq")) | {"segment_ids": None}
     gpu_options = burst_jax.compiler_options("gpu")

@@ -185,23 +185,26 @@ def test_the_command_line():
 
 
 def test_the_model_is_held_to_measured_rings():
-    results = measured.load()
-    compared = list(measured.compare(results))
-    known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
-    assert known <= {row.peer for row, *_ in compared}
-    assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
-    off = [
-        abs(math.log(model / seen))
-        for row, forward, both in compared
-        for model, seen in ((forward, row.forward), (both, row.both))
-    ]
-    assert max(off) < math.log(1.2)
-    assert np.median(off) < math.log(1.05)
+    for results in measured.load():
+        compared = list(measured.compare(results))
+        known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
+        assert known <= {row.peer for row, *_ in compared}
+        assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
+        off = [
+            abs(math.log(model / seen))
+            for row, forward, both in compared
+            for model, seen in ((forward, row.forward), (both, row.both))
+        ]
+        assert np.median(off) < math.log(1.04)
+        # Four GPUs by NCCL, whose last hop lay bare then; two with contiguous shards, of which one
+        # begins its backward while the other ends its forward.
+        assert max(off) < math.log(1.3)
 
 
 def test_measured_rows_are_printed_beside_the_models(capsys):
     main(["--measured"])
     printed = capsys.readouterr().out
+    assert "2 x NVIDIA H200" in printed
     assert "4 x NVIDIA H200" in printed
     assert re.search(r"64K, 32/8 heads +zigzag +\d{3} \d{3} \([01]\.\d\d\)", printed)
     with pytest.raises(SystemExit):

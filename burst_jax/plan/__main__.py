@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.measured:
         from burst_jax.plan import measured  # It needs the benchmark, which a plan does not.
 
-        print(measured.table(measured.load()))
+        print("\n\n".join(map(measured.table, measured.load())))
         return
     try:
         found = plan(
