@@ -223,9 +223,10 @@ def test_remat_policy_holds_no_second_forward_ring():
 @pytest.mark.parametrize(
     ("lengths", "dtype", "head_dim"),
     [
-        *itertools.product(["ragged"], ["bfloat16", "float16", "float32"], [32, 40, 64, 96, 128]),
-        *itertools.product(["whole"], ["bfloat16", "float16"], [32, 64, 128]),
+        *itertools.product(["ragged"], ["bfloat16", "float32"], [32, 40, 64, 96, 128]),
+        *itertools.product(["whole"], ["bfloat16"], [32, 64, 128]),
         *itertools.product(["ragged", "whole"], ["bfloat16", "float32"], [256]),
+        ("ragged", "float16", 128),  # In bfloat16's tiles: but for two instructions the same.
     ],
 )
 @pytest.mark.parametrize("gpu", GPUS)
@@ -250,8 +251,8 @@ def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim)
     # spills. Smaller tiles that do not are slower by more than that.
     refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": head_dim < 256}
     events = compiled.schedule(compiled.compile_for(run, *arrays, ids, **refuse))
-    for kernel in ("burst_forward", "burst_dq", "burst_dkv"):
-        assert events.count(("kernel", kernel)) == 2
+    for kernel, count in (("burst_forward", 2), ("burst_dq", 3), ("burst_dkv", 3)):
+        assert events.count(("kernel", kernel)) == count
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
