@@ -126,8 +126,9 @@ class Implementation:
       backward_dkv: ``(..., dkv, *, spec) -> dkv``, the other half.
       forward_bounds: ``(spec, q, kv, q_tokens, kv_tokens) -> bounds`` for ``forward``'s own tiles.
       backward_bounds: the same for ``backward``.
-      split_backward: ``bounds -> (one, other)``, which cut ``backward``'s work in two calls, each
-        of about half of it, whose gradients add up. None if it cannot be cut.
+      split_backward: ``bounds -> (one, other)``, which cut ``backward``'s work in two calls, whose
+        gradients add up: a ring keeps one for the travelling gradient's last hop. None if it
+        cannot be cut.
       unsupported: ``(q, kv) -> reason`` why it cannot take such arrays, or None if it can.
       backward_unsupported: the same for its backward pass alone; None is as ``unsupported``.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
