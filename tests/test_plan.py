@@ -232,26 +232,27 @@ HYBRID = {"seq_axis": "outer", "head_parallel_axis": "inner"}
 HEADS = {"seq_axis": None, "head_parallel_axis": "seq"}
 
 
+A100, H100 = ("a100", "triton"), ("h100", "mosaic_gpu")
+
+
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
-    ("scheme", "mesh_shape", "options", "layout", "backward"),
+    ("scheme", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
-        ("ring", (6,), {}, "zigzag", "rotate_kv"),
-        ("ring", (6,), {}, "zigzag", "rotate_query"),
-        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv"),
-        ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query"),
-        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_kv"),
-        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_query"),
-        ("head parallel", (2,), HEADS, "contiguous", "rotate_kv"),
+        ("ring", (6,), {}, "zigzag", "rotate_kv", A100),
+        ("ring", (6,), {}, "zigzag", "rotate_kv", H100),
+        ("ring", (6,), {}, "zigzag", "rotate_query", A100),
+        ("ring", (6,), {}, "zigzag", "rotate_query", H100),
+        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", H100),
+        ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", A100),
+        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_kv", A100),
+        ("ring of 3, heads by 2", (3, 2), HYBRID, "zigzag", "rotate_query", H100),
+        ("head parallel", (2,), HEADS, "contiguous", "rotate_kv", A100),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
-@pytest.mark.parametrize(
-    ("gpu", "kernels"), [("a100", "triton"), ("h100", "mosaic_gpu")], ids=["a100", "h100"]
-)
-def test_memory_is_the_compiled_programs(
-    gpu, kernels, scheme, mesh_shape, options, layout, backward
-):
+def test_memory_is_the_compiled_programs(scheme, mesh_shape, options, layout, backward, gpu):
+    gpu, kernels = gpu
     mesh, tokens = compiled.gpu_mesh(gpu, *mesh_shape), 1536
     heads, kv_heads = (6, 6) if backward == "rotate_query" else (16, 2)
     plan = burst_jax.plan(

@@ -29,7 +29,7 @@ CASES = all_pairs(FACTORS)
 OTHER_RINGS = all_pairs(
     FACTORS
     | {
-        "ring": ("2x3", "3x2", "2x4", "4x2", "2+h2", "3+h2", "h4", "1x2+h4", "2x2+h2"),
+        "ring": ("2x3", "3x2", "2x4", "2+h2", "h4", "1x2+h4", "2x2+h2"),
         "mask": ("full", "causal", "window40_17", "packed_causal", "packed_window_cap"),
         "shard": ("even", "63", "longer_keys"),
         "head_dim": (16, 33),
