@@ -166,19 +166,19 @@ def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=["gqa1", "gqa2"])  # where it turns
 def test_auto_moves_the_fewest_bytes(heads):
-    mesh = compiled.gpu_mesh("a100", 8)
-    shapes = compiled.inputs(mesh, 256, *heads)
-    wire = {
-        rotation: compiled.permuted_bytes(
-            compiled.compile_for(gradient(attend(mesh, backward=rotation)), *shapes)
-        )
-        for rotation in ("rotate_kv", "rotate_query", "auto")
-    }
-    assert wire["auto"] == min(wire["rotate_kv"], wire["rotate_query"])
-    assert wire["rotate_kv"] != wire["rotate_query"]
-    hops = dict.fromkeys(("kv_hops", "query_hops"), count_hops([8]))
+    """Of the formulas', which the test above reads out of both rotations' programs."""
+    mesh, hops = compiled.gpu_mesh("a100", 8), count_hops([8])
+    program = compiled.compile_for(gradient(attend(mesh)), *compiled.inputs(mesh, 256, *heads))
     shape = {"q_length": 256, "kv_length": 256, "head_dim": 128, "itemsize": 2}
-    chosen = choose_rotation("auto", heads=heads[0], kv_heads=heads[1], **hops, **shape)
+    shape |= {"heads": heads[0], "kv_heads": heads[1]}
+    backward = {
+        rotation: backward_bytes(rotation, hops, **shape)
+        for rotation in ("rotate_kv", "rotate_query")
+    }
+    forward = forward_bytes(hops, 256, heads[1], 128, 2)
+    assert compiled.permuted_bytes(program) == forward + min(backward.values())
+    assert backward["rotate_kv"] != backward["rotate_query"]
+    chosen = choose_rotation("auto", kv_hops=hops, query_hops=hops, **shape)
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
