@@ -1,0 +1,371 @@
+"""Callers' mistakes, by name: what is wrong, and what the message must say of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+
+def make_mesh(data=1, seq=4, kind=AxisType.Auto):
+    devices = jax.devices()[: data * seq]
+    return jax.make_mesh((data, seq), ("data", "seq"), axis_types=(kind,) * 2, devices=devices)
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+B, T, N, K, H = 2, 16, 4, 2, 8
+KV = (B, T, K, H)
+
+
+def good():
+    """Arguments that burst_attention takes."""
+    return {
+        "query": zeros(B, T, N, H),
+        "key": zeros(*KV),
+        "value": zeros(*KV),
+        "mesh": make_mesh(),
+    }
+
+
+def ids(*shape, dtype=np.int32):
+    return np.ones(shape, dtype)
+
+
+# What burst_attention and ring_attention check alike; the shapes hold on one device of a ring of 1.
+SHARED = {
+    "query-rank": (
+        lambda: {"query": zeros(T, N, H)},
+        r"query has shape \(16, 4, 8\): it must be \[B, T, N, H\]",
+    ),
+    "key-rank": (
+        lambda: {"key": zeros(1, *KV)},
+        r"key has shape \(1, 2, 16, 2, 8\): it must be \[B, S, K, H\]",
+    ),
+    "value-rank": (lambda: {"value": zeros(B, T)}, r"value has shape \(2, 16\): it must be \[B, S"),
+    "query-list": (
+        lambda: {"query": [[1.0]]},
+        "query is a list: it must be an array",
+    ),
+    "value-number": (lambda: {"value": 3.0}, "value is a float: it must be an array"),
+    "key-none": (lambda: {"key": None}, "key is a NoneType: it must be an array"),
+    "query-int": (
+        lambda: {"query": zeros(B, T, N, H, dtype=jnp.int32)},
+        "query has dtype int32: cast it to one of bfloat16, float16, float32",
+    ),
+    "key-float64": (
+        lambda: {"key": np.zeros(KV, np.float64)},
+        "key has dtype float64: cast it to one of bfloat16, float16, float32",
+    ),
+    "value-complex": (
+        lambda: {"value": zeros(*KV, dtype=jnp.complex64)},
+        "value has dtype complex64: cast it",
+    ),
+    "dtypes": (
+        lambda: {"key": zeros(*KV, dtype=jnp.bfloat16)},
+        "query has dtype float32, key bfloat16, value float32: cast them to one dtype",
+    ),
+    "key-value-shapes": (
+        lambda: {"value": zeros(B, T + 16, K, H)},
+        r"key has shape \(2, 16, 2, 8\), value \(2, 32, 2, 8\): they must be equal",
+    ),
+    "batch": (
+        lambda: {"key": zeros(3, T, K, H), "value": zeros(3, T, K, H)},
+        "query has batch size 2, key 3: they must be equal",
+    ),
+    "head-dim": (
+        lambda: {"key": zeros(B, T, K, 16), "value": zeros(B, T, K, 16)},
+        "query has head dim 8, key 16: they must be equal",
+    ),
+    "heads": (
+        lambda: {"key": zeros(B, T, 3, H), "value": zeros(B, T, 3, H)},
+        "key has 3 heads, query 4: N must be a multiple of K",
+    ),
+    "more-key-heads": (
+        lambda: {"key": zeros(B, T, 8, H), "value": zeros(B, T, 8, H)},
+        "key has 8 heads, query 4: N must be a multiple of K",
+    ),
+    "empty-query": (
+        lambda: {"query": zeros(B, 0, N, H)},
+        r"query has shape \(2, 0, 4, 8\): no axis of \[B, T, N, H\] may be empty",
+    ),
+    "empty-key": (
+        lambda: {"key": zeros(B, T, 0, H)},
+        r"key has shape \(2, 16, 0, 8\): no axis of \[B, S, K, H\] may be empty",
+    ),
+    "layout": (
+        lambda: {"layout": "zig-zag"},
+        "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped'",
+    ),
+    "layout-none": (lambda: {"layout": None}, "layout is None: use one of 'contiguous'"),
+    "backward": (
+        lambda: {"backward": "rotate_q"},
+        "backward is 'rotate_q': use one of 'auto', 'rotate_kv', 'rotate_query'",
+    ),
+    "implementation": (
+        lambda: {"implementation": "flash"},
+        "implementation is 'flash': use None, an Implementation, or one of 'mosaic_gpu', 'triton', "
+        "'xla'",
+    ),
+    "implementation-unhashable": (
+        lambda: {"implementation": ["xla"]},
+        r"implementation is \['xla'\]: use None, an Implementation, or one of",
+    ),
+    "implementation-type": (
+        lambda: {"implementation": 3},
+        "implementation is 3: use None, an Implementation, or one of 'mosaic_gpu', 'triton', 'xla'",
+    ),
+    "causal-string": (lambda: {"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),
+    "causal-int": (lambda: {"is_causal": 1}, "is_causal is 1: it must be True or False"),
+    "scale-nan": (lambda: {"scale": float("nan")}, "scale is nan: it must be a finite number"),
+    "scale-inf": (lambda: {"scale": float("inf")}, "scale is inf: it must be a finite number"),
+    "scale-string": (lambda: {"scale": "auto"}, "scale is 'auto': it must be a Python number or"),
+    "scale-array": (
+        lambda: {"scale": jnp.float32(0.5)},
+        r"scale is .*0\.5.*: it must be a Python number or None; fold a traced scale into the q",
+    ),
+    "window-float": (
+        lambda: {"local_window_size": 4.0},
+        r"local_window_size is 4.0: it must be an int or a pair \(left, right\) of ints",
+    ),
+    "window-triple": (
+        lambda: {"local_window_size": (1, 2, 3)},
+        r"local_window_size is \(1, 2, 3\): it must be an int or a pair",
+    ),
+    "window-negative": (
+        lambda: {"local_window_size": -1},
+        r"local_window_size is -1: .* from 0 to 2\*\*31 - 1, or None",
+    ),
+    "window-half-negative": (
+        lambda: {"local_window_size": (4, -1)},
+        r"local_window_size is \(4, -1\): .* from 0 to 2",
+    ),
+    "window-half-none": (
+        lambda: {"local_window_size": (4, None)},
+        r"local_window_size is \(4, None\): it must be an int or a pair",
+    ),
+    "window-list": (
+        lambda: {"local_window_size": [4, 4]},
+        r"local_window_size is \[4, 4\]: it must be an int or a pair",
+    ),
+    "window-bool": (
+        lambda: {"local_window_size": True},
+        "local_window_size is True: it must be an int or a pair",
+    ),
+    "window-too-large": (
+        lambda: {"local_window_size": (2**31, 0)},
+        r"local_window_size is \(2147483648, 0\): .* to 2\*\*31 - 1, or None",
+    ),
+    "cap-zero": (
+        lambda: {"logits_soft_cap": 0.0},
+        "logits_soft_cap is 0.0: it must be positive and finite, or None",
+    ),
+    "cap-negative": (
+        lambda: {"logits_soft_cap": -30},
+        "logits_soft_cap is -30.0: it must be positive and finite, or None",
+    ),
+    "cap-inf": (
+        lambda: {"logits_soft_cap": float("inf")},
+        "logits_soft_cap is inf: it must be positive and finite, or None",
+    ),
+    "cap-string": (
+        lambda: {"logits_soft_cap": "30"},
+        "logits_soft_cap is '30': it must be a Python number or None",
+    ),
+    "segments-query-only": (
+        lambda: {"query_segment_ids": ids(B, T)},
+        "key_value_segment_ids is None but the other side's segment ids are given: pass both",
+    ),
+    "segments-key-only": (
+        lambda: {"key_value_segment_ids": ids(B, T)},
+        "query_segment_ids is None but the other side's segment ids are given: pass both",
+    ),
+    "segments-dtype": (
+        lambda: {
+            "query_segment_ids": ids(B, T),
+            "key_value_segment_ids": ids(B, T, dtype=np.float32),
+        },
+        "key_value_segment_ids has dtype float32: convert it to int32",
+    ),
+    "segments-bool": (
+        lambda: {
+            "query_segment_ids": ids(B, T, dtype=bool),
+            "key_value_segment_ids": ids(B, T),
+        },
+        "query_segment_ids has dtype bool: convert it to int32",
+    ),
+    "segments-list": (
+        lambda: {"query_segment_ids": [[1] * T] * B, "key_value_segment_ids": ids(B, T)},
+        "query_segment_ids is a list: it must be an int32 array",
+    ),
+    "segments-shape": (
+        lambda: {"query_segment_ids": ids(B, T), "key_value_segment_ids": ids(B, T - 1)},
+        r"key_value_segment_ids has shape \(2, 15\): it must be \(2, 16\)",
+    ),
+    "segments-rank": (
+        lambda: {"query_segment_ids": ids(T), "key_value_segment_ids": ids(B, T)},
+        r"query_segment_ids has shape \(16,\): it must be \(2, 16\)",
+    ),
+}
+
+# What only burst_attention can see: the mesh and global lengths.
+GLOBAL = {
+    "length-query": (
+        lambda: {"query": zeros(B, 18, N, H), "layout": "zigzag"},
+        r"query's length T is 18: the zigzag layout over 4 shards needs a multiple of 8; pad to 24 "
+        r"\(pad_to_layout pads and masks the padding\)",
+    ),
+    "length-key": (
+        lambda: {"key": zeros(B, 17, K, H), "value": zeros(B, 17, K, H)},
+        "length S is 17: the contiguous layout over 4 shards needs a multiple of 4; pad to 20",
+    ),
+    "seq-axis-unknown": (
+        lambda: {"seq_axis": "sequence"},
+        "seq_axis is 'sequence': the mesh's axes are 'data', 'seq'",
+    ),
+    "seq-axis-none": (
+        lambda: {"seq_axis": None},
+        "seq_axis is None, and so is head_parallel_axis: name the mesh axis that the sequence",
+    ),
+    "seq-axis-list": (
+        lambda: {"seq_axis": ["data", "seq"]},
+        r"seq_axis is \['data', 'seq'\]: it must be the name of a mesh axis, a pair \(outer,",
+    ),
+    "seq-axes-three": (
+        lambda: {"seq_axis": ("pod", "data", "seq")},
+        r"seq_axis is \('pod', 'data', 'seq'\): it must be .* a pair \(outer, inner\) of",
+    ),
+    "seq-axis-empty": (
+        lambda: {"seq_axis": ()},
+        r"seq_axis is \(\): it must be .* or None with head_parallel_axis",
+    ),
+    "seq-axes-equal": (
+        lambda: {"seq_axis": ("seq", "seq")},
+        r"seq_axis is \('seq', 'seq'\): it must be the name of a mesh axis, a pair",
+    ),
+    "seq-axes-unknown": (
+        lambda: {"seq_axis": ("node", "seq")},
+        "seq_axis is 'node': the mesh's axes are 'data', 'seq'",
+    ),
+    "head-parallel-axis-tuple": (
+        lambda: {"head_parallel_axis": ("data",)},
+        r"head_parallel_axis is \('data',\): it must be the name of a mesh axis, or None",
+    ),
+    "head-parallel-axis-is-the-ring": (
+        lambda: {"head_parallel_axis": "seq"},
+        "head_parallel_axis is 'seq', and so is seq_axis: use different mesh axes",
+    ),
+    "head-parallel-axis-unknown": (
+        lambda: {"head_parallel_axis": "heads"},
+        "head_parallel_axis is 'heads': the mesh's axes are 'data', 'seq'",
+    ),
+    "head-parallel-axis-twice": (
+        lambda: {"head_parallel_axis": "data", "batch_axis": "data"},
+        "batch_axis is 'data', and so is head_parallel_axis: use different mesh axes",
+    ),
+    "head-parallel-length": (
+        lambda: {
+            "query": zeros(B, 20, N, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        r"query's length T is 20: it must be a multiple of 8, the devices on seq_axis 'seq'",
+    ),
+    "head-parallel-query-heads": (
+        lambda: {
+            "query": zeros(B, T, 3, H),
+            "key": zeros(B, T, 3, H),
+            "value": zeros(B, T, 3, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        "head_parallel_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
+    ),
+    "head-parallel-key-heads": (
+        lambda: {
+            "query": zeros(B, T, 6, H),
+            "key": zeros(B, T, 3, H),
+            "value": zeros(B, T, 3, H),
+            "mesh": make_mesh(data=2),
+            "head_parallel_axis": "data",
+        },
+        "head_parallel_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
+    ),
+    "batch-axis-unknown": (
+        lambda: {"batch_axis": ("data", "fsdp")},
+        "batch_axis is 'fsdp': the mesh's axes are 'data', 'seq'",
+    ),
+    "head-axis-list": (
+        lambda: {"head_axis": ["data"]},
+        r"head_axis is \['data'\]: it must be a mesh axis, a tuple of them, or None",
+    ),
+    "batch-axis-number": (
+        lambda: {"batch_axis": 0},
+        "batch_axis is 0: it must be a mesh axis, a tuple of them, or None",
+    ),
+    "axis-twice": (
+        lambda: {"batch_axis": "data", "head_axis": "data"},
+        "head_axis is 'data', and so is batch_axis: use different mesh axes",
+    ),
+    "seq-axis-twice": (
+        lambda: {"head_axis": "seq"},
+        "head_axis is 'seq', and so is seq_axis: use different mesh axes",
+    ),
+    "axis-twice-in-one": (
+        lambda: {"batch_axis": ("data", "data")},
+        "batch_axis is 'data', and so is batch_axis",
+    ),
+    "batch-not-divisible": (
+        lambda: {
+            "query": zeros(3, T, N, H),
+            "key": zeros(3, T, K, H),
+            "value": zeros(3, T, K, H),
+            "mesh": make_mesh(data=2),
+            "batch_axis": "data",
+        },
+        r"batch size B is 3: it must be a multiple of 2, the size of mesh axes \('data',\)",
+    ),
+    "heads-not-divisible": (
+        lambda: {
+            "query": zeros(B, T, 3, H),
+            "key": zeros(B, T, 3, H),
+            "value": zeros(B, T, 3, H),
+            "mesh": make_mesh(data=2),
+            "head_axis": "data",
+        },
+        "number of query heads N is 3: it must be a multiple of 2, the size of mesh axes",
+    ),
+    "key-heads-not-divisible": (
+        lambda: {
+            "key": zeros(B, T, 1, H),
+            "value": zeros(B, T, 1, H),
+            "mesh": make_mesh(data=2),
+            "head_axis": "data",
+        },
+        "number of key/value heads K is 1: it must be a multiple of 2",
+    ),
+    "mesh-none": (
+        lambda: {"mesh": None},
+        r"mesh is None and no mesh is set: pass mesh=, or enter jax.set_mesh\(mesh\)",
+    ),
+    "mesh-devices": (
+        lambda: {"mesh": jax.devices()},
+        "mesh is a list: it must be a jax.sharding.Mesh",
+    ),
+    "mesh-string": (lambda: {"mesh": "seq"}, "mesh is a str: it must be a jax.sharding.Mesh"),
+}
+
+IMPOSSIBLE = {
+    "triton-on-cpu": (
+        {"implementation": "triton"},
+        "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'",
+    ),
+    "mosaic-gpu-on-cpu": (
+        {"implementation": "mosaic_gpu"},
+        r"'mosaic_gpu' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
+        "'cpu'; use None, 'triton' or 'xla'",
+    ),
+}
