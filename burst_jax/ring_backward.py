@@ -118,9 +118,13 @@ class _Work:
             of = config.spec, queries.arrays[0], keys.arrays
             return local.backward_bounds(*of, *tokens(stop, segment_ids))
 
-        self._bounds_at = bounds_by_stop(route, self.travelling.segment_ids, bounds)
-        self._split = local.split_backward if len(route.stops) > 1 else None
-        self._held: Any = None
+        ids = self.travelling.segment_ids
+        self._bounds_at = bounds_by_stop(route, ids, bounds)
+        at_home = self._bounds_at(home(route), ids)
+        # Of the work at home, the parts in which it is done.
+        self._parts = (at_home,)
+        if local.split_backward is not None and len(route.stops) > 1:
+            self._parts = local.split_backward(at_home)
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
         gradients = functools.partial(_gradients, local, config.spec, turn_kv)
         self._gradients = jax.jit(gradients, static_argnums=0)
@@ -138,17 +142,16 @@ class _Work:
         onward: Callable[[Block], Block] | None,
     ) -> tuple[Any, Any, Any]:
         """``(stay_sum, travelling sum, next block)`` after a step; at home after its first part."""
-        bounds = self._bounds_at(stop, block.segment_ids)
-        if self._split is not None and stop == home(self.route):
-            bounds, self._held = self._split(bounds)
+        at_home = stop == home(self.route)
+        bounds = self._parts[0] if at_home else self._bounds_at(stop, block.segment_ids)
         return self._run(stop, bounds, block, stay_sum, landed, onward)
 
     def finish_home(self, stay_sum: Any, own: Any) -> tuple[Any, Any]:
         """The work that the step at home left."""
-        if self._held is None:
-            return stay_sum, own
-        held = self._held, self.travelling
-        return self._run(home(self.route), *held, stay_sum, own, None)[:2]
+        for bounds in self._parts[1:]:
+            at = home(self.route), bounds, self.travelling
+            stay_sum, own, _ = self._run(*at, stay_sum, own, None)
+        return stay_sum, own
 
     def _run(self, stop, bounds, block, stay_sum, landed, onward):
         def arguments(block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,15 +62,6 @@ def unvary(x: jax.Array) -> jax.Array:
     return _unvary.bind(x) if varying_axes(x) else x
 
 
-_unvary = Primitive("burst_unvary")
-_unvary.def_impl(lambda x: x)
-_unvary.def_abstract_eval(
-    lambda x: x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset()))
-)
-mlir.register_lowering(_unvary, lambda _, x: [x])
-batching.primitive_batchers[_unvary] = lambda args, axes: (_unvary.bind(*args), *axes)
-
-
 def tied(x: jax.Array, to: jax.Array) -> jax.Array:
     """``x``, which for JAX is computed from ``to``; values are untouched.
 
@@ -79,11 +71,21 @@ def tied(x: jax.Array, to: jax.Array) -> jax.Array:
     return _tied.bind(x, to)
 
 
-_tied = Primitive("burst_tied")
-_tied.def_impl(lambda x, _: x)
-_tied.def_abstract_eval(lambda x, _: x)
-mlir.register_lowering(_tied, lambda _, x, to: [x])
-batching.primitive_batchers[_tied] = lambda args, axes: (_tied.bind(*args), axes[0])
+def _first(name: str, abstract: Callable[..., Any]) -> Primitive:
+    """A primitive that is its first operand at run time, and for tracing of ``abstract``'s type."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, *_: x)
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, lambda _, x, *__: [x])
+    batching.primitive_batchers[primitive] = lambda args, axes: (primitive.bind(*args), axes[0])
+    return primitive
+
+
+_unvary = _first(
+    "burst_unvary",
+    lambda x: x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset())),
+)
+_tied = _first("burst_tied", lambda x, _: x)
 
 
 def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:

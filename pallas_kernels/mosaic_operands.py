@@ -99,8 +99,9 @@ def call(
     # References that live within this call: XLA runs the kernel in place on what they hold. None
     # may be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(results) if isinstance(r, jax.Array)}
-    zero = tied(jnp.zeros((1,), jnp.int32), operands[1])
-    taken = [] if items.one_each else [jax.new_ref(zero)]
+    taken = []
+    if not items.one_each:
+        taken = [jax.new_ref(tied(jnp.zeros((1,), jnp.int32), operands[1]))]
 
     def entry(*refs):
         inputs, rest = refs[: len(operands)], refs[len(operands) :]

@@ -92,6 +92,9 @@ def test_every_backward_permute_lies_beside_a_kernel(gpu, rotation, packed):
     assert kernels[:n] == ["burst_forward"] * n
     assert sorted(kernels[n : n + 2]) == sorted([stays, travels])
     assert len(kernels) == n + 2 * (n + 1)  # At home in two parts.
+    assert kernels[n + 4 : -2] == [stays, travels] * (n - 2)
+    for pair in (kernels[n + 2 : n + 4], kernels[-2:]):  # With no gradient to land, in any order.
+        assert sorted(pair) == sorted([stays, travels])
     # 7 hops of K, V forward. Then the block travels beside the kernel of the side that travels (in
     # the first two steps, which wait for no gradient, beside both), the gradient beside the other
     # kernel, and home beside both.

@@ -184,21 +184,27 @@ def test_the_command_line():
     assert run.stdout == str(burst_jax.plan(**SHAPE)) + "\n"
 
 
+# Four GPUs by NCCL, whose last hop lay bare then; two with contiguous shards, of which one begins
+# its backward while the other ends its forward.
+UNLIKE_THE_MODEL = {("zigzag, NCCL", 4), ("contiguous", 2)}
+
+
 def test_the_model_is_held_to_measured_rings():
     for results in measured.load():
         compared = list(measured.compare(results))
         known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
-        off = [
-            abs(math.log(model / seen))
-            for row, forward, both in compared
-            for model, seen in ((forward, row.forward), (both, row.both))
-        ]
-        assert np.median(off) < math.log(1.04)
-        # Four GPUs by NCCL, whose last hop lay bare then; two with contiguous shards, of which one
-        # begins its backward while the other ends its forward.
-        assert max(off) < math.log(1.3)
+        off = {
+            (row.case, row.peer, name): abs(math.log(model / seen))
+            for row, *models in compared
+            for name, model, seen in zip(("f", "fb"), models, (row.forward, row.both), strict=True)
+        }
+        assert np.median(list(off.values())) < math.log(1.04)
+        for (case, peer, name), gap in off.items():
+            known = (case, name) == ("16K, 32/32 heads", "fb")
+            known = known and (peer, results.devices) in UNLIKE_THE_MODEL
+            assert gap < math.log(1.3 if known else 1.2), (case, peer, name)
 
 
 def test_measured_rows_are_printed_beside_the_models(capsys):

@@ -252,25 +252,23 @@ class Model:
         if queries_travel:
             lse = 2 * attention.batch * self._tokens * self._heads * 4
             block, gradient = 2 * self._q * attention.itemsize + lse, self._q * 4
+        launches = gpu.launch * (1 if gpu.fused else 2)
         spent = _Seconds()
         first, *others = self._steps(queries_travel)
         steps = [first]
         if len(route.stops) > 1:
             # A part of the first step's work lies beside the gradient's hop home.
             held = first.scores * (_HELD_CAUSAL if attention.is_causal else _HELD)
-            turns = len(route.turns) > 1
-            home = _Step(held, False, not turns, 0.0, float(turns))
+            one_turn = len(route.turns) == 1
+            home = _Step(held, False, one_turn, 0.0, 0.0 if one_turn else 1.0)
             steps = [first._replace(scores=first.scores - held), *others, home]
         for step in steps:
-            work = _BACKWARD * self._per_score * step.scores / rate + gpu.launch
+            work = _BACKWARD * self._per_score * step.scores / rate + launches
             data, sums = step.data * block, step.gradient * gradient
             outer = step.outer_data * block + step.outer_gradient * gradient
             phases = [(work, data + sums)]
-            if not gpu.fused:
-                work += gpu.launch
-                phases = [(work, data + sums)]
-                if step.data and step.gradient:
-                    phases = [(_STAYS * work, sums), (_TRAVELS * work, data)]
+            if not gpu.fused and step.data and step.gradient:
+                phases = [(_STAYS * work, sums), (_TRAVELS * work, data)]
             for part, inner in phases:
                 spent.add(part, self._sending(inner, outer / len(phases)))
         spent.total += 1e-9 * self._passes(queries_travel, len(route.stops)) / gpu.bandwidth
