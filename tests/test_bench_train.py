@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 from implementations import QUICK
 
-from burst_jax.bench import train
+from burst_jax.bench import links, train
 
 N = 4
 SMALL = dataclasses.replace(
@@ -41,7 +42,7 @@ def test_all_ways_take_the_same_step(small, tmp_path, capsys):
     for row in record["rows"]:
         assert abs(row["loss"] - first) < 1e-3
         assert row["seconds"] > 0
-        assert row["mfu"] is None
+        assert row["mfu"] is row["links"] is row["bare"] is None  # CPUs have neither
     printed = capsys.readouterr().out
     assert "2 layers of 32 features, 4/4 heads x 8, bfloat16" in printed
     assert all(f"128  {way}" in printed for way in train.WAYS)
@@ -64,10 +65,36 @@ def test_tensor_parallel_splits_the_weights():
 def test_a_loss_that_differs_is_no_row(small, monkeypatch, capsys):
     def measure(config, way, length, n, steps):
         loss = 4.2 if way == "striped" else 4.16
-        return {"way": way, "length": length, "seconds": 1.0, "loss": loss, "gib": 1.0}
+        spent = {"links": 0.0123, "bare": None}
+        return {"way": way, "length": length, "seconds": 1.0, "loss": loss, "gib": 1.0} | spent
 
     monkeypatch.setattr(train, "measure", measure)
     train.run(arguments(ways=["zigzag", "striped"]))
     printed = capsys.readouterr().out
     assert "striped             wrong: its first loss is 4.2" in printed
-    assert "zigzag               1000.0        128      -    1.00   4.1600" in printed
+    line = "zigzag               1000.0        128      -    1.00   4.1600     12.3       -"
+    assert line in printed
+
+
+def test_bare_links_are_those_with_no_kernel_beside_them():
+    def stream(name, *spans):
+        events = [SimpleNamespace(name=n, start_ns=a, duration_ns=b - a) for n, a, b in spans]
+        return SimpleNamespace(name=name, events=events)
+
+    def gpu(index, *lines):
+        return SimpleNamespace(name=f"/device:GPU:{index}", lines=lines)
+
+    first = gpu(
+        0,
+        stream("Stream #13(Compute)", ("burst_forward", 0, 100), ("MemcpyD2D", 120, 130)),
+        stream("Stream #14(MemcpyP2P)", ("MemcpyP2P", 50, 125), ("MemcpyP2P", 60, 70)),
+        stream("Stream #15", ("ncclDevKernel_SendRecv", 200, 210), ("add", 205, 207)),
+        stream("XLA Ops", ("ncclDevKernel_SendRecv", 0, 1000)),
+    )
+    second = gpu(1, stream("Stream #13", ("burst_forward", 0, 100)))
+    host = SimpleNamespace(name="/host:CPU", lines=[stream("Stream", ("MemcpyP2P", 0, 9))])
+    spent = links.of_profile(SimpleNamespace(planes=[first, host, second]))
+    # The first: 75 + 10 of transfers, 20 + 8 of them bare. The second has none.
+    assert spent.busy == pytest.approx(85e-9 / 2)
+    assert spent.bare == pytest.approx(28e-9 / 2)
+    assert links.of_profile(SimpleNamespace(planes=[host])) == links.Links()

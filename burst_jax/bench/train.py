@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.bench.links import links_of
 from burst_jax.bench.results import gib, replacing
 from burst_jax.models import DecoderConfig
 from burst_jax.platform import peak_flops
@@ -92,7 +93,7 @@ def _by_heads(tree: Any, mesh: Any) -> Any:
 
 
 def measure(config: DecoderConfig, way: str, length: int, n: int, steps: int) -> dict[str, Any]:
-    """One row: seconds of the median step, the first loss, GiB per device."""
+    """One row: seconds of the median step and of its transfers, the first loss, GiB per device."""
     run = Run(config, way, length, n)
     loss, seconds = run(), []
     for _ in range(steps):
@@ -100,7 +101,11 @@ def measure(config: DecoderConfig, way: str, length: int, n: int, steps: int) ->
         run()
         seconds.append(time.perf_counter() - start)
     median = float(np.median(seconds))
-    return {"way": way, "length": length, "seconds": median, "loss": loss, "gib": run.gib}
+    spent = links_of(run)
+    return {
+        "way": way, "length": length, "seconds": median, "loss": loss, "gib": run.gib,
+        "links": spent.busy, "bare": spent.bare,
+    }  # fmt: skip
 
 
 def add_command(commands: Any) -> None:
@@ -126,9 +131,11 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{n} x {kind}, jax {jax.__version__}; one row; {args.layers} layers of "
         f"{config.embed_dim} features, {heads}, {jnp.dtype(config.dtype).name}\n"
-        "MFU: of the data sheet's peak, recomputed work not counted; GiB per device\n"
+        "MFU: of the data sheet's peak, recomputed work not counted; GiB per device; links: ms in "
+        "which GPUs sent or received; bare: of these, with no kernel beside them\n"
     )
     heading = f"{'length':>9}  {'way':18}{'ms':>9}{'tokens/s':>11}{'MFU':>7}{'GiB':>8}{'loss':>9}"
+    heading += f"{'links':>9}{'bare':>8}"
     print(heading + "\n" + "-" * len(heading))
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
@@ -157,7 +164,10 @@ def _line(row: dict[str, Any], off: bool) -> str:
     if off:
         return f"{start}  wrong: its first loss is {row['loss']:.4f}"
     mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    links, bare = (
+        "-" if row[name] is None else f"{1e3 * row[name]:.1f}" for name in ("links", "bare")
+    )
     return (
         f"{start}{1e3 * row['seconds']:9.1f}{row['length'] / row['seconds']:11,.0f}{mfu:>7}"
-        f"{row['gib']:8.2f}{row['loss']:9.4f}"
+        f"{row['gib']:8.2f}{row['loss']:9.4f}{links:>9}{bare:>8}"
     )
