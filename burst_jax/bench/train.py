@@ -151,12 +151,13 @@ def run(args: argparse.Namespace) -> None:
             flops = length * config.train_flops_per_token(length)
             row["mfu"] = None if peak is None else flops / (row["seconds"] * n * peak)
             print(_line(row, off), flush=True)
-            if not off:
-                rows.append(row)
-        if args.json is not None:
-            with replacing(args.json) as file:
-                record = {"device": kind, "devices": n, "jax": jax.__version__, "rows": rows}
-                file.write_text(json.dumps(record, indent=1) + "\n")
+            if off:
+                continue
+            rows.append(row)
+            if args.json is not None:  # A row takes a minute: what is measured is kept at once.
+                with replacing(args.json) as file:
+                    record = {"device": kind, "devices": n, "jax": jax.__version__, "rows": rows}
+                    file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any], off: bool) -> str:
