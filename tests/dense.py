@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from implementations import quick_jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ def truth(query, key, value, keep, do, dlse, soft_cap=None):
         return [np.asarray(x) for x in _truth(*arrays, jnp.asarray(keep), soft_cap)]
 
 
-@functools.partial(jax.jit, static_argnames="soft_cap")
+@functools.partial(quick_jit, static_argnames="soft_cap")
 def _truth(query, key, value, do, dlse, keep, soft_cap):
     def run(query, key, value):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
@@ -106,7 +107,7 @@ def one_device(query, key, value, keep, do, dlse, soft_cap=None):
     return [np.asarray(x, np.float64) for x in _one_device(*arrays, soft_cap)]
 
 
-@functools.partial(jax.jit, static_argnames="soft_cap")
+@functools.partial(quick_jit, static_argnames="soft_cap")
 def _one_device(query, key, value, do, dlse, keep, soft_cap):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))

@@ -22,6 +22,7 @@ from pallas_kernels.triton_configs import TritonConfig
 
 # Most of these tests' time is compile time, for programs that run once.
 QUICK = None if ON_GPU else {"xla_backend_optimization_level": 0}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def xla_in(tiles: Tiles) -> Implementation:

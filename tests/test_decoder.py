@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
@@ -55,7 +56,7 @@ def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, **axes):
     with jax.set_mesh(mesh):
         placed = place_batch(batch, mesh, batch_axis="data", seq_axis=sequence_axes(axes))
 
-        @jax.jit
+        @quick_jit
         def run(params, batch, cotangent):
             def f(params):
                 model = nnx.merge(graphdef, params)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from implementations import quick_jit
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.flax_adapters import linen_attention_fn, nnx_attention_fn
@@ -28,7 +29,7 @@ def run(layer, inputs, cotangent, **call):
     """Output and the gradients of all weights and inputs."""
     graphdef, params = nnx.split(layer)
 
-    @jax.jit
+    @quick_jit
     def out_and_grads(params, inputs):
         out, vjp = jax.vjp(lambda p, xs: nnx.merge(graphdef, p)(*xs, **call), params, inputs)
         return out, vjp(cotangent)
@@ -77,7 +78,7 @@ def test_linen_equals_flax(is_causal):
         kernels = {name: grads["params"][name]["kernel"] for name in ("query", "value", "out")}
         return out, kernels, dx
 
-    got, want = jax.jit(lambda: run(ring))(), run(own, mask=mask)
+    got, want = quick_jit(lambda: run(ring))(), run(own, mask=mask)
     assert_close(got, want, 1e-5)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from implementations import quick_jit
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.flax_layer import BurstAttention
@@ -74,7 +75,7 @@ def test_equals_the_formula(layout, theta, qk_norm):
     pos = np.tile(np.arange(T, dtype=np.int32), (B, 1))
     pos[0, 12:] -= 12
 
-    @jax.jit
+    @quick_jit
     def ring(params, x):
         def f(params, x):
             ids = jnp.asarray(to_layout(segments, layout, 4))

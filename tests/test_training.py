@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh
 
@@ -140,7 +141,7 @@ def test_chunked_loss_equals_dense(data, seq, chunk_size):
     want, want_grads = dense_results(*inputs, 0.37)
     mesh = make_mesh(data, seq)
 
-    @jax.jit
+    @quick_jit
     def run(hidden, kernel, targets, weights):
         def loss(hidden, kernel):
             options = {"mesh": mesh, "batch_axis": "data", "chunk_size": chunk_size}
@@ -303,7 +304,7 @@ def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
         config, optimizer, mesh, 0, batch_axis="data", layout="zigzag"
     )
     first = params
-    step = make_train_step(graphdef, optimizer, chunk_size=7)
+    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
     batch = make_batch(ROWS, layout="zigzag", num_shards=seq)
     batch = place_batch(batch, mesh, batch_axis="data")
     eval_step = make_eval_step(graphdef, chunk_size=3)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from implementations import quick_jit
 from rings import (
     CAUSAL,
     B,
@@ -43,7 +44,7 @@ def test_grad_of_a_scalar():
     def loss(*arrays):
         return (run(*arrays)[0] * do).sum()
 
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    got = quick_jit(jax.grad(loss, (0, 1, 2)))(*arrays)
     want = one_device(arrays, (do, np.zeros((B, T, N), np.float32)))
     assert_close((*want[:2], *got), want)
 
@@ -53,7 +54,7 @@ def test_gradient_through_lse_alone(backward):
     arrays, (do, dlse) = make_inputs()
     run = ring_of(3, layout="contiguous", backward=backward)
     arrays, do, dlse = jax.tree.map(lambda x: x[:, :30], (arrays, do, dlse))
-    got = jax.jit(lambda *arrays: jax.vjp(lambda *xs: run(*xs)[1], *arrays)[1](dlse))(*arrays)
+    got = quick_jit(lambda *arrays: jax.vjp(lambda *xs: run(*xs)[1], *arrays)[1](dlse))(*arrays)
     truth = one_device(arrays, (np.zeros_like(do), dlse))
     for name, g, t in zip(("dq", "dk"), got[:2], truth[2:4], strict=True):
         assert compare.errors(g, t)[1] < 1e-6, name
@@ -128,8 +129,8 @@ def test_scan_over_layers(wrap):
         y, vjp = jax.vjp(deep(attention, wrap), x, weights)
         return y, *vjp(dy)
 
-    got = jax.jit(lambda: run(ring_of(4), WRAPS[wrap]))()
-    want = jax.jit(lambda: run(dense_attention, WRAPS["plain"]))()
+    got = quick_jit(lambda: run(ring_of(4), WRAPS[wrap]))()
+    want = quick_jit(lambda: run(dense_attention, WRAPS["plain"]))()
     for name, g, w in zip(("y", "dx", "dweights"), got, want, strict=True):
         assert compare.errors(g, w)[1] < 2e-6, name
 
