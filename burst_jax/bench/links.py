@@ -24,8 +24,8 @@ class Links:
     A collective that waits for a later GPU is busy from its start.
 
     Attributes:
-      busy: a transfer to or from the GPU was under way.
-      bare: of these, no kernel of the GPU's own ran meanwhile.
+      busy: a collective, or a copy between GPUs, of the GPU's own was under way.
+      bare: of these, no kernel ran on it meanwhile.
     """
 
     busy: float | None = None
@@ -33,13 +33,12 @@ class Links:
 
 
 def links_of(run: Callable[[], Any]) -> Links:
-    """Calls ``run`` once, profiled. What it starts must be compiled already.
+    """Of one call, profiled; without GPUs there is none.
 
     Args:
-      run: starts the program, and may return what it computes.
+      run: starts a program that is compiled already, and returns what it computes.
     """
     if jax.default_backend() != "gpu":
-        run()
         return Links()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
