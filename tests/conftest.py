@@ -74,6 +74,6 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section("not run")
     terminalreporter.write_line(
-        "The tests that compile for A100 and H100 (tests/test_compiled.py): JAX's CUDA plugin is "
-        "not installed. It needs no GPU: pip install 'burst-jax[cuda13]'"
+        "The tests that compile for A100 and H100 (tests/test_compiled*.py and others): JAX's CUDA "
+        "plugin is not installed. It needs no GPU: pip install 'burst-jax[cuda13]'"
     )

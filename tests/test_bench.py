@@ -88,6 +88,18 @@ def test_what_is_wrong_is_not_timed(wrong):
     assert np.isnan(row.forward)
 
 
+def test_the_forward_is_checked_alone_too():
+    """It is another program than the one that makes the gradients."""
+    problem = kernels.Problem(SMALL, jnp.dtype("bfloat16"))
+    right = kernels.ours(SMALL, "xla")
+
+    def make(differentiated):
+        return right if differentiated else lambda q, k, v: 1.1 * right(q, k, v)
+
+    row = kernels.measure(problem, "off", make, 1.2e-2)
+    assert row.note == "wrong: out; not timed"
+
+
 def test_what_a_peer_cannot_do_is_a_line_of_the_table():
     problem = kernels.Problem(PACKED, jnp.dtype("bfloat16"))
     row = kernels.measure(problem, "cuDNN", lambda _: kernels.cudnn(PACKED), 1.2e-2)

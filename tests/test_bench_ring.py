@@ -76,7 +76,7 @@ def test_every_case_names_ways_that_exist():
         assert case.name.startswith(("16K", "64K", "128K", "window", "1M"))
 
 
-@pytest.mark.parametrize("wrong", ["out", "dk"])
+@pytest.mark.parametrize("wrong", ["out", "out, forward alone", "dk"])
 def test_what_disagrees_is_not_timed(wrong, quick):
     problem = ring.Problem(CAUSAL, N)
     assert not ring.measure(problem, ring.ALONE, lambda: ring.alone(CAUSAL)).note
@@ -89,8 +89,11 @@ def test_what_disagrees_is_not_timed(wrong, quick):
             return out + 0.1 * stop(out)
         return way.attend(q, 1.1 * k - 0.1 * stop(k), v)
 
+    if wrong == "out, forward alone":
+        attend = jax.custom_vjp(lambda q, k, v: 1.1 * way.attend(q, k, v))
+        attend.defvjp(lambda *arrays: jax.vjp(way.attend, *arrays), lambda vjp, do: vjp(do))
     row = ring.measure(problem, "off", lambda: dataclasses.replace(way, attend=attend))
-    assert row.note == f"wrong: {wrong}; not timed"
+    assert row.note == f"wrong: {wrong[:3].strip()}; not timed"
     assert math.isnan(row.forward)
 
 
@@ -99,6 +102,8 @@ def test_ways_that_cannot_say_so():
         (lambda: ring.ulysses(CAUSAL, 3), "4 key heads for 3 devices"),
         (lambda: ring.all_gather(CAUSAL, N), "masks no queries that start inside the keys"),
         (ring.ways(CAUSAL, 3)["two-level ring"], "3 devices are no two levels"),
+        (ring.ways(CAUSAL, 3)["hybrid, heads by 2"], "3 devices are no ring of two or more pairs"),
+        (ring.ways(CAUSAL, 2)["hybrid, heads by 2"], "2 devices are no ring of two or more pairs"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             make()
@@ -117,6 +122,11 @@ def test_the_command_prints_and_keeps(tmp_path, monkeypatch, capsys, quick):
     printed = capsys.readouterr().out
     assert "4 x cpu" in printed
     assert printed.count("(100 %)") == 2
+
+
+def test_ways_that_no_case_has_are_named():
+    with pytest.raises(SystemExit, match=r"--ways \['zigag'\]: these cases have .*zigzag"):
+        ring.run(argparse.Namespace(cases=[0], ways=["zigzag", "zigag"], json=None, png=None))
 
 
 def test_shares_are_of_one_gpu():

@@ -104,6 +104,13 @@ def test_heads_are_exchanged_once():
     ring_backward = backward_bytes("rotate_kv", ring, 4 * c, 4 * c, 8, 2, 128, 2)
     assert hybrid.backward_bytes == ring_backward + (arrays + c * 32 * 4) * 3 // 4
     assert hybrid.host_bytes == ring_forward + ring_backward
+    # Alone over both hosts: of each device's seven peers four are on the other one.
+    over_hosts = one(plan, "head parallel", "contiguous")
+    assert over_hosts.forward_bytes == arrays * 7 // 8
+    assert over_hosts.host_bytes == arrays // 2 + (arrays + c * 32 * 4) // 2
+    far = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=4, host_link=1e-3)
+    slow = one(far, "head parallel", "contiguous")
+    assert slow.seconds == pytest.approx(1e-6 * over_hosts.host_bytes, rel=1e-3)
 
 
 def test_a_window_is_cheaper_where_tokens_lie_together():
@@ -216,6 +223,9 @@ def test_measured_rows_are_printed_beside_the_models(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "one of the arguments --length --measured is required" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--measured", "--gpu", "a100"])
+    assert "--measured takes no other option" in capsys.readouterr().err
 
 
 def test_the_command_lines_errors(capsys):

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m burst_jax.bench kernels``. Needs an NVIDIA GPU."""
+"""Benchmarks: ``python -m burst_jax.bench kernels``, ``ring``, ``train``; ``plot`` draws them."""

@@ -206,15 +206,15 @@ def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
             out, vjp = jax.vjp(differentiated, q, k, v)
             return out, *vjp(do)
 
-        errors = problem.errors(out=forward(*arrays))
+        alone = problem.errors(out=forward(*arrays))
         names = ("out", "dq", "dk", "dv")
         gradients = dict(zip(names, both(*arrays, problem.do), strict=True))
-        errors |= problem.errors(**gradients)
+        errors = problem.errors(**gradients)
         del gradients
     except Exception as error:  # What a peer cannot do is a line of the table, not its end.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
         return row
-    if not row.agrees(errors, limit):
+    if not row.agrees(limit, alone, errors):
         return row
     tera = problem.case.flops() / 1e12
     row.forward = tera / median_time(lambda: forward(*arrays))

@@ -25,7 +25,7 @@ class Links:
 
     Attributes:
       busy: a collective, or a copy between GPUs, of the GPU's own was under way.
-      bare: of these, no kernel ran on it meanwhile.
+      bare: of these, nothing else ran on it, no kernel and no copy of its own memory.
     """
 
     busy: float | None = None
@@ -54,18 +54,18 @@ def of_profile(profile: Any) -> Links:
         if not plane.name.startswith("/device:GPU:"):
             continue
         moves: list[Span] = []
-        kernels: list[Span] = []
+        others: list[Span] = []
         for line in plane.lines:
             if not line.name.startswith("Stream"):  # The others say the same again, by XLA's names.
                 continue
             for event in line.events:
                 between = event.name.lower().startswith(_BETWEEN_GPUS)
                 span = event.start_ns, event.start_ns + event.duration_ns
-                (moves if between else kernels).append(span)
-        if moves or kernels:
-            ours = _covered(kernels)
-            # What both cover, counted once, less what the kernels do: the moves that lie bare.
-            each.append((1e-9 * _covered(moves), 1e-9 * (_covered(moves + kernels) - ours)))
+                (moves if between else others).append(span)
+        if moves or others:
+            # What both cover, counted once, less what the others do: the moves that lie bare.
+            bare = _covered(moves + others) - _covered(others)
+            each.append((1e-9 * _covered(moves), 1e-9 * bare))
     if not each:
         return Links()
     return Links(*(sum(values) / len(each) for values in zip(*each, strict=True)))

@@ -36,10 +36,13 @@ class Row:
     note: str = ""
     memory: float = math.nan
 
-    def agrees(self, errors: dict[str, float], limit: float) -> bool:
-        """Keeps the largest error, and whether it is within the limit; else a note says which."""
-        worst = max(errors, key=lambda name: errors[name])
-        self.error = errors[worst]
+    def agrees(self, limit: float, *programs: dict[str, float]) -> bool:
+        """Keeps the largest error, and whether it is within the limit; else a note says which.
+
+        Each program's errors are counted: two may compute the same result.
+        """
+        errors = [pair for errors in programs for pair in errors.items()]
+        worst, self.error = max(errors, key=lambda pair: pair[1])
         if self.error > limit:
             self.note = f"wrong: {worst}; not timed"
         return not self.note

@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--window", type=tokens, help="local_window_size, to the left")
     args = parser.parse_args(arguments)
     if args.measured:
+        if args != parser.parse_args(["--measured"]):
+            parser.error("--measured takes no other option: the runs are as they are")
         from burst_jax.plan import measured  # It needs the benchmark, which a plan does not.
 
         print("\n\n".join(map(measured.table, measured.load())))

@@ -26,7 +26,7 @@ _WAYS = {
     "zigzag, NCCL": ("ring", "zigzag", None),
     "striped": ("ring", "striped", None),
     "contiguous": ("ring", "contiguous", None),
-    "hybrid, heads by 2": ("ring of 2, heads by 2", "zigzag", None),
+    "hybrid, heads by 2": ("ring of {pairs}, heads by 2", "zigzag", None),
     "head parallel": ("head parallel", "contiguous", None),
 }
 
@@ -69,13 +69,13 @@ def _estimate(case: Case, way: str, devices: int) -> Estimate:
     found = plan(
         length=case.length, batch=case.batch, num_heads=case.heads, num_kv_heads=case.kv_heads,
         head_dim=case.head_dim, gpu=gpu, gpus_per_host=devices, is_causal=case.is_causal,
-        local_window_size=None if case.window is None else (case.window, 0),
+        local_window_size=case.options["local_window_size"],
     )  # fmt: skip
     return min(
         (
             each
             for each in found.estimates
-            if (each.scheme.name, each.layout) == (scheme, layout)
+            if (each.scheme.name, each.layout) == (scheme.format(pairs=devices // 2), layout)
             and rotation in (None, each.backward)
         ),
         key=lambda each: each.backward_bytes,

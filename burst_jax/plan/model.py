@@ -81,7 +81,7 @@ class Scheme:
     """A way to split the sequence.
 
     Attributes:
-      name: "ring", "two-level ring", "hybrid" or "head parallel".
+      name: "one device", "ring", "two-level ring", "head parallel", or as "ring of 2, heads by 4".
       sizes: of the ring's axes, outermost first.
       exchange: devices that exchange heads inside each of the ring's shards.
       options: what to call burst_attention with, beside layout and backward.
@@ -188,7 +188,7 @@ class Model:
         """With the rotation "rotate_kv" or "rotate_query"."""
         forward, back = self._forward(), self._backward(backward)
         swaps = self._exchanged(backward=False), self._exchanged(backward=True)
-        swap_seconds = [1e-9 * size / self._exchange_link for size in swaps]
+        swap_seconds = [self._swap_seconds(size) for size in swaps]
         sent = forward.sent + back.sent + sum(swap_seconds)
         bare = forward.bare + back.bare + sum(swap_seconds)
         seconds = forward.total + swap_seconds[0], back.total + swap_seconds[1]
@@ -228,12 +228,16 @@ class Model:
         crosses = cluster.hosts > 1
         return (cluster.host_link if crosses else cluster.link), cluster.host_link
 
-    @property
-    def _exchange_link(self) -> float:
-        gpu, cluster = self._cluster.gpu, self._cluster
-        if self._scheme.exchange > cluster.gpus:
-            return cluster.host_link
-        return gpu.link if gpu.exchange_link is None else gpu.exchange_link
+    def _crossing(self, swaps: int) -> int:
+        """Bytes of an all-to-all's that go to other hosts: of n - 1 peers, all but the host's."""
+        exchange, gpus = self._scheme.exchange, self._cluster.gpus
+        return 0 if exchange <= gpus else swaps * (exchange - gpus) // (exchange - 1)
+
+    def _swap_seconds(self, swaps: int) -> float:
+        """Of an all-to-all of so many bytes: both kinds of links work at the same time."""
+        gpu, crossing = self._cluster.gpu, self._crossing(swaps)
+        link = gpu.link if gpu.exchange_link is None else gpu.exchange_link
+        return 1e-9 * max((swaps - crossing) / link, crossing / self._cluster.host_link)
 
     def _forward(self) -> _Seconds:
         rate = 1e12 * self._cluster.gpu.forward * self._rate_share
@@ -326,7 +330,7 @@ class Model:
             return 0
         if len(self._scheme.sizes) == 2:
             ring = self._ring_bytes(None, outer=True) + self._ring_bytes(rotation, outer=True)
-        return ring + (swaps if self._scheme.exchange > self._cluster.gpus else 0)
+        return ring + self._crossing(swaps)
 
     def _exchanged(self, *, backward: bool) -> int:
         """Bytes that one device sends by all-to-all."""
