@@ -46,7 +46,7 @@ _BY_HEADS = {
 }
 # By how much of the first way's another may differ: each rounds on its own. Of uniformly random
 # tokens unrelated weights, too, have losses within a thousandth or so.
-_AGREE = {"loss": 1e-4, "grad_norm": 1e-2}
+_AGREE = {"loss": 1e-4, "grad_norm": 5e-3}
 
 
 class Run:
