@@ -41,7 +41,9 @@ def test_all_ways_take_the_same_step(small, tmp_path, capsys):
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["devices"] == N
     assert [row["way"] for row in record["rows"]] == list(train.WAYS)
+    first = record["rows"][0]["loss"]
     for row in record["rows"]:
+        assert abs(row["loss"] - first) < 1e-3
         assert row["seconds"] > 0
         assert row["mfu"] is row["links"] is row["bare"] is None  # CPUs have neither
     printed = capsys.readouterr().out

@@ -153,15 +153,10 @@ def all_gather(case: Case, n: int) -> Way:
 def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
     """What is measured, by name; a way that cannot do the case raises when called."""
 
-    def two_levels(**options: Any) -> Way:
+    def by_two(what: str, shape: tuple[int, int], **options: Any) -> Way:
         if n % 2 or n < 4:
-            raise NotImplementedError(f"{n} devices are no two levels of two or more")
-        return ring(case, n, shape=(2, n // 2), **options)
-
-    def pairs(**options: Any) -> Way:
-        if n % 2 or n < 4:
-            raise NotImplementedError(f"{n} devices are no ring of two or more pairs")
-        return ring(case, n, shape=(n // 2, 2), **options)
+            raise NotImplementedError(f"{n} devices are no {what}")
+        return ring(case, n, shape=shape, **options)
 
     return {
         ALONE: lambda: alone(case),
@@ -173,8 +168,12 @@ def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
         "zigzag, NCCL": lambda: ring(case, n, peer_copies=False),
         "striped": lambda: ring(case, n, "striped"),
         "contiguous": lambda: ring(case, n, "contiguous"),
-        "two-level ring": lambda: two_levels(seq_axis=("outer", "inner")),
-        "hybrid, heads by 2": lambda: pairs(head_parallel_axis="heads"),
+        "two-level ring": lambda: by_two(
+            "two levels of two or more", (2, n // 2), seq_axis=("outer", "inner")
+        ),
+        "hybrid, heads by 2": lambda: by_two(
+            "ring of two or more pairs", (n // 2, 2), head_parallel_axis="heads"
+        ),
         "head parallel": lambda: ring(
             case, n, "contiguous", seq_axis=None, head_parallel_axis="heads"
         ),
