@@ -15,6 +15,7 @@ from pallas_kernels.local_attention import REFERENCE as REFERENCE
 from pallas_kernels.local_attention import TRITON as TRITON
 from pallas_kernels.local_attention import XLA as XLA
 from pallas_kernels.local_attention import Implementation as Implementation
+from pallas_kernels.local_attention import SlowerKernelsWarning as SlowerKernelsWarning
 from pallas_kernels.local_attention import find as find
 from pallas_kernels.local_attention import mosaic_gpu as mosaic_gpu
 from pallas_kernels.local_attention import resolve as resolve

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -359,11 +360,17 @@ MOSAIC_GPU = mosaic_gpu()
 
 # --- the choice ----------------------------------------------------------------------------------
 
-# What None tries, fastest first; the last takes everything. JAX 0.12.0.1 compiles Mosaic kernels to
-# be linked, and linked ones do not get the registers that they ask for: they spill, and Triton's
-# come before them there. By name they run.
-_LINKED = jax.__version_info__ >= (0, 12)
-_CANDIDATES = (TRITON, XLA) if _LINKED else (MOSAIC_GPU, TRITON, XLA)
+# What None tries, fastest first; the last takes everything.
+_CANDIDATES = (MOSAIC_GPU, TRITON, XLA)
+
+# From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
+# linked, and gives every warpgroup of a linked kernel as many registers as every other. Those that
+# compute then spill, and the Triton kernels are faster. By name the Mosaic kernels run all the same.
+LINKED_SINCE = (0, 12)
+
+
+class SlowerKernelsWarning(UserWarning):
+    """``implementation=None`` passes Hopper's own kernels over on a Hopper GPU."""
 
 # "reference" is for tests: chosen by name, never offered.
 _BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
@@ -398,7 +405,8 @@ def resolve(
     """The implementation to run: the named one, or for None the fastest that can.
 
     Decided before anything is traced for the device: kernels of a newer GPU abort when they are
-    lowered for an older one.
+    lowered for an older one. Where None passes Hopper's own kernels over on a Hopper GPU, a
+    :class:`SlowerKernelsWarning` says why, and what to do about it.
 
     Args:
       implementation: a name, an :class:`Implementation`, or None.
@@ -414,11 +422,19 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is None:
-        chosen = next(
-            candidate
+        reasons = [
+            _reason_against(candidate, platform, compute_capability, q, kv, backward)
             for candidate in _CANDIDATES
-            if _obstacle(candidate, platform, compute_capability, q, kv, backward) is None
-        )
+        ]
+        chosen = _CANDIDATES[reasons.index(None)]
+        if reasons[0] is not None and _needs_hopper(platform, compute_capability) is None:
+            warnings.warn(
+                f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
+                f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "
+                "slower ones without this warning",
+                SlowerKernelsWarning,
+                stacklevel=2,
+            )
     obstacle = _obstacle(chosen, platform, compute_capability, q, kv, backward)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
@@ -434,3 +450,14 @@ def _obstacle(candidate, platform, compute_capability, q, kv, backward) -> str |
     if backward and candidate.backward_unsupported is not None:
         return candidate.backward_unsupported(q, kv)
     return candidate.unsupported(q, kv)
+
+
+def _reason_against(candidate, platform, compute_capability, q, kv, backward) -> str | None:
+    """Why None should not take a candidate, or None: it cannot run, or another one is faster."""
+    obstacle = _obstacle(candidate, platform, compute_capability, q, kv, backward)
+    if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
+        return (
+            f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
+            "(pip install 'burst-jax[cuda13]' does)"
+        )
+    return obstacle

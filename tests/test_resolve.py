@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from pallas_kernels import (
     TRITON,
     XLA,
     AttentionSpec,
+    SlowerKernelsWarning,
     Tiles,
     Tokens,
     resolve,
     triton,
     xla,
 )
+from pallas_kernels import local_attention as local_attention_module
 from pallas_kernels.triton_configs import TritonConfig
 
 
@@ -78,6 +81,55 @@ def test_resolve(arguments, chosen):
     assert got.name == chosen.name
     assert got is choose(**arguments)
     assert (got is chosen) == (chosen is not TRITON)
+
+
+@pytest.fixture(params=[(0, 11, 2), (0, 12, 0, 1)], ids=["jax0.11", "jax0.12"])
+def jax_version(request, monkeypatch):
+    version = ".".join(map(str, request.param))
+    monkeypatch.setattr(local_attention_module.jax, "__version_info__", request.param)
+    monkeypatch.setattr(local_attention_module.jax, "__version__", version)
+    return request.param
+
+
+def test_hopper_kernels_are_passed_over_with_one_warning(jax_version):
+    if jax_version < (0, 12):
+        with warnings.catch_warnings(action="error"):
+            assert choose(None, capability=9.0) is MOSAIC_GPU
+        return
+    with pytest.warns(
+        SlowerKernelsWarning,
+        match=r"takes 'triton' here, .* 'mosaic_gpu': JAX 0.12.0.1 .* spill registers; install JAX "
+        r"0.11.2 \(pip install 'burst-jax\[cuda13\]' does\); implementation='triton' takes",
+    ) as caught:
+        assert choose(None, capability=9.0).name == "triton"
+    assert len(caught) == 1
+    # A user's loop over layers or traces is told once: Python shows an equal warning of one place
+    # once.
+    with warnings.catch_warnings(record=True, action="default") as shown:
+        for backward in (False, True, True):
+            choose(None, capability=9.0, backward=backward)
+    assert len(shown) == 1
+
+
+def test_arrays_that_hopper_kernels_do_not_take_are_named(jax_version):
+    with pytest.warns(SlowerKernelsWarning, match=r"head dim is 256; it takes .* up to 128; impl"):
+        assert choose(None, capability=9.0, dim=256, backward=True).name == "triton"
+    with pytest.warns(SlowerKernelsWarning, match="takes 'xla' here.*query is float64"):
+        assert choose(None, capability=9.0, dtype="float64") is XLA
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu", "xla"])
+def test_a_choice_by_name_is_not_commented_on(jax_version, implementation):
+    with warnings.catch_warnings(action="error"):
+        assert choose(implementation, capability=9.0).name == implementation
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability"), [("gpu", 8.0), ("gpu", 10.0), ("gpu", None), ("cpu", None)]
+)
+def test_other_devices_are_not_warned(jax_version, platform, capability):
+    with warnings.catch_warnings(action="error"):
+        assert choose(None, platform, capability).name in ("triton", "xla")
 
 
 def test_triton_takes_the_tiles_of_the_gpu():
