@@ -365,7 +365,7 @@ _CANDIDATES = (MOSAIC_GPU, TRITON, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
 # linked, and gives every warpgroup of a linked kernel as many registers as every other. Those that
-# compute then spill, and the Triton kernels are faster. By name the Mosaic kernels run all the same.
+# compute then spill, and the Triton kernels are faster. By name the Mosaic kernels still run.
 LINKED_SINCE = (0, 12)
 
 
