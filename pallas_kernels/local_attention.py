@@ -372,6 +372,7 @@ LINKED_SINCE = (0, 12)
 class SlowerKernelsWarning(UserWarning):
     """``implementation=None`` passes Hopper's own kernels over on a Hopper GPU."""
 
+
 # "reference" is for tests: chosen by name, never offered.
 _BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
 NAMES = ("mosaic_gpu", "triton", "xla")

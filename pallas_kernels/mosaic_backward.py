@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import Pair, half_dtype, half_shape
+from pallas_kernels.arrays import Pair, half_dtype, half_shape, halves
 from pallas_kernels.mosaic_configs import DS_BUFFERS, SLOTS, WARPGROUP_ROWS, MosaicConfig
 from pallas_kernels.mosaic_items import Barriers, Items, Line, each_item
 from pallas_kernels.mosaic_operands import Halves, call, roles, token_operands
@@ -87,6 +87,14 @@ class _Stats:
         return (self.stages + self.do_stages) * self.block_q + 2 * slot + which
 
 
+def log2_stats(lse: jax.Array, delta: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """lse in base 2, and ``scale`` times delta: made once a call, not for every tile of scores.
+
+    The lse of a row that sees no key becomes so large that no weight is left.
+    """
+    return jnp.where(lse == -jnp.inf, _NO_KEYS, lse * LOG2_E), delta * scale
+
+
 def backward(
     qdo: Pair,
     kv: Pair,
@@ -108,7 +116,7 @@ def backward(
     kv_length, kv_heads = half_shape(kv)[1:3]
     dtype = half_dtype(qdo)
     groups = heads // kv_heads
-    queries, keys, rows_of = Halves.of(qdo), Halves.of(kv), Halves.of(stats)
+    queries, keys = Halves.of(qdo), Halves.of(kv)
     block_q, block_kv = config.block_q, config.block_kv
     stages, do_stages = config.stages, config.do_stages or config.stages
     rows = WARPGROUP_ROWS
@@ -117,6 +125,9 @@ def backward(
     tiles, q_tiles = pl.cdiv(kv_length, block_kv), pl.cdiv(q_length, block_q)
     tokens, token_refs = token_operands(spec, (q_tokens, block_q), (kv_tokens, block_kv))
     factor, half = log2_factor(spec), dim // 2
+    # With the scale in dS no gradient needs it any more: one multiplication and addition a score in
+    # place of an addition, and none for dQ. float16 would lose small dS to underflow.
+    scaled = dtype == jnp.bfloat16
     stats_of = _Stats(block_q, stages, do_stages)
     # Barriers: K and V here, free; dS here; q and dO here, free; numbers of items here, free.
     counts = (1, 1, 1, stages, do_stages, stages, do_stages, SLOTS, SLOTS)
@@ -178,12 +189,12 @@ def backward(
             def _(step):
                 tile_at, head = at(item, step)
                 some = pl.ds(tile_at * block_q, block_q)
-                second, third = row + queries.offset, row + rows_of.offset
+                second = row + queries.offset
                 copies = (
                     (q_ref.at[row, some, head], q_smem, lse_ref.at[row, head, some], stats_of.lse),
                     (
                         do_ref.at[second, some, head], do_smem,
-                        delta_ref.at[third, head, some], stats_of.delta,
+                        delta_ref.at[row, head, some], stats_of.delta,
                     ),
                 )  # fmt: skip
                 barriers = ((q_here, q_free, stages), (do_here, do_free, do_stages))
@@ -214,7 +225,7 @@ def backward(
         def add_dq(row, q_tile, head, part, warpgroup, lanes, predicate=None):
             """Adds half the lanes of a step's dQ to device memory."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            sum_smem[warpgroup] = part * spec.scale
+            sum_smem[warpgroup] = part if scaled else part * spec.scale
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 sum_smem.at[warpgroup],
@@ -286,16 +297,16 @@ def backward(
                     if kv_length % block_kv:
                         outside = beyond(me) if beyond_once is None else beyond_once
                         scores = scores + along_rows(outside, scores.shape)
-                    shift = plgpu.load(stats_smem.at[stats_of.lse(slot)], layout=COLUMNS) * LOG2_E
+                    shift = plgpu.load(stats_smem.at[stats_of.lse(slot)], layout=COLUMNS)
                     if masked:
                         scores = mask(scores, q_tile)
-                        shift = jnp.where(shift == -jnp.inf, _NO_KEYS, shift)
                     shift = along_columns(shift, scores.shape)
                     p = pin(jnp.exp2(scores * factor - shift))
                     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                     dp, p = pin(dp, p)
                     wait_for_queries(step + 1)
                     delta = plgpu.load(stats_smem.at[stats_of.delta(do_slot)], layout=COLUMNS)
+                    dp = dp * spec.scale if scaled else dp
                     ds = p * (dp - along_columns(delta, p.shape))
                     if spec.logits_soft_cap is not None:
                         # From the weights: no registers are left to keep the scores in. Where a
@@ -358,7 +369,7 @@ def backward(
             plgpu.barrier_arrive(kv_free)
             row, kv_head, tile = again()
             add_dq(row, q_tile, head, part, warpgroup, my_lanes)
-            for which, gradient in enumerate((dk * spec.scale, dv)):
+            for which, gradient in enumerate((dk if scaled else dk * spec.scale, dv)):
                 for start in (0, half):
                     part = gradient[:, start : start + half]
                     write_dkv(row, kv_head, tile, warpgroup, which, start, part)
@@ -409,7 +420,7 @@ def backward(
         plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=sum(counts)),
     ]
     packed_dkv = (2 * batch, *half_shape(kv)[1:])
-    lse = rows_of.first
+    lse, delta = log2_stats(*halves(stats), spec.scale if scaled else 1.0)
     if dq is None:
         # Not before the queries are there: in a ring, zeros for all its steps would lie in wait.
         # Of a zero of this call's own: those of equal ones would be made once, and copied.
@@ -421,7 +432,7 @@ def backward(
     ]
     operands = [
         bounds, queries.first, queries.second, keys.first, keys.second,
-        lse, rows_of.second, *tokens,
+        lse, delta, *tokens,
     ]  # fmt: skip
     dq, dkv = call(
         body, "burst_backward", items=items, warpgroups=_WARPGROUPS,
