@@ -10,6 +10,7 @@ import compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import KERNELS, gradient
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
@@ -21,27 +22,11 @@ from pallas_kernels.triton_configs import SHARED_MEMORY, TritonConfig, triton_co
 pytestmark = pytest.mark.cuda_compiler
 
 GPUS = ("a100", "h100")
-# Ids name the GPU and the kernels, which are never left to the library's choice here.
-KERNELS = pytest.mark.parametrize(
-    ("gpu", "kernels"),
-    [("a100", "triton"), ("h100", "mosaic_gpu")],
-    ids=["a100-triton", "h100-mosaic_gpu"],
-)
 
 
 def attend(mesh, **options):
     options = {"is_causal": True, "layout": "zigzag", **options}
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
-
-
-def gradient(attention):
-    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
-
-    def run(query, key, value):
-        out, vjp = jax.vjp(attention, query, key, value)
-        return vjp(out)
-
-    return run
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

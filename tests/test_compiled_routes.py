@@ -8,9 +8,9 @@ import compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import KERNELS, gradient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_compiled import KERNELS, gradient
 
 import burst_jax
 from burst_jax.models import DecoderConfig

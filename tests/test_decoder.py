@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
-from meshes import assert_close, make_mesh, random_like, relative_rms
+from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
@@ -97,7 +97,7 @@ def one_device():
     ids=["zigzag-n8", "striped-data2-n4", "contiguous-n4", "zigzag-data2-n4-explicit"],
 )
 def test_ring_equals_one_device(data, seq, layout, kind):
-    hidden, grads = hidden_and_grads(make_mesh(data, seq, kind), layout)
+    hidden, grads = hidden_and_grads(make_mesh(data, seq, kind=kind), layout)
     want_hidden, want_grads = one_device()
     assert relative_rms(hidden, want_hidden) < 1e-5
     assert_close(grads, want_grads, 1e-5)
@@ -113,7 +113,7 @@ def test_ring_equals_one_device(data, seq, layout, kind):
     ids=["two_levels", "heads_exchanged"],
 )
 def test_other_rings_equal_one_device(names, axes, kind):
-    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(kind,) * 3)
+    mesh = mesh_of(kind, **dict.fromkeys(names, 2))
     hidden, grads = hidden_and_grads(mesh, "zigzag", **axes)
     want_hidden, want_grads = one_device()
     assert relative_rms(hidden, want_hidden) < 1e-5

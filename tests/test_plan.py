@@ -13,8 +13,8 @@ import sys
 import compiled
 import numpy as np
 import pytest
+from compiled import gradient
 from ring_cases import kept_scores
-from test_compiled import gradient
 
 import burst_jax
 from burst_jax.bench.results import gib

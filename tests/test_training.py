@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
+from jaxprs import equations
 from meshes import assert_close, make_mesh
 
 from burst_jax.layout import from_layout, positions
@@ -181,19 +182,6 @@ def test_bfloat16_loss_accumulates_in_float32():
     assert_close(grads, want_grads, 1e-2)
 
 
-def equations(jaxpr):
-    """All equations, with those inside, each with the primitives around it."""
-    for equation in jaxpr.eqns:
-        yield equation, ()
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                for nested, around in equations(inner):
-                    yield nested, (equation.primitive.name, *around)
-
-
 def test_no_chunk_too_many_logits_and_no_sum_per_chunk():
     seq, chunk = 4, 3
     inputs = loss_inputs()
@@ -297,7 +285,7 @@ ROWS = np.random.default_rng(5).integers(0, 20, (2, 31))
 
 @functools.cache
 def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
-    mesh = make_mesh(data, seq, kind)
+    mesh = make_mesh(data, seq, kind=kind)
     optimizer = make_optimizer(1e-2, steps, warmup_steps=2)
     config = dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
     graphdef, params, opt_state = init_train_state(
@@ -342,7 +330,7 @@ def test_states_are_donated_and_stay_replicated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
     for leaf in jax.tree.leaves((params, opt_state)):
         assert leaf.sharding.is_fully_replicated
-        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2}
+        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2, "model": 1}
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from cases import packed_segments
 from implementations import QUICK
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import burst_jax
 
@@ -68,9 +68,7 @@ class Ring:
 
     def mesh(self):
         shape = self.sizes + ((self.exchange,) if self.exchange > 1 else ())
-        devices = jax.devices()[: math.prod(shape)]
-        kinds = (AxisType.Auto,) * len(shape)
-        return jax.make_mesh(shape, self.names, axis_types=kinds, devices=devices)
+        return mesh_of(**dict(zip(self.names, shape, strict=True)))
 
 
 def case_id(case):

@@ -10,12 +10,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+# Ids name the GPU and the kernels, which are never left to the library's choice here.
+KERNELS = pytest.mark.parametrize(
+    ("gpu", "kernels"),
+    [("a100", "triton"), ("h100", "mosaic_gpu")],
+    ids=["a100-triton", "h100-mosaic_gpu"],
+)
 
 
 def cuda_compiler_present():
@@ -60,6 +68,16 @@ def inputs(mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batc
 def segment_ids(mesh, tokens, batch=1):
     sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
     return jax.ShapeDtypeStruct((batch, tokens * mesh.size), jnp.int32, sharding=sharding)
+
+
+def gradient(attention):
+    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
+
+    def run(query, key, value):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return vjp(out)
+
+    return run
 
 
 def compile_for(function, *shapes, **options):

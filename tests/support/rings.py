@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import compare
 import dense
 import jax
 import numpy as np
 from implementations import quick_jit
-from jax.sharding import AxisType
+from meshes import assert_close as assert_close
+from meshes import make_mesh as make_mesh
 
 import burst_jax
 
-AXES = ("data", "seq", "model")
 B, T, N, K, H = 2, 32, 4, 2, 8
 CAUSAL = dense.Mask(is_causal=True)
-
-
-def make_mesh(*shape, kind=AxisType.Auto):
-    """A mesh ("data", "seq", "model") over the first devices."""
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, AXES, axis_types=(kind,) * 3, devices=devices)
 
 
 def make_inputs(seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H):
@@ -37,14 +30,6 @@ def one_device(arrays, cotangents, mask=CAUSAL):
     """``(out, lse, dq, dk, dv)`` of dense attention in float64."""
     keep = mask.dense(None, None, arrays[0].shape[1], arrays[1].shape[1])
     return dense.truth(*arrays, keep, *cotangents, mask.soft_cap)
-
-
-def assert_close(got, want, limit=1e-6):
-    """Every result's relative RMS error is float32 rounding."""
-    for name, g, w in zip(compare.NAMES, got, want, strict=True):
-        assert np.abs(w[np.isfinite(w)]).max() > 0, name
-        _, rms = compare.errors(g, w)
-        assert rms < limit, f"{name}: relative RMS {rms:.2g}"
 
 
 def attend(mesh, layout="zigzag", **options):

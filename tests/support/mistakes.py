@@ -5,12 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-
-
-def make_mesh(data=1, seq=4, kind=AxisType.Auto):
-    devices = jax.devices()[: data * seq]
-    return jax.make_mesh((data, seq), ("data", "seq"), axis_types=(kind,) * 2, devices=devices)
+from meshes import make_mesh
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -27,7 +22,7 @@ def good():
         "query": zeros(B, T, N, H),
         "key": zeros(*KV),
         "value": zeros(*KV),
-        "mesh": make_mesh(),
+        "mesh": make_mesh(seq=4),
     }
 
 
@@ -269,7 +264,7 @@ GLOBAL = {
     "head-parallel-length": (
         lambda: {
             "query": zeros(B, 20, N, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         r"query's length T is 20: it must be a multiple of 8, the devices on seq_axis 'seq'",
@@ -279,7 +274,7 @@ GLOBAL = {
             "query": zeros(B, T, 3, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         "head_parallel_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
@@ -289,7 +284,7 @@ GLOBAL = {
             "query": zeros(B, T, 6, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         "head_parallel_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
@@ -323,7 +318,7 @@ GLOBAL = {
             "query": zeros(3, T, N, H),
             "key": zeros(3, T, K, H),
             "value": zeros(3, T, K, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "batch_axis": "data",
         },
         r"batch size B is 3: it must be a multiple of 2, the size of mesh axes \('data',\)",
@@ -333,7 +328,7 @@ GLOBAL = {
             "query": zeros(B, T, 3, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_axis": "data",
         },
         "number of query heads N is 3: it must be a multiple of 2, the size of mesh axes",
@@ -342,7 +337,7 @@ GLOBAL = {
         lambda: {
             "key": zeros(B, T, 1, H),
             "value": zeros(B, T, 1, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_axis": "data",
         },
         "number of key/value heads K is 1: it must be a multiple of 2",
