@@ -1,4 +1,4 @@
-"""``make`` finds a Python: on machines that are pretended, with the interpreters they would have."""
+"""``make`` finds a Python: on machines that are pretended, with the Pythons they would have."""
 
 from __future__ import annotations
 
