@@ -10,6 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
 from flax import nnx
 from implementations import quick_jit
@@ -42,10 +43,11 @@ def params():
     return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
 
 
-def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, **axes):
+def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, weights=None, **axes):
     """Hidden states in natural order and all weights' gradients for one random cotangent.
 
-    ``axes``: seq_axis and head_parallel_axis, if they are not the defaults.
+    ``weights``: None for those of :func:`params`. ``axes``: seq_axis and head_parallel_axis, if
+    they are not the defaults.
     """
     ring = flat_names(axes.get("seq_axis", "seq"))
     n = math.prod(mesh.shape[axis] for axis in ring)
@@ -69,14 +71,15 @@ def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, **axes):
         sharded = jax.device_put(
             to_layout(cotangent, layout, n), jax.NamedSharding(mesh, jax.P(*spec, None))
         )
-        replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
+        weights = params() if weights is None else weights
+        replicated = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
         hidden, grads = jax.device_get(run(replicated, placed, sharded))
     return from_layout(hidden, layout, n), without_head(grads)
 
 
 def without_head(grads):
     """Hidden states do not depend on the output projection."""
-    grads = nnx.to_pure_dict(grads)
+    grads = dict(grads) if isinstance(grads, dict) else nnx.to_pure_dict(grads)
     assert not grads.pop("head")["kernel"].any()
     return grads
 
@@ -84,6 +87,33 @@ def without_head(grads):
 @functools.cache
 def one_device():
     return hidden_and_grads(make_mesh(), "contiguous")
+
+
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+def test_one_device_equals_the_formula(qk_norm):
+    """What the rings are held to, itself held to the formula in float64."""
+    config = dataclasses.replace(CONFIG, qk_norm=qk_norm, rope_theta=300.0)
+    state = nnx.state(Decoder(config, rngs=nnx.Rngs(0), mesh=make_mesh()))
+    # Scales of 1 would hide one norm's in another's place.
+    rng = np.random.default_rng(1)
+    scaled = jax.tree.map(lambda x: x * rng.uniform(0.5, 2.0, x.shape).astype(np.float32), state)
+    hidden, grads = hidden_and_grads(make_mesh(), "contiguous", config, weights=scaled)
+    tokens, segments = ROWS[:, :-1], SEGMENTS[:, :-1]
+    keep = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
+    keep &= np.tril(np.ones((T, T), bool))
+    pos = np.tile(np.arange(T), (B, 1))
+    cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float32), 3)
+
+    def formula(params):
+        return plain_model.decoder(params, tokens, pos, keep, 300.0, CONFIG.logits_soft_cap)
+
+    with jax.enable_x64(True):
+        params64 = jax.tree.map(jnp.asarray, plain_model.float64(nnx.to_pure_dict(scaled)))
+        want, vjp = jax.vjp(formula, params64)
+        want_grads = without_head(vjp(jnp.asarray(cotangent, jnp.float64))[0])
+        want, want_grads = jax.device_get((want, want_grads))
+    assert relative_rms(hidden, want) < 1e-5
+    assert_close(grads, want_grads, 1e-5)
 
 
 @pytest.mark.parametrize(

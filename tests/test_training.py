@@ -8,7 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
+from flax import nnx
 from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
 from jaxprs import equations
@@ -117,18 +119,13 @@ def loss_inputs(dtype=jnp.float32):
     return hidden, kernel, jnp.asarray(targets), jnp.asarray(weights)
 
 
-def dense_loss(hidden, kernel, targets, weights):
-    """Float64, all logits at once."""
-    log_probs = jax.nn.log_softmax(hidden @ kernel)
-    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return -jnp.sum(weights * picked)
-
-
 def dense_results(hidden, kernel, targets, weights, cotangent):
     arrays = [np.asarray(x, np.float64) for x in (hidden, kernel)]
     others = np.asarray(targets), np.asarray(weights, np.float64)
     with jax.enable_x64(True):
-        total, vjp = jax.vjp(lambda h, k: dense_loss(h, k, *others), *map(jnp.asarray, arrays))
+        total, vjp = jax.vjp(
+            lambda h, k: plain_model.cross_entropy(h @ k, *others), *map(jnp.asarray, arrays)
+        )
         return jax.device_get((total, vjp(jnp.float64(cotangent))))
 
 
@@ -316,6 +313,47 @@ def test_steps_reduce_the_loss():
     assert [m["learning_rate"] for m in history] == pytest.approx(rates)
 
 
+def test_the_first_step_is_of_the_mean_loss():
+    """Its loss, the norm of its gradients, and where Adam goes at first: against the gradients."""
+    mesh, optimizer = make_mesh(), make_optimizer(1e-2, 10, warmup_steps=0, weight_decay=0.5)
+    graphdef, params, opt_state = init_train_state(CONFIG, optimizer, mesh, 0)
+    rows = ROWS[:, :-1], ROWS[:, 1:]
+    segments = np.ones_like(ROWS, dtype=np.int32)
+    segments[0, 20:] = 0
+    batch = make_batch(ROWS, segment_ids=segments)
+    weights = batch["weights"].astype(np.float64)
+    keep = np.tril(np.ones((2, 30, 30), bool))
+    keep &= (segments[:, :-1, None] != 0) & (segments[:, None, :-1] != 0)
+    assert weights.sum() == 19 + 30
+    before = plain_model.float64(nnx.to_pure_dict(params))
+
+    def mean_loss(params):
+        pos = np.tile(np.arange(30), (2, 1))
+        hidden = plain_model.decoder(params, rows[0], pos, keep, CONFIG.rope_theta)
+        logits = hidden @ params["head"]["kernel"]
+        return plain_model.cross_entropy(logits, rows[1], weights) / weights.sum()
+
+    with jax.enable_x64(True):
+        value_and_grad = jax.value_and_grad(mean_loss)
+        loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, before)))
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
+    params, opt_state, metrics = step(params, opt_state, place_batch(batch, mesh))
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    # Adam's first step is the sign of the gradient, where that is well above Adam's epsilon;
+    # matrices decay beside it by the learning rate times a half.
+    clipped = jax.tree.map(lambda g: g / max(norm, 1.0), grads)
+    after = plain_model.float64(nnx.to_pure_dict(params))
+    old, new, slopes = (dict(jax.tree.leaves_with_path(x)) for x in (before, after, clipped))
+    for path, slope in slopes.items():
+        sure = np.abs(slope) > 1e-5
+        assert sure.any(), path
+        decay = 0.5 * old[path] if path[-1].key == "kernel" else 0
+        want = -1e-2 * (np.sign(slope) + decay)
+        np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
+
+
 def test_steps_on_a_ring_equal_steps_on_one_device():
     ring, single = trained(2, 2), trained(1, 1)
     assert_close(jax.device_get(ring[1]), jax.device_get(single[1]), 2e-3)
@@ -347,6 +385,13 @@ def test_explicit_axes_train_too():
     auto = trained(2, 2)[4]
     assert explicit[0]["loss"] == pytest.approx(auto[0]["loss"], rel=1e-6)
     assert explicit[0]["grad_norm"] == pytest.approx(auto[0]["grad_norm"], rel=1e-5)
+
+
+def test_evaluation_counts_every_target_once():
+    """The mean is over targets, not over batches, which may have different numbers of them."""
+    result = evaluate(lambda params, batch: batch, None, [(6.0, 4.0), (30.0, 8.0), (0.0, 0.0)])
+    assert (result.nll, result.tokens) == (3.0, 12)
+    assert result.perplexity == pytest.approx(np.exp(3.0))
 
 
 def test_nothing_to_evaluate_raises():
