@@ -147,5 +147,8 @@ def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
     forward, backward = compiled.loop_schedules(program)
     assert [name for kind, name in forward if kind == "kernel"] == ["burst_forward"] * n
     assert all(compiled.beside(forward))
-    assert ("kernel", "burst_forward") not in backward
     assert all(compiled.beside(backward))
+    # At home in two parts; no kernel a second time for whoever else reads its results.
+    names = {"mosaic_gpu": ["burst_backward"], "triton": ["burst_dkv", "burst_dq"]}[kernels]
+    ran = [name for kind, name in backward if kind == "kernel"]
+    assert sorted(ran) == sorted(names * (n + 1))

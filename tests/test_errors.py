@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -57,7 +59,8 @@ def test_every_table_row_changes_something_good():
     """No row raises because its table is wrong: each names an argument that exists."""
     for change, message in (SHARED | GLOBAL).values():
         assert set(change()) <= set(good()) | set(burst_jax.burst_attention.__kwdefaults__)
-        assert len(message) > 20
+        # A message that matches anything would let every row pass.
+        assert not re.search(message, "")
 
 
 def test_traced_scale():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import all_pairs, packed_segments
+from cases import all_pairs, few_of, packed_segments
 from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK
 
@@ -54,6 +54,11 @@ CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
 if ON_GPU:
     KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_gpu": ("mosaic_gpu",)}
     CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
+# In the quick tier every level is met, in all tests every pair of levels (on a GPU: all are quick).
+QUICK_BY_NAME = {
+    name: indices if ON_GPU else [CASES.index(case) for case in few_of([CASES[i] for i in indices])]
+    for name, indices in CASES_BY_NAME.items()
+}
 # Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
 # the worst element of a float32 result.
 ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
@@ -192,13 +197,19 @@ def assert_zero_where_blind(got, keep):
     assert (dv[unseen] == 0).all()
 
 
-indices = pytest.mark.parametrize("index", range(len(CASES)), ids=[case_id(case) for case in CASES])
+def slow_unless(quick):
+    return () if quick else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("index", "name"),
     [
-        pytest.param(index, name, id=f"{name}-{case_id(case)}")
+        pytest.param(
+            index,
+            name,
+            id=f"{name}-{case_id(case)}",
+            marks=slow_unless(index in QUICK_BY_NAME[name]),
+        )
         for index, case in enumerate(CASES)
         for name in CASES_BY_NAME
         if index in CASES_BY_NAME[name]
@@ -213,7 +224,13 @@ def test_as_exact_as_dense(index, name):
     assert_zero_where_blind(got, make_inputs(index).keep)
 
 
-@indices
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, id=case_id(case), marks=slow_unless(ON_GPU or case in few_of(CASES)))
+        for index, case in enumerate(CASES)
+    ],
+)
 def test_reference_equals_autodiff_in_float64(index):
     """The oracle of the others, itself held to the gradients of dense softmax attention."""
     truth, _ = oracle(index)
@@ -227,10 +244,11 @@ def test_reference_equals_autodiff_in_float64(index):
     assert_zero_where_blind(got, make_inputs(index).keep)
 
 
+@pytest.mark.parametrize("tier", [CASES_BY_NAME, QUICK_BY_NAME], ids=["all", "quick"])
 @pytest.mark.parametrize("name", CASES_BY_NAME)
-def test_every_level_is_met(name):
+def test_every_level_is_met(name, tier):
     for factor, levels in FACTORS.items():
-        assert {CASES[index][factor] for index in CASES_BY_NAME[name]} == set(levels), factor
+        assert {CASES[index][factor] for index in tier[name]} == set(levels), factor
 
 
 def test_cases_have_rows_and_keys_that_see_nothing():

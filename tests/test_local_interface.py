@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from implementations import IMPLEMENTATIONS, QUICK, SMALL
 from jax.experimental import pallas as pl
+from jaxprs import equations
 
 from pallas_kernels import REFERENCE, XLA, AttentionSpec, Tiles, Tokens, triton, xla
 
@@ -265,6 +266,32 @@ def test_xla_backward_reads_no_tile_outside_the_bounds():
         np.testing.assert_array_equal(a, b)
     assert not got[0][:, 32:].any()
     assert not got[1][:, :, ~seen].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_float32_products_are_not_rounded_to_tf32(name, dtype):
+    """As a GPU's matrix instructions would by default, where a CPU's results show nothing of it."""
+    q, kv, stats, *_ = small()
+    q, kv = q.astype(dtype), kv.astype(dtype)
+    tokens, local = (tokens_at(np.arange(40)), tokens_at(np.arange(50))), IMPLEMENTATIONS[name]
+
+    def both(q, kv):
+        bounds = local.forward_bounds(SPEC, q, kv, *tokens)
+        tables = local.backward_bounds(SPEC, q, kv, *tokens)
+        out = local.forward(q, kv, *tokens, bounds, spec=SPEC)
+        return out, local.backward((q, q), kv, stats, *tokens, tables, spec=SPEC)
+
+    products = [
+        equation
+        for equation, _ in equations(jax.make_jaxpr(both)(q, kv).jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
+    assert len(products) >= 2 + 5
+    for product in products:
+        assert product.outvars[0].aval.dtype == jnp.float32
+        if dtype == "float32":
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ def assert_exact(case, **options):
     inputs = make_inputs(case)
     got = ring_results(case, *inputs, **options)
     truth, one_device, keep = oracle(case, *inputs)
+    kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
+    assert tuple(x.dtype.name for x in got) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
     blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
     unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])
