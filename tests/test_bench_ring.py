@@ -52,8 +52,11 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "names"),
-    [(CAUSAL, OURS + DENSE), (FULL, ("one GPU", *DENSE)), (WINDOW, ("one GPU", "contiguous"))],
-    ids=["causal", "full", "window"],
+    [
+        pytest.param(CAUSAL, OURS + DENSE, id="causal", marks=pytest.mark.slow),  # fifteen programs
+        pytest.param(FULL, ("one GPU", *DENSE), id="full"),
+        pytest.param(WINDOW, ("one GPU", "contiguous"), id="window"),
+    ],
 )
 def test_all_ways_agree(case, names, quick):
     problem, noted = ring.Problem(case, N), {}

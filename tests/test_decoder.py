@@ -109,9 +109,14 @@ def test_one_device_equals_the_formula(qk_norm):
 
     with jax.enable_x64(True):
         params64 = jax.tree.map(jnp.asarray, plain_model.float64(nnx.to_pure_dict(scaled)))
-        want, vjp = jax.vjp(formula, params64)
-        want_grads = without_head(vjp(jnp.asarray(cotangent, jnp.float64))[0])
-        want, want_grads = jax.device_get((want, want_grads))
+
+        @quick_jit
+        def run(params, cotangent):
+            want, vjp = jax.vjp(formula, params)
+            return want, vjp(cotangent)[0]
+
+        want, want_grads = run(params64, jnp.asarray(cotangent, jnp.float64))
+        want, want_grads = jax.device_get((want, without_head(want_grads)))
     assert relative_rms(hidden, want) < 1e-5
     assert_close(grads, want_grads, 1e-5)
 
@@ -120,8 +125,8 @@ def test_one_device_equals_the_formula(qk_norm):
     ("data", "seq", "layout", "kind"),
     [
         (1, 8, "zigzag", AxisType.Auto),
-        (2, 4, "striped", AxisType.Auto),
-        (1, 4, "contiguous", AxisType.Auto),
+        pytest.param(2, 4, "striped", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(1, 4, "contiguous", AxisType.Auto, marks=pytest.mark.slow),
         (2, 4, "zigzag", AxisType.Explicit),
     ],
     ids=["zigzag-n8", "striped-data2-n4", "contiguous-n4", "zigzag-data2-n4-explicit"],
@@ -133,14 +138,20 @@ def test_ring_equals_one_device(data, seq, layout, kind):
     assert_close(grads, want_grads, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+TWO_LEVELS = ("data", "outer", "inner"), {"seq_axis": ("outer", "inner")}
+EXCHANGED = ("data", "seq", "heads"), {"head_parallel_axis": "heads"}
+
+
 @pytest.mark.parametrize(
-    ("names", "axes"),
+    ("names", "axes", "kind"),
     [
-        (("data", "outer", "inner"), {"seq_axis": ("outer", "inner")}),
-        (("data", "seq", "heads"), {"head_parallel_axis": "heads"}),
+        pytest.param(*TWO_LEVELS, AxisType.Auto, id="two_levels-auto"),
+        pytest.param(
+            *TWO_LEVELS, AxisType.Explicit, id="two_levels-explicit", marks=pytest.mark.slow
+        ),
+        pytest.param(*EXCHANGED, AxisType.Auto, id="heads_exchanged-auto", marks=pytest.mark.slow),
+        pytest.param(*EXCHANGED, AxisType.Explicit, id="heads_exchanged-explicit"),
     ],
-    ids=["two_levels", "heads_exchanged"],
 )
 def test_other_rings_equal_one_device(names, axes, kind):
     mesh = mesh_of(kind, **dict.fromkeys(names, 2))
@@ -192,11 +203,15 @@ def compiled_gradient(remat):
     return compiled, compiled(replicated, placed, cotangent)
 
 
+# Of these three tests the first that runs compiles three programs, optimized as they ship.
+
+
 @functools.cache
 def compiled_gradients():
     return {remat: compiled_gradient(remat) for remat in ("none", "keep_attention", "full")}
 
 
+@pytest.mark.slow
 def test_remat_runs_no_second_forward_ring():
     permutes = {
         remat: len(re.findall(r"= .* collective-permute(?:-start)?\(", compiled.as_text()))
@@ -209,12 +224,14 @@ def test_remat_runs_no_second_forward_ring():
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient():
     grads = {remat: without_head(g) for remat, (_, g) in compiled_gradients().items()}
     for remat in ("keep_attention", "full"):
         assert_close(grads[remat], grads["none"], 1e-6)
 
 
+@pytest.mark.slow
 def test_no_device_gathers_tokens():
     for compiled, _ in compiled_gradients().values():
         assert "all-gather" not in compiled.as_text()

@@ -69,6 +69,7 @@ def losses(out):
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow  # two runs; the next test is one, without its end
 def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_path):
     curves = []
     for mesh in ("data=2,seq=4", "seq=2"):

@@ -112,7 +112,9 @@ def test_gradients_are_added_to_what_is_given(name, given):
         assert np.abs(new).max() > 0.1
 
 
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "right", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(0, id="causal")]
+)
 @pytest.mark.parametrize(
     "name", [x for x in IMPLEMENTATIONS if x not in ("reference", "mosaic_gpu")]
 )

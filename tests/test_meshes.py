@@ -34,8 +34,8 @@ import burst_jax
     [
         ((1, 8, 1), None, None),
         ((2, 2, 2), "data", "model"),
-        ((1, 4, 2), None, ("model",)),
-        ((2, 4, 1), ("data",), None),
+        pytest.param((1, 4, 2), None, ("model",), marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), ("data",), None, marks=pytest.mark.slow),
         ((2, 2, 2), ("data", "model"), None),
         ((1, 4, 2), ("data",), ("model",)),
     ],

@@ -334,7 +334,7 @@ def test_the_first_step_is_of_the_mean_loss():
         return plain_model.cross_entropy(logits, rows[1], weights) / weights.sum()
 
     with jax.enable_x64(True):
-        value_and_grad = jax.value_and_grad(mean_loss)
+        value_and_grad = quick_jit(jax.value_and_grad(mean_loss))
         loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, before)))
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
     step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
@@ -372,6 +372,7 @@ def test_states_are_donated_and_stay_replicated():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_bfloat16_step_follows_float32():
     half, full = trained(2, 2, "bfloat16"), trained(2, 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(half[1])} == {jnp.dtype(jnp.float32)}
@@ -380,6 +381,7 @@ def test_bfloat16_step_follows_float32():
     assert got != want
 
 
+@pytest.mark.slow
 def test_explicit_axes_train_too():
     explicit = trained(2, 2, steps=3, kind=AxisType.Explicit)[4]
     auto = trained(2, 2)[4]

@@ -63,7 +63,13 @@ def test_gradient_through_lse_alone(backward):
     assert not np.asarray(got[2]).any()
 
 
-@pytest.mark.parametrize("axes", [0, (1, 0, 2)], ids=["first_axis", "mixed_axes"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(0, id="first_axis", marks=pytest.mark.slow),
+        pytest.param((1, 0, 2), id="mixed_axes"),
+    ],
+)
 def test_vmap(axes):
     parts = [make_inputs(seed) for seed in range(3)]
     arrays, cotangents = jax.tree.map(lambda *xs: np.stack(xs), *parts)
@@ -252,7 +258,9 @@ def test_the_residual_is_optional():
     assert (lse.shape, lse.dtype) == ((B, T, N), jnp.float32)
 
 
-@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize(
+    "backward", ["rotate_kv", pytest.param("rotate_query", marks=pytest.mark.slow)]
+)
 def test_triton_kernels_on_the_ring(backward):
     """Interpreted: carry, packed pairs and bounds as the ring gives them, 64 tokens a shard."""
     arrays, cotangents = make_inputs(batch=1, length=128, heads=2, dim=16)
