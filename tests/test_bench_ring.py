@@ -55,7 +55,7 @@ def quick(monkeypatch):
     [
         pytest.param(CAUSAL, OURS + DENSE, id="causal", marks=pytest.mark.slow),  # fifteen programs
         pytest.param(FULL, ("one GPU", *DENSE), id="full"),
-        pytest.param(WINDOW, ("one GPU", "contiguous"), id="window"),
+        pytest.param(WINDOW, ("one GPU", "contiguous"), id="window", marks=pytest.mark.slow),
     ],
 )
 def test_all_ways_agree(case, names, quick):

@@ -89,7 +89,10 @@ def one_device():
     return hidden_and_grads(make_mesh(), "contiguous")
 
 
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize(
+    "qk_norm",
+    [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="qk_norm")],
+)
 def test_one_device_equals_the_formula(qk_norm):
     """What the rings are held to, itself held to the formula in float64."""
     config = dataclasses.replace(CONFIG, qk_norm=qk_norm, rope_theta=300.0)
