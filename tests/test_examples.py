@@ -100,6 +100,7 @@ def test_ctrl_c_finishes_the_step_and_plots(corpus, tmp_path):
         text=True,
         env=environment(),
     )
+    assert process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith("step 1/"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +21,11 @@ from burst_jax.rope import apply_rope, rope_table
 B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
 
 
-def make_layer(mesh=None, **options):
-    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0)} | options
+def make_layer(mesh=None, **options: Any):
+    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0), **options}
     layer = BurstAttention(D, N, mesh=mesh or make_mesh(), **options)
     if layer.query_norm is not None:  # Scales of 1 would hide a swap or a missing product.
+        assert layer.key_norm is not None
         layer.query_norm.scale[...] = jnp.linspace(0.5, 2.0, H, dtype=jnp.float32)
         layer.key_norm.scale[...] = jnp.linspace(2.0, 0.25, H, dtype=jnp.float32)
     return layer

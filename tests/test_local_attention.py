@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import compare
 import dense
@@ -28,7 +29,7 @@ MASKS = {
     "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
     "cap": dense.Mask(soft_cap=2.0),
 }
-FACTORS = {
+FACTORS: dict[str, tuple] = {
     "mask": tuple(MASKS),
     "order": ("contiguous", "zigzag", "striped"),
     "blocks": (1, 2),
@@ -107,7 +108,8 @@ def make_inputs(index):
     ids = packed_segments(rng, BATCH, SHARDS * max(t, s)) if mask.segments else None
 
     def tokens(at):
-        return Tokens(at, None if ids is None else ids[:, at])
+        segment_ids: Any = None if ids is None else ids[:, at]
+        return Tokens(at, segment_ids)
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
@@ -151,7 +153,8 @@ def attend(implementation, spec, pair, q, kvs, q_tokens, kv_tokens, cotangents):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype."""
     do, dlse = cotangents
     pack = jnp.stack if pair == "packed" else lambda pair: tuple(pair)
-    carry = dq = None
+    carry: Any = None
+    dq: Any = None
     dkvs = []
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
         bounds = implementation.forward_bounds(spec, q, pack(kv), q_tokens, tokens)

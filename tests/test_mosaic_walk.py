@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,7 @@ def run_programs(monkeypatch):
         for program in range(items.programs):
             monkeypatch.setattr(jax.lax, "axis_index", lambda _, p=program: jnp.int32(p))
             line, begun = Tickets(numbers[program]), 0
+            in_its_place: Any = line
 
             def write(into, item, program=program):
                 nonlocal begun
@@ -125,7 +127,7 @@ def run_programs(monkeypatch):
             with jax.disable_jit():
                 each_item(
                     items,
-                    line,
+                    in_its_place,
                     lambda row, tile: Walk(tables, row, tile, last=99),
                     functools.partial(write, visited),
                     taker=taker,

@@ -30,10 +30,10 @@ def route_of(sizes, layout, lengths, window, queries_travel=False):
     return make_route(AXES[len(sizes)], sizes, layout, *lengths, spec, queries_travel)
 
 
-def needed(sizes, *arguments):
+def needed(sizes, layout, lengths, window, queries_travel):
     """Stops at which some device has a score that counts, by the dense mask."""
-    stops = itertools.product(*map(range, sizes))
-    return {stop for stop in stops if any(kept_scores(sizes, *arguments, stop))}
+    of = sizes, layout, lengths, window, queries_travel
+    return {stop for stop in itertools.product(*map(range, sizes)) if any(kept_scores(*of, stop))}
 
 
 @pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])

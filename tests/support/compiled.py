@@ -87,9 +87,23 @@ def compile_for(function, *shapes, **options):
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
+def text_of(program) -> str:
+    """The optimized program."""
+    text = program.as_text()
+    assert text is not None
+    return text
+
+
+def find(pattern: str, text: str) -> re.Match[str]:
+    """The first match of what must be there."""
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in {text[-500:]}"
+    return found
+
+
 def computations(program):
     """``{name: lines}`` of every scheduled computation, lines in the order they run."""
-    text = program.as_text()
+    text = text_of(program)
     assert "is_scheduled=true" in text
     found, lines = {}, []
     for line in text.splitlines():
@@ -115,7 +129,7 @@ def _kernel(opcode, rest):
 def _fused_kernels(program):
     """``{computation: kernel}``: XLA puts a kernel and the slice that it reads into one fusion."""
     kernels, computation = {}, None
-    for line in program.as_text().splitlines():
+    for line in text_of(program).splitlines():
         if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
             computation = header.group(1)
         elif (match := _OPERATION.match(line)) and (kernel := _kernel(*match.group(3, 5))):
@@ -132,7 +146,7 @@ def operations(program, computation="ENTRY"):
 def loop_schedules(program):
     """:func:`schedule` of every loop that runs a ring, in the order in which they run."""
     loops = (
-        re.search(r"\bbody=%([^\s,]+)", rest).group(1)
+        find(r"\bbody=%([^\s,]+)", rest).group(1)
         for _, _, opcode, _, rest in operations(program)
         if opcode == "while"
     )
@@ -180,7 +194,7 @@ def _bytes(type_text):
 
 def crosses(rest, gpus):
     """Whether a permute's first device sends to another host, of so many GPUs each."""
-    source, target = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+    source, target = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
     return int(source) // gpus != int(target) // gpus
 
 

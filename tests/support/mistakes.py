@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +19,7 @@ B, T, N, K, H = 2, 16, 4, 2, 8
 KV = (B, T, K, H)
 
 
-def good():
+def good() -> dict[str, Any]:
     """Arguments that burst_attention takes."""
     return {
         "query": zeros(B, T, N, H),
@@ -31,7 +34,7 @@ def ids(*shape, dtype=np.int32):
 
 
 # What burst_attention and ring_attention check alike; the shapes hold on one device of a ring of 1.
-SHARED = {
+SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "query-rank": (
         lambda: {"query": zeros(T, N, H)},
         r"query has shape \(16, 4, 8\): it must be \[B, T, N, H\]",
@@ -207,7 +210,7 @@ SHARED = {
 }
 
 # What only burst_attention can see: the mesh and global lengths.
-GLOBAL = {
+GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "length-query": (
         lambda: {"query": zeros(B, 18, N, H), "layout": "zigzag"},
         r"query's length T is 18: the zigzag layout over 4 shards needs a multiple of 8; pad to 24 "
@@ -353,7 +356,7 @@ GLOBAL = {
     "mesh-string": (lambda: {"mesh": "seq"}, "mesh is a str: it must be a jax.sharding.Mesh"),
 }
 
-IMPOSSIBLE = {
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "triton-on-cpu": (
         {"implementation": "triton"},
         "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'",

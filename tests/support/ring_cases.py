@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import compare
 import dense
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from cases import packed_segments
 from implementations import IMPLEMENTATIONS, QUICK
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
@@ -59,7 +61,7 @@ class Ring:
         return ring + (("heads",) if self.exchange > 1 else ())
 
     @property
-    def options(self):
+    def options(self) -> dict[str, Any]:
         """As burst_attention's arguments."""
         names = self.names
         if self.exchange == 1:
@@ -68,7 +70,7 @@ class Ring:
 
     def mesh(self):
         shape = self.sizes + ((self.exchange,) if self.exchange > 1 else ())
-        return mesh_of(**dict(zip(self.names, shape, strict=True)))
+        return mesh_of(AxisType.Auto, **dict(zip(self.names, shape, strict=True)))
 
 
 def case_id(case):
@@ -112,7 +114,7 @@ def make_inputs(case, seed=0, scale=1.0):
     return (q, k, v), (do, dlse), segments
 
 
-def ring_results(case, arrays, cotangents, segments, **options):
+def ring_results(case, arrays, cotangents, segments, **options: Any):
     """(out, lse, dq, dk, dv) in natural order.
 
     In small tiles unless ``options`` names another implementation: in the tiles that ship a shard
@@ -124,8 +126,11 @@ def ring_results(case, arrays, cotangents, segments, **options):
     arrays, cotangents, segments = jax.tree.map(
         lambda x: put(burst_jax.to_layout(x, layout, n)), (arrays, cotangents, segments)
     )
-    options = {"backward": case["backward"], "implementation": IMPLEMENTATIONS["xla"]} | options
-    options = ring.options | MASKS[case["mask"]].options | options
+    defaults: dict[str, Any] = {
+        "backward": case["backward"],
+        "implementation": IMPLEMENTATIONS["xla"],
+    }
+    options = ring.options | MASKS[case["mask"]].options | defaults | options
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays, cotangents, segments):
@@ -152,7 +157,8 @@ def ring_results(case, arrays, cotangents, segments, **options):
 def oracle(case, arrays, cotangents, segments):
     """``(truth, one device's results, keep)``."""
     mask = MASKS[case["mask"]]
-    keep = mask.dense(*segments, arrays[0].shape[1], arrays[1].shape[1])
+    q_ids, kv_ids = segments
+    keep = mask.dense(q_ids, kv_ids, arrays[0].shape[1], arrays[1].shape[1])
     args = (*arrays, keep, *cotangents, mask.soft_cap)
     return dense.truth(*args), dense.one_device(*args), keep
 
