@@ -1,4 +1,5 @@
-# make train | make test: each does all its own set-up. make check: lint and types.
+# make train | make test: each does all its own set-up. make test-all: every test, not the quick ones
+# alone. make check: lint and types.
 SHELL := bash
 VENV ?= .venv
 GPU_EXTRA := $(shell .ci/extras)
@@ -13,12 +14,16 @@ STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
 # Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
-.PHONY: train test check format venv clean
+.PHONY: train test test-all check format venv clean
 
 train: $(STAMP)
 	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
 
+# tests/conftest.py says what the two markers are for; the run ends by saying how many it left out.
 test: $(STAMP)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m 'not slow and not cuda_compiler' $(PYTEST_ARGS)
+
+test-all: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 check:

@@ -23,7 +23,24 @@ if not ON_GPU:
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-_NOT_RUN = pytest.StashKey[int]()
+# What keeps a test out of ``make test``, why, and what runs it. Of several the last one counts.
+TIERS = {
+    "slow": (
+        "further cases of what quick tests show, or seconds of compiling and training",
+        "make test-all runs them",
+    ),
+    "cuda_compiler": (
+        "compiles for A100 and H100; needs JAX's CUDA plugin, no GPU",
+        "make test-all runs them"
+        if compiled.cuda_compiler_present()
+        else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
+    ),
+    "hopper_kernels": (
+        "compiles for H100 and reads what the compiler of one kernel says; JAX before 0.12",
+        ".ci/run runs them with the oldest JAX",
+    ),
+}
+_NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser):
@@ -41,12 +58,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "cuda_compiler: compiles for A100 and H100; needs JAX's CUDA plugin, no GPU"
-    )
-    config.addinivalue_line(
-        "markers", "hopper_kernels: of those, what the compiler of one kernel says; JAX before 0.12"
-    )
+    for marker, (reason, _) in TIERS.items():
+        config.addinivalue_line("markers", f"{marker}: {reason}")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,16 +77,39 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(
             f"{len(away)} tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'"
         )
-    config.stash[_NOT_RUN] = len(away)
     config.hook.pytest_deselected(items=away)
     items[:] = [item for item in items if item not in away]
 
 
+# Tests that were deselected are counted where they were collected, which under pytest-xdist is in
+# every worker, and reported where the run ends.
+
+
+def pytest_deselected(items):
+    for item in items:
+        counts = item.config.stash.setdefault(_NOT_RUN, dict.fromkeys(TIERS, 0))
+        marker = next((name for name in reversed(TIERS) if item.get_closest_marker(name)), None)
+        if marker is not None:
+            counts[marker] += 1
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_run"] = session.config.stash.get(_NOT_RUN, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if counts := getattr(node, "workeroutput", {}).get("not_run"):
+        node.config.stash[_NOT_RUN] = counts
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    if compiled.cuda_compiler_present():
+    counts = config.stash.get(_NOT_RUN, {})
+    if not any(counts.values()):
         return
     terminalreporter.section("not run")
-    terminalreporter.write_line(
-        "The tests that compile for A100 and H100 (tests/test_compiled*.py and others): JAX's CUDA "
-        "plugin is not installed. It needs no GPU: pip install 'burst-jax[cuda13]'"
-    )
+    for marker, count in counts.items():
+        if count:
+            reason, remedy = TIERS[marker]
+            terminalreporter.write_line(f"{count} tests marked {marker} ({reason}): {remedy}.")

@@ -36,6 +36,7 @@ def arguments(**change):
     return argparse.Namespace(**given | change)
 
 
+@pytest.mark.slow  # four ways to compile a training step
 def test_all_ways_take_the_same_step(small, tmp_path, capsys):
     train.run(arguments(json=tmp_path / "a.json"))
     record = json.loads((tmp_path / "a.json").read_text())

@@ -141,10 +141,10 @@ def test_bounds_cover_the_mask(shape, window, segments):
         ids = packed(rng, n * max(t, s))
         for _ in range(4):
             q_at, kv_at = q_all[rng.integers(n)], kv_all[rng.integers(n)]
-            sides = [tokens(at, ids[:, at] if segments else None) for at in (q_at, kv_at)]
+            q, kv = (tokens(at, ids[:, at] if segments else None) for at in (q_at, kv_at))
             # Two-sided windows may fall between striped positions, and packing between documents.
             one_sided = left is None or right is None
-            check(spec, *sides, tiles, tight=one_sided and not segments)
+            check(spec, q, kv, tiles, tight=one_sided and not segments)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

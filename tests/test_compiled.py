@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
+from typing import Any
 
 import compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import KERNELS, gradient
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
@@ -21,27 +22,11 @@ from pallas_kernels.triton_configs import SHARED_MEMORY, TritonConfig, triton_co
 pytestmark = pytest.mark.cuda_compiler
 
 GPUS = ("a100", "h100")
-# Ids name the GPU and the kernels, which are never left to the library's choice here.
-KERNELS = pytest.mark.parametrize(
-    ("gpu", "kernels"),
-    [("a100", "triton"), ("h100", "mosaic_gpu")],
-    ids=["a100-triton", "h100-mosaic_gpu"],
-)
 
 
 def attend(mesh, **options):
     options = {"is_causal": True, "layout": "zigzag", **options}
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
-
-
-def gradient(attention):
-    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
-
-    def run(query, key, value):
-        out, vjp = jax.vjp(attention, query, key, value)
-        return vjp(out)
-
-    return run
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
@@ -86,7 +71,7 @@ def assert_sends(program, wire):
     """So many bytes per device, by permutes alone."""
     assert compiled.permuted_bytes(program) == wire
     for other in ("all-gather", "all-to-all", "all-reduce"):
-        assert other not in program.as_text()
+        assert other not in compiled.text_of(program)
 
 
 def gradient_events(gpu, kernels, rotation, packed):
@@ -299,12 +284,13 @@ def test_computed_shared_memory_is_what_xla_says(kernel, stages):
             return local.forward(q, (k, v), tokens, tokens, bounds, spec=spec)[0]
         bounds = local.backward_bounds(spec, q, (k, v), tokens, tokens)
         half = {"dq": local.backward_dq, "dkv": local.backward_dkv}[kernel]
+        assert half is not None
         return half((q, q), (k, v), (stats, stats), tokens, tokens, bounds, spec=spec)
 
     run = jax.shard_map(run, mesh=mesh, in_specs=(P(),) * 3, out_specs=P(), check_vma=False)
     with pytest.raises(Exception, match="Shared memory size limit exceeded") as caught:
         compiled.compile_for(run, *arrays)
-    requested = int(re.search(r"requested (\d+)", str(caught.value)).group(1))
+    requested = int(compiled.find(r"requested (\d+)", str(caught.value)).group(1))
     computed = config.shared_memory(kernel, dim, 2)
     assert computed <= requested <= computed + 8 * 1024
 
@@ -346,7 +332,7 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
         jax.ShapeDtypeStruct((8,), jnp.float32)
     )
     assert seen[0] == ("gpu", capability)
-    query = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
+    query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
     where = {"platform": "gpu", "compute_capability": capability, "q": query, "kv": (query, query)}
     hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
     assert resolve(None, **where).name == ("mosaic_gpu" if hopper else "triton")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 
 import compiled
 import jax
@@ -74,6 +73,7 @@ def compile_one(half, dim, *, full=False, carried=True, rounded=False, dtype="bf
     def backward(q, kv, stats, ids, sums):
         both = tokens(ids), tokens(ids)
         bounds = local.backward_bounds(spec, q, kv, *both)
+        assert local.backward is not None
         return local.backward(
             (q, q), kv, (stats, stats), *both, bounds, *(sums or (None, None)), spec=spec
         )
@@ -211,7 +211,7 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, rounded):
     config = next(config for config in stages if computed(config) > SHARED_MEMORY + 4096)
     with pytest.raises(Exception, match="exceeds available shared memory") as caught:
         compile_one(half, dim, carried=not rounded, rounded=rounded, **{f"{half}_config": config})
-    taken = int(re.search(r"smem_bytes=(\d+)", str(caught.value)).group(1))
+    taken = int(compiled.find(r"smem_bytes=(\d+)", str(caught.value)).group(1))
     assert taken <= computed(config) <= taken + 2048
 
 
@@ -227,7 +227,7 @@ def test_programs_that_take_several_items_compile_under_a_checked_shard_map():
         )
         return jax.vjp(run, q, k, v)[1](do)
 
-    program = compiled.compile_for(gradients, *(query,) * 4).as_text()
+    program = compiled.text_of(compiled.compile_for(gradients, *(query,) * 4))
     for kernel in ("burst_forward", "burst_backward"):
         call = next(
             line for line in program.splitlines() if kernel in line and " custom-call(" in line

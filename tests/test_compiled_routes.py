@@ -8,9 +8,9 @@ import compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import KERNELS, gradient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_compiled import KERNELS, gradient
 
 import burst_jax
 from burst_jax.models import DecoderConfig
@@ -100,7 +100,7 @@ def test_heads_are_exchanged_inside_a_node_and_the_ring_goes_between(kv_heads):
     )  # fmt: skip
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
     program = compiled.compile_for(gradient(attention), *shapes)
-    assert "all-gather" not in program.as_text()
+    assert "all-gather" not in compiled.text_of(program)
     copied = max(kv_heads, 4)  # Two heads for four devices are copied, and their gradients summed.
     itemsize = 4 if copied > kv_heads else 2
     exchanged = [
@@ -147,5 +147,8 @@ def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
     forward, backward = compiled.loop_schedules(program)
     assert [name for kind, name in forward if kind == "kernel"] == ["burst_forward"] * n
     assert all(compiled.beside(forward))
-    assert ("kernel", "burst_forward") not in backward
     assert all(compiled.beside(backward))
+    # At home in two parts; no kernel a second time for whoever else reads its results.
+    names = {"mosaic_gpu": ["burst_backward"], "triton": ["burst_dkv", "burst_dq"]}[kernels]
+    ran = [name for kind, name in backward if kind == "kernel"]
+    assert sorted(ran) == sorted(names * (n + 1))

@@ -69,6 +69,7 @@ def losses(out):
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow  # two runs; the next test is one, without its end
 def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_path):
     curves = []
     for mesh in ("data=2,seq=4", "seq=2"):
@@ -99,6 +100,7 @@ def test_ctrl_c_finishes_the_step_and_plots(corpus, tmp_path):
         text=True,
         env=environment(),
     )
+    assert process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith("step 1/"):

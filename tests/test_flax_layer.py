@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
 from flax import nnx
 from implementations import quick_jit
@@ -18,38 +21,14 @@ from burst_jax.rope import apply_rope, rope_table
 B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
 
 
-def make_layer(mesh=None, **options):
-    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0)} | options
+def make_layer(mesh=None, **options: Any):
+    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0), **options}
     layer = BurstAttention(D, N, mesh=mesh or make_mesh(), **options)
     if layer.query_norm is not None:  # Scales of 1 would hide a swap or a missing product.
+        assert layer.key_norm is not None
         layer.query_norm.scale[...] = jnp.linspace(0.5, 2.0, H, dtype=jnp.float32)
         layer.key_norm.scale[...] = jnp.linspace(2.0, 0.25, H, dtype=jnp.float32)
     return layer
-
-
-def dense(params, x, pos, keep, theta, qk_norm):
-    """The layer's formula, by complex numbers and one softmax."""
-    kernel = {name: params[name]["kernel"] for name in ("query", "key", "value", "out")}
-    q, k, v = (jnp.einsum("btd,dnh->btnh", x, kernel[name]) for name in ("query", "key", "value"))
-
-    def norm(y, scale):
-        return y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * scale
-
-    if qk_norm:
-        q, k = norm(q, params["query_norm"]["scale"]), norm(k, params["key_norm"]["scale"])
-
-    def rotate(y):
-        pairs = jax.lax.complex(y[..., : H // 2], y[..., H // 2 :])
-        angle = pos[:, :, None, None] * theta ** (-2 * np.arange(H // 2) / H)
-        pairs = pairs * jnp.exp(1j * angle)
-        return jnp.concatenate([pairs.real, pairs.imag], -1)
-
-    if theta is not None:
-        q, k = rotate(q), rotate(k)
-    k, v = (jnp.repeat(y, N // K, axis=2) for y in (k, v))
-    logits = jnp.where(keep[:, None], jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H), -1e30)
-    weights = jnp.where(keep[:, None], jax.nn.softmax(logits, -1), 0.0)
-    return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, kernel["out"])
 
 
 @pytest.mark.parametrize(
@@ -89,13 +68,10 @@ def test_equals_the_formula(layout, theta, qk_norm):
     out, (d_params, d_x) = ring(params, jnp.asarray(x, jnp.float32))
     keep = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
     keep &= np.tril(np.ones((T, T), bool))
-    plain = {
-        name: {leaf: np.asarray(value[...], np.float64) for leaf, value in module.items()}
-        for name, module in nnx.to_pure_dict(params).items()
-    }
+    plain = plain_model.float64(nnx.to_pure_dict(params))
     with jax.enable_x64(True):
         want, vjp = jax.vjp(
-            lambda p, x: dense(p, x, pos, keep, theta, qk_norm),
+            lambda p, x: plain_model.attention_layer(p, x, pos, keep, theta),
             jax.tree.map(jnp.asarray, plain),
             jnp.asarray(x),
         )
@@ -197,6 +173,10 @@ def test_rms_norm():
     x = np.random.default_rng(0).standard_normal((3, 8))
     want = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * np.arange(1, 9)
     assert relative_rms(norm(jnp.asarray(x, jnp.float32)), want) < 1e-6
+    # Rows so small that epsilon is half of the mean square.
+    tiny = 1e-3 * x / np.sqrt(np.mean(x**2, -1, keepdims=True))
+    want_tiny = tiny / np.sqrt(2e-6) * np.arange(1, 9)
+    assert relative_rms(norm(jnp.asarray(tiny, jnp.float32)), want_tiny) < 1e-6
     half = norm(jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     assert relative_rms(half, want) < 1e-2

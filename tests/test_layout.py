@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -197,12 +198,25 @@ def test_padding_under_jit():
     np.testing.assert_array_equal(segment_ids, want_ids)
 
 
+# Cast, since a type checker sees these mistakes too.
 WRONG = {
-    "layout": (lambda: to_layout(np.ones((1, 4)), "spiral", 2), "layout is 'spiral': use one of"),
-    "layout-of-positions": (lambda: positions("ring", 4, 2), "layout is 'ring': .*'zigzag'"),
-    "layout-of-padding": (lambda: pad_to_layout(np.ones((1, 4)), "x", 2), "layout is 'x'"),
+    "layout": (
+        lambda: to_layout(np.ones((1, 4)), cast(Any, "spiral"), 2),
+        "layout is 'spiral': use one of",
+    ),
+    "layout-of-positions": (
+        lambda: positions(cast(Any, "ring"), 4, 2),
+        "layout is 'ring': .*'zigzag'",
+    ),
+    "layout-of-padding": (
+        lambda: pad_to_layout(np.ones((1, 4)), cast(Any, "x"), 2),
+        "layout is 'x'",
+    ),
     "shards-zero": (lambda: to_layout(np.ones((1, 4)), "zigzag", 0), "num_shards is 0: .*positive"),
-    "shards-float": (lambda: positions("zigzag", 4, 2.0), "num_shards is 2.0: .*integer"),
+    "shards-float": (
+        lambda: positions("zigzag", 4, cast(Any, 2.0)),
+        "num_shards is 2.0: .*integer",
+    ),
     "shards-of-padding": (
         lambda: pad_to_layout(np.ones((1, 4)), "zigzag", -1),
         "num_shards is -1: it must be a positive integer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import compare
 import dense
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import all_pairs, packed_segments
+from cases import all_pairs, few_of, packed_segments
 from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK
 
@@ -28,7 +29,7 @@ MASKS = {
     "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
     "cap": dense.Mask(soft_cap=2.0),
 }
-FACTORS = {
+FACTORS: dict[str, tuple] = {
     "mask": tuple(MASKS),
     "order": ("contiguous", "zigzag", "striped"),
     "blocks": (1, 2),
@@ -54,6 +55,11 @@ CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
 if ON_GPU:
     KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_gpu": ("mosaic_gpu",)}
     CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
+# In the quick tier every level is met, in all tests every pair of levels (on a GPU: all are quick).
+QUICK_BY_NAME = {
+    name: indices if ON_GPU else [CASES.index(case) for case in few_of([CASES[i] for i in indices])]
+    for name, indices in CASES_BY_NAME.items()
+}
 # Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
 # the worst element of a float32 result.
 ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
@@ -102,7 +108,8 @@ def make_inputs(index):
     ids = packed_segments(rng, BATCH, SHARDS * max(t, s)) if mask.segments else None
 
     def tokens(at):
-        return Tokens(at, None if ids is None else ids[:, at])
+        segment_ids: Any = None if ids is None else ids[:, at]
+        return Tokens(at, segment_ids)
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
@@ -146,7 +153,8 @@ def attend(implementation, spec, pair, q, kvs, q_tokens, kv_tokens, cotangents):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype."""
     do, dlse = cotangents
     pack = jnp.stack if pair == "packed" else lambda pair: tuple(pair)
-    carry = dq = None
+    carry: Any = None
+    dq: Any = None
     dkvs = []
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
         bounds = implementation.forward_bounds(spec, q, pack(kv), q_tokens, tokens)
@@ -192,13 +200,19 @@ def assert_zero_where_blind(got, keep):
     assert (dv[unseen] == 0).all()
 
 
-indices = pytest.mark.parametrize("index", range(len(CASES)), ids=[case_id(case) for case in CASES])
+def slow_unless(quick):
+    return () if quick else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("index", "name"),
     [
-        pytest.param(index, name, id=f"{name}-{case_id(case)}")
+        pytest.param(
+            index,
+            name,
+            id=f"{name}-{case_id(case)}",
+            marks=slow_unless(index in QUICK_BY_NAME[name]),
+        )
         for index, case in enumerate(CASES)
         for name in CASES_BY_NAME
         if index in CASES_BY_NAME[name]
@@ -213,7 +227,13 @@ def test_as_exact_as_dense(index, name):
     assert_zero_where_blind(got, make_inputs(index).keep)
 
 
-@indices
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, id=case_id(case), marks=slow_unless(ON_GPU or case in few_of(CASES)))
+        for index, case in enumerate(CASES)
+    ],
+)
 def test_reference_equals_autodiff_in_float64(index):
     """The oracle of the others, itself held to the gradients of dense softmax attention."""
     truth, _ = oracle(index)
@@ -227,10 +247,11 @@ def test_reference_equals_autodiff_in_float64(index):
     assert_zero_where_blind(got, make_inputs(index).keep)
 
 
+@pytest.mark.parametrize("tier", [CASES_BY_NAME, QUICK_BY_NAME], ids=["all", "quick"])
 @pytest.mark.parametrize("name", CASES_BY_NAME)
-def test_every_level_is_met(name):
+def test_every_level_is_met(name, tier):
     for factor, levels in FACTORS.items():
-        assert {CASES[index][factor] for index in CASES_BY_NAME[name]} == set(levels), factor
+        assert {CASES[index][factor] for index in tier[name]} == set(levels), factor
 
 
 def test_cases_have_rows_and_keys_that_see_nothing():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from implementations import IMPLEMENTATIONS, QUICK, SMALL
 from jax.experimental import pallas as pl
+from jaxprs import equations
 
 from pallas_kernels import REFERENCE, XLA, AttentionSpec, Tiles, Tokens, triton, xla
 
@@ -62,16 +63,16 @@ def _backward(implementation, spec, qdo, kv, stats, tokens, sums):
 @every_implementation
 def test_results_are_float32(name):
     q, kv, stats, carry, _, _ = small()
-    half = [x.astype(jnp.bfloat16) for x in (q, kv)]
+    half_q, half_kv = (x.astype(jnp.bfloat16) for x in (q, kv))
     tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
     implementation = IMPLEMENTATIONS[name]
     for results in (
-        forward(implementation, *half, *tokens),
-        forward(implementation, *half, *tokens, carry),
-        backward(implementation, (half[0], half[0]), half[1], stats, *tokens),
+        forward(implementation, half_q, half_kv, *tokens),
+        forward(implementation, half_q, half_kv, *tokens, carry),
+        backward(implementation, (half_q, half_q), half_kv, stats, *tokens),
     ):
         assert [x.dtype for x in results] == [np.float32, np.float32]
-    o, lse = forward(implementation, *half, *tokens)
+    o, lse = forward(implementation, half_q, half_kv, *tokens)
     assert (o.shape, lse.shape) == (q.shape, (2, 4, 40))
 
 
@@ -111,7 +112,9 @@ def test_gradients_are_added_to_what_is_given(name, given):
         assert np.abs(new).max() > 0.1
 
 
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "right", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(0, id="causal")]
+)
 @pytest.mark.parametrize(
     "name", [x for x in IMPLEMENTATIONS if x not in ("reference", "mosaic_gpu")]
 )
@@ -120,11 +123,14 @@ def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
     q, kv, _, _, _, _ = small(t=64, s=96)
     tokens = tokens_at(np.arange(64) + 32), tokens_at(np.arange(96))
     _, lse = forward(implementation, q, kv, *tokens, spec=spec)
-    arguments = ((q, q[::-1]), kv, (lse, small(1, t=64)[2][1]), *tokens)
+    stats = jnp.asarray(lse), small(1, t=64)[2][1]
+    arguments = ((q, q[::-1]), kv, stats, *tokens)
     whole = backward(implementation, *arguments, spec=spec)
 
     def part(which, *sums):
         bounds = implementation.backward_bounds(spec, q, kv, *tokens)
+        assert implementation.split_backward is not None
+        assert implementation.backward is not None
         cut = implementation.split_backward(bounds)[which]
         return implementation.backward(*arguments, cut, *sums, spec=spec)
 
@@ -265,6 +271,33 @@ def test_xla_backward_reads_no_tile_outside_the_bounds():
         np.testing.assert_array_equal(a, b)
     assert not got[0][:, 32:].any()
     assert not got[1][:, :, ~seen].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_float32_products_are_not_rounded_to_tf32(name, dtype):
+    """As a GPU's matrix instructions would by default, where a CPU's results show nothing of it."""
+    q, kv, stats, *_ = small()
+    q, kv = q.astype(dtype), kv.astype(dtype)
+    tokens, local = (tokens_at(np.arange(40)), tokens_at(np.arange(50))), IMPLEMENTATIONS[name]
+
+    def both(q, kv):
+        bounds = local.forward_bounds(SPEC, q, kv, *tokens)
+        tables = local.backward_bounds(SPEC, q, kv, *tokens)
+        out = local.forward(q, kv, *tokens, bounds, spec=SPEC)
+        assert local.backward is not None
+        return out, local.backward((q, q), kv, stats, *tokens, tables, spec=SPEC)
+
+    products = [
+        equation
+        for equation, _ in equations(jax.make_jaxpr(both)(q, kv).jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
+    assert len(products) >= 2 + 5
+    for product in products:
+        assert product.outvars[0].aval.dtype == jnp.float32
+        if dtype == "float32":
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 
 
 @pytest.mark.parametrize(

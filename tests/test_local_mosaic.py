@@ -7,6 +7,7 @@ of a matrix instruction from registers. tests/test_compiled.py compiles them wit
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import compare
 import dense
@@ -81,8 +82,8 @@ def test_a_kernel_refuses_tiles_that_are_not_its_own():
     ids=["float32", "dim40", "dim272", "backward256", "query63", "key60"],
 )
 def test_what_it_does_not_take(shape, kv_length, dtype, backward, message):
-    q = jax.ShapeDtypeStruct(shape, dtype)
-    k = jax.ShapeDtypeStruct((1, kv_length, 2, shape[-1]), dtype)
+    q: Any = jax.ShapeDtypeStruct(shape, dtype)
+    k: Any = jax.ShapeDtypeStruct((1, kv_length, 2, shape[-1]), dtype)
     where = {"platform": "gpu", "compute_capability": 9.0, "q": q, "kv": (k, k)}
     with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run: .*{message}"):
         resolve("mosaic_gpu", **where, backward=backward)

@@ -18,7 +18,8 @@ def parts(*lses, dim=3, seed=0):
     for lse in lses:
         lse = np.asarray(lse, np.float32)
         o = rng.normal(size=(*lse.shape, dim)).astype(np.float32)
-        yield np.where(np.isfinite(lse)[..., None], o, np.float32(0)), lse
+        o = np.where(np.isfinite(lse)[..., None], o, np.float32(0))
+        yield jnp.asarray(o), jnp.asarray(lse)
 
 
 def test_merge_of_nothing():

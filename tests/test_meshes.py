@@ -34,8 +34,8 @@ import burst_jax
     [
         ((1, 8, 1), None, None),
         ((2, 2, 2), "data", "model"),
-        ((1, 4, 2), None, ("model",)),
-        ((2, 4, 1), ("data",), None),
+        pytest.param((1, 4, 2), None, ("model",), marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), ("data",), None, marks=pytest.mark.slow),
         ((2, 2, 2), ("data", "model"), None),
         ((1, 4, 2), ("data",), ("model",)),
     ],
@@ -173,7 +173,9 @@ def test_gradients_taken_inside_the_shard_map():
     )
     def run(arrays, cotangents):
         def local(*arrays):
-            return burst_jax.ring_attention(*arrays, "seq", is_causal=True, return_residual=True)
+            return burst_jax.ring_attention(
+                *arrays, axis_name="seq", is_causal=True, return_residual=True
+            )
 
         results, vjp = jax.vjp(local, *arrays)
         return *results, *vjp(cotangents)
@@ -187,7 +189,9 @@ def test_shard_map_over_the_sequence_alone():
     spec = P(None, "seq")
 
     def local(*arrays):
-        return burst_jax.ring_attention(*arrays, "seq", is_causal=True, return_residual=True)
+        return burst_jax.ring_attention(
+            *arrays, axis_name="seq", is_causal=True, return_residual=True
+        )
 
     run = jax.shard_map(
         local,

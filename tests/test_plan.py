@@ -13,8 +13,8 @@ import sys
 import compiled
 import numpy as np
 import pytest
+from compiled import gradient
 from ring_cases import kept_scores
-from test_compiled import gradient
 
 import burst_jax
 from burst_jax.bench.results import gib
@@ -91,6 +91,30 @@ def test_bytes_are_the_formulas():
             backward, between, c, c, *wide, *end
         )
     assert one(plan, "two-level ring").seconds < 0.8 * one(plan, "ring").seconds
+
+
+@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize("scheme", ["ring", "two-level ring", "ring of 2, heads by 4"])
+def test_rows_of_a_batch_cost_the_same_each(scheme, backward):
+    single, triple = (
+        one(burst_jax.plan(**SHAPE, gpu=IDEAL, hosts=2, gpus_per_host=4, batch=batch),
+            scheme, backward=backward)
+        for batch in (1, 3)
+    )  # fmt: skip
+    for name in ("forward_bytes", "backward_bytes", "host_bytes"):
+        assert getattr(triple, name) == 3 * getattr(single, name) > 0, name
+    for name in ("forward_seconds", "backward_seconds", "memory"):
+        assert getattr(triple, name) == pytest.approx(3 * getattr(single, name), rel=1e-6), name
+    assert triple.tflops == pytest.approx(single.tflops, rel=1e-6)
+
+
+def test_small_heads_have_their_own_rate():
+    wide, small = (
+        one(burst_jax.plan(**SHAPE, gpu=IDEAL, gpus_per_host=4, head_dim=dim), "ring")
+        for dim in (128, 64)
+    )
+    assert 0.5 < IDEAL.small_head < 0.9
+    assert small.seconds == pytest.approx(wide.seconds / 2 / IDEAL.small_head, rel=1e-3)
 
 
 def test_heads_are_exchanged_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from pallas_kernels.triton_configs import TritonConfig
 
 
 def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
-    q = jax.ShapeDtypeStruct((1, 8, 2, dim), dtype)
+    q: Any = jax.ShapeDtypeStruct((1, 8, 2, dim), dtype)
     return resolve(
         implementation,
         platform=platform,
@@ -266,4 +267,5 @@ def test_configs_are_hashable_values():
     assert hash(Tiles(8, 16)) == hash(Tiles(8, 16))
     assert {XLA: 1}[XLA] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
+        # pyrefly: ignore[read-only]  that it is read-only is what is tested
         Tiles(8, 16).block_q = 4

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import compare
 import numpy as np
 import pytest
-from cases import all_pairs
+from cases import all_pairs, few_of, in_tiers
+from implementations import IMPLEMENTATIONS
 from ring_cases import MASKS, assert_exact, case_id, make_inputs, oracle, ring_results
-
-from pallas_kernels import XLA
 
 FACTORS = {
     "layout": ("contiguous", "zigzag", "striped"),
@@ -37,23 +37,28 @@ OTHER_RINGS = all_pairs(
 )
 
 
-@pytest.mark.parametrize("case", CASES + OTHER_RINGS, ids=case_id)
+# The quick tier meets every level of every factor, all tests every pair of them.
+QUICK_CASES = few_of(CASES) + few_of(OTHER_RINGS)
+
+
+@pytest.mark.parametrize("case", in_tiers(CASES + OTHER_RINGS, case_id, QUICK_CASES))
 def test_ring_is_as_exact_as_one_device(case):
     assert_exact(case)
 
 
 def _halves():
-    """XLA's tiles with the two gradients made apart, for which the ring has another schedule."""
+    """Small tiles with the two gradients made apart, for which the ring has another schedule."""
+    small = IMPLEMENTATIONS["xla"]
+    both: Any = small.backward
 
-    def dq_half(*args, **options):
-        *arrays, dq = args
-        return XLA.backward(*arrays, dq, None, **options)[0]
+    def dq_half(*arrays_and_dq, **options):
+        return both(*arrays_and_dq, None, **options)[0]
 
-    def dkv_half(*args, **options):
-        *arrays, dkv = args
-        return XLA.backward(*arrays, None, dkv, **options)[1]
+    def dkv_half(*arrays_and_dkv, **options):
+        *arrays, dkv = arrays_and_dkv
+        return both(*arrays, None, dkv, **options)[1]
 
-    return dataclasses.replace(XLA, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
+    return dataclasses.replace(small, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
 
 
 HALVES = _halves()
@@ -61,7 +66,14 @@ HALVES = _halves()
 SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::3] + OTHER_RINGS[::3]]
 
 
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=case_id)
+QUICK_SPLIT = [
+    next(case for case in SPLIT_CASES if case["backward"] == rotation and case["ring"] in rings)
+    for rotation in ("rotate_kv", "rotate_query")
+    for rings in ((3, 4, 5, 7, 8), ("2x3", "3x2", "2x4"))
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(SPLIT_CASES, case_id, QUICK_SPLIT))
 def test_gradients_made_apart_are_as_exact(case):
     assert_exact(case, implementation=HALVES)
 
@@ -72,6 +84,13 @@ def test_both_rotations_of_many_rings_are_made_apart():
         rings = {ring for rotation, ring in met if rotation == backward}
         assert len([ring for ring in rings if isinstance(ring, int) and ring > 2]) >= 3
         assert len([ring for ring in rings if "x" in str(ring)]) >= 2
+
+
+def test_the_quick_cases_meet_every_level():
+    for cases in (CASES, OTHER_RINGS):
+        quick = [case for case in cases if case in QUICK_CASES]
+        for factor in FACTORS:
+            assert {case[factor] for case in quick} == {case[factor] for case in cases}, factor
 
 
 def test_packed_cases_have_rows_that_see_nothing():

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import count
+from meshes import mesh_of
 from ring_cases import kept_scores
 
 import burst_jax
@@ -29,10 +30,10 @@ def route_of(sizes, layout, lengths, window, queries_travel=False):
     return make_route(AXES[len(sizes)], sizes, layout, *lengths, spec, queries_travel)
 
 
-def needed(sizes, *arguments):
+def needed(sizes, layout, lengths, window, queries_travel):
     """Stops at which some device has a score that counts, by the dense mask."""
-    stops = itertools.product(*map(range, sizes))
-    return {stop for stop in stops if any(kept_scores(sizes, *arguments, stop))}
+    of = sizes, layout, lengths, window, queries_travel
+    return {stop for stop in itertools.product(*map(range, sizes)) if any(kept_scores(*of, stop))}
 
 
 @pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])
@@ -79,8 +80,7 @@ def test_hops(turns, hops):
 def test_moves_bring_the_block_of_the_source(sizes):
     """What a device holds at a stop is the block of ``route.source(stop)``."""
     n, axes = math.prod(sizes), AXES[len(sizes)]
-    kinds = (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(sizes, axes, axis_types=kinds, devices=jax.devices()[:n])
+    mesh = mesh_of(**dict(zip(axes, sizes, strict=True)))
     route = route_of(sizes, "contiguous", (1, 1), (None, None))
 
     @jax.jit
@@ -117,7 +117,7 @@ def test_pieces_make_the_whole(count):
 
 def permutes(window, layout="contiguous", n=8, **options):
     """``ppermute`` equations of the forward, and of forward and backward."""
-    mesh = jax.make_mesh((n,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+    mesh = mesh_of(seq=n)
     x = jnp.zeros((1, 16 * n, 2, 8))
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh, layout=layout, local_window_size=window, **options
@@ -128,7 +128,7 @@ def permutes(window, layout="contiguous", n=8, **options):
         return vjp(out)
 
     return [
-        str(jax.make_jaxpr(run)(*args)).count("ppermute[")
+        count(jax.make_jaxpr(run)(*args).jaxpr, "ppermute")
         for run, args in ((attend, [x] * 3), (both, [x]))
     ]
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
+from flax import nnx
 from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
+from jaxprs import equations
 from meshes import assert_close, make_mesh
 
 from burst_jax.layout import from_layout, positions
@@ -116,18 +120,13 @@ def loss_inputs(dtype=jnp.float32):
     return hidden, kernel, jnp.asarray(targets), jnp.asarray(weights)
 
 
-def dense_loss(hidden, kernel, targets, weights):
-    """Float64, all logits at once."""
-    log_probs = jax.nn.log_softmax(hidden @ kernel)
-    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return -jnp.sum(weights * picked)
-
-
 def dense_results(hidden, kernel, targets, weights, cotangent):
     arrays = [np.asarray(x, np.float64) for x in (hidden, kernel)]
     others = np.asarray(targets), np.asarray(weights, np.float64)
     with jax.enable_x64(True):
-        total, vjp = jax.vjp(lambda h, k: dense_loss(h, k, *others), *map(jnp.asarray, arrays))
+        total, vjp = jax.vjp(
+            lambda h, k: plain_model.cross_entropy(h @ k, *others), *map(jnp.asarray, arrays)
+        )
         return jax.device_get((total, vjp(jnp.float64(cotangent))))
 
 
@@ -181,19 +180,6 @@ def test_bfloat16_loss_accumulates_in_float32():
     assert_close(grads, want_grads, 1e-2)
 
 
-def equations(jaxpr):
-    """All equations, with those inside, each with the primitives around it."""
-    for equation in jaxpr.eqns:
-        yield equation, ()
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                for nested, around in equations(inner):
-                    yield nested, (equation.primitive.name, *around)
-
-
 def test_no_chunk_too_many_logits_and_no_sum_per_chunk():
     seq, chunk = 4, 3
     inputs = loss_inputs()
@@ -242,7 +228,7 @@ def test_wrong_loss_arguments_raise(change, message):
 
 
 def test_schedule():
-    schedule = make_optimizer(2.0, 100, warmup_steps=9, final_fraction=0.1).schedule
+    schedule: Any = make_optimizer(2.0, 100, warmup_steps=9, final_fraction=0.1).schedule
     rates = [float(schedule(jnp.int32(step))) for step in (0, 4, 9, 100, 500)]
     np.testing.assert_allclose(rates, [0.2, 1.0, 2.0, 0.2, 0.2], rtol=1e-5)
     # Half-way down the cosine: between peak and end.
@@ -273,7 +259,8 @@ def test_only_matrices_decay_and_the_norm_is_clipped():
     mask = decay_mask(params)
     assert jax.tree.leaves(mask["layers"]) == [False, True]
     assert not mask["embedding"]
-    transform = make_optimizer(1.0, 10, warmup_steps=0, weight_decay=0.5).transform
+    # Any: to optax's types an update is a tree of anything.
+    transform: Any = make_optimizer(1.0, 10, warmup_steps=0, weight_decay=0.5).transform
     zeros = jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = transform.update(zeros, transform.init(params), params)
@@ -297,7 +284,7 @@ ROWS = np.random.default_rng(5).integers(0, 20, (2, 31))
 
 @functools.cache
 def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
-    mesh = make_mesh(data, seq, kind)
+    mesh = make_mesh(data, seq, kind=kind)
     optimizer = make_optimizer(1e-2, steps, warmup_steps=2)
     config = dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
     graphdef, params, opt_state = init_train_state(
@@ -323,9 +310,50 @@ def test_steps_reduce_the_loss():
     assert after.nll < before.nll - 0.5
     assert after.perplexity == pytest.approx(np.exp(after.nll))
     assert (before.tokens, after.tokens) == (60, 120)
-    schedule = make_optimizer(1e-2, 12, warmup_steps=2).schedule
+    schedule: Any = make_optimizer(1e-2, 12, warmup_steps=2).schedule
     rates = [float(schedule(jnp.int32(step))) for step in range(12)]
     assert [m["learning_rate"] for m in history] == pytest.approx(rates)
+
+
+def test_the_first_step_is_of_the_mean_loss():
+    """Its loss, the norm of its gradients, and where Adam goes at first: against the gradients."""
+    mesh, optimizer = make_mesh(), make_optimizer(1e-2, 10, warmup_steps=0, weight_decay=0.5)
+    graphdef, params, opt_state = init_train_state(CONFIG, optimizer, mesh, 0)
+    rows = ROWS[:, :-1], ROWS[:, 1:]
+    segments = np.ones_like(ROWS, dtype=np.int32)
+    segments[0, 20:] = 0
+    batch = make_batch(ROWS, segment_ids=segments)
+    weights = batch["weights"].astype(np.float64)
+    keep = np.tril(np.ones((2, 30, 30), bool))
+    keep &= (segments[:, :-1, None] != 0) & (segments[:, None, :-1] != 0)
+    assert weights.sum() == 19 + 30
+    before = plain_model.float64(nnx.to_pure_dict(params))
+
+    def mean_loss(params):
+        pos = np.tile(np.arange(30), (2, 1))
+        hidden = plain_model.decoder(params, rows[0], pos, keep, CONFIG.rope_theta)
+        logits = hidden @ params["head"]["kernel"]
+        return plain_model.cross_entropy(logits, rows[1], weights) / weights.sum()
+
+    with jax.enable_x64(True):
+        value_and_grad = quick_jit(jax.value_and_grad(mean_loss))
+        loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, before)))
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
+    params, opt_state, metrics = step(params, opt_state, place_batch(batch, mesh))
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    # Adam's first step is the sign of the gradient, where that is well above Adam's epsilon;
+    # matrices decay beside it by the learning rate times a half.
+    clipped = jax.tree.map(lambda g: g / max(norm, 1.0), grads)
+    after = plain_model.float64(nnx.to_pure_dict(params))
+    old, new, slopes = (dict(jax.tree.leaves_with_path(x)) for x in (before, after, clipped))
+    for path, slope in slopes.items():
+        sure = np.abs(slope) > 1e-5
+        assert sure.any(), path
+        decay = 0.5 * old[path] if path[-1].key == "kernel" else 0
+        want = -1e-2 * (np.sign(slope) + decay)
+        np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
 
 
 def test_steps_on_a_ring_equal_steps_on_one_device():
@@ -342,10 +370,11 @@ def test_states_are_donated_and_stay_replicated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
     for leaf in jax.tree.leaves((params, opt_state)):
         assert leaf.sharding.is_fully_replicated
-        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2}
+        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2, "model": 1}
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_bfloat16_step_follows_float32():
     half, full = trained(2, 2, "bfloat16"), trained(2, 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(half[1])} == {jnp.dtype(jnp.float32)}
@@ -354,6 +383,7 @@ def test_bfloat16_step_follows_float32():
     assert got != want
 
 
+@pytest.mark.slow
 def test_explicit_axes_train_too():
     explicit = trained(2, 2, steps=3, kind=AxisType.Explicit)[4]
     auto = trained(2, 2)[4]
@@ -361,6 +391,15 @@ def test_explicit_axes_train_too():
     assert explicit[0]["grad_norm"] == pytest.approx(auto[0]["grad_norm"], rel=1e-5)
 
 
+def test_evaluation_counts_every_target_once():
+    """The mean is over targets, not over batches, which may have different numbers of them."""
+    sums = iter(((6.0, 4.0), (30.0, 8.0), (0.0, 0.0)))
+    eval_step: Any = lambda params, batch: next(sums)  # noqa: E731 - to be called once a batch
+    result = evaluate(eval_step, None, [{}] * 3)
+    assert (result.nll, result.tokens) == (3.0, 12)
+    assert result.perplexity == pytest.approx(np.exp(3.0))
+
+
 def test_nothing_to_evaluate_raises():
     with pytest.raises(ValueError, match="batches hold no targets"):
-        evaluate(lambda params, batch: (0.0, 0.0), None, [])
+        evaluate(lambda params, batch: (jnp.zeros(()), jnp.zeros(())), None, [])

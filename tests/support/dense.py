@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class Mask:
     segments: bool = False
 
     @property
-    def options(self):
+    def options(self) -> dict[str, Any]:
         """As burst_attention's arguments."""
         return {
             "is_causal": self.is_causal,

@@ -10,12 +10,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+# Ids name the GPU and the kernels, which are never left to the library's choice here.
+KERNELS = pytest.mark.parametrize(
+    ("gpu", "kernels"),
+    [("a100", "triton"), ("h100", "mosaic_gpu")],
+    ids=["a100-triton", "h100-mosaic_gpu"],
+)
 
 
 def cuda_compiler_present():
@@ -62,6 +70,16 @@ def segment_ids(mesh, tokens, batch=1):
     return jax.ShapeDtypeStruct((batch, tokens * mesh.size), jnp.int32, sharding=sharding)
 
 
+def gradient(attention):
+    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
+
+    def run(query, key, value):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return vjp(out)
+
+    return run
+
+
 def compile_for(function, *shapes, **options):
     """The finished GPU program, with the library's compiler options and those given."""
     options = {**burst_jax.compiler_options("gpu"), **options}
@@ -69,9 +87,23 @@ def compile_for(function, *shapes, **options):
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
+def text_of(program) -> str:
+    """The optimized program."""
+    text = program.as_text()
+    assert text is not None
+    return text
+
+
+def find(pattern: str, text: str) -> re.Match[str]:
+    """The first match of what must be there."""
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in {text[-500:]}"
+    return found
+
+
 def computations(program):
     """``{name: lines}`` of every scheduled computation, lines in the order they run."""
-    text = program.as_text()
+    text = text_of(program)
     assert "is_scheduled=true" in text
     found, lines = {}, []
     for line in text.splitlines():
@@ -97,7 +129,7 @@ def _kernel(opcode, rest):
 def _fused_kernels(program):
     """``{computation: kernel}``: XLA puts a kernel and the slice that it reads into one fusion."""
     kernels, computation = {}, None
-    for line in program.as_text().splitlines():
+    for line in text_of(program).splitlines():
         if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
             computation = header.group(1)
         elif (match := _OPERATION.match(line)) and (kernel := _kernel(*match.group(3, 5))):
@@ -114,7 +146,7 @@ def operations(program, computation="ENTRY"):
 def loop_schedules(program):
     """:func:`schedule` of every loop that runs a ring, in the order in which they run."""
     loops = (
-        re.search(r"\bbody=%([^\s,]+)", rest).group(1)
+        find(r"\bbody=%([^\s,]+)", rest).group(1)
         for _, _, opcode, _, rest in operations(program)
         if opcode == "while"
     )
@@ -162,7 +194,7 @@ def _bytes(type_text):
 
 def crosses(rest, gpus):
     """Whether a permute's first device sends to another host, of so many GPUs each."""
-    source, target = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+    source, target = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
     return int(source) // gpus != int(target) // gpus
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import compare
+from typing import Any
+
 import dense
 import jax
 import numpy as np
 from implementations import quick_jit
-from jax.sharding import AxisType
+from meshes import assert_close as assert_close
+from meshes import make_mesh as make_mesh
 
 import burst_jax
+from burst_jax.layout import Layout
 
-AXES = ("data", "seq", "model")
 B, T, N, K, H = 2, 32, 4, 2, 8
 CAUSAL = dense.Mask(is_causal=True)
 
 
-def make_mesh(*shape, kind=AxisType.Auto):
-    """A mesh ("data", "seq", "model") over the first devices."""
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, AXES, axis_types=(kind,) * 3, devices=devices)
-
-
-def make_inputs(seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H):
+def make_inputs(
+    seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H
+) -> tuple[tuple[Any, Any, Any], tuple[Any, Any]]:
     """``((query, key, value), (cotangents of out and lse))``, float32, in natural order."""
     rng = np.random.default_rng(seed)
     kv = (kv_batch or batch, length, K, dim)
@@ -36,20 +34,15 @@ def make_inputs(seed=0, batch=B, kv_batch=None, length=T, heads=N, dim=H):
 def one_device(arrays, cotangents, mask=CAUSAL):
     """``(out, lse, dq, dk, dv)`` of dense attention in float64."""
     keep = mask.dense(None, None, arrays[0].shape[1], arrays[1].shape[1])
-    return dense.truth(*arrays, keep, *cotangents, mask.soft_cap)
+    q, k, v = arrays
+    do, dlse = cotangents
+    return dense.truth(q, k, v, keep, do, dlse, mask.soft_cap)
 
 
-def assert_close(got, want, limit=1e-6):
-    """Every result's relative RMS error is float32 rounding."""
-    for name, g, w in zip(compare.NAMES, got, want, strict=True):
-        assert np.abs(w[np.isfinite(w)]).max() > 0, name
-        _, rms = compare.errors(g, w)
-        assert rms < limit, f"{name}: relative RMS {rms:.2g}"
-
-
-def attend(mesh, layout="zigzag", **options):
+def attend(mesh, layout: Layout = "zigzag", **options: Any):
     """``(query, key, value) -> (out, lse)``, tokens in natural order outside, permuted inside."""
     n = mesh.shape["seq"]
+    options = {"is_causal": True, **options}
 
     def run(*arrays):
         arrays = burst_jax.to_layout(arrays, layout, n)
@@ -58,7 +51,7 @@ def attend(mesh, layout="zigzag", **options):
             mesh=mesh,
             layout=layout,
             return_residual=True,
-            **{"is_causal": True} | options,
+            **options,
         )
         return burst_jax.from_layout(results, layout, n)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-
-
-def make_mesh(data=1, seq=4, kind=AxisType.Auto):
-    devices = jax.devices()[: data * seq]
-    return jax.make_mesh((data, seq), ("data", "seq"), axis_types=(kind,) * 2, devices=devices)
+from meshes import make_mesh
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -21,13 +19,13 @@ B, T, N, K, H = 2, 16, 4, 2, 8
 KV = (B, T, K, H)
 
 
-def good():
+def good() -> dict[str, Any]:
     """Arguments that burst_attention takes."""
     return {
         "query": zeros(B, T, N, H),
         "key": zeros(*KV),
         "value": zeros(*KV),
-        "mesh": make_mesh(),
+        "mesh": make_mesh(seq=4),
     }
 
 
@@ -36,7 +34,7 @@ def ids(*shape, dtype=np.int32):
 
 
 # What burst_attention and ring_attention check alike; the shapes hold on one device of a ring of 1.
-SHARED = {
+SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "query-rank": (
         lambda: {"query": zeros(T, N, H)},
         r"query has shape \(16, 4, 8\): it must be \[B, T, N, H\]",
@@ -212,7 +210,7 @@ SHARED = {
 }
 
 # What only burst_attention can see: the mesh and global lengths.
-GLOBAL = {
+GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "length-query": (
         lambda: {"query": zeros(B, 18, N, H), "layout": "zigzag"},
         r"query's length T is 18: the zigzag layout over 4 shards needs a multiple of 8; pad to 24 "
@@ -269,7 +267,7 @@ GLOBAL = {
     "head-parallel-length": (
         lambda: {
             "query": zeros(B, 20, N, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         r"query's length T is 20: it must be a multiple of 8, the devices on seq_axis 'seq'",
@@ -279,7 +277,7 @@ GLOBAL = {
             "query": zeros(B, T, 3, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         "head_parallel_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
@@ -289,7 +287,7 @@ GLOBAL = {
             "query": zeros(B, T, 6, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_parallel_axis": "data",
         },
         "head_parallel_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
@@ -323,7 +321,7 @@ GLOBAL = {
             "query": zeros(3, T, N, H),
             "key": zeros(3, T, K, H),
             "value": zeros(3, T, K, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "batch_axis": "data",
         },
         r"batch size B is 3: it must be a multiple of 2, the size of mesh axes \('data',\)",
@@ -333,7 +331,7 @@ GLOBAL = {
             "query": zeros(B, T, 3, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_axis": "data",
         },
         "number of query heads N is 3: it must be a multiple of 2, the size of mesh axes",
@@ -342,7 +340,7 @@ GLOBAL = {
         lambda: {
             "key": zeros(B, T, 1, H),
             "value": zeros(B, T, 1, H),
-            "mesh": make_mesh(data=2),
+            "mesh": make_mesh(data=2, seq=4),
             "head_axis": "data",
         },
         "number of key/value heads K is 1: it must be a multiple of 2",
@@ -358,7 +356,7 @@ GLOBAL = {
     "mesh-string": (lambda: {"mesh": "seq"}, "mesh is a str: it must be a jax.sharding.Mesh"),
 }
 
-IMPOSSIBLE = {
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "triton-on-cpu": (
         {"implementation": "triton"},
         "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'",

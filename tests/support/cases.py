@@ -1,10 +1,11 @@
-"""Which cases the matrix tests run, and packed rows for them."""
+"""Which cases the matrix tests run, in which tier, and packed rows for them."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
+import pytest
 
 
 def all_pairs(factors, seed=0):
@@ -31,6 +32,25 @@ def all_pairs(factors, seed=0):
         missing -= met
         cases.append(case)
     return cases
+
+
+def few_of(cases):
+    """As few of the cases as meet every level of every factor that all of them meet."""
+    missing = {level for case in cases for level in case.items()}
+    few = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & set(case.items())))
+        missing -= set(best.items())
+        few.append(best)
+    return few
+
+
+def in_tiers(cases, name, quick):
+    """Parameters of a test over cases: those that are not in ``quick`` are slow."""
+    return [
+        pytest.param(case, id=name(case), marks=() if case in quick else pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def packed_segments(rng, batch, length):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import compare
 import dense
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import packed_segments
-from implementations import QUICK
+from implementations import IMPLEMENTATIONS, QUICK
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import burst_jax
 
@@ -59,7 +61,7 @@ class Ring:
         return ring + (("heads",) if self.exchange > 1 else ())
 
     @property
-    def options(self):
+    def options(self) -> dict[str, Any]:
         """As burst_attention's arguments."""
         names = self.names
         if self.exchange == 1:
@@ -68,9 +70,7 @@ class Ring:
 
     def mesh(self):
         shape = self.sizes + ((self.exchange,) if self.exchange > 1 else ())
-        devices = jax.devices()[: math.prod(shape)]
-        kinds = (AxisType.Auto,) * len(shape)
-        return jax.make_mesh(shape, self.names, axis_types=kinds, devices=devices)
+        return mesh_of(AxisType.Auto, **dict(zip(self.names, shape, strict=True)))
 
 
 def case_id(case):
@@ -114,15 +114,23 @@ def make_inputs(case, seed=0, scale=1.0):
     return (q, k, v), (do, dlse), segments
 
 
-def ring_results(case, arrays, cotangents, segments, **options):
-    """(out, lse, dq, dk, dv) in natural order."""
+def ring_results(case, arrays, cotangents, segments, **options: Any):
+    """(out, lse, dq, dk, dv) in natural order.
+
+    In small tiles unless ``options`` names another implementation: in the tiles that ship a shard
+    here is one tile, so that the second half of the work at home would be empty.
+    """
     ring, layout = Ring.of(case), case["layout"]
     mesh, n = ring.mesh(), ring.size
     put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P(None, ring.names)))
     arrays, cotangents, segments = jax.tree.map(
         lambda x: put(burst_jax.to_layout(x, layout, n)), (arrays, cotangents, segments)
     )
-    options = ring.options | MASKS[case["mask"]].options | {"backward": case["backward"]} | options
+    defaults: dict[str, Any] = {
+        "backward": case["backward"],
+        "implementation": IMPLEMENTATIONS["xla"],
+    }
+    options = ring.options | MASKS[case["mask"]].options | defaults | options
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays, cotangents, segments):
@@ -149,7 +157,8 @@ def ring_results(case, arrays, cotangents, segments, **options):
 def oracle(case, arrays, cotangents, segments):
     """``(truth, one device's results, keep)``."""
     mask = MASKS[case["mask"]]
-    keep = mask.dense(*segments, arrays[0].shape[1], arrays[1].shape[1])
+    q_ids, kv_ids = segments
+    keep = mask.dense(q_ids, kv_ids, arrays[0].shape[1], arrays[1].shape[1])
     args = (*arrays, keep, *cotangents, mask.soft_cap)
     return dense.truth(*args), dense.one_device(*args), keep
 
@@ -159,6 +168,8 @@ def assert_exact(case, **options):
     inputs = make_inputs(case)
     got = ring_results(case, *inputs, **options)
     truth, one_device, keep = oracle(case, *inputs)
+    kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
+    assert tuple(x.dtype.name for x in got) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
     blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
     unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])

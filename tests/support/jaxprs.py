@@ -1,0 +1,23 @@
+"""What a traced program consists of."""
+
+from __future__ import annotations
+
+import jax
+
+
+def equations(jaxpr):
+    """All equations, those inside other equations too, each with the primitives around it."""
+    for equation in jaxpr.eqns:
+        yield equation, ()
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                for nested, around in equations(inner):
+                    yield nested, (equation.primitive.name, *around)
+
+
+def count(jaxpr, primitive):
+    """How many equations are of one primitive."""
+    return sum(equation.primitive.name == primitive for equation, _ in equations(jaxpr))

@@ -1,0 +1,70 @@
+"""The layers by their formulas, on one device and in the precision of what they are given.
+
+No code shared with the library: complex numbers for RoPE, one softmax over all keys, a Python loop
+over the layers. Parameters are the library's, as nested dicts of arrays.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def float64(params):
+    """A dict of nnx's parameters as NumPy float64."""
+    return jax.tree.map(lambda x: np.asarray(x[...], np.float64), params)
+
+
+def rms_norm(x, scale, epsilon=1e-6):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon) * scale
+
+
+def rotate(x, positions, theta):
+    """RoPE of ``[B, T, heads, H]``: feature i and feature H / 2 + i are one complex number."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None] * theta ** (-2 * np.arange(half) / x.shape[-1])
+    pairs = jax.lax.complex(x[..., :half], x[..., half:]) * jnp.exp(1j * angle)
+    return jnp.concatenate([pairs.real, pairs.imag], -1)
+
+
+def attention_layer(params, x, positions, keep, theta, soft_cap=None):
+    """Projections, norms of query and key if there are parameters for them, RoPE, softmax, output.
+
+    ``keep``: bool ``[B, T, T]``; theta None is no RoPE.
+    """
+    kernel = {name: params[name]["kernel"] for name in ("query", "key", "value", "out")}
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, kernel[name]) for name in ("query", "key", "value"))
+    if "query_norm" in params:
+        q = rms_norm(q, params["query_norm"]["scale"])
+        k = rms_norm(k, params["key_norm"]["scale"])
+    if theta is not None:
+        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+    k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    weights = jax.nn.softmax(jnp.where(keep[:, None], logits, -1e30), -1)
+    weights = jnp.where(keep[:, None], weights, 0.0)
+    return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, kernel["out"])
+
+
+def decoder(params, tokens, positions, keep, theta, soft_cap=None):
+    """Hidden states after the final norm; ``params["layers"]`` are stacked along a first axis."""
+    x = params["embedding"][tokens]
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    for index in range(count):
+        layer = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
+        normed = rms_norm(x, layer["attention_norm"]["scale"])
+        x = x + attention_layer(layer["attention"], normed, positions, keep, theta, soft_cap)
+        normed = rms_norm(x, layer["mlp_norm"]["scale"])
+        up, gate = (normed @ layer["mlp"][name]["kernel"] for name in ("up", "gate"))
+        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ layer["mlp"]["down"]["kernel"]
+    return rms_norm(x, params["final_norm"]["scale"])
+
+
+def cross_entropy(logits, targets, weights):
+    """The weighted sum of ``logsumexp(logits) - logits[target]``, all logits at once."""
+    log_probs = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(weights * picked)
