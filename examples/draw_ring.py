@@ -82,7 +82,7 @@ def forward_steps(device: int) -> list[tuple[str, list[str]]]:
     for step in range(N):
         block = (device - step) % N
         sends = [f"K{block} V{block} → dev {(device + 1) % N}"] if step < N - 1 else []
-        steps.append((f"Q{device} × K{block} V{block}", sends))
+        steps.append((f"Q{device} · K{block} V{block}", sends))
     return steps
 
 
@@ -102,9 +102,9 @@ def backward_steps(device: int) -> list[tuple[str, list[str]]]:
             to = (sent + reach) % N if reach < N else sent
             sends.append(f"dK{sent} dV{sent} → dev {to}")
         half = ", half 1" if step == 0 else ""
-        steps.append((f"Q{device} × K{block} V{block}{half}", sends))
+        steps.append((f"Q{device} · K{block} V{block}{half}", sends))
     last = blocks[-1]
-    home = f"Q{device} × K{device} V{device}, half 2"
+    home = f"Q{device} · K{device} V{device}, half 2"
     return [*steps, (home, [f"dK{last} dV{last} → dev {last}"])]
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write ring.png and schedule.svg")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    figure = plt.figure(figsize=(12, 4.2), layout="constrained")
+    figure = plt.figure(figsize=(12, 3.9), layout="constrained")
     grid = figure.add_gridspec(1, 4, width_ratios=[1.5, 1, 1, 1])
     draw_ring(figure.add_subplot(grid[0]))
     for column, layout in enumerate(("contiguous", "zigzag", "striped"), start=1):
@@ -152,7 +152,7 @@ def main() -> None:
 
     # The same bytes from the same code: no date, and ids that are no random numbers.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(10.5, 7.6), layout="constrained")
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7.2), layout="constrained")
     forward = [forward_steps(device) for device in range(N)]
     draw_schedule(upper, "Forward: each device merges what it sees into out and lse", forward)
     backward = [backward_steps(device) for device in range(N)]

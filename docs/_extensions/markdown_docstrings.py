@@ -1,4 +1,4 @@
-"""Turns the docstrings' few reStructuredText marks into Markdown, which the pages are written in."""
+"""Turns the few reStructuredText marks of the docstrings into the Markdown of the pages."""
 
 from __future__ import annotations
 
