@@ -1,4 +1,4 @@
-# make train | make test: each does all its own set-up. make check: lint and types. make docs: pages.
+# make train | make test: each does all its own set-up. make check: lint and types.
 SHELL := bash
 VENV ?= .venv
 GPU_EXTRA := $(shell .ci/extras)
@@ -12,10 +12,8 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 ))
 STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
 # Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
-# Without mkdocs-material's notice that it is being succeeded.
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs
 
-.PHONY: train test check format docs docs-serve venv clean
+.PHONY: train test check format venv clean
 
 train: $(STAMP)
 	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
@@ -34,14 +32,6 @@ format:
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-docs:
-	@$(MAKE) --no-print-directory venv EXTRAS=docs$(GPU_EXTRA)
-	$(MKDOCS) build --strict
-
-docs-serve:
-	@$(MAKE) --no-print-directory venv EXTRAS=docs$(GPU_EXTRA)
-	$(MKDOCS) serve
-
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -49,6 +39,19 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
 	touch $@
+
+# Without mkdocs-material's notice that it is being succeeded.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs
+
+.PHONY: docs docs-serve
+
+docs:
+	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	$(MKDOCS) build --strict
+
+docs-serve:
+	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	$(MKDOCS) serve
 
 clean:
 	rm -rf .venv .venv-oldest out build *.egg-info .pytest_cache .ruff_cache
