@@ -9,7 +9,8 @@ from griffe import Extension, Object
 
 _ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):`~?([\w.]+)`")
 _MATH = re.compile(r"^( *)\.\. math:: (.*)$", re.MULTILINE)
-_RULE = re.compile(r"^ *=+( =+)+ *$")
+_RETURNS = re.compile(r"^( *Returns:\n[^\n:]*):(?= |$)", re.MULTILINE)
+_RULE = re.compile(r" *=+( +=+)+ *")
 _SYMBOLS = {r"\cdot": "·"}
 
 
@@ -17,28 +18,41 @@ def to_markdown(text: str) -> str:
     """A docstring's text, its roles, formulas, literal blocks and simple tables as Markdown."""
     text = _ROLE.sub(_reference, text)
     text = _MATH.sub(_formula, text)
-    lines, table = [], False
+    # Griffe would take what comes before a colon for the type of what is returned.
+    text = _RETURNS.sub(r"\1 -", text)
+    lines: list[str] = []
+    rule, rows = "", None
     for line in text.splitlines():
-        rule = _RULE.match(line)
-        if rule and not table:
-            # A simple table is set in columns already: it is shown as it stands.
-            table, first, rules = True, _indent(line), 0
-            lines.append(f"{first}```text")
-        if table:
-            rules += bool(rule)
-        elif line.strip() == "::":
-            continue
-        elif line.rstrip().endswith("::") and not line.lstrip().startswith(".."):
-            line = line.rstrip()[:-1]
-        lines.append(line)
-        if table and rules == 2 and rule:
-            table = False
-            lines.append(f"{first}```")
+        if _RULE.fullmatch(line):
+            if rows is None:
+                rule, rows = line, []
+            else:
+                lines += _table(rule, rows)
+                rows = None
+        elif rows is not None:
+            rows.append(line)
+        elif line.strip() != "::":
+            # A literal block is indented already, which is all that Markdown asks for.
+            lines.append(re.sub(r"::\s*$", ":", line))
+    if rows is not None:
+        raise ValueError(f"a table has no end, or a header, which is not handled here: {rows}")
     return "\n".join(lines)
 
 
-def _indent(line: str) -> str:
-    return line[: len(line) - len(line.lstrip())]
+def _table(rule: str, rows: list[str]) -> list[str]:
+    """A simple table without a header; a line whose first cell is empty goes on with a row."""
+    starts = [match.start() for match in re.finditer("=+", rule)]
+    ends = [*starts[1:], None]
+    cells: list[list[str]] = []
+    for row in rows:
+        parts = [row[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+        if parts[0] or not cells:
+            cells.append(parts)
+        else:
+            cells[-1] = [" ".join(pair).strip() for pair in zip(cells[-1], parts, strict=True)]
+    indent = " " * starts[0]
+    table = [[""] * len(starts), ["---"] * len(starts), *cells]
+    return [f"{indent}| {' | '.join(row)} |" for row in table]
 
 
 def _reference(match: re.Match[str]) -> str:
