@@ -195,7 +195,7 @@ def literals(tree):
     """Every string of a module as it is shown, ``…`` for what an f-string puts in."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
