@@ -45,5 +45,18 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
 	touch $@
 
+# Without mkdocs-material's notice that it is being succeeded.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs
+
+.PHONY: docs docs-serve
+
+docs:
+	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	$(MKDOCS) build --strict
+
+docs-serve:
+	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	$(MKDOCS) serve
+
 clean:
 	rm -rf .venv .venv-oldest out build *.egg-info .pytest_cache .ruff_cache
