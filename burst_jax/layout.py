@@ -32,6 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arrays import as_int32
+
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
@@ -178,7 +180,8 @@ def pad_to_layout(
         zeros of the array's dtype.
       layout: "contiguous", "zigzag" or "striped".
       num_shards: shards of the ring, as in :func:`positions`.
-      segment_ids: int32 ``[B, T]`` with 0 for padding, or None for one segment per row.
+      segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
+        None for one segment per row.
 
     Returns:
       ``(tree, segment_ids)``: the padded pytree, and int32 ``[B, T_padded]`` for
@@ -186,7 +189,7 @@ def pad_to_layout(
 
     Raises:
       ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout, or
-        ``segment_ids`` of another shape or of a dtype that is not int32.
+        ``segment_ids`` of another shape or of a dtype that is no integer.
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -211,8 +214,7 @@ def pad_to_layout(
             f"segment_ids has shape {np.shape(segment_ids)}: it must be {(batch, length)}, the "
             "arrays' [B, T]"
         )
-    if segment_ids.dtype != np.int32:
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: convert it to int32")
+    segment_ids = as_int32("segment_ids", segment_ids)
     extra = padded_length(layout, length, num_shards) - length
     padded = jax.tree.map(lambda leaf: _pad_end(leaf, extra), tree)
     return padded, _pad_end(segment_ids, extra)

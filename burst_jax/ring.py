@@ -76,9 +76,10 @@ def ring_attention(
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; an int is both. None is no window.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: int32 ``[B, T]``; a query sees keys of its own segment only, and 0 is
-        padding, which sees nothing and is seen by nothing. Give both or neither.
-      key_value_segment_ids: int32 ``[B, S]``.
+      query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
+        keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
+        Give both or neither.
+      key_value_segment_ids: ``[B, S]``, alike.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -100,7 +101,7 @@ def ring_attention(
     shards = 1
     if head_parallel_axis is not None:
         shards = _axis_size("head_parallel_axis", head_parallel_axis)
-    check_local_arguments(
+    segment_ids = check_local_arguments(
         query, key, value, query_segment_ids, key_value_segment_ids, layout, backward, shards
     )
     if head_parallel_axis is not None:
@@ -118,7 +119,7 @@ def ring_attention(
         platform=current_platform(),
         compute_capability=compute_capability(),
     )
-    arrays = (query, key, value, query_segment_ids, key_value_segment_ids)
+    arrays = (query, key, value, *segment_ids)
     # All of them vary over the ring, and over whatever other manual axis one of them varies over:
     # the transpose of this cast sums the gradient of an array that was replicated there.
     manual = [lax.axis_index(axis) for axis in flat_names(axes, head_parallel_axis)]
