@@ -155,6 +155,8 @@ def _ring(
 def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     """``(out, lse, what the ring ran on)``, lse ``[B, N, T]`` with the ring's tokens and heads."""
     axis = config.head_axis
+    query = _without_padding(query, q_segment_ids)
+    key, value = (_without_padding(x, kv_segment_ids) for x in (key, value))
     query = to_heads(query, axis, tokens=1, heads=2)
     kv = to_heads(key, axis, tokens=1, heads=2), to_heads(value, axis, tokens=1, heads=2)
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
@@ -163,17 +165,33 @@ def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     return to_tokens(out, axis, tokens=1, heads=2), lse, (query, kv, *ids)
 
 
+def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
+    """``x`` with zeros where its tokens, along the axis ``tokens``, are padding.
+
+    The masks give padding the weight 0, and 0 times infinity or NaN is NaN. So whatever a caller
+    left in the padding is taken out before it is multiplied with anything.
+    """
+    if segment_ids is None:
+        return x
+    others = [axis for axis in range(1, x.ndim) if axis != tokens]
+    live = lax.expand_dims(segment_ids != 0, others)
+    return jnp.where(live, x, jnp.zeros((), x.dtype))
+
+
 def _ring_fwd(config, query, key, value, q_segment_ids, kv_segment_ids):
     # The gradient needs only (out, lse) from the forward, whichever implementation made them.
     out, lse, ran_on = _attend(config, query, key, value, q_segment_ids, kv_segment_ids)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
-    return (out, to_tokens(lse, config.head_axis, tokens=2, heads=1)), (ran_on, out, lse)
+    lse_here = to_tokens(lse, config.head_axis, tokens=2, heads=1)
+    return (out, lse_here), (ran_on, out, lse, q_segment_ids)
 
 
 def _ring_bwd(config, residuals, cotangents):
-    (query, kv, q_segment_ids, kv_segment_ids), out, lse = residuals
+    (query, kv, q_segment_ids, kv_segment_ids), out, lse, segment_ids_here = residuals
     do, dlse = cotangents
+    do = _without_padding(do, segment_ids_here)
+    dlse = _without_padding(dlse, segment_ids_here, tokens=2)
     axis = config.head_axis
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     wide = (x.astype(jnp.float32) for x in (do, out))
