@@ -56,7 +56,9 @@ def test_what_lies_in_padding_changes_no_bit(name):
     rng = np.random.default_rng(1)
     dirty = [
         poisoned(x, ids, rng)
-        for x, ids in zip((q, k, v, do, dlse), (*segments, segments[1], *segments[:1] * 2))
+        for x, ids in zip(
+            (q, k, v, do, dlse), (*segments, segments[1], *segments[:1] * 2), strict=True
+        )
     ]
     run = IMPLEMENTATIONS[case["implementation"]]
     clean = ring_results(case, (q, k, v), (do, dlse), segments, implementation=run)
