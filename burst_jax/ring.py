@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.checks import check_local_arguments, check_seq_axes, make_spec
+from burst_jax.derivatives import into_kernels, out_of_loops, reverse_mode_only
 from burst_jax.heads import all_tokens, check_heads, gradient_to_tokens, to_heads, to_tokens
 from burst_jax.layout import Layout
 from burst_jax.platform import compute_capability, current_platform
@@ -124,7 +125,8 @@ def ring_attention(
     # the transpose of this cast sums the gradient of an array that was replicated there.
     manual = [lax.axis_index(axis) for axis in flat_names(axes, head_parallel_axis)]
     varying = varying_axes(arrays, manual)
-    out, lse = _ring(config, *vary(arrays, varying))
+    query, key, value, *segment_ids = vary(arrays, varying)
+    out, lse = _ring(config, *reverse_mode_only(query, key, value), *segment_ids)
     return (out, lse.swapaxes(1, 2)) if return_residual else out
 
 
@@ -161,7 +163,8 @@ def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     kv = to_heads(key, axis, tokens=1, heads=2), to_heads(value, axis, tokens=1, heads=2)
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
     local = config.resolve(query, kv)
-    out, lse = forward(config, local, query, kv, *ids)
+    out, lse = forward(config, local, *into_kernels(local, (query, kv)), *ids)
+    out, lse = out_of_loops(local, (out, lse))
     return to_tokens(out, axis, tokens=1, heads=2), lse, (query, kv, *ids)
 
 
@@ -201,8 +204,6 @@ def _ring_bwd(config, residuals, cotangents):
     # Nothing of the backward ring starts before its inputs are all there: a permute hoisted into
     # the forward ring would take the link from the permute that forward waits for.
     query, do, kv, lse, delta = lax.optimization_barrier((query, do, kv, lse, delta))
-    queries = Block((query, do), (lse, delta), q_segment_ids)
-    keys = Block(kv, None, kv_segment_ids)
     lengths = query.shape[1], half_shape(kv)[1]
     rotation = choose_rotation(
         config.backward,
@@ -216,7 +217,10 @@ def _ring_bwd(config, residuals, cotangents):
         itemsize=query.dtype.itemsize,
     )
     local = config.resolve(query, kv, backward=True)
-    dq, dkv = backward(config, local, queries, keys, rotation)
+    arrays, stats, kv = into_kernels(local, ((query, do), (lse, delta), kv))
+    queries = Block(arrays, stats, q_segment_ids)
+    keys = Block(kv, None, kv_segment_ids)
+    dq, dkv = out_of_loops(local, backward(config, local, queries, keys, rotation))
     dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(kv))
     dq = gradient_to_tokens(dq, query.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
     dk, dv = gradient_to_tokens(
