@@ -17,6 +17,7 @@ from burst_jax.layout import positions as positions
 from burst_jax.layout import to_layout as to_layout
 from burst_jax.plan import plan as plan
 from burst_jax.platform import compiler_options as compiler_options
+from burst_jax.platform import set_compiler_options as set_compiler_options
 from burst_jax.ring import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from burst_jax.ring import ring_attention as ring_attention
 

@@ -83,10 +83,10 @@ def burst_attention(
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; an int is both. None is no window.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: int32 ``[B, T]`` in the layout's order; a query sees keys of its own
-        segment only, and 0 is padding, which sees nothing and is seen by nothing. Give both or
-        neither.
-      key_value_segment_ids: int32 ``[B, S]``.
+      query_segment_ids: ``[B, T]`` in the layout's order, of any integer dtype, whose values int32
+        can hold; a query sees keys of its own segment only, and 0 is padding, which sees nothing
+        and is seen by nothing. Give both or neither.
+      key_value_segment_ids: ``[B, S]``, alike.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -104,7 +104,9 @@ def burst_attention(
       NotImplementedError: the chosen implementation cannot do this; None never raises it.
     """
     check_arrays(query, key, value)
-    check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    q_segment_ids, kv_segment_ids = check_segment_ids(
+        query, key, query_segment_ids, key_value_segment_ids
+    )
     check_layout(layout)
     check_backward(backward)
     find(implementation)
@@ -162,9 +164,8 @@ def burst_attention(
         ),
     )
     arrays = {"query": query, "key": key, "value": value}
-    if query_segment_ids is not None and key_value_segment_ids is not None:
-        arrays["query_segment_ids"] = query_segment_ids
-        arrays["key_value_segment_ids"] = key_value_segment_ids
+    if q_segment_ids is not None:
+        arrays |= {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
     out, lse = _run(ring, ring.placed(arrays))
     return (out, lse) if return_residual else out
 

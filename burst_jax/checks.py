@@ -12,6 +12,7 @@ import numpy as np
 from burst_jax.layout import check_layout
 from burst_jax.rotation import BACKWARDS
 from pallas_kernels import AttentionSpec
+from pallas_kernels.arrays import as_int32
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -99,8 +100,12 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
 
 
-def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: Any) -> None:
-    """Raises ValueError unless the segment ids, if any, fit query and key."""
+def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: Any) -> Any:
+    """Both sides' segment ids as int32, or None and None.
+
+    Raises:
+      ValueError: they do not fit query and key, or one of them is missing.
+    """
     given = {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
     missing = [name for name, ids in given.items() if ids is None]
     if len(missing) == 1:
@@ -108,14 +113,14 @@ def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: 
             f"{missing[0]} is None but the other side's segment ids are given: pass both"
         )
     if missing:
-        return
+        return None, None
     for (name, ids), array in zip(given.items(), (query, key), strict=True):
         if not hasattr(ids, "dtype") or not hasattr(ids, "shape"):
             raise ValueError(f"{name} is a {type(ids).__name__}: it must be an int32 array")
-        if ids.dtype != jnp.int32:
-            raise ValueError(f"{name} has dtype {ids.dtype}: convert it to int32")
+        given[name] = as_int32(name, ids)
         if tuple(ids.shape) != tuple(array.shape[:2]):
             raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
+    return tuple(given.values())
 
 
 def check_seq_axes(name: str, seq_axis: Any, head_parallel_axis: Any) -> tuple[str, ...]:
@@ -170,10 +175,14 @@ def check_local_arguments(
     layout: str,
     backward: str,
     devices: int = 1,
-) -> None:
-    """Checks everything about one device's arrays; ``devices`` hold one shard of the ring."""
+) -> Any:
+    """Checks everything about one device's arrays; ``devices`` hold one shard of the ring.
+
+    Returns:
+      What :func:`check_segment_ids` does.
+    """
     check_arrays(query, key, value)
-    check_segment_ids(query, key, q_segment_ids, kv_segment_ids)
+    segment_ids = check_segment_ids(query, key, q_segment_ids, kv_segment_ids)
     check_layout(layout)
     check_backward(backward)
     if layout == "zigzag":
@@ -183,3 +192,4 @@ def check_local_arguments(
                     f"{name} holds {length * devices} tokens per shard: the zigzag layout needs an "
                     "even number; pad the sequence with pad_to_layout"
                 )
+    return segment_ids

@@ -129,10 +129,10 @@ class BurstAttention(nnx.Module):
 
         Args:
           x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
-          positions: int32 ``[B, T]`` or ``[T]``, the token's place in its sequence, in that same
+          positions: integers ``[B, T]`` or ``[T]``, the token's place in its sequence, in that same
             order (:func:`burst_jax.positions` makes it). Required with RoPE, refused without.
-          segment_ids: int32 ``[B, T]``, 0 for padding; tokens attend inside their segment. None is
-            one segment.
+          segment_ids: integers ``[B, T]``, 0 for padding; tokens attend inside their segment. None
+            is one segment.
 
         Returns:
           ``[B, T, out_features]``.

@@ -26,11 +26,18 @@ Attention, section 3) does so to within one diagonal.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import auto_axes
+
+from burst_jax.sharding import flat_names
+from pallas_kernels.arrays import as_int32
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -140,7 +147,8 @@ def to_layout(x: Any, layout: Layout, num_shards: int, axis: int = 1) -> Any:
     """Permutes the tokens along ``axis`` from their natural order into ``layout``.
 
     Do it once, where batches are made, for tokens, targets, positions and segment ids together.
-    NumPy arrays stay on the host; JAX arrays are permuted where they are.
+    NumPy arrays stay on the host; JAX arrays are permuted where they are, and stay sharded as they
+    are, over Auto and Explicit mesh axes.
 
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
@@ -178,15 +186,17 @@ def pad_to_layout(
         zeros of the array's dtype.
       layout: "contiguous", "zigzag" or "striped".
       num_shards: shards of the ring, as in :func:`positions`.
-      segment_ids: int32 ``[B, T]`` with 0 for padding, or None for one segment per row.
+      segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
+        None for one segment per row.
 
     Returns:
       ``(tree, segment_ids)``: the padded pytree, and int32 ``[B, T_padded]`` for
       ``query_segment_ids`` and ``key_value_segment_ids``. NumPy in, NumPy out.
 
     Raises:
-      ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout, or
-        ``segment_ids`` of another shape or of a dtype that is not int32.
+      ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout, a padded
+        length that the Explicit mesh axes do not divide which an array is already split over, or
+        ``segment_ids`` of another shape or of a dtype that is no integer.
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -200,8 +210,8 @@ def pad_to_layout(
     ((batch, length),) = shapes
     if segment_ids is None:
         segment_ids = np.ones((batch, length), np.int32)
-        if any(isinstance(leaf, jax.Array) for leaf in leaves):
-            segment_ids = jnp.asarray(segment_ids)
+        if arrays := [leaf for leaf in leaves if isinstance(leaf, jax.Array)]:
+            segment_ids = _sharded_alike(jnp.asarray(segment_ids), arrays[0])
     if not hasattr(segment_ids, "dtype"):
         raise ValueError(
             f"segment_ids is a {type(segment_ids).__name__}: it must be an int32 array [B, T]"
@@ -211,8 +221,7 @@ def pad_to_layout(
             f"segment_ids has shape {np.shape(segment_ids)}: it must be {(batch, length)}, the "
             "arrays' [B, T]"
         )
-    if segment_ids.dtype != np.int32:
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: convert it to int32")
+    segment_ids = as_int32("segment_ids", segment_ids)
     extra = padded_length(layout, length, num_shards) - length
     padded = jax.tree.map(lambda leaf: _pad_end(leaf, extra), tree)
     return padded, _pad_end(segment_ids, extra)
@@ -220,7 +229,36 @@ def pad_to_layout(
 
 def _pad_end(x: Any, extra: int) -> Any:
     widths = [(0, 0), (0, extra)] + [(0, 0)] * (np.ndim(x) - 2)
-    return jnp.pad(x, widths) if isinstance(x, jax.Array) else np.pad(x, widths)
+    if not isinstance(x, jax.Array):
+        return np.pad(x, widths)
+    mesh, names = _split_over_explicit_axes(x, 1)
+    devices, length = math.prod(mesh.shape[name] for name in names), x.shape[1] + extra
+    if length % devices:
+        raise ValueError(
+            f"the padded length is {length}, and the array's tokens are split over the Explicit "
+            f"mesh axes {names}, {devices} devices, which do not divide it: make num_shards a "
+            f"multiple of {devices}, or pad before the array is put onto the mesh"
+        )
+    return _explicit_axes_aside(lambda x: jnp.pad(x, widths), x)
+
+
+def _split_over_explicit_axes(x: jax.Array, axis: int) -> tuple[Any, tuple[str, ...]]:
+    """An array's mesh, and its Explicit axes that one of the array's own axes is split over."""
+    sharding = jax.typeof(x).sharding
+    split = sharding.spec[axis] if axis < len(sharding.spec) else None
+    explicit = sharding.mesh.explicit_axes
+    return sharding.mesh, tuple(name for name in flat_names(split) if name in explicit)
+
+
+def _sharded_alike(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` ``[B, T]`` split over the Explicit mesh axes that ``like`` ``[B, T, ...]`` is."""
+    mesh, batch = _split_over_explicit_axes(like, 0)
+    _, tokens = _split_over_explicit_axes(like, 1)
+    if not mesh.explicit_axes:
+        return x
+    if not isinstance(like, jax.core.Tracer) and isinstance(like.sharding, jax.NamedSharding):
+        mesh = like.sharding.mesh  # With its devices, which its type does not know.
+    return jax.reshard(x, jax.NamedSharding(mesh, jax.P(batch or None, tokens or None)))
 
 
 def _permute(x: Any, layout: str, num_shards: int, axis: int, *, inverse: bool) -> Any:
@@ -233,8 +271,31 @@ def _permute(x: Any, layout: str, num_shards: int, axis: int, *, inverse: bool) 
     check_length(layout, shape[axis], num_shards, name=f"the array's length along axis {axis}")
     if layout == "contiguous":
         return x
+    reorder = functools.partial(
+        _reorder, layout=layout, num_shards=num_shards, axis=axis, inverse=inverse
+    )
+    return _explicit_axes_aside(reorder, x) if isinstance(x, jax.Array) else reorder(x, np)
+
+
+def _explicit_axes_aside(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``function(x)``, sharded like ``x``, over whose Explicit mesh axes JAX would refuse it.
+
+    Where axes are Explicit every operation must say how its result is split, which a reshape of
+    split tokens cannot: here the compiler sees to it, as over Auto axes.
+    """
+    sharding = jax.typeof(x).sharding
+    explicit = tuple(sharding.mesh.explicit_axes)
+    if not set(explicit) & set(flat_names(*sharding.spec)):
+        return function(x)
+    aside: Any = auto_axes(function, axes=explicit, out_sharding=sharding)
+    return aside(x)
+
+
+def _reorder(
+    x: Any, xp: Any = jnp, *, layout: str, num_shards: int, axis: int, inverse: bool
+) -> Any:
     # Reshape, flip, transpose: no gather, and XLA fuses them into one copy.
-    xp = jnp if isinstance(x, jax.Array) else np
+    shape = x.shape
     n, lead, tail = num_shards, shape[:axis], shape[axis + 1 :]
     if layout == "striped":
         rows = (n, -1) if inverse else (-1, n)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
+import shutil
+import subprocess
 
 import jax
+
+# JAX has no public way to ask these two without touching a backend.
+from jax._src import distributed as _distributed
+from jax._src import xla_bridge as _xla_bridge
 
 # By the name that the driver gives a GPU. One that is not listed is asked itself.
 _CAPABILITIES = (
@@ -26,6 +34,11 @@ _LINKED = (8.0, 9.0, 10.0, 10.3)
 # Bytes beyond which XLA makes no one permute of those that begin and end together.
 _ANY_SIZE = 2**50
 
+Options = dict[str, bool | int | str]
+_COPIES: Options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+# XLA_FLAGS has words of its own for the values of some options.
+_FLAG_WORDS = {"COLLECTIVES_PEER_MEMORY": "peer", "True": "true", "False": "false"}
+
 
 def peak_flops(device_kind: str) -> float | None:
     """The peak of one device by its kind, or None where it is not known."""
@@ -44,18 +57,20 @@ def compute_capability() -> float | None:
         return None
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    for pattern, capability in _CAPABILITIES:
-        if re.search(pattern, kind):
-            return capability
+    capability = _listed_capability(kind)
+    if capability is not None:
+        return capability
     for present in jax.devices():
         if present.device_kind == kind and hasattr(present, "compute_capability"):
             return float(present.compute_capability)
     return None
 
 
-def compiler_options(
-    platform: str | None = None, *, peer_copies: bool | None = None
-) -> dict[str, bool | int | str]:
+def _listed_capability(kind: str) -> float | None:
+    return next((number for name, number in _CAPABILITIES if re.search(name, kind)), None)
+
+
+def compiler_options(platform: str | None = None, *, peer_copies: bool | None = None) -> Options:
     """What XLA needs to hide the links behind the kernels, for the outermost ``jax.jit``.
 
     On GPUs: the latency-hiding scheduler, which XLA leaves off on some generations; one permute for
@@ -63,6 +78,8 @@ def compiler_options(
     a block and a gradient, the inner and the outer links of a two-level ring are used together::
 
         step = jax.jit(step, compiler_options=burst_jax.compiler_options())
+
+    :func:`set_compiler_options` sets them for every ``jax.jit`` instead.
 
     Args:
       platform: "gpu", "cpu", ...; None is the mesh's in context, or JAX's default.
@@ -76,13 +93,110 @@ def compiler_options(
     """
     if (platform or current_platform()) not in ("gpu", "cuda"):
         return {}
-    options: dict[str, bool | int | str] = {
+    if peer_copies is None:
+        peer_copies = jax.process_count() == 1 and compute_capability() in _LINKED
+    return _gpu_options(peer_copies)
+
+
+def set_compiler_options(peer_copies: bool | None = None) -> Options:
+    """Sets :func:`compiler_options` for every ``jax.jit`` of this process that is still to come.
+
+    A ``jax.jit`` without compiler options has none of them, and two H200 then take a tenth longer::
+
+        burst_jax.set_compiler_options()  # first of all, but after jax.distributed.initialize()
+
+    JAX has no setting for compiler options, so this adds flags to the environment variable
+    ``XLA_FLAGS``, which XLA reads when JAX first asks for devices. Flags that are there already
+    stay as they are. Without NVIDIA GPUs, or where ``jax_platforms`` names no GPU, it does nothing.
+    It starts no JAX backend: it asks the driver which GPUs there are.
+
+    Args:
+      peer_copies: as in :func:`compiler_options`. None: if there is one process, and all GPUs are
+        of kinds that NVLink connects. How many processes there are is known only after
+        ``jax.distributed.initialize()``: where there are several, call that first, or pass False.
+
+    Returns:
+      The options of :func:`compiler_options` that ``XLA_FLAGS`` has now, one that had another value
+      there with that value's text; empty where there is nothing to set.
+
+    Raises:
+      RuntimeError: too late, JAX has its devices already.
+      ValueError: ``peer_copies=True`` with several processes, or an ``XLA_FLAGS`` that names a file
+        of flags, to which nothing can be added.
+    """
+    platforms = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    if platforms and not {"gpu", "cuda"} & set(platforms.split(",")):
+        return {}
+    kinds = _gpu_kinds()
+    if not kinds:
+        return {}
+    processes = _distributed.global_state.num_processes if jax.distributed.is_initialized() else 1
+    return _set_compiler_options(kinds, processes or 1, peer_copies)
+
+
+def _set_compiler_options(kinds: list[str], processes: int, peer_copies: bool | None) -> Options:
+    """:func:`set_compiler_options` on a machine with GPUs of these kinds."""
+    if peer_copies and processes > 1:
+        raise ValueError(
+            f"peer_copies is True, and there are {processes} processes: copy engines reach the "
+            "memory of one process only; leave it None, or run all GPUs in one process"
+        )
+    if peer_copies is None:
+        peer_copies = processes == 1 and all(_listed_capability(k) in _LINKED for k in kinds)
+    options = _gpu_options(peer_copies)
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):
+        missing = " ".join(map(_flag, options.items()))
+        raise ValueError(
+            f"XLA_FLAGS is {flags!r}, the name of a file of flags: add these to the file instead "
+            f"of calling set_compiler_options: {missing}"
+        )
+    present = {flag.partition("=")[0]: flag.partition("=")[2] for flag in flags.split()}
+    absent = {name: value for name, value in options.items() if f"--{name}" not in present}
+    if absent and _xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "set_compiler_options comes too late, XLA has read its flags: call it before anything "
+            "asks JAX for devices or makes an array, or pass "
+            "compiler_options=burst_jax.compiler_options() to jax.jit"
+        )
+    if absent:
+        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *map(_flag, absent.items())])
+    for name, value in {**options, **_COPIES}.items():
+        text = present.get(f"--{name}")
+        if text is not None:
+            options[name] = value if text == _flag_word(value) else text
+    return options
+
+
+def _gpu_options(peer_copies: bool) -> Options:
+    return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         "xla_gpu_collective_permute_combine_threshold_bytes": _ANY_SIZE,
+        **(_COPIES if peer_copies else {}),
     }
-    if peer_copies is None:
-        peer_copies = jax.process_count() == 1 and compute_capability() in _LINKED
-    if peer_copies:
-        options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
-    return options
+
+
+def _flag(option: tuple[str, bool | int | str]) -> str:
+    name, value = option
+    return f"--{name}={_flag_word(value)}"
+
+
+def _flag_word(value: bool | int | str) -> str:
+    return _FLAG_WORDS.get(str(value), str(value))
+
+
+def _gpu_kinds() -> list[str]:
+    """The names of this machine's NVIDIA GPUs, asked from the driver; none without a driver."""
+    files = pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")
+    models = (re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.M) for file in files)
+    kinds = [model.group(1) for model in models if model]
+    command = shutil.which("nvidia-smi")
+    if kinds or command is None:
+        return kinds
+    # Some containers hide /proc/driver. Lines like "GPU 0: NVIDIA H200 (UUID: ...)".
+    try:
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU \d+: (.+?) \(UUID", listed.stdout, re.M)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.checks import check_local_arguments, check_seq_axes, make_spec
+from burst_jax.derivatives import into_kernels, out_of_loops, reverse_mode_only
 from burst_jax.heads import all_tokens, check_heads, gradient_to_tokens, to_heads, to_tokens
 from burst_jax.layout import Layout
 from burst_jax.platform import compute_capability, current_platform
@@ -76,9 +77,10 @@ def ring_attention(
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; an int is both. None is no window.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: int32 ``[B, T]``; a query sees keys of its own segment only, and 0 is
-        padding, which sees nothing and is seen by nothing. Give both or neither.
-      key_value_segment_ids: int32 ``[B, S]``.
+      query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
+        keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
+        Give both or neither.
+      key_value_segment_ids: ``[B, S]``, alike.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -100,7 +102,7 @@ def ring_attention(
     shards = 1
     if head_parallel_axis is not None:
         shards = _axis_size("head_parallel_axis", head_parallel_axis)
-    check_local_arguments(
+    segment_ids = check_local_arguments(
         query, key, value, query_segment_ids, key_value_segment_ids, layout, backward, shards
     )
     if head_parallel_axis is not None:
@@ -118,12 +120,13 @@ def ring_attention(
         platform=current_platform(),
         compute_capability=compute_capability(),
     )
-    arrays = (query, key, value, query_segment_ids, key_value_segment_ids)
+    arrays = (query, key, value, *segment_ids)
     # All of them vary over the ring, and over whatever other manual axis one of them varies over:
     # the transpose of this cast sums the gradient of an array that was replicated there.
     manual = [lax.axis_index(axis) for axis in flat_names(axes, head_parallel_axis)]
     varying = varying_axes(arrays, manual)
-    out, lse = _ring(config, *vary(arrays, varying))
+    query, key, value, *segment_ids = vary(arrays, varying)
+    out, lse = _ring(config, *reverse_mode_only(query, key, value), *segment_ids)
     return (out, lse.swapaxes(1, 2)) if return_residual else out
 
 
@@ -154,12 +157,28 @@ def _ring(
 def _attend(config, query, key, value, q_segment_ids, kv_segment_ids):
     """``(out, lse, what the ring ran on)``, lse ``[B, N, T]`` with the ring's tokens and heads."""
     axis = config.head_axis
+    query = _without_padding(query, q_segment_ids)
+    key, value = (_without_padding(x, kv_segment_ids) for x in (key, value))
     query = to_heads(query, axis, tokens=1, heads=2)
     kv = to_heads(key, axis, tokens=1, heads=2), to_heads(value, axis, tokens=1, heads=2)
     ids = tuple(all_tokens(ids, axis) for ids in (q_segment_ids, kv_segment_ids))
     local = config.resolve(query, kv)
-    out, lse = forward(config, local, query, kv, *ids)
+    out, lse = forward(config, local, *into_kernels(local, (query, kv)), *ids)
+    out, lse = out_of_loops(local, (out, lse))
     return to_tokens(out, axis, tokens=1, heads=2), lse, (query, kv, *ids)
+
+
+def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
+    """``x`` with zeros where its tokens, along the axis ``tokens``, are padding.
+
+    The masks give padding the weight 0, and 0 times infinity or NaN is NaN. So whatever a caller
+    left in the padding is taken out before it is multiplied with anything.
+    """
+    if segment_ids is None:
+        return x
+    others = [axis for axis in range(1, x.ndim) if axis != tokens]
+    live = lax.expand_dims(segment_ids != 0, others)
+    return jnp.where(live, x, jnp.zeros((), x.dtype))
 
 
 def _ring_fwd(config, query, key, value, q_segment_ids, kv_segment_ids):
@@ -167,12 +186,15 @@ def _ring_fwd(config, query, key, value, q_segment_ids, kv_segment_ids):
     out, lse, ran_on = _attend(config, query, key, value, q_segment_ids, kv_segment_ids)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
-    return (out, to_tokens(lse, config.head_axis, tokens=2, heads=1)), (ran_on, out, lse)
+    lse_here = to_tokens(lse, config.head_axis, tokens=2, heads=1)
+    return (out, lse_here), (ran_on, out, lse, q_segment_ids)
 
 
 def _ring_bwd(config, residuals, cotangents):
-    (query, kv, q_segment_ids, kv_segment_ids), out, lse = residuals
+    (query, kv, q_segment_ids, kv_segment_ids), out, lse, segment_ids_here = residuals
     do, dlse = cotangents
+    do = _without_padding(do, segment_ids_here)
+    dlse = _without_padding(dlse, segment_ids_here, tokens=2)
     axis = config.head_axis
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     wide = (x.astype(jnp.float32) for x in (do, out))
@@ -182,8 +204,6 @@ def _ring_bwd(config, residuals, cotangents):
     # Nothing of the backward ring starts before its inputs are all there: a permute hoisted into
     # the forward ring would take the link from the permute that forward waits for.
     query, do, kv, lse, delta = lax.optimization_barrier((query, do, kv, lse, delta))
-    queries = Block((query, do), (lse, delta), q_segment_ids)
-    keys = Block(kv, None, kv_segment_ids)
     lengths = query.shape[1], half_shape(kv)[1]
     rotation = choose_rotation(
         config.backward,
@@ -197,7 +217,10 @@ def _ring_bwd(config, residuals, cotangents):
         itemsize=query.dtype.itemsize,
     )
     local = config.resolve(query, kv, backward=True)
-    dq, dkv = backward(config, local, queries, keys, rotation)
+    arrays, stats, kv = into_kernels(local, ((query, do), (lse, delta), kv))
+    queries = Block(arrays, stats, q_segment_ids)
+    keys = Block(kv, None, kv_segment_ids)
+    dq, dkv = out_of_loops(local, backward(config, local, queries, keys, rotation))
     dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(kv))
     dq = gradient_to_tokens(dq, query.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
     dk, dv = gradient_to_tokens(

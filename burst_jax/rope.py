@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arrays import as_int32
+
 # A position is split as high * 2**LOW_BITS + low, see rope_table.
 LOW_BITS = 12
 
@@ -31,7 +33,8 @@ def rope_table(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> R
     float64 beforehand. The error stays below 2e-3 rad for all positions under 2^24.
 
     Args:
-      positions: int32 ``[B, T]``, or ``[T]`` for one order in every row.
+      positions: ``[B, T]``, or ``[T]`` for one order in every row; of any integer dtype, whose
+        values int32 can hold.
       head_dim: H, even.
       theta: the base; the longest wavelength is ``2 pi theta`` tokens.
 
@@ -40,8 +43,7 @@ def rope_table(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> R
     """
     if positions.ndim not in (1, 2):
         raise ValueError(f"positions has shape {positions.shape}: pass int32 [B, T] or [T]")
-    if positions.dtype != jnp.int32:
-        raise ValueError(f"positions has dtype {positions.dtype}: convert it to int32")
+    positions = as_int32("positions", positions)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
     if not theta > 0:

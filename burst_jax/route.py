@@ -97,7 +97,10 @@ class Route:
         """Index of the device whose block is here at ``stop``, a Stop or an int32 array of one."""
         index: Any = 0
         for place, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
-            index = index * size + lax.rem(lax.axis_index(axis) - stop[place] + size, size)
+            # lax.rem converts no Python number to its other operand's dtype, and under
+            # jax_enable_x64 a Python int alone is int64.
+            place_here = lax.rem(lax.axis_index(axis) - stop[place] + size, np.int32(size))
+            index = index * size + place_here
         return index
 
     def move(self, tree: Any, start: Stop, end: Stop) -> Any:

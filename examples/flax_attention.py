@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from burst_jax.flax_adapters import nnx_attention_fn
+from burst_jax import nnx_attention_fn, set_compiler_options
 
 
 def main() -> None:
     """Runs both attention functions on the same weights and prints how far they are apart."""
     jax.config.update("jax_num_cpu_devices", 8)  # Where there are GPUs, those are used.
+    set_compiler_options()
     n = len(jax.devices())
     mesh = jax.make_mesh((n,), ("seq",), axis_types=(AxisType.Auto,))
 

@@ -31,7 +31,7 @@ from text_data import Text, held_out_rows, load_text, training_rows
 
 from burst_jax.layout import Layout, padded_length
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
-from burst_jax.platform import peak_flops
+from burst_jax.platform import peak_flops, set_compiler_options
 from burst_jax.training import (
     evaluate,
     init_train_state,
@@ -322,6 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     args, parser = parse_args(argv)
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+    set_compiler_options()
     with Interrupt() as interrupt:
         try:
             mesh, config, text = prepare(args)

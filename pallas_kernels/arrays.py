@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -30,6 +31,26 @@ def half_shape(pair: Pair) -> tuple[int, ...]:
 def half_dtype(pair: Pair) -> Any:
     """Dtype of a pair's arrays."""
     return pair[0].dtype if isinstance(pair, tuple) else pair.dtype
+
+
+def as_int32(name: str, x: Any) -> Any:
+    """An array of any integer dtype as int32, which kernels take; NumPy stays NumPy.
+
+    Under ``jax_enable_x64`` ``jnp.arange`` gives int64, and NumPy's integers are int64 by default.
+
+    Raises:
+      ValueError: another dtype, or a NumPy array with a value that int32 cannot hold. A JAX array's
+        values are not looked at, because that would wait for them.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {x.dtype}: convert it to int32")
+    if x.dtype == jnp.int32:
+        return x
+    if isinstance(x, np.ndarray) and x.size:
+        for value in (x.min(), x.max()):
+            if not -(2**31) <= int(value) < 2**31:
+                raise ValueError(f"{name} holds {value}: int32 cannot, so number them anew")
+    return x.astype(jnp.int32)
 
 
 def varying_axes(*arrays: Any) -> frozenset:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -134,6 +134,9 @@ class Implementation:
       backward_unsupported: the same for its backward pass alone; None is as ``unsupported``.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
+      second_derivatives: "any" if JAX can differentiate ``forward`` and ``backward`` themselves,
+        "forward" if in forward mode only (loops over as many tiles as the bounds say), "none" if
+        not at all (kernels).
     """
 
     name: str
@@ -148,6 +151,7 @@ class Implementation:
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[Any, Any], str | None] | None = None
     checks_vma: bool = True
+    second_derivatives: Literal["any", "forward", "none"] = "none"
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -168,6 +172,7 @@ REFERENCE = Implementation(
     forward_bounds=_no_bounds,
     backward_bounds=_no_bounds,
     unsupported=_takes_anything,
+    second_derivatives="any",
 )
 
 
@@ -202,6 +207,7 @@ XLA = Implementation(
     backward_bounds=_xla_bounds,
     split_backward=halves_of_tiles,
     unsupported=_takes_anything,
+    second_derivatives="forward",
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.spec import AttentionSpec
 
@@ -67,6 +69,7 @@ def allowed(
     """Which scores count; None if all do.
 
     The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
+    Segment ids may have more axes than positions, in front; the result has as many as they have.
     Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
     """
     tests = []
@@ -77,7 +80,16 @@ def allowed(
     if q_segment_ids is not None:
         assert kv_segment_ids is not None
         tests.append((q_segment_ids == kv_segment_ids) & (q_segment_ids != 0))
-    mask = None
-    for test in tests:
-        mask = test if mask is None else mask & test
-    return mask
+    return functools.reduce(both, tests) if tests else None
+
+
+def both(mask: jax.Array, other: jax.Array) -> jax.Array:
+    """``mask & other``, the one of lower rank broadcast over further axes in front.
+
+    ``&`` alone would do it too, but not where ``jax_numpy_rank_promotion`` is "raise".
+    """
+    if mask.ndim > other.ndim:
+        other = lax.expand_dims(other, range(mask.ndim - other.ndim))
+    elif mask.ndim < other.ndim:
+        mask = lax.expand_dims(mask, range(other.ndim - mask.ndim))
+    return mask & other

@@ -20,6 +20,7 @@ from pallas_kernels.triton_operands import Known, Operands
 from pallas_kernels.triton_tiles import (
     both,
     column,
+    half,
     in_range,
     lanes_in,
     load,
@@ -98,10 +99,10 @@ def _kernel(known: Known, table, tokens, q_ref, do_ref, k_ref, v_ref, lse_ref, d
     dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(k_ref.shape, jnp.float32)
     if dkv_in_ref:
         # Not added at the end like dK, whose scale comes last: both at once cost registers there.
-        dv = load(dkv_in_ref[0].at[jnp.int32(1), :, :], kv_tile_ok)
+        dv = load(half(dkv_in_ref[0], 1), kv_tile_ok)
     dk, dv = over_tiles(table, query_tile, (dk, dv), heads=known.groups)
-    triton_lowering.store(dkv_ref.at[jnp.int32(1), :, :], dv, mask=kv_tile_ok)
+    triton_lowering.store(half(dkv_ref, 1), dv, mask=kv_tile_ok)
     dk *= spec.scale
     if dkv_in_ref:
-        dk += load(dkv_in_ref[0].at[jnp.int32(0), :, :], kv_tile_ok)
-    triton_lowering.store(dkv_ref.at[jnp.int32(0), :, :], dk, mask=kv_tile_ok)
+        dk += load(half(dkv_in_ref[0], 0), kv_tile_ok)
+    triton_lowering.store(half(dkv_ref, 0), dk, mask=kv_tile_ok)

@@ -40,6 +40,16 @@ def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     return triton_lowering.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
+def half(ref: Any, index: int) -> Any:
+    """The first or the second ``[rows, lanes]`` tile of a packed pair's reference.
+
+    A load or store takes an array as an index, no Python number, and gives the slices beside it
+    starts of JAX's default integer dtype, int64 under ``jax_enable_x64``. Interpret mode wants all
+    of them to be of one dtype, so the index has the default one too.
+    """
+    return ref.at[jnp.asarray(index, int), :, :]
+
+
 def column(x: jax.Array | None) -> jax.Array | None:
     """``[rows]`` to ``[rows, 1]``."""
     return None if x is None else x[:, None]

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.arrays import Pair, half_shape, halves, pad_axis, vary, varying_axes
 from pallas_kernels.bounds import over_batch
 from pallas_kernels.merge import merge
-from pallas_kernels.scores import allowed, products_gradient, scaled_logits
+from pallas_kernels.scores import allowed, both, products_gradient, scaled_logits
 from pallas_kernels.spec import AttentionSpec, Tiles, Tokens
 
 # Empirical, on CPU: large enough that the matmuls dominate, small enough that a causal diagonal
@@ -188,8 +188,8 @@ class _KeyTiles:
             None if seg is None else self._at(seg, j, 1)[:, None, None, None, :],
         )
         if self.padded != self.length:
-            index = j * self.block + jnp.arange(self.block, dtype=jnp.int32)
-            mask = (index < self.length) if mask is None else mask & (index < self.length)
+            inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
+            mask = inside if mask is None else both(mask, inside)
         return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from burst_jax import from_layout, pad_to_layout, positions, to_layout
 from burst_jax.layout import LAYOUTS, blocks_per_shard, padded_length, shard_positions
@@ -260,3 +263,68 @@ def test_wrong_arguments_raise(name):
     call, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- arrays on a mesh ----------------------------------------------------------------------------
+
+SPECS = (P("data", "seq"), P(None, "seq"), P("data"), P(None, ("seq", "data")), P())
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+
+
+@pytest.fixture(params=["context", "no_context"])
+def mesh(request):
+    """Of ``jax.make_mesh``'s default axes, which are Explicit; with ``jax.set_mesh`` or without."""
+    mesh = jax.make_mesh((2, 4), ("data", "seq"))
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    with jax.set_mesh(mesh) if request.param == "context" else contextlib.nullcontext():
+        yield mesh
+
+
+def assert_sharded_alike(got, want, spec):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for x in jax.tree.leaves(got):
+        full = [spec[i] if i < len(spec) else None for i in range(x.ndim)]
+        assert jax.typeof(x).sharding.spec == P(*full)
+        assert x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, P(*full)), x.ndim)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@every_spec
+def test_arrays_stay_split_over_explicit_axes(mesh, spec, layout):
+    """Shards of the ring that lie on one device, on several devices, or share one."""
+    x = RNG.normal(size=(2, 16, 3)).astype(np.float32)
+    array = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    for function in (to_layout, from_layout):
+        for n in (4, 8):
+            run = functools.partial(function, layout=layout, num_shards=n)
+            assert_sharded_alike(run(array), run(x), spec)
+            assert_sharded_alike(jax.jit(run)(array), run(x), spec)
+
+
+@every_spec
+def test_padding_stays_split_over_explicit_axes(mesh, spec):
+    x = RNG.normal(size=(2, 8, 3)).astype(np.float32)
+    array = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    run = functools.partial(pad_to_layout, layout="zigzag", num_shards=8)
+    for padded in (run(array), jax.jit(run)(array)):
+        assert_sharded_alike(padded, run(x), spec)
+
+
+def test_padding_to_a_length_that_its_own_devices_do_not_divide():
+    mesh = jax.make_mesh((2, 4), ("data", "seq"))
+    array = jax.device_put(np.ones((2, 16)), jax.NamedSharding(mesh, P(None, "seq")))
+    message = (
+        r"the padded length is 18, .* the Explicit mesh axes \('seq',\), 4 devices, which do not "
+        "divide it: make num_shards a multiple of 4, or pad before the array is put onto the mesh"
+    )
+    with pytest.raises(ValueError, match=message):
+        pad_to_layout(array, "zigzag", 3)
+
+
+def test_gradients_pass_over_explicit_axes():
+    mesh = jax.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+    weights = RNG.normal(size=(1, 16)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        x, placed = jax.device_put((np.zeros_like(weights), weights), P(None, "seq"))
+        gradient = jax.grad(lambda x: (to_layout(x, "striped", 4) * placed).sum())(x)
+    np.testing.assert_array_equal(gradient, from_layout(weights, "striped", 4))

@@ -1,0 +1,69 @@
+"""Padding never leaks: NaN and infinity in it change no bit of what live tokens get."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from implementations import IMPLEMENTATIONS
+from ring_cases import make_inputs, ring_results
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def a_case(ring, layout, mask, backward, implementation):
+    return {
+        "ring": ring,
+        "layout": layout,
+        "mask": mask,
+        "heads": (4, 2),
+        "backward": backward,
+        "shard": "63",
+        "head_dim": 16,
+        "dtype": "float32",
+        "implementation": implementation,
+    }
+
+
+# One device, rings of both rotations, two levels and exchanged heads, each implementation.
+CASES = {
+    "xla-1": a_case("1", "contiguous", "packed", "rotate_kv", "xla"),
+    "triton-1": a_case("1", "contiguous", "packed_causal", "rotate_kv", "triton"),
+    "reference-1": a_case("1", "contiguous", "packed", "rotate_kv", "reference"),
+    "xla-4-kv": a_case("4", "zigzag", "packed_causal", "rotate_kv", "xla"),
+    "xla-3-query": a_case("3", "striped", "packed_window_cap", "rotate_query", "xla"),
+    "triton-2-kv": a_case("2", "zigzag", "packed_window_cap", "rotate_kv", "triton"),
+    "triton-2-query": a_case("2", "striped", "packed", "rotate_query", "triton"),
+    "reference-2-query": a_case("2", "zigzag", "packed_causal", "rotate_query", "reference"),
+    "xla-2x2": a_case("2x2", "zigzag", "packed_causal", "rotate_kv", "xla"),
+    "xla-2+h2": a_case("2+h2", "striped", "packed", "rotate_query", "xla"),
+}
+
+
+def poisoned(x, segment_ids, rng):
+    """``x`` ``[B, T, ...]`` with NaN, infinity and the largest number in its padding."""
+    bad = np.array([np.nan, np.inf, -np.inf, np.finfo(x.dtype).max], x.dtype)
+    noise = bad[rng.integers(0, len(bad), x.shape)]
+    padding = (segment_ids == 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
+    assert padding.any()
+    return np.where(padding, noise, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_lies_in_padding_changes_no_bit(name):
+    """Packed rows with padding before, between and after the documents, of grouped heads."""
+    case = CASES[name]
+    (q, k, v), (do, dlse), segments = make_inputs(case)
+    rng = np.random.default_rng(1)
+    dirty = [
+        poisoned(x, ids, rng)
+        for x, ids in zip(
+            (q, k, v, do, dlse), (*segments, segments[1], *segments[:1] * 2), strict=True
+        )
+    ]
+    run = IMPLEMENTATIONS[case["implementation"]]
+    clean = ring_results(case, (q, k, v), (do, dlse), segments, implementation=run)
+    got = ring_results(case, tuple(dirty[:3]), tuple(dirty[3:]), segments, implementation=run)
+    for result, g, c in zip(RESULTS, got, clean, strict=True):
+        np.testing.assert_array_equal(g, c, err_msg=result)
+        padding = segments[1 if result in ("dk", "dv") else 0] == 0
+        assert (g[padding] == (-np.inf if result == "lse" else 0)).all(), result
