@@ -99,6 +99,32 @@ def test_wrong_batches_raise(rows, options, message):
         make_batch(rows, **options)
 
 
+def test_one_process_has_all_rows():
+    mesh = make_mesh(data=2, seq=4)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=4)
+    placed = place_batch(batch, mesh, batch_axis="data", process_local=True)
+    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
+    assert (
+        placed["inputs"].sharding == place_batch(batch, mesh, batch_axis="data")["inputs"].sharding
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([(3, 16)], r"batch has 3 rows: they must be a multiple of 2, .*\('data',\) that they are"),
+        ([(2, 18)], r"batch has length T 18: it must be a multiple of 4, .*\('seq',\); make_batch"),
+        ([(2, 16), (2, 17)], r"batch has arrays of shapes \[\(2, 16\), \(2, 17\)\]: .* one shape"),
+        ([(2, 16, 3)], r"batch has arrays of shapes \[\(2, 16, 3\)\]"),
+    ],
+    ids=["rows", "length", "shapes", "rank"],
+)
+def test_batches_that_do_not_fit_the_mesh_raise(arrays, message):
+    batch = {str(index): np.zeros(shape, np.int32) for index, shape in enumerate(arrays)}
+    with pytest.raises(ValueError, match=message):
+        place_batch(batch, make_mesh(data=2, seq=4), batch_axis="data")
+
+
 # The loss.
 
 B, T, D, V = 2, 24, 8, 30
