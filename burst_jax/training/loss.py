@@ -11,7 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from burst_jax.models.decoder import Decoder
-from burst_jax.sharding import AxisNames, flat_names, resolve_mesh, sequence_axes, token_spec
+from burst_jax.sharding import (
+    AxisNames,
+    flat_names,
+    gathered,
+    resolve_mesh,
+    sequence_axes,
+    token_spec,
+)
 from burst_jax.training.batches import Batch
 
 
@@ -36,8 +43,8 @@ def chunked_cross_entropy(
 
     Args:
       hidden: ``[B, T, D]``, B sharded over ``batch_axis`` and T over ``seq_axis``, in any order.
-      kernel: ``[D, V]``, replicated. Multiplied in hidden's dtype, accumulated in float32; its
-        gradient is float32 until it takes the kernel's dtype.
+      kernel: ``[D, V]``; gathered to every device if it is split. Multiplied in hidden's dtype,
+        accumulated in float32; its gradient is float32 until it takes the kernel's dtype.
       targets: int32 ``[B, T]``. Not read where the weight is 0.
       weights: float32 ``[B, T]``, 0 for padding; None is 1 everywhere. Constants: they get no
         gradient.
@@ -56,6 +63,7 @@ def chunked_cross_entropy(
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
     _check(hidden, kernel, targets, weights, chunk_size)
+    kernel = gathered(kernel)
     names = flat_names(batch_axis, seq_axis)
     tokens = token_spec(batch_axis, seq_axis)
 
