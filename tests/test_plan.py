@@ -268,27 +268,36 @@ def test_the_command_line():
     assert run.stdout == str(burst_jax.plan(**SHAPE)) + "\n"
 
 
-# Four GPUs by NCCL, whose last hop lay bare then; two with contiguous shards, of which one begins
-# its backward while the other ends its forward.
-UNLIKE_THE_MODEL = {("zigzag, NCCL", 4), ("contiguous", 2)}
+def allowed_gap(case, way, both):
+    """How far the model may be from a measured row, as a ratio."""
+    if case.startswith("16K") and way == "contiguous" and both:
+        # Queries travel backward: a device that waits at the end of the forward pass starts on its
+        # backward while the others still work, so the two passes together take less than their sum.
+        return 1.21
+    if case.startswith("window"):
+        return 1.14  # Few tiles for each query: the kernel is slower than on a long shard.
+    if way.endswith("NCCL"):
+        return 1.10  # NCCL's kernels take multiprocessors from the attention's, not only time.
+    return 1.045
 
 
 def test_the_model_is_held_to_measured_rings():
+    gaps = []
     for results in measured.load():
         compared = list(measured.compare(results))
         known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
-        off = {
-            (row.case, row.peer, name): abs(math.log(model / seen))
-            for row, *models in compared
-            for name, model, seen in zip(("f", "fb"), models, (row.forward, row.both), strict=True)
-        }
-        assert np.median(list(off.values())) < math.log(1.04)
-        for (case, peer, name), gap in off.items():
-            known = (case, name) == ("16K, 32/32 heads", "fb")
-            known = known and (peer, results.devices) in UNLIKE_THE_MODEL
-            assert gap < math.log(1.3 if known else 1.2), (case, peer, name)
+        for row, forward, both in compared:
+            for name, model, seen in (("f", forward, row.forward), ("fb", both, row.both)):
+                gap = abs(math.log(model / seen))
+                limit = math.log(allowed_gap(row.case, row.peer, name == "fb"))
+                assert gap < limit, (results.devices, row.case, row.peer, name, gap)
+                gaps.append(gap)
+    assert len(gaps) > 50
+    assert np.median(gaps) < math.log(1.015)
+    # What a plan calls alike is what the model cannot tell apart.
+    assert np.quantile(gaps, 2 / 3) < math.log(1 + ACCURACY)
 
 
 def test_measured_rows_are_printed_beside_the_models(capsys):

@@ -19,8 +19,8 @@ from burst_jax.plan.model import Attention, Cluster, Estimate, Model, Scheme
 from burst_jax.plan.table import table
 from burst_jax.rotation import BACKWARDS
 
-# By what share of its time two ways must differ for the model to tell them apart: half of the
-# measured rings lie within this of their estimates (``python -m burst_jax.plan --measured``).
+# By what share of its time two ways must differ for the model to tell them apart: two thirds of
+# the measured rings lie within this of their estimates (``python -m burst_jax.plan --measured``).
 ACCURACY = 0.03
 
 
