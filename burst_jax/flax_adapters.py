@@ -186,7 +186,7 @@ def linen_attention_fn(*, pad: bool = False, **options: Any) -> Callable[..., ja
 def _check(owner: str, pad: bool, options: dict[str, Any]) -> bool:
     """Checks the options and takes is_causal out of them."""
     refused = {
-        "return_residual": "Flax's layers expect one array; call burst_attention for the lse"
+        "return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)"
     }
     check_options(owner, options, refused)
     layout = options.get("layout", "contiguous")

@@ -18,7 +18,7 @@ from burst_jax.sharding import gathered
 REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
-    "return_residual": "the layer returns one array; call burst_attention for the lse",
+    "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -133,8 +133,9 @@ class BurstAttention(nnx.Module):
           x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
           positions: int32 ``[B, T]`` or ``[T]``, the token's place in its sequence, in that same
             order (:func:`burst_jax.positions` makes it). Required with RoPE, refused without.
-          segment_ids: int32 ``[B, T]``, 0 for padding; tokens attend inside their segment. None is
-            one segment.
+          segment_ids: int32 ``[B, T]``; tokens attend inside their segment. 0 is padding, which
+            attends to nothing and is attended by nothing, so documents count from 1. None is one
+            segment.
 
         Returns:
           ``[B, T, out_features]``.

@@ -195,6 +195,18 @@ def test_loss_without_weights_counts_every_token():
     np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
 
 
+def test_loss_over_explicit_axes_takes_targets_from_anywhere():
+    hidden, kernel, targets, _ = loss_inputs()
+    targets = jnp.maximum(targets, 0)
+    mesh = make_mesh(2, 4, AxisType.Explicit)
+    placed = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P("data", "seq")))
+    split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, "data")))
+    with jax.set_mesh(mesh):
+        total, _ = chunked_cross_entropy(placed, split, targets, batch_axis="data")
+    ones = jnp.ones((B, T), jnp.float32)
+    np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
+
+
 def test_bfloat16_loss_accumulates_in_float32():
     inputs = loss_inputs(jnp.bfloat16)
     want, want_grads = dense_results(*inputs, 1.0)

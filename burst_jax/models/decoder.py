@@ -233,7 +233,8 @@ class Decoder(nnx.Module):
           tokens: int32 ``[B, T]`` in the order of the option ``layout``.
           positions: int32 ``[B, T]`` or ``[T]`` in that order (:func:`burst_jax.positions` makes
             it), never an ``arange`` unless the layout is contiguous.
-          segment_ids: int32 ``[B, T]`` in that order, 0 for padding, or None.
+          segment_ids: int32 ``[B, T]`` in that order, or None. 0 is padding; documents count from
+            1.
 
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. Those of padding

@@ -37,6 +37,8 @@ def make_batch(
       layout: order of the tokens, see :func:`burst_jax.to_layout`.
       num_shards: shards of the ring, see :func:`burst_jax.positions`.
       segment_ids: int32 ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
+        Count documents from 1: where another library counts them from 0, add 1, or each row's
+        first document would be padding, which nothing attends to and no loss counts.
 
     Returns:
       A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:

@@ -15,6 +15,7 @@ from burst_jax.sharding import (
     AxisNames,
     flat_names,
     gathered,
+    place_explicit,
     resolve_mesh,
     sequence_axes,
     token_spec,
@@ -66,6 +67,8 @@ def chunked_cross_entropy(
     kernel = gathered(kernel)
     names = flat_names(batch_axis, seq_axis)
     tokens = token_spec(batch_axis, seq_axis)
+    # Hidden states that are split otherwise are the caller's to move: that would cost much.
+    targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
 
     # check_vma (the default): transposing the cast of the replicated kernel is the psum over all
     # axes that its gradient needs, and float32 because the kernel is cast below, not before.
