@@ -43,7 +43,8 @@ def table(plan: Plan) -> str:
 
 def _recommended(plan: Plan, best: Estimate) -> list[str]:
     """The way to take, as code."""
-    attention, fastest = plan.attention, plan.estimates[0]
+    attention = plan.attention
+    fastest = next(each for each in plan.estimates if each.memory <= plan.cluster.gpu.memory)
     mesh, masks = best.scheme.mesh, {}
     if attention.is_causal:
         masks["is_causal"] = True
@@ -61,10 +62,10 @@ def _recommended(plan: Plan, best: Estimate) -> list[str]:
         f"    # the tokens' order: to_layout(..., {order})",
     ]
     if best.host_bytes < fastest.host_bytes:
+        slower = best.seconds / fastest.seconds - 1
         lines.append(
-            f"    # {best.seconds / fastest.seconds - 1:.1%} slower than the fastest, which the "
-            f"model cannot tell apart, and {best.host_bytes / fastest.host_bytes:.0%} of its bytes "
-            "to other hosts"
+            f"    # {slower:.1%} slower than the fastest that fits, less than the model can tell, and "
+            f"{best.host_bytes / fastest.host_bytes:.0%} of its bytes to other hosts"
         )
     return lines
 
