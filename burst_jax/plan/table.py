@@ -64,7 +64,7 @@ def _recommended(plan: Plan, best: Estimate) -> list[str]:
     if best.host_bytes < fastest.host_bytes:
         slower = best.seconds / fastest.seconds - 1
         lines.append(
-            f"    # {slower:.1%} slower than the fastest that fits, less than the model can tell, and "
+            f"    # {slower:.1%} slower than the fastest that fits (the model cannot tell), and "
             f"{best.host_bytes / fastest.host_bytes:.0%} of its bytes to other hosts"
         )
     return lines
