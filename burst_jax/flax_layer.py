@@ -11,12 +11,14 @@ from flax import nnx
 from burst_jax._options import check_options
 from burst_jax.attention import burst_attention
 from burst_jax.norm import RMSNorm
+from burst_jax.order import refuse_wrong_order
 from burst_jax.rope import RopeTable, apply_rope, rope_table
+from burst_jax.sharding import gathered
 
 REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
-    "return_residual": "the layer returns one array; call burst_attention for the lse",
+    "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -131,14 +133,17 @@ class BurstAttention(nnx.Module):
           x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
           positions: integers ``[B, T]`` or ``[T]``, the token's place in its sequence, in that same
             order (:func:`burst_jax.positions` makes it). Required with RoPE, refused without.
-          segment_ids: integers ``[B, T]``, 0 for padding; tokens attend inside their segment. None
-            is one segment.
+          segment_ids: integers ``[B, T]``; tokens attend inside their segment. 0 is padding, which
+            attends to nothing and is attended by nothing, so documents count from 1. None is one
+            segment.
 
         Returns:
           ``[B, T, out_features]``.
 
         Raises:
-          ValueError: positions missing or not used, or a shape or dtype that is not the above.
+          ValueError: positions missing or not used, a shape or dtype that is not the above, or
+            positions that ascend like an ``arange`` where the layout's order does not. Under
+            ``jit`` their values are not known; then the rows with such positions are NaN.
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
@@ -153,15 +158,21 @@ class BurstAttention(nnx.Module):
                 "positions are missing: RoPE needs the position of every token, in the order that "
                 "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
             )
-        return self.attend(x, rope_table(positions, self.head_dim, self.rope_theta), segment_ids)
+        rope = rope_table(positions, self.head_dim, self.rope_theta)
+        out = self.attend(x, rope, segment_ids)
+        return refuse_wrong_order(out, positions, segment_ids, dict(self.options))
 
     def attend(
         self, x: jax.Array, rope: RopeTable | None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """As the call, with RoPE's table ready-made, to share it between layers."""
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        """As the call, with RoPE's table ready-made, to share it between layers.
+
+        The positions that the table was made of are not checked.
+        """
+        layer = gathered(self)
+        query, key, value = layer.query(x), layer.key(x), layer.value(x)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = layer.query_norm(query), layer.key_norm(key)
         if rope is not None:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
         out = burst_attention(
@@ -172,4 +183,4 @@ class BurstAttention(nnx.Module):
             key_value_segment_ids=segment_ids,
             **dict(self.options),
         )
-        return self.out(out)
+        return layer.out(out)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisNames = str | tuple[str, ...] | None
@@ -60,6 +61,37 @@ def lookup(table: jax.Array, index: jax.Array, mesh: Any, spec: PartitionSpec) -
     if AxisType.Auto in types.values():
         rows = jax.lax.with_sharding_constraint(rows, auto)
     return rows
+
+
+def place_explicit(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """``x`` split by ``spec`` over the mesh's Explicit axes; Auto axes take any array."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in types if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    return jax.reshard(x, NamedSharding(mesh, _only(spec, explicit)))
+
+
+def gathered(weights: Any) -> Any:
+    """The arrays of a pytree, or of an nnx module, whole on every device along Explicit mesh axes.
+
+    A product of activations and weights that are both split over an Explicit axis has no sharding
+    of its own, so JAX refuses it. Call this where a layer uses its weights, inside what is
+    rematerialised: then one layer's weights are whole at a time, and each gradient is split again
+    as its weight is (FSDP, Zhao et al. 2023). Auto axes stay the compiler's, which does the same
+    where it needs to.
+    """
+    if isinstance(weights, nnx.Module):
+        graphdef, state = nnx.split(weights)
+        return nnx.merge(graphdef, gathered(state))
+
+    def whole(x: jax.Array) -> jax.Array:
+        sharding = jax.typeof(x).sharding
+        if not flat_names(*sharding.spec):
+            return x
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(whole, weights)
 
 
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:

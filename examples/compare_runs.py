@@ -12,7 +12,10 @@ import numpy as np
 
 def losses(folder: Path) -> np.ndarray:
     """The training loss of every step of a run, in nats per byte."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    if not lines:
+        raise SystemExit(f"{file}: no steps of a run; name the --out folder of one")
     return np.array([json.loads(line)["loss"] for line in lines])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -13,6 +15,29 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+RESULTS = ("metrics.jsonl", "summary.json", "loss.png")
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there for :func:`plot_loss`; it is no requirement of the package."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_out(out: Path) -> None:
+    """Makes the folder for a run's results, and raises unless all of them can be written there.
+
+    Raises:
+      OSError: it cannot be made or written, or a result's name is a folder or a protected file.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out):
+        pass
+    for name in RESULTS:
+        path = out / name
+        if path.exists():
+            with path.open("ab"):
+                pass
 
 
 class Interrupt:
@@ -112,7 +137,12 @@ class Reporter:
 
 
 def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None = None) -> None:
-    """Loss by step as PNG, with the held-out loss at its end where there is one."""
+    """Loss by step as PNG, with the held-out loss at its end where there is one.
+
+    Without matplotlib there is no picture; ask :func:`can_plot` before a run.
+    """
+    if not can_plot():
+        return
     import matplotlib
 
     matplotlib.use("Agg")

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from reporting import Interrupt, Reporter, plot_loss
+from reporting import Interrupt, Reporter, can_plot, check_out, plot_loss
 from text_data import Text, held_out_rows, load_text, training_rows
 
 from burst_jax.layout import Layout, padded_length
@@ -166,6 +166,10 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, DecoderConfig, Text]:
             f"--batch is {args.batch}: use a multiple of {data}, the mesh's data axis, like "
             f"{-(-args.batch // data) * data}"
         )
+    for name in ("sample_bytes", "seed"):
+        if getattr(args, name) < 0:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is {getattr(args, name)}: it must be at least 0")
     shortest = min(len(text.train), len(text.held_out))
     if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
         raise ValueError(
@@ -267,17 +271,61 @@ def sample(
     return jax.lax.scan(next_byte, prompt, jax.random.split(key, length))[1]
 
 
+def sampler(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> nnx.GraphDef:
+    """The decoder that :func:`sample` runs: tokens in their natural order."""
+    return abstract_decoder(config, mesh=mesh, implementation=args.implementation)[0]
+
+
 def show_sample(
     args: argparse.Namespace, config: DecoderConfig, mesh: Mesh, params: Any, text: Text
 ) -> str:
     """Continues the beginning of the held-out text on one device."""
     prompt = text.held_out[:SAMPLE_CONTEXT].astype(np.int32)
-    graphdef, _ = abstract_decoder(config, mesh=mesh, implementation=args.implementation)
     drawn = sample(
-        graphdef, params, jnp.asarray(prompt), args.sample_bytes, jax.random.key(args.seed)
+        sampler(args, config, mesh),
+        params,
+        jnp.asarray(prompt),
+        args.sample_bytes,
+        jax.random.key(args.seed),
     )
     start, more = (bytes(np.asarray(part, np.uint8)) for part in (prompt[-80:], drawn))
     return f"...{start.decode(errors='replace')}[sample starts]{more.decode(errors='replace')}"
+
+
+def one_device(mesh: Mesh) -> Mesh:
+    """A mesh of the first device, with the same axes."""
+    return jax.make_mesh(
+        (1, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=[mesh.devices.flat[0]]
+    )
+
+
+def rehearse(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh, text: Text) -> None:
+    """Traces what comes after the last step, so that what cannot run is known before the first.
+
+    A named implementation may take the dtype or the lengths of the training and not those of the
+    end; None takes whichever can.
+
+    Raises:
+      NotImplementedError: the implementation cannot evaluate or sample so.
+    """
+    if args.implementation is None:
+        return
+    config = dataclasses.replace(config, dtype=jnp.dtype(args.eval_dtype))
+    row = held_out_rows(text.held_out, args.batch, args.seq_len + 1, 1)[0]
+    one = one_device(mesh)
+    try:
+        for each in (mesh, one):
+            graphdef, params = abstract_decoder(config, mesh=each, **attention_options(args))
+            jax.eval_shape(make_eval_step(graphdef), params, place(args, each, row))
+        if args.sample_bytes > 0:
+            graphdef, prompt = sampler(args, config, one), np.zeros(SAMPLE_CONTEXT, np.int32)
+            key = jax.random.key(0)
+            jax.eval_shape(lambda *given: sample(graphdef, *given, 1, key), params, prompt)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{error}; so the evaluation and the sample after the last step could not run: see "
+            f"--implementation, --eval-dtype ({args.eval_dtype}) and --sample-bytes"
+        ) from error
 
 
 def finish(
@@ -289,9 +337,7 @@ def finish(
     reporter: Reporter,
 ) -> int:
     """Held-out perplexity by the ring and by one device, a sample, the curve."""
-    one = jax.make_mesh(
-        (1, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=[mesh.devices.flat[0]]
-    )
+    one = one_device(mesh)
     one_params = jax.device_put(params, NamedSharding(one, PartitionSpec()))
     config = dataclasses.replace(config, dtype=jnp.dtype(args.eval_dtype))
     ring = held_out(args, config, mesh, params, text)
@@ -326,7 +372,13 @@ def main(argv: list[str] | None = None) -> int:
     with Interrupt() as interrupt:
         try:
             mesh, config, text = prepare(args)
-            args.out.mkdir(parents=True, exist_ok=True)
+            check_out(args.out)
+            rehearse(args, config, mesh, text)
+            if not can_plot():
+                print(
+                    "matplotlib is not installed: there will be no loss.png; "
+                    "pip install 'burst-jax[examples]' brings it"
+                )
             print(f"{text.source}, {len(text.train) / 1e6:.1f} MB to train on")
             print(
                 f"{config.num_matmul_params / 1e6:.1f} M weights in {args.dtype}, {args.batch} x "
@@ -343,7 +395,8 @@ def main(argv: list[str] | None = None) -> int:
         plot_loss(reporter.history, args.out / "loss.png")
         return 130
     code = finish(args, config, mesh, params, text, reporter)
-    print(f"{time.perf_counter() - start:.0f} s in all; curve and metrics in {args.out}")
+    results = "curve and metrics" if can_plot() else "metrics"
+    print(f"{time.perf_counter() - start:.0f} s in all; {results} in {args.out}")
     return code
 
 

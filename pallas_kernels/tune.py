@@ -185,6 +185,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--top", type=int, default=8, help="how many to print")
     args = parser.parse_args(given)
+    _, _, heads, kv_heads, _ = args.shape
+    if min(args.shape) < 1 or heads % kv_heads:
+        parser.error(
+            f"--shape is {args.shape}: all are 1 or more, and heads a multiple of key heads"
+        )
+    if args.top < 1 or (args.window is not None and args.window < 0):
+        parser.error(f"--top is {args.top}, --window {args.window}: at least 1 and 0")
     if args.implementation is None:
         hopper = mosaic_gpu().unavailable(jax.default_backend(), compute_capability()) is None
         args.implementation = "mosaic_gpu" if hopper else "triton"

@@ -46,6 +46,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(ring, "cudnn", dense)
     monkeypatch.setattr(burst_jax, "compiler_options", lambda **_: QUICK)
     monkeypatch.setattr(ring, "median_time", seconds)
+    monkeypatch.setattr(ring, "need_gpus", lambda *_: None)
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it.
         yield
 
@@ -149,7 +150,27 @@ def test_shares_are_of_one_gpu():
     assert "cannot" in ring._line(Row("case", "x", note="cannot"), own)
 
 
-def test_one_device_is_no_ring(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [None])
-    with pytest.raises(SystemExit, match="a ring needs two devices or more; JAX sees one"):
-        ring.run(argparse.Namespace(png=None))
+@pytest.mark.parametrize(
+    ("platform", "devices", "message"),
+    [
+        ("cpu", 8, "bench ring needs 2 or more NVIDIA GPUs; JAX runs on 'cpu' here"),
+        ("gpu", 1, "bench ring needs 2 or more NVIDIA GPUs; JAX sees 1"),
+    ],
+)
+def test_a_ring_needs_gpus(platform, devices, message, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "devices", lambda: [None] * devices)
+    with pytest.raises(SystemExit, match=message):
+        ring.run(argparse.Namespace(cases=[0], ways=None, json=None, png=None))
+
+
+def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "need_gpus", lambda *_: None)
+    monkeypatch.setattr(ring, "matmul_ceiling", lambda dtype: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    for json, message in (
+        (tmp_path, "is a folder: name a file in it"),
+        (tmp_path / "file" / "a.json", "File exists|Not a directory"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            ring.run(argparse.Namespace(cases=[0], ways=None, json=json, png=None))

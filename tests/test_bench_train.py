@@ -27,6 +27,7 @@ SMALL = dataclasses.replace(
 def small(monkeypatch):
     devices = jax.devices()[:N]
     monkeypatch.setattr(train, "CONFIG", SMALL)
+    monkeypatch.setattr(train, "need_gpus", lambda *_: None)
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr("burst_jax.training.step.default_compiler_options", lambda: QUICK)
 
@@ -93,11 +94,27 @@ def test_what_cannot_be_split_is_a_line_of_the_table(small, capsys):
     assert "zigzag              length is 132: the zigzag layout over 4" in capsys.readouterr().out
 
 
-def test_steps_are_one_or_more(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", "train", "--steps", "0"])
+def test_it_needs_a_gpu():
+    with pytest.raises(SystemExit, match="bench train needs an NVIDIA GPU; JAX runs on 'cpu' here"):
+        train.run(arguments())
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "option", "value", "message"),
+    [
+        ("train", "--steps", "0", "argument --steps: 0: it must be 1 or more"),
+        ("train", "--layers", "0", "argument --layers: 0: it must be 1 or more"),
+        ("train", "--lengths", "-5", "argument --lengths: -5: it must be 1 or more"),
+        ("kernels", "--cases", "99", "argument --cases: invalid choice: 99"),
+        ("kernels", "--implementations", "cuda", "argument --implementations: invalid choice"),
+        ("ring", "--cases", "-1", "argument --cases: invalid choice: -1"),
+    ],
+)
+def test_wrong_options_are_said_at_once(benchmark, option, value, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", benchmark, option, value])
     with pytest.raises(SystemExit):
         main()
-    assert "argument --steps: 0: it must be 1 or more" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_bare_links_are_those_with_no_kernel_beside_them():

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -138,6 +139,8 @@ def test_bad_arguments_are_one_line():
         (["--mesh=data=4,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
         (["--steps=0"], "--steps is 0: it must be at least 1"),
         (["--eval-batches=0"], "--eval-batches is 0"),
+        (["--sample-bytes=-1"], "--sample-bytes is -1: it must be at least 0"),
+        (["--seed=-1"], "--seed is -1: it must be at least 0"),
         (["--heads=3", "--kv-heads=2"], "num_heads is 3, num_kv_heads 2"),
         (["--seq-len=16000"], "--seq-len is 16000: the text's shorter part .* has [0-9]+ bytes"),
         (["--data=nowhere"], "--data is nowhere: there is no such file or folder"),
@@ -148,6 +151,60 @@ def test_arguments_that_do_not_fit(corpus, arguments, message):
     args, _ = train_lm.parse_args(["--data", str(corpus), *TINY, *arguments])
     with pytest.raises(ValueError, match=message):
         train_lm.prepare(args)
+
+
+def no_training(monkeypatch):
+    monkeypatch.setattr(train_lm, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # Devices are there already.
+
+
+def test_an_out_that_cannot_be_written_is_said_before_the_first_step(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    no_training(monkeypatch)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "summary.json").mkdir(parents=True)
+    for out, message in (("file", "File exists"), ("run", "Is a directory")):
+        with pytest.raises(SystemExit):
+            train_lm.main(["--data", str(corpus), *TINY, "--out", str(tmp_path / out)])
+        assert message in capsys.readouterr().err
+
+
+def test_an_end_that_cannot_run_is_said_before_the_first_step(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    no_training(monkeypatch)
+    with pytest.raises(SystemExit):
+        train_lm.main(
+            ["--data", str(corpus), *TINY, "--out", str(tmp_path), "--implementation=mosaic_gpu"]
+        )
+    error = capsys.readouterr().err
+    assert "so the evaluation and the sample after the last step could not run" in error
+    assert "--eval-dtype (float32)" in error
+
+
+def test_without_matplotlib_a_run_says_first_that_there_will_be_no_picture(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    def train(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_lm, "train", train)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(KeyboardInterrupt):
+        train_lm.main(["--data", str(corpus), *TINY, "--out", str(tmp_path)])
+    assert "matplotlib is not installed: there will be no loss.png" in capsys.readouterr().out
+    reporting.plot_loss([{"step": 1, "loss": 1.0}], tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_comparing_runs_names_what_is_no_run(tmp_path):
+    result = run("compare_runs.py", tmp_path, tmp_path / "other")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"{tmp_path / 'metrics.jsonl'}: no steps of a run; name the --out folder of one\n"
+    )
 
 
 def test_flax_attention_example():

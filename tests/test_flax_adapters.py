@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
 from implementations import quick_jit
+from jax import lax
+from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.flax_adapters import linen_attention_fn, nnx_attention_fn
@@ -133,6 +138,110 @@ def test_dtype_is_honoured():
     assert 1e-4 < relative_rms(half, attend(q, q, q)) < 1e-2
     promoted = attend(q, q, q, promote_dtype=lambda xs, dtype: [x.astype(jnp.float16) for x in xs])
     assert promoted.dtype == jnp.float16
+
+
+DEFAULTS = (
+    None, "default", "DEFAULT", lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT,
+    (lax.Precision.DEFAULT, "default"), (None, None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter", [nnx_attention_fn, linen_attention_fn])
+def test_what_means_nothing_is_taken(adapter):
+    """Precisions that are None by another name, and None for bias and mask, by place."""
+    attend, q = adapter(mesh=make_mesh(seq=2)), jnp.asarray(ARRAY + 1)
+    want = attend(q, q, q)
+    for precision in DEFAULTS:
+        np.testing.assert_array_equal(attend(q, q, q, None, None, precision=precision), want)
+    for precision in ("HIGHEST", "nonsense", (None, lax.Precision.HIGH)):
+        with pytest.raises(NotImplementedError, match="precision is "):
+            attend(q, q, q, precision=precision)
+
+
+def test_layers_with_the_default_precision_run():
+    x = jnp.ones((1, 8, FEATURES), jnp.float32)
+    fn = nnx_attention_fn(mesh=make_mesh(seq=2))
+    layer = make_layer(attention_fn=fn, precision=lax.Precision.DEFAULT)
+    assert layer(x).shape == x.shape
+
+
+PADDED = {
+    "causal": ((2, 13, 13), {"is_causal": True}, {"seq": 4}),
+    "full-other-lengths": ((2, 13, 18), {}, {"seq": 4}),
+    "keys-alone": ((2, 16, 9), {"local_window_size": 8}, {"seq": 4}),
+    "segments": ((2, 11, 11), {"is_causal": True, "ids": True}, {"data": 2, "seq": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("case", PADDED.values(), ids=PADDED)
+def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
+    (batch, t, s), options, axes = case
+    mesh = make_mesh(axes.get("data", 1), axes["seq"], kind)
+    options, ids, keep = dict(options), {}, None
+    if options.pop("ids", False):
+        row = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
+        ids = {"query_segment_ids": jnp.asarray(row), "key_value_segment_ids": jnp.asarray(row)}
+        keep = (row[:, None, :, None] == row[:, None, None, :]) & (row[:, None, None, :] > 0)
+    shapes = ((batch, t, 4, 8), (batch, s, 2, 8), (batch, s, 2, 8), (batch, t, 4, 8))
+    *qkv, cotangent = (
+        random_like(jax.ShapeDtypeStruct(shape, jnp.float32), seed)
+        for seed, shape in enumerate(shapes)
+    )
+    if ids:  # Rows of padding mean nothing in dense attention.
+        cotangent = cotangent * jnp.asarray(row[:, :, None, None] > 0, jnp.float32)
+
+    def results(attend):
+        @quick_jit
+        def run(*qkv):
+            out, vjp = jax.vjp(attend, *qkv)
+            return out, vjp(cotangent)
+
+        return run(*qkv)
+
+    want = results(
+        lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=keep, implementation="xla", **options)
+    )
+    fn = nnx_attention_fn(pad=True, mesh=mesh, batch_axis="data", **options, **ids)
+    with jax.set_mesh(mesh):
+        got = jax.device_get(results(fn))
+    real = np.ones((batch, t), bool) if keep is None else row > 0
+    assert relative_rms(got[0][real], np.asarray(want[0])[real]) < 1e-5
+    assert_close(got[1], want[1], 1e-5)
+
+
+def test_lengths_that_do_not_fit_name_the_way_out():
+    x = jnp.ones((1, 13, FEATURES), jnp.float32)
+    options = {"mesh": make_mesh(seq=4)}
+    with pytest.raises(ValueError, match=r"T is 13 and S is 13: .* multiple of 4, .* pad=True"):
+        make_layer(attention_fn=nnx_attention_fn(**options))(x)
+    padded = make_layer(attention_fn=nnx_attention_fn(pad=True, **options))
+    assert relative_rms(padded(x), make_layer()(x)) < 1e-5
+    with pytest.raises(ValueError, match=r"pad is True with layout 'zigzag': .* before to_layout"):
+        linen_attention_fn(pad=True, layout="zigzag", **options)
+
+
+@pytest.mark.parametrize("adapter", [nnx_attention_fn, linen_attention_fn])
+def test_the_docstrings_segment_ids_run(adapter):
+    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:What|Args))", adapter.__doc__)
+    mesh = make_mesh(seq=2)
+    x = random_like(jax.ShapeDtypeStruct((1, 8, FEATURES), jnp.float32), 1)
+    ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2]], jnp.int32)
+    names = {"jax": jax, "nnx": nnx, "nn": linen, "mesh": mesh, adapter.__name__: adapter}
+    layer = names["layer"] = make_layer()
+    exec(textwrap.dedent(block), names)
+    if adapter is nnx_attention_fn:
+        first = names["attend"](names["params"], x, ids)
+        want = layer(
+            x, mask=jnp.asarray(ids[:, None, :, None] == ids[:, None, None]), is_causal=True
+        )
+        assert relative_rms(first, want) < 1e-5
+    else:
+        out, params = names["Block"]().init_with_output(jax.random.key(0), x, ids)
+        changed = x.at[0, 0].add(1.0)
+        second = names["Block"]().apply(params, changed, ids)
+        np.testing.assert_array_equal(second[0, 4:], out[0, 4:])
+        assert (second[0, :4] != out[0, :4]).any()
 
 
 def test_deterministic_dropout_is_none():

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import re
 import subprocess
 import sys
 
 import compiled
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import gradient
+from jax.sharding import AxisType
 from ring_cases import kept_scores
 
 import burst_jax
 from burst_jax.bench.results import gib
-from burst_jax.plan import GPUS, Gpu, measured
+from burst_jax.plan import ACCURACY, GPUS, Gpu, measured
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.work import scores_by_stop
 from burst_jax.rotation import backward_bytes, forward_bytes
@@ -169,7 +173,6 @@ def test_what_does_not_fit_is_not_recommended():
     plan = burst_jax.plan(**SHAPE, gpu=tiny, gpus_per_host=4)
     assert plan.best is None
     assert "None fits 0.5 GiB: use more devices" in str(plan)
-    assert "recommended: burst_attention(..., seq_axis=" in str(burst_jax.plan(**SHAPE))
 
 
 def test_thousands_of_devices():
@@ -180,6 +183,80 @@ def test_thousands_of_devices():
     # Between hosts a flat ring sends everything over the slow links.
     assert plan.best.scheme.name != "ring"
     assert plan.best.tflops > 1.4 * one(plan, "ring").tflops
+
+
+def test_of_equal_times_the_fewest_bytes_between_hosts_win():
+    plan = burst_jax.plan(length=2**20, num_heads=32, num_kv_heads=8, hosts=2, gpus_per_host=8)
+    flat, levels = one(plan, "ring"), one(plan, "two-level ring")
+    assert levels.seconds == pytest.approx(flat.seconds, rel=ACCURACY)
+    assert levels.host_bytes < flat.host_bytes / 7
+    best = plan.best
+    assert best is not None
+    assert best.seconds <= (1 + ACCURACY) * plan.estimates[0].seconds
+    assert best.host_bytes == min(
+        each.host_bytes for each in plan.estimates if each.seconds <= (1 + ACCURACY) * flat.seconds
+    )
+    # Nothing is given up for it that the model can tell.
+    slow = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=8, host_link=1e-2)
+    assert slow.best is not None
+    assert slow.best.seconds <= (1 + ACCURACY) * slow.estimates[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh"),
+    [
+        ({"gpus_per_host": 4}, None),
+        ({"hosts": 2, "gpus_per_host": 4}, None),
+        ({"gpus_per_host": 1}, {"seq": 1}),
+    ],
+    ids=["one-host", "two-hosts", "one-gpu"],
+)
+def test_the_recommendation_can_be_called(cluster, mesh):
+    """Every way's mesh and arguments are what burst_attention takes."""
+    plan = burst_jax.plan(length=64, num_heads=8, num_kv_heads=8, head_dim=8, **cluster)
+    q = jax.ShapeDtypeStruct((1, 64, 8, 8), jnp.bfloat16)
+    for each in plan.estimates:
+        axes = each.scheme.mesh
+        assert mesh in (None, axes)
+        kinds = (AxisType.Auto,) * len(axes)
+        devices = jax.make_mesh(
+            tuple(axes.values()),
+            tuple(axes),
+            axis_types=kinds,
+            devices=jax.devices()[: plan.cluster.size],
+        )
+        attend = functools.partial(
+            burst_jax.burst_attention, mesh=devices, is_causal=True, **each.arguments
+        )
+        assert jax.eval_shape(attend, q, q, q).shape == q.shape
+    best = plan.best
+    assert best is not None
+    text = str(plan)
+    assert f"jax.make_mesh({tuple(best.scheme.mesh.values())}, (" in text
+    assert "burst_attention(..., mesh=mesh, seq_axis=" in text
+    assert f'layout="{best.layout}", backward="{best.backward}", is_causal=True)' in text
+
+
+def test_a_plan_as_json(tmp_path, capsys):
+    arguments = ["--length", "64K", "--kv-heads=8", "--hosts", "2", "--gpus-per-host", "4"]
+    main([*arguments, "--json", str(tmp_path / "plan.json")])
+    plan = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=4)
+    assert capsys.readouterr().out == f"{plan}\n"
+    record = json.loads((tmp_path / "plan.json").read_text())
+    main([*arguments, "--json", "-"])
+    assert json.loads(capsys.readouterr().out) == record
+    best = plan.best
+    assert best is not None
+    recommended = record["recommended"]
+    assert recommended["mesh"] == best.scheme.mesh
+    assert recommended["arguments"]["layout"] == best.layout
+    assert recommended["num_shards"] == math.prod(best.scheme.sizes)
+    assert recommended["host_bytes"] == best.host_bytes
+    assert len(record["estimates"]) == len(plan.estimates)
+    assert record["attention"]["length"] == 65536
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="--json: "):
+        main([*arguments, "--json", str(tmp_path / "file" / "plan.json")])
 
 
 ERRORS = {
@@ -215,27 +292,36 @@ def test_the_command_line():
     assert run.stdout == str(burst_jax.plan(**SHAPE)) + "\n"
 
 
-# Four GPUs by NCCL, whose last hop lay bare then; two with contiguous shards, of which one begins
-# its backward while the other ends its forward.
-UNLIKE_THE_MODEL = {("zigzag, NCCL", 4), ("contiguous", 2)}
+def allowed_gap(case, way, both):
+    """How far the model may be from a measured row, as a ratio."""
+    if case.startswith("16K") and way == "contiguous" and both:
+        # Queries travel backward: a device that waits at the end of the forward pass starts on its
+        # backward while the others still work, so the two passes together take less than their sum.
+        return 1.21
+    if case.startswith("window"):
+        return 1.14  # Few tiles for each query: the kernel is slower than on a long shard.
+    if way.endswith("NCCL"):
+        return 1.10  # NCCL's kernels take multiprocessors from the attention's, not only time.
+    return 1.045
 
 
 def test_the_model_is_held_to_measured_rings():
+    gaps = []
     for results in measured.load():
         compared = list(measured.compare(results))
         known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "head parallel"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
-        off = {
-            (row.case, row.peer, name): abs(math.log(model / seen))
-            for row, *models in compared
-            for name, model, seen in zip(("f", "fb"), models, (row.forward, row.both), strict=True)
-        }
-        assert np.median(list(off.values())) < math.log(1.04)
-        for (case, peer, name), gap in off.items():
-            known = (case, name) == ("16K, 32/32 heads", "fb")
-            known = known and (peer, results.devices) in UNLIKE_THE_MODEL
-            assert gap < math.log(1.3 if known else 1.2), (case, peer, name)
+        for row, forward, both in compared:
+            for name, model, seen in (("f", forward, row.forward), ("fb", both, row.both)):
+                gap = abs(math.log(model / seen))
+                limit = math.log(allowed_gap(row.case, row.peer, name == "fb"))
+                assert gap < limit, (results.devices, row.case, row.peer, name, gap)
+                gaps.append(gap)
+    assert len(gaps) > 50
+    assert np.median(gaps) < math.log(1.015)
+    # What a plan calls alike is what the model cannot tell apart.
+    assert np.quantile(gaps, 2 / 3) < math.log(1 + ACCURACY)
 
 
 def test_measured_rows_are_printed_beside_the_models(capsys):

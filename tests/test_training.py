@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxprs import equations
 from meshes import assert_close, make_mesh
 
 from burst_jax.layout import from_layout, positions
-from burst_jax.models import DecoderConfig
+from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
 from burst_jax.training import (
     chunked_cross_entropy,
     evaluate,
@@ -27,6 +28,7 @@ from burst_jax.training import (
     make_eval_step,
     make_optimizer,
     make_train_step,
+    next_token_loss,
     place_batch,
 )
 from burst_jax.training.step import decay_mask
@@ -103,6 +105,32 @@ def test_wrong_batches_raise(rows, options, message):
         make_batch(rows, **options)
 
 
+def test_one_process_has_all_rows():
+    mesh = make_mesh(data=2, seq=4)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=4)
+    placed = place_batch(batch, mesh, batch_axis="data", process_local=True)
+    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
+    assert (
+        placed["inputs"].sharding == place_batch(batch, mesh, batch_axis="data")["inputs"].sharding
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([(3, 16)], r"batch has 3 rows: they must be a multiple of 2, .*\('data',\) that they are"),
+        ([(2, 18)], r"batch has length T 18: it must be a multiple of 4, .*\('seq',\); make_batch"),
+        ([(2, 16), (2, 17)], r"batch has arrays of shapes \[\(2, 16\), \(2, 17\)\]: .* one shape"),
+        ([(2, 16, 3)], r"batch has arrays of shapes \[\(2, 16, 3\)\]"),
+    ],
+    ids=["rows", "length", "shapes", "rank"],
+)
+def test_batches_that_do_not_fit_the_mesh_raise(arrays, message):
+    batch = {str(index): np.zeros(shape, np.int32) for index, shape in enumerate(arrays)}
+    with pytest.raises(ValueError, match=message):
+        place_batch(batch, make_mesh(data=2, seq=4), batch_axis="data")
+
+
 # The loss.
 
 B, T, D, V = 2, 24, 8, 30
@@ -162,6 +190,18 @@ def test_loss_without_weights_counts_every_token():
     ones = jnp.ones((B, T), jnp.float32)
     total, count = chunked_cross_entropy(hidden, kernel, targets, mesh=make_mesh(seq=4))
     assert count == B * T
+    np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
+
+
+def test_loss_over_explicit_axes_takes_targets_from_anywhere():
+    hidden, kernel, targets, _ = loss_inputs()
+    targets = jnp.maximum(targets, 0)
+    mesh = make_mesh(2, 4, AxisType.Explicit)
+    placed = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P("data", "seq")))
+    split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, "data")))
+    with jax.set_mesh(mesh):
+        total, _ = chunked_cross_entropy(placed, split, targets, batch_axis="data")
+    ones = jnp.ones((B, T), jnp.float32)
     np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
 
 
@@ -398,6 +438,92 @@ def test_evaluation_counts_every_target_once():
     result = evaluate(eval_step, None, [{}] * 3)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
+
+
+def split_over(axis, mesh, tree):
+    """The arrays, each split along the last dimension that the mesh axis divides."""
+
+    def place(x):
+        spec = [None] * x.ndim
+        fits = [d for d in range(x.ndim) if d > 0 and x.shape[d] % mesh.shape[axis] == 0]
+        for dim in fits[-1:]:
+            spec[dim] = axis
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+
+    return jax.tree.map(place, tree)
+
+
+@functools.cache
+def whole_weights():
+    return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
+
+
+def loss_and_gradients(names, sizes, kinds, batch_axis, split_axis):
+    mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
+    config = dataclasses.replace(CONFIG, remat="none")
+    graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis=batch_axis, layout="zigzag")
+    params = split_over(split_axis, mesh, whole_weights())
+    batch = make_batch(ROWS, layout="zigzag", num_shards=mesh.shape["seq"])
+    batch = place_batch(batch, mesh, batch_axis=batch_axis)
+
+    @quick_jit
+    @jax.value_and_grad
+    def loss(params):
+        return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=7)[0]
+
+    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(params)}
+    return *jax.device_get(loss(params)), specs
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+FSDP = (("fsdp", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "fsdp", "fsdp")
+SPLITS = {
+    "fsdp": FSDP,
+    "seq": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "data", "seq"),
+    "fsdp-beside-auto": (
+        ("data", "fsdp", "seq"), (1, 2, 2), (AUTO, EXPLICIT, AUTO), "data", "fsdp",
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def one_device_gradients():
+    return loss_and_gradients(("data", "seq"), (1, 1), (AUTO, AUTO), "data", "data")
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_weights_may_be_split_over_explicit_axes(split):
+    loss, gradients, specs = loss_and_gradients(*split)
+    want, want_gradients, _ = one_device_gradients()
+    assert any(split[-1] in spec for spec in specs)
+    assert loss == pytest.approx(want, rel=1e-6)
+    assert_close(gradients, want_gradients, 1e-5)
+
+
+def test_split_weights_take_the_step_and_stay_split():
+    mesh = make_mesh(2, 2, EXPLICIT)
+    optimizer = make_optimizer(1e-2, 12, warmup_steps=2)
+    options = {"batch_axis": "data", "layout": "zigzag"}
+    graphdef, *states = init_train_state(CONFIG, optimizer, mesh, 0, **options)
+    params, opt_state = split_over("data", mesh, states)
+    before = jax.tree.map(lambda x: x.sharding, params)
+    batch = place_batch(make_batch(ROWS, layout="zigzag", num_shards=2), mesh, batch_axis="data")
+    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
+    params, _, metrics = step(params, opt_state, batch)
+    assert jax.tree.map(lambda x: x.sharding, params) == before
+    want = trained(2, 2)[4][0]
+    for name in ("loss", "grad_norm"):
+        assert float(metrics[name]) == pytest.approx(want[name], rel=1e-5)
+
+
+def test_the_axis_of_the_layers_is_not_to_be_split():
+    mesh = make_mesh(2, 2, EXPLICIT)
+    graphdef, _ = abstract_decoder(CONFIG, mesh=mesh)
+    params = jax.device_put(whole_weights(), jax.NamedSharding(mesh, jax.P()))
+    params["layers"] = jax.device_put(params["layers"], jax.NamedSharding(mesh, jax.P("data")))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    with pytest.raises(ValueError, match=r"layers\['attention'\].* first axis counts the layers"):
+        jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x, x), params, tokens)
 
 
 def test_nothing_to_evaluate_raises():

@@ -119,6 +119,9 @@ def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
         (["--configs", "64,128,8,3,1"], "--configs of mosaic_gpu are Q,KV,STAGES"),
         (["--configs", "128,x,2"], "--configs of mosaic_gpu are Q,KV,STAGES"),
         (["--configs", "128,100,2"], "block_kv is 100: it must be a multiple of 64"),
+        (["--shape", "1", "64", "8", "3", "64"], "heads a multiple of key heads"),
+        (["--shape", "0", "64", "8", "8", "64"], "--shape is [0, 64, 8, 8, 64]: all are 1 or more"),
+        (["--top", "0"], "--top is 0, --window None: at least 1 and 0"),
     ],
 )
 def test_what_an_implementation_does_not_know_is_refused(given, message, capsys):

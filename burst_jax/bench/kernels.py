@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 
 import burst_jax
 from burst_jax.bench import plot
+from burst_jax.bench.needs import add_outputs, need_gpus, need_outputs
 from burst_jax.bench.results import Results, Row
 from burst_jax.bench.truth import attention_and_gradients
 from burst_jax.checks import make_spec
@@ -289,30 +289,25 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_RIGHT))
     parser.add_argument(
-        "--implementations", nargs="+", help="of ours (default: all that run on this GPU)"
-    )
-    parser.add_argument(
-        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
-        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+        "--implementations", nargs="+", choices=[local.name for local in (MOSAIC_GPU, TRITON)],
+        help="of ours (default: all that run on this GPU)",
     )  # fmt: skip
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep the table here, for the command plot"
-    )
-    parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the table here")
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        choices=range(len(CASES)),
+        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+    )  # fmt: skip
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table, keeps it and draws it."""
-    if jax.default_backend() != "gpu":
-        raise SystemExit(
-            f"the benchmark needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here"
-        )
+    need_gpus("bench kernels")
+    need_outputs(args.json, args.png)
     try:
         implementations = args.implementations or gpu_implementations(compute_capability())
-        if args.png is not None:
-            plot.figure_class()  # What is missing is said now, not after minutes of measuring.
-    except (NotImplementedError, ImportError) as error:
+    except NotImplementedError as error:
         raise SystemExit(str(error)) from error
     dtype = jnp.dtype(args.dtype)
     results = Results(

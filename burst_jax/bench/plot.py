@@ -161,5 +161,5 @@ def run(args: argparse.Namespace) -> None:
     """Draws the figure."""
     try:
         draw(Results.load(args.results), args.png)
-    except (ValueError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise SystemExit(str(error)) from error

@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import burst_jax
 from burst_jax.bench import plot
 from burst_jax.bench.kernels import Case, matmul_ceiling
+from burst_jax.bench.needs import add_outputs, need_gpus, need_outputs
 from burst_jax.bench.results import Results, Row, gib
 from burst_jax.layout import Layout
 from burst_jax.sharding import flat_names
@@ -310,27 +310,19 @@ def add_command(commands: Any) -> None:
         help="; ".join(f"{i}: {case.name}" for i, (case, _) in enumerate(CASES)),
     )  # fmt: skip
     parser.add_argument("--ways", nargs="+", metavar="NAME", help="of those in the table, these")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep the table here, for the command plot"
-    )
-    parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the table here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table, keeps it and draws it."""
-    n = len(jax.devices())
-    if n < 2:
-        raise SystemExit("a ring needs two devices or more; JAX sees one")
     known = {name for index in args.cases for name in CASES[index][1]}
     unknown = [name for name in args.ways or () if name not in known]
     if unknown:
         raise SystemExit(f"--ways {unknown}: these cases have {', '.join(sorted(known))}")
-    try:
-        if args.png is not None:
-            plot.figure_class()  # What is missing is said now, not after minutes of measuring.
-    except ImportError as error:
-        raise SystemExit(str(error)) from error
+    need_gpus("bench ring", 2)
+    need_outputs(args.json, args.png)
+    n = len(jax.devices())
     results = Results(
         jax.devices()[0].device_kind, jax.__version__, "bfloat16", matmul_ceiling(jnp.bfloat16), n
     )

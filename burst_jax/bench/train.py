@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.bench.links import links_of
+from burst_jax.bench.needs import add_outputs, need_gpus, need_outputs, positive
 from burst_jax.bench.results import gib, replacing
 from burst_jax.layout import check_length
 from burst_jax.models import DecoderConfig
@@ -121,17 +121,19 @@ def add_command(commands: Any) -> None:
     """Adds ``train`` to the command line."""
     parser = commands.add_parser("train", help=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[65536, 131072, 262144], metavar="TOKENS"
+        "--lengths", nargs="+", type=positive, default=[65536, 131072, 262144], metavar="TOKENS"
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--layers", type=int, default=CONFIG.num_layers)
-    parser.add_argument("--steps", type=_positive, default=3, help="timed, after one that is not")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the table here")
+    parser.add_argument("--layers", type=positive, default=CONFIG.num_layers)
+    parser.add_argument("--steps", type=positive, default=3, help="timed, after one that is not")
+    add_outputs(parser, png=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table and keeps it."""
+    need_gpus("bench train")
+    need_outputs(args.json)
     devices = jax.devices()
     n, kind = len(devices), devices[0].device_kind
     config = dataclasses.replace(CONFIG, num_layers=args.layers)
@@ -172,12 +174,6 @@ def run(args: argparse.Namespace) -> None:
                 with replacing(args.json) as file:
                     record = {"device": kind, "devices": n, "jax": jax.__version__, "rows": rows}
                     file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be 1 or more")
-    return int(text)
 
 
 def _line(row: dict[str, Any], off: list[str]) -> str:

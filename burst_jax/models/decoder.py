@@ -16,9 +16,10 @@ from flax import nnx
 
 from burst_jax.flax_layer import BurstAttention
 from burst_jax.norm import RMSNorm
+from burst_jax.order import refuse_wrong_order
 from burst_jax.ring import CHECKPOINT_NAMES
 from burst_jax.rope import RopeTable, rope_table
-from burst_jax.sharding import lookup, sequence_axes, token_spec
+from burst_jax.sharding import flat_names, gathered, lookup, sequence_axes, token_spec
 
 Remat = Literal["none", "keep_attention", "full"]
 
@@ -230,33 +231,41 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 ``[B, T]`` in the order of the option ``layout``.
-          positions: int32 ``[B, T]`` or ``[T]`` in that order.
-          segment_ids: int32 ``[B, T]`` in that order, 0 for padding, or None.
+          positions: int32 ``[B, T]`` or ``[T]`` in that order (:func:`burst_jax.positions` makes
+            it), never an ``arange`` unless the layout is contiguous.
+          segment_ids: int32 ``[B, T]`` in that order, or None. 0 is padding; documents count from
+            1.
 
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. Those of padding
-          mean nothing. A token id of V or more gives NaN.
+          mean nothing. A token id of V or more gives NaN, and so does a row whose positions only
+          ascend, like an ``arange``, where the order of the layout does not.
+
+        Raises:
+          ValueError: such positions, where their values are known: outside ``jit``, or in NumPy.
         """
         config = self.config
         options = dict(self.options)
         mesh = options.get("mesh")
         spec = token_spec(options.get("batch_axis"), sequence_axes(options), ndim=3)
         rope = rope_table(positions, config.head_dim, config.rope_theta)
-        x = lookup(self.embedding[...], tokens, mesh, spec).astype(config.dtype)
+        x = lookup(gathered(self.embedding[...]), tokens, mesh, spec).astype(config.dtype)
         graphdef, stacked = nnx.split(self.layers)
+        _check_stacked(stacked)
 
         def layer(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, state)(x, rope, segment_ids), None
+            return nnx.merge(graphdef, gathered(state))(x, rope, segment_ids), None
 
         x, _ = jax.lax.scan(_remat(layer, config.remat), x, stacked)
-        return self.final_norm(x)
+        x = gathered(self.final_norm)(x)
+        return refuse_wrong_order(x, positions, segment_ids, options | {"is_causal": True})
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]``, float32, of hidden states ``[..., D]``."""
         return jnp.einsum(
             "...d,dv->...v",
             hidden,
-            self.head.kernel[...].astype(hidden.dtype),
+            gathered(self.head.kernel[...]).astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
 
@@ -283,6 +292,18 @@ def abstract_decoder(config: DecoderConfig, **options: Any) -> tuple[nnx.GraphDe
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
     return nnx.split(model)
+
+
+def _check_stacked(stacked: Any) -> None:
+    """Raises ValueError where the axis of the layers is split over Explicit mesh axes."""
+    for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
+        spec = jax.typeof(weight).sharding.spec
+        if flat_names(*spec[:1]):
+            raise ValueError(
+                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is split as {spec} "
+                "over Explicit mesh axes: the first axis counts the layers, which run one after "
+                "the other; split another axis, like PartitionSpec(None, ...), or use Auto axes"
+            )
 
 
 def _remat(layer: Any, remat: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from burst_jax.checks import make_spec
 from burst_jax.heads import check_heads
@@ -17,6 +18,10 @@ from burst_jax.plan.machines import find_gpu
 from burst_jax.plan.model import Attention, Cluster, Estimate, Model, Scheme
 from burst_jax.plan.table import table
 from burst_jax.rotation import BACKWARDS
+
+# By what share of its time two ways must differ for the model to tell them apart: two thirds of
+# the measured rings lie within this of their estimates (``python -m burst_jax.plan --measured``).
+ACCURACY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +42,26 @@ class Plan:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest whose memory is there, or None."""
-        memory = self.cluster.gpu.memory
-        return next((each for each in self.estimates if each.memory <= memory), None)
+        """What is recommended, or None if the memory is there for no way.
+
+        Of the ways that are as fast as the fastest, as far as the model can tell (within
+        :data:`ACCURACY`), the one that sends the fewest bytes to other hosts: those links are the
+        slow ones, and others use them too.
+        """
+        fit = [each for each in self.estimates if each.memory <= self.cluster.gpu.memory]
+        alike = [each for each in fit if each.seconds <= (1 + ACCURACY) * fit[0].seconds]
+        return min(alike, key=lambda each: each.host_bytes, default=None)
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON: what was asked for, every way, and ``best``."""
+        best = self.best
+        return {
+            "attention": dataclasses.asdict(self.attention),
+            "cluster": dataclasses.asdict(self.cluster),
+            "recommended": None if best is None else best.record(),
+            "estimates": [each.record() for each in self.estimates],
+            "left_out": dict(self.left_out),
+        }
 
     def __str__(self) -> str:
         return table(self)
@@ -79,7 +101,8 @@ def plan(
       local_window_size: likewise.
 
     Returns:
-      A :class:`Plan`: estimates by time, and the recommended one, ``best``.
+      A :class:`Plan`: estimates by time, and the recommended one, ``best``, with its mesh and its
+      arguments for ``burst_attention``.
 
     Raises:
       ValueError: a size that is not a positive integer, heads that do not fit together, an unknown
@@ -137,17 +160,15 @@ def _schemes(cluster: Cluster) -> list[Scheme]:
     """Those that the cluster's shape allows."""
     n, hosts, gpus = cluster.size, cluster.hosts, cluster.gpus
     if n == 1:
-        return [Scheme("one device", (1,), 1, 'seq_axis="seq"')]
-    schemes = [Scheme("ring", (n,), 1, 'seq_axis="seq"')]
+        return [Scheme("one device", (1,), 1)]
+    schemes = [Scheme("ring", (n,), 1)]
     if hosts > 1 and gpus > 1:
-        schemes.append(Scheme("two-level ring", (hosts, gpus), 1, 'seq_axis=("outer", "inner")'))
-    hybrid = 'seq_axis="seq", head_parallel_axis="heads"'
+        schemes.append(Scheme("two-level ring", (hosts, gpus), 1))
     for exchange in range(2, gpus + 1):
         if gpus % exchange == 0 and exchange < n:
             name = f"ring of {n // exchange}, heads by {exchange}"
-            schemes.append(Scheme(name, (n // exchange,), exchange, hybrid))
-    alone = 'seq_axis=None, head_parallel_axis="heads"'
-    return [*schemes, Scheme("head parallel", (), n, alone)]
+            schemes.append(Scheme(name, (n // exchange,), exchange))
+    return [*schemes, Scheme("head parallel", (), n)]
 
 
 def _check(attention: Attention, scheme: Scheme, layout: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from pathlib import Path
 
+from burst_jax.bench.results import replacing
 from burst_jax.plan import GPUS, plan
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -40,6 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=tokens, help="local_window_size, to the left")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="write all of it here, too, with the recommended mesh and arguments; - is stdout",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
     if args.measured:
         if args != parser.parse_args(["--measured"]):
@@ -64,6 +71,16 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    text = json.dumps(found.record(), indent=1, allow_nan=False)
+    if args.json == Path("-"):
+        print(text)
+        return
+    if args.json is not None:
+        try:
+            with replacing(args.json) as file:
+                file.write_text(text + "\n")
+        except OSError as error:
+            raise SystemExit(f"--json: {error}") from error
     print(found)
 
 

@@ -42,9 +42,9 @@ class Gpu:
 
 
 _H200 = Gpu(
-    "h200", 141, 600, 530, 0.66, 45e-6, 3900, 140, True,
-    "kernels and rings measured on four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
-    exchange_link=230,
+    "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, True,
+    "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
+    exchange_link=255,
 )  # fmt: skip
 GPUS = {
     "h200": _H200,
@@ -53,10 +53,10 @@ GPUS = {
         source="the H200's rates: the same chip, another memory",
     ),
     "a100": Gpu(
-        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 93, False,
+        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 87, False,
         "not measured: reasoned from shared-memory reads and others' kernels "
         "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
-        peer_link=253, exchange_link=153,
+        peer_link=253, exchange_link=170,
     ),
 }  # fmt: skip
 

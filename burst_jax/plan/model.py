@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_jax.checks import make_spec
 from burst_jax.plan.machines import Gpu
@@ -84,13 +84,25 @@ class Scheme:
       name: "one device", "ring", "two-level ring", "head parallel", or as "ring of 2, heads by 4".
       sizes: of the ring's axes, outermost first.
       exchange: devices that exchange heads inside each of the ring's shards.
-      options: what to call burst_attention with, beside layout and backward.
     """
 
     name: str
     sizes: tuple[int, ...]
     exchange: int
-    options: str
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The mesh axes that the sequence is split over, outermost first, and their sizes."""
+        ring = ("outer", "inner") if len(self.sizes) == 2 else ("seq",)[: len(self.sizes)]
+        axes = dict(zip(ring, self.sizes, strict=True))
+        return axes | ({"heads": self.exchange} if self.exchange > 1 else {})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """burst_attention's for that mesh, beside layout and backward."""
+        ring = tuple(axis for axis in self.mesh if axis != "heads")
+        arguments: dict[str, Any] = {"seq_axis": ring if len(ring) == 2 else (*ring, None)[0]}
+        return arguments | ({"head_parallel_axis": "heads"} if self.exchange > 1 else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +139,22 @@ class Estimate:
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """burst_attention's, beside the mesh and the masks."""
+        return self.scheme.arguments | {"layout": self.layout, "backward": self.backward}
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        figures = {name: value for name, value in vars(self).items() if name not in self.arguments}
+        return figures | {
+            "scheme": self.scheme.name,
+            "mesh": self.scheme.mesh,
+            "arguments": self.arguments,
+            "num_shards": math.prod(self.scheme.sizes),
+            "seconds": self.seconds,
+        }
 
 
 class _Step(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from burst_jax.plan import Plan
@@ -36,11 +37,42 @@ def table(plan: Plan) -> str:
             f"\nNone fits {gpu.memory:g} GiB: use more devices, or a smaller batch per device."
         )
     else:
-        lines.append(
-            f"\nrecommended: burst_attention(..., {best.scheme.options}, "
-            f'layout="{best.layout}", backward="{best.backward}")'
-        )
+        lines += ["", *_recommended(plan, best)]
     return "\n".join(lines)
+
+
+def _recommended(plan: Plan, best: Estimate) -> list[str]:
+    """The way to take, as code."""
+    attention = plan.attention
+    fastest = next(each for each in plan.estimates if each.memory <= plan.cluster.gpu.memory)
+    mesh, masks = best.scheme.mesh, {}
+    if attention.is_causal:
+        masks["is_causal"] = True
+    if attention.local_window_size is not None:
+        masks["local_window_size"] = attention.local_window_size
+    arguments = ", ".join(
+        f"{name}={_text(value)}" for name, value in (best.arguments | masks).items()
+    )
+    sizes, names = tuple(mesh.values()), _text(tuple(mesh))
+    order = f"{_text(best.layout)}, {math.prod(best.scheme.sizes)}"
+    lines = [
+        f"recommended: {best.scheme.name}, {best.layout}",
+        f"    mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(mesh)})",
+        f"    burst_attention(..., mesh=mesh, {arguments})",
+        f"    # the tokens' order: to_layout(..., {order})",
+    ]
+    if best.host_bytes < fastest.host_bytes:
+        slower = best.seconds / fastest.seconds - 1
+        lines.append(
+            f"    # {slower:.1%} slower than the fastest that fits (the model cannot tell), and "
+            f"{best.host_bytes / fastest.host_bytes:.0%} of its bytes to other hosts"
+        )
+    return lines
+
+
+def _text(value: Any) -> str:
+    """As Python, with the quotes that this project writes."""
+    return repr(value).replace("'", '"')
 
 
 def _line(estimate: Estimate) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
-from burst_jax.sharding import AxisNames, token_spec
+from burst_jax.sharding import AxisNames, flat_names, token_spec
 
 Batch = dict[str, Any]
 
@@ -34,6 +37,8 @@ def make_batch(
       layout: order of the tokens, see :func:`burst_jax.to_layout`.
       num_shards: shards of the ring, see :func:`burst_jax.positions`.
       segment_ids: int32 ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
+        Count documents from 1: where another library counts them from 0, add 1, or each row's
+        first document would be padding, which nothing attends to and no loss counts.
 
     Returns:
       A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:
@@ -82,18 +87,174 @@ def make_batch(
 
 
 def place_batch(
-    batch: Batch, mesh: Any, *, seq_axis: AxisNames = "seq", batch_axis: AxisNames = None
+    batch: Batch,
+    mesh: Mesh,
+    *,
+    seq_axis: AxisNames = "seq",
+    batch_axis: AxisNames = None,
+    process_local: bool = False,
 ) -> Batch:
     """Puts a batch of ``[B, T]`` host arrays onto the mesh, every device its own tokens only.
 
-    Every process passes the same whole batch. A process copies only its devices' part.
+    With several processes there are two ways to have a batch, and ``process_local`` says which::
+
+        2 processes of 4 devices, mesh ("data", "seq") of (2, 4), batch_axis="data", B = 4 rows
+
+                        process 0 passes    process 1 passes
+        False           rows 0 1 2 3        rows 0 1 2 3        each copies its devices' part
+        True            rows 0 1            rows 2 3            a loader per process
+
+    A row is always passed whole, all T tokens of it, because its layout was made of the whole row.
+    So processes whose devices share rows (the seq axis goes through both) pass the same rows in
+    both ways.
+
+    Passing the wrong kind would train on rows that nobody meant, so with several processes the
+    call compares a hash of the batches: a collective of a few bytes, which waits for the work that
+    the devices have in hand. Every process that has devices of the mesh must make the call.
+
+    Args:
+      batch: of :func:`make_batch`, or any pytree of arrays ``[B, T]``.
+      mesh: the mesh to put them on.
+      seq_axis: mesh axis, or axes, of T; :func:`make_batch`'s ``num_shards`` is the ring's size.
+      batch_axis: mesh axis, or axes, of B, or None.
+      process_local: False: every process passes the same whole batch. True: every process passes
+        the rows that its own devices hold, in the order of the mesh; B is their sum.
+
+    Returns:
+      The batch as global ``jax.Array``, ``[B, T]``.
 
     Raises:
-      ValueError: B or T that the mesh axes do not divide.
+      ValueError: arrays that are not all ``[B, T]``, B or T that the mesh axes do not divide, or
+        processes whose batches do not fit together.
     """
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
+    row_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
+    row_shards, token_shards = (
+        math.prod(mesh.shape[axis] for axis in axes) for axes in (row_axes, token_axes)
+    )
+    of_process = _row_shards_by_process(sharding, row_shards, token_shards)
+    mine = of_process.get(jax.process_index(), ())
+    if process_local and not mine:
+        raise ValueError(
+            f"process_local is True, but process {jax.process_index()} has no device of the mesh: "
+            "only processes with devices of the mesh have rows of their own"
+        )
+    split = len(mine) if process_local else row_shards
+    several = len(of_process) > 1
+    hint = several and not process_local
+    wrong = _wrong_shape(batch, split, row_axes, token_shards, token_axes, hint)
+    if mine and several:
+        # Before this process raises on its own, or the others would wait for it forever.
+        _check_processes(mesh, batch, wrong, split, of_process, process_local)
+    if wrong is not None:
+        raise ValueError(wrong)
 
     def place(x: np.ndarray) -> jax.Array:
+        if process_local:
+            whole = x.shape[0] // split * row_shards, x.shape[1]
+            return jax.make_array_from_process_local_data(sharding, x, whole)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(place, batch)
+
+
+def _row_shards_by_process(
+    sharding: NamedSharding, row_shards: int, token_shards: int
+) -> dict[int, tuple[int, ...]]:
+    """Which parts of B the devices of each process hold."""
+    places = sharding.devices_indices_map((row_shards, token_shards))
+    held: dict[int, set[int]] = {}
+    for device, (rows, _) in places.items():
+        held.setdefault(device.process_index, set()).update(range(*rows.indices(row_shards)))
+    return {process: tuple(sorted(parts)) for process, parts in held.items()}
+
+
+def _wrong_shape(
+    batch: Batch,
+    split: int,
+    row_axes: tuple[str, ...],
+    token_shards: int,
+    token_axes: tuple[str, ...],
+    hint: bool,
+) -> str | None:
+    """What is wrong with the arrays' shapes, or None; ``hint``: rows may be meant as local."""
+    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(batch)}
+    if len(shapes) != 1 or len(min(shapes)) != 2:
+        return f"batch has arrays of shapes {sorted(shapes)}: they must all have one shape [B, T]"
+    ((rows, length),) = shapes
+    if length % token_shards:
+        return (
+            f"batch has length T {length}: it must be a multiple of {token_shards}, the size of "
+            f"mesh axes {token_axes}; make_batch pads to a multiple of its num_shards"
+        )
+    if rows % split:
+        return (
+            f"batch has {rows} rows: they must be a multiple of {split}, the parts of mesh axes "
+            f"{row_axes} that they are for"
+            + "; rows that are this process's own need process_local=True"
+            * hint
+        )
+    return None
+
+
+def _check_processes(
+    mesh: Mesh,
+    batch: Batch,
+    wrong: str | None,
+    split: int,
+    of_process: dict[int, tuple[int, ...]],
+    process_local: bool,
+) -> None:
+    """Raises on every process unless all processes' batches fit together."""
+    leaves, tree = jax.tree.flatten(batch)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    kinds = [(str(x.dtype), *(size / split for size in x.shape[:1]), x.shape[1:]) for x in arrays]
+    form = repr((str(tree), kinds, wrong)).encode()
+    contents = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays)
+    words = np.concatenate([_hash([form]), _hash(contents)])
+    said: dict[int, tuple[int, ...]] = {}
+    for device, row in zip(mesh.devices.flat, _of_all_devices(words, mesh), strict=True):
+        said[device.process_index] = tuple(row.tolist())
+    if len({words[:2] for words in said.values()}) > 1:
+        rows = "for each of its parts of the batch axis" if process_local else "as all others"
+        raise ValueError(
+            wrong
+            or "batch has other names, dtypes or sizes on another process: every process must pass "
+            f"arrays of the same kind, and as many rows {rows}; make segment_ids on all processes "
+            "or on none, and pad to the same length"
+        )
+    for parts in of_process.values():
+        same = [other for other in said if not process_local or of_process[other] == parts]
+        if len({said[other] for other in same}) == 1:
+            continue
+        if process_local:
+            raise ValueError(
+                f"batch differs between processes {same}, whose devices hold parts of the same "
+                "rows: pass the same rows on all of them, or lay the mesh out so that each "
+                "process holds its rows alone (the seq axis inside a process)"
+            )
+        raise ValueError(
+            f"batch differs between processes {sorted(said)}: every process must pass the same "
+            "whole batch; for rows that are the process's own, pass process_local=True"
+        )
+
+
+def _hash(parts: Iterable[Any]) -> np.ndarray:
+    """64 bits as uint32 ``[2]``: devices have no wider integers by default."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return np.frombuffer(digest.digest(), np.uint32)
+
+
+def _of_all_devices(words: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Every device's process's words, ``[devices, words]``, in the mesh's order, on all processes.
+
+    ``multihost_utils.process_allgather`` does it for all processes that there are; here only those
+    with devices of this mesh take part.
+    """
+    flat = Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
+    split, whole = (NamedSharding(flat, spec) for spec in (PartitionSpec("all"), PartitionSpec()))
+    shape = flat.size, words.size
+    given = jax.make_array_from_callback(shape, split, lambda _: words[None])
+    return np.asarray(jax.device_put(given, whole))

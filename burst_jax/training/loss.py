@@ -11,7 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from burst_jax.models.decoder import Decoder
-from burst_jax.sharding import AxisNames, flat_names, resolve_mesh, sequence_axes, token_spec
+from burst_jax.sharding import (
+    AxisNames,
+    flat_names,
+    gathered,
+    place_explicit,
+    resolve_mesh,
+    sequence_axes,
+    token_spec,
+)
 from burst_jax.training.batches import Batch
 
 
@@ -36,8 +44,8 @@ def chunked_cross_entropy(
 
     Args:
       hidden: ``[B, T, D]``, B sharded over ``batch_axis`` and T over ``seq_axis``, in any order.
-      kernel: ``[D, V]``, replicated. Multiplied in hidden's dtype, accumulated in float32; its
-        gradient is float32 until it takes the kernel's dtype.
+      kernel: ``[D, V]``; gathered to every device if it is split. Multiplied in hidden's dtype,
+        accumulated in float32; its gradient is float32 until it takes the kernel's dtype.
       targets: int32 ``[B, T]``. Not read where the weight is 0.
       weights: float32 ``[B, T]``, 0 for padding; None is 1 everywhere. Constants: they get no
         gradient.
@@ -56,8 +64,11 @@ def chunked_cross_entropy(
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
     _check(hidden, kernel, targets, weights, chunk_size)
+    kernel = gathered(kernel)
     names = flat_names(batch_axis, seq_axis)
     tokens = token_spec(batch_axis, seq_axis)
+    # Hidden states that are split otherwise are the caller's to move: that would cost much.
+    targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
 
     # check_vma (the default): transposing the cast of the replicated kernel is the psum over all
     # axes that its gradient needs, and float32 because the kernel is cast below, not before.

@@ -1,0 +1,136 @@
+"""Whether positions can be those of tokens in a layout: the mistake that changes every score.
+
+RoPE takes positions from the caller, the ring's masks take them from the layout. A caller who
+permutes the tokens and passes ``arange`` (or does not permute at all) gets a loss that falls, and a
+model that never saw the order of its text. In a layout's order positions go down at least once
+between shards::
+
+    zigzag, 2 shards     tokens lie as   0 1 6 7 | 2 3 4 5
+    positions            right           0 1 6 7 | 2 3 4 5
+                         an arange       0 1 2 3 | 4 5 6 7
+
+So positions that only ascend along the array, within every segment, although the layout's order
+falls inside one of them, cannot be right: the later tokens of a segment would have the earlier
+positions. Nothing else is refused: positions may restart with a document, start anywhere, repeat or
+leave places out, and rows whose segments each lie where the order ascends may have any. Without a
+mask that knows positions (causal, window) any order computes the same, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.layout import positions as layout_positions
+from burst_jax.sharding import (
+    flat_names,
+    place_explicit,
+    resolve_mesh,
+    sequence_axes,
+    token_spec,
+)
+
+
+def refuse_wrong_order(
+    x: jax.Array, positions: Any, segment_ids: Any, options: Mapping[str, Any]
+) -> jax.Array:
+    """``x`` itself, but NaN in the rows whose positions contradict the layout.
+
+    Positions and segment ids whose values are known (NumPy arrays, or JAX arrays outside ``jit``)
+    raise instead. Those of a traced call are known on the devices alone, where nothing can raise;
+    NaN makes the loss NaN at the first step. It costs one sum over the sequence axes, of five
+    integers for each row and device.
+
+    Args:
+      x: ``[B, T, D]``, what was computed with the positions.
+      positions: int32 ``[B, T]`` or ``[T]``, in the layout's order.
+      segment_ids: int32 ``[B, T]``, 0 for padding, or None.
+      options: keyword arguments of ``burst_attention``, checked by it.
+
+    Raises:
+      ValueError: known positions contradict the layout.
+    """
+    layout = options.get("layout", "contiguous")
+    masked = options.get("is_causal", False) or options.get("local_window_size") is not None
+    mesh = resolve_mesh(options.get("mesh"))
+    ring = flat_names(options.get("seq_axis", "seq"))
+    n, length = math.prod(mesh.shape[axis] for axis in ring), x.shape[1]
+    falls = np.diff(layout_positions(layout, length, n)) < 0
+    if not masked or not falls.any():
+        return x
+    if _known(positions) and (segment_ids is None or _known(segment_ids)):
+        segments = np.ones((1, length), np.int32) if segment_ids is None else segment_ids
+        wrong = _contradict(np.atleast_2d(positions), np.asarray(segments), falls)
+        if wrong.any():
+            raise ValueError(
+                f"positions ascend along row {int(wrong.argmax())} as an arange does, but in the "
+                f"{layout} layout its tokens lie in another order: pass "
+                f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
+                f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
+            )
+        return x
+    tokens, batch = sequence_axes(options), options.get("batch_axis")
+    shards = math.prod(mesh.shape[axis] for axis in tokens)
+    between = falls[length // shards - 1 :: length // shards]
+    positions = jnp.atleast_2d(positions)
+    segments = jnp.ones((1, length), jnp.int32) if segment_ids is None else segment_ids
+    arrays = x, positions, segments
+    # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
+    specs = [
+        token_spec(batch if array.shape[0] == x.shape[0] else None, tokens, array.ndim)
+        for array in arrays
+    ]
+    given = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
+
+    def local(x: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        wrong = _contradict_across(positions, segments, between, tokens)
+        return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])(*given)
+
+
+def _known(array: Any) -> bool:
+    """Whether this process has the values."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def _pairs(positions: Any, segments: Any) -> tuple[Any, Any]:
+    """Of neighbours in the array: whether both are of one segment, and whether positions ascend."""
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    return same, positions[:, 1:] > positions[:, :-1]
+
+
+def _contradict(positions: Any, segments: Any, falls: np.ndarray) -> Any:
+    """bool ``[rows]``; ``falls[i]``: in the layout, token i + 1 of the array is before token i."""
+    same, ascend = _pairs(positions, segments)
+    return (ascend | ~same).all(1) & (same & falls).any(1)
+
+
+def _contradict_across(
+    positions: jax.Array, segments: jax.Array, falls: np.ndarray, axes: tuple[str, ...]
+) -> jax.Array:
+    """The same of rows that are split over mesh axes; ``falls`` between the shards alone.
+
+    Inside a shard the layout's order always ascends, so a shard says of itself whether its
+    positions do, and the tokens at its ends say the rest.
+    """
+    same, ascend = _pairs(positions, segments)
+    descends = (same & ~ascend).any(1)
+    rows = descends.shape[0]
+    ends = [jnp.broadcast_to(x[:, at], rows) for x in (positions, segments) for at in (0, -1)]
+    mine = jnp.stack([*ends, descends.astype(jnp.int32)])
+    here = jnp.arange(falls.size + 1) == lax.axis_index(axes)
+    every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
+    first, last, first_segment, last_segment, descends = jnp.moveaxis(every, 1, 0)
+    same = (last_segment[:-1] == first_segment[1:]) & (first_segment[1:] != 0)
+    ascend = first[1:] > last[:-1]
+    ordered = (ascend | ~same).all(0) & (descends == 0).all(0)
+    return ordered & (same & falls[:, None]).any(0)
