@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from burst_jax._options import check_options
@@ -124,7 +125,7 @@ class BurstAttention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array | None = None,
+        positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Attends over the whole sequence.

@@ -24,7 +24,9 @@ class RopeTable(NamedTuple):
     sin: jax.Array
 
 
-def rope_table(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> RopeTable:
+def rope_table(
+    positions: jax.Array | np.ndarray, head_dim: int, theta: float = 10000.0
+) -> RopeTable:
     """The rotation of every token: ``angle[t, i] = positions[t] * theta ** (-2 i / H)``.
 
     Compute it once per step and share it between layers. A plain float32 product would be wrong by
@@ -43,13 +45,13 @@ def rope_table(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> R
     """
     if positions.ndim not in (1, 2):
         raise ValueError(f"positions has shape {positions.shape}: pass int32 [B, T] or [T]")
-    positions = as_int32("positions", positions)
+    places = jnp.asarray(as_int32("positions", positions))
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
     if not theta > 0:
         raise ValueError(f"theta is {theta}: it must be positive")
-    if positions.ndim == 1:
-        positions = positions[None]
+    if places.ndim == 1:
+        places = places[None]
     frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turn = frequency * 2**LOW_BITS
     turn -= 2 * np.pi * np.round(turn / (2 * np.pi))
@@ -58,8 +60,8 @@ def rope_table(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> R
         angles = count.astype(jnp.float32)[..., None] * jnp.asarray(angle, jnp.float32)
         return jnp.cos(angles), jnp.sin(angles)
 
-    cos_high, sin_high = part(positions >> LOW_BITS, turn)
-    cos_low, sin_low = part(positions & (2**LOW_BITS - 1), frequency)
+    cos_high, sin_high = part(places >> LOW_BITS, turn)
+    cos_low, sin_low = part(places & (2**LOW_BITS - 1), frequency)
     return RopeTable(
         cos=cos_high * cos_low - sin_high * sin_low, sin=sin_high * cos_low + cos_high * sin_low
     )

@@ -130,7 +130,8 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
     def run():
         step = make_train_step(graphdef, optimizer, compiler_options=QUICK)
         replicated = jax.NamedSharding(mesh, jax.P())
-        params, _, metrics = step(*jax.device_put(state, replicated), batch)
+        params, opt_state = jax.device_put(state, replicated)
+        params, _, metrics = step(params, opt_state, batch)
         return metrics, nnx.to_pure_dict(params)
 
     (wide, wide_params), (narrow, narrow_params) = of_both(run)
@@ -143,11 +144,12 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_any_integers_are_segment_ids(kind, array):
     arrays, _, (segments, _) = make_inputs(a_case("2", "zigzag", "packed_causal"))
+    assert segments is not None
 
     def attend(ids):
         given = {"query_segment_ids": ids, "key_value_segment_ids": ids}
         return burst_jax.burst_attention(
-            *arrays, mesh=make_mesh(seq=2), implementation="reference", **given
+            *map(jnp.asarray, arrays), mesh=make_mesh(seq=2), implementation="reference", **given
         )
 
     with jax.enable_x64(True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -177,8 +178,8 @@ PADDED = {
 @pytest.mark.parametrize("case", PADDED.values(), ids=PADDED)
 def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
     (batch, t, s), options, axes = case
-    mesh = make_mesh(axes.get("data", 1), axes["seq"], kind)
-    options, ids, keep = dict(options), {}, None
+    mesh = make_mesh(axes.get("data", 1), axes["seq"], kind=kind)
+    options, ids, keep, row = dict(options), {}, None, np.ones((batch, t), np.int32)
     if options.pop("ids", False):
         row = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
         ids = {"query_segment_ids": jnp.asarray(row), "key_value_segment_ids": jnp.asarray(row)}
@@ -188,8 +189,8 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
         random_like(jax.ShapeDtypeStruct(shape, jnp.float32), seed)
         for seed, shape in enumerate(shapes)
     )
-    if ids:  # Rows of padding mean nothing in dense attention.
-        cotangent = cotangent * jnp.asarray(row[:, :, None, None] > 0, jnp.float32)
+    # Rows of padding mean nothing in dense attention.
+    cotangent = cotangent * jnp.asarray(row[:, :, None, None] > 0, jnp.float32)
 
     def results(attend):
         @quick_jit
@@ -205,7 +206,7 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
     fn = nnx_attention_fn(pad=True, mesh=mesh, batch_axis="data", **options, **ids)
     with jax.set_mesh(mesh):
         got = jax.device_get(results(fn))
-    real = np.ones((batch, t), bool) if keep is None else row > 0
+    real = row > 0
     assert relative_rms(got[0][real], np.asarray(want[0])[real]) < 1e-5
     assert_close(got[1], want[1], 1e-5)
 
@@ -227,7 +228,13 @@ def test_the_docstrings_segment_ids_run(adapter):
     mesh = make_mesh(seq=2)
     x = random_like(jax.ShapeDtypeStruct((1, 8, FEATURES), jnp.float32), 1)
     ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2]], jnp.int32)
-    names = {"jax": jax, "nnx": nnx, "nn": linen, "mesh": mesh, adapter.__name__: adapter}
+    names: dict[str, Any] = {
+        "jax": jax,
+        "nnx": nnx,
+        "nn": linen,
+        "mesh": mesh,
+        adapter.__name__: adapter,
+    }
     layer = names["layer"] = make_layer()
     exec(textwrap.dedent(block), names)
     if adapter is nnx_attention_fn:

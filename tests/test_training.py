@@ -196,7 +196,7 @@ def test_loss_without_weights_counts_every_token():
 def test_loss_over_explicit_axes_takes_targets_from_anywhere():
     hidden, kernel, targets, _ = loss_inputs()
     targets = jnp.maximum(targets, 0)
-    mesh = make_mesh(2, 4, AxisType.Explicit)
+    mesh = make_mesh(2, 4, kind=AxisType.Explicit)
     placed = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P("data", "seq")))
     split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, "data")))
     with jax.set_mesh(mesh):
@@ -501,7 +501,7 @@ def test_weights_may_be_split_over_explicit_axes(split):
 
 
 def test_split_weights_take_the_step_and_stay_split():
-    mesh = make_mesh(2, 2, EXPLICIT)
+    mesh = make_mesh(2, 2, kind=EXPLICIT)
     optimizer = make_optimizer(1e-2, 12, warmup_steps=2)
     options = {"batch_axis": "data", "layout": "zigzag"}
     graphdef, *states = init_train_state(CONFIG, optimizer, mesh, 0, **options)
@@ -517,7 +517,7 @@ def test_split_weights_take_the_step_and_stay_split():
 
 
 def test_the_axis_of_the_layers_is_not_to_be_split():
-    mesh = make_mesh(2, 2, EXPLICIT)
+    mesh = make_mesh(2, 2, kind=EXPLICIT)
     graphdef, _ = abstract_decoder(CONFIG, mesh=mesh)
     params = jax.device_put(whole_weights(), jax.NamedSharding(mesh, jax.P()))
     params["layers"] = jax.device_put(params["layers"], jax.NamedSharding(mesh, jax.P("data")))

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from burst_jax.flax_layer import BurstAttention
@@ -225,7 +226,10 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | np.ndarray,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Runs the layers.
 
