@@ -35,6 +35,7 @@ from burst_jax.sharding import (
     sequence_axes,
     token_spec,
 )
+from pallas_kernels.arrays import as_int32
 
 
 def refuse_wrong_order(
@@ -49,8 +50,8 @@ def refuse_wrong_order(
 
     Args:
       x: ``[B, T, D]``, what was computed with the positions.
-      positions: int32 ``[B, T]`` or ``[T]``, in the layout's order.
-      segment_ids: int32 ``[B, T]``, 0 for padding, or None.
+      positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
+      segment_ids: integers ``[B, T]``, 0 for padding, or None.
       options: keyword arguments of ``burst_attention``, checked by it.
 
     Raises:
@@ -78,8 +79,10 @@ def refuse_wrong_order(
     tokens, batch = sequence_axes(options), options.get("batch_axis")
     shards = math.prod(mesh.shape[axis] for axis in tokens)
     between = falls[length // shards - 1 :: length // shards]
-    positions = jnp.atleast_2d(positions)
-    segments = jnp.ones((1, length), jnp.int32) if segment_ids is None else segment_ids
+    positions = jnp.atleast_2d(as_int32("positions", positions))
+    segments = jnp.ones((1, length), jnp.int32)
+    if segment_ids is not None:
+        segments = as_int32("segment_ids", segment_ids)
     arrays = x, positions, segments
     # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
     specs = [
@@ -127,7 +130,7 @@ def _contradict_across(
     rows = descends.shape[0]
     ends = [jnp.broadcast_to(x[:, at], rows) for x in (positions, segments) for at in (0, -1)]
     mine = jnp.stack([*ends, descends.astype(jnp.int32)])
-    here = jnp.arange(falls.size + 1) == lax.axis_index(axes)
+    here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
     every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
     first, last, first_segment, last_segment, descends = jnp.moveaxis(every, 1, 0)
     same = (last_segment[:-1] == first_segment[1:]) & (first_segment[1:] != 0)
