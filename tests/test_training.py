@@ -476,9 +476,7 @@ def loss_and_gradients(names, sizes, kinds, batch_axis, split_axis):
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-FSDP = (("fsdp", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "fsdp", "fsdp")
 SPLITS = {
-    "fsdp": FSDP,
     "seq": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "data", "seq"),
     "fsdp-beside-auto": (
         ("data", "fsdp", "seq"), (1, 2, 2), (AUTO, EXPLICIT, AUTO), "data", "fsdp",
