@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,8 @@ from rings import (
 )
 
 import burst_jax
+from pallas_kernels import XLA
+from pallas_kernels.arrays import unvary
 
 # --- meshes --------------------------------------------------------------------------------------
 
@@ -156,6 +159,27 @@ def shared_keys(arrays, cotangents):
     repeated = (q, *(np.repeat(x, 2, axis=0) for x in (k, v)))
     out, lse, dq, dk, dv = one_device(repeated, cotangents)
     return out, lse, dq, dk.sum(0, keepdims=True), dv.sum(0, keepdims=True)
+
+
+def test_results_vary_over_the_ring_whatever_the_kernels_say_of_theirs():
+    """Hopper's kernels mark no result as varying: read so, its gradient would be summed."""
+
+    def forward(*args, **options):
+        return jax.tree.map(unvary, XLA.forward(*args, **options))
+
+    unmarked, seen = dataclasses.replace(XLA, forward=forward), []
+
+    def local(*arrays):
+        out, lse = burst_jax.ring_attention(
+            *arrays, axis_name="seq", implementation=unmarked, return_residual=True
+        )
+        seen.extend(jax.typeof(x).manual_axis_type.varying for x in (out, lse))
+        return out, lse
+
+    specs = (P(None, "seq"),) * 3
+    run = jax.shard_map(local, mesh=make_mesh(1, 4, 1), in_specs=specs, out_specs=specs[:2])
+    jax.make_jaxpr(run)(*make_inputs()[0])
+    assert seen == [frozenset({"seq"})] * 2
 
 
 def test_gradients_taken_inside_the_shard_map():

@@ -127,7 +127,7 @@ BASE = {
 
 
 @pytest.mark.parametrize("scale", [1.0, 6.0], ids=["unit_logits", "large_logits"])
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("full", marks=pytest.mark.slow)])
 def test_error_does_not_grow_with_the_ring(mask, scale):
     case = {**BASE, "mask": mask}
     inputs = make_inputs(case, scale=scale)
