@@ -186,7 +186,8 @@ PADDED = {
 def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
     (batch, t, s), options, axes = PADDED[case]
     mesh = make_mesh(axes.get("data", 1), axes["seq"], kind=kind)
-    options, ids, keep, row = dict(options), {}, None, np.ones((batch, t), np.int32)
+    options: dict[str, Any] = dict(options)
+    ids, keep, row = {}, None, np.ones((batch, t), np.int32)
     if options.pop("ids", False):
         row = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
         ids = {"query_segment_ids": jnp.asarray(row), "key_value_segment_ids": jnp.asarray(row)}
