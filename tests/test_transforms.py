@@ -612,3 +612,17 @@ def test_the_page_has_these_rows():
     page = (pathlib.Path(__file__).parents[1] / "docs" / "transforms.md").read_text()
     rows = re.findall(r"^\| `?([^|`]+?)`? \|.*\|$", page, re.M)
     assert [row for row in rows if row != "transform" and set(row) != {"-"}] == list(ROWS)
+
+
+def test_the_page_runs():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "transforms.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    program = "import jax\njax.config.update('jax_platforms', 'cpu')\n" + "\n".join(blocks)
+    program += (
+        "\nassert out.shape == product.shape == q.shape\nassert jnp.isfinite(product).all()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
