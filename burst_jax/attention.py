@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.checks import (
     check_arrays,
     check_backward,
+    check_devices,
     check_segment_ids,
     check_seq_axes,
     make_spec,
@@ -33,7 +34,7 @@ def burst_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
+    *positional: Any,
     mesh: Mesh | AbstractMesh | None = None,
     seq_axis: SeqAxis = "seq",
     head_parallel_axis: str | None = None,
@@ -101,8 +102,17 @@ def burst_attention(
 
     Raises:
       ValueError: the arguments are wrong; the message names argument, value and remedy.
-      NotImplementedError: the chosen implementation cannot do this; None never raises it.
+      TypeError: more than query, key and value by position.
+      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
+        ring does not have, or a size is symbolic (``jax.export``).
     """
+    if positional:
+        raise TypeError(
+            f"burst_attention takes query, key and value by position, and {len(positional)} more "
+            "came: there are no dense bias and mask, the fourth and fifth argument of "
+            "jax.nn.dot_product_attention; say a mask by is_causal, local_window_size or "
+            "query_segment_ids and key_value_segment_ids, and leave them out if they are None"
+        )
     check_arrays(query, key, value)
     q_segment_ids, kv_segment_ids = check_segment_ids(
         query, key, query_segment_ids, key_value_segment_ids
@@ -166,6 +176,8 @@ def burst_attention(
     arrays = {"query": query, "key": key, "value": value}
     if q_segment_ids is not None:
         arrays |= {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
+    # An abstract mesh is that of jax.set_mesh, which knows its devices elsewhere.
+    check_devices(mesh if isinstance(mesh, Mesh) else jax.sharding.get_mesh(), arrays)
     out, lse = _run(ring, ring.placed(arrays))
     return (out, lse) if return_residual else out
 

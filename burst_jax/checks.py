@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from burst_jax.layout import check_layout
 from burst_jax.rotation import BACKWARDS
@@ -75,6 +76,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
+        _check_static(name, letters, array.shape)
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
         if jnp.dtype(array.dtype).name not in _DTYPES:
@@ -98,6 +100,50 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
         raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
+
+
+def _check_static(name: str, letters: str, shape: Any) -> None:
+    for letter, size in zip(letters.strip("[]").split(", "), shape, strict=True):
+        # A symbolic dimension of jax.export is no int. One of the batch passes through.
+        if letter != "B" and not isinstance(size, numbers.Integral):
+            raise NotImplementedError(
+                f"{name} has shape {shape}, whose {letter} is symbolic: tiles and routes are made "
+                "for numbers; export one program for each length, or pad sequences to a few lengths"
+            )
+
+
+def check_static_batch(query: Any, devices: int) -> None:
+    """Raises NotImplementedError if the batch size is symbolic and several devices share a row."""
+    if devices > 1 and not isinstance(query.shape[0], numbers.Integral):
+        raise NotImplementedError(
+            f"query has shape {query.shape}, whose B is symbolic, on a ring of {devices} devices: "
+            "JAX crashes where such a program is called; export one program for each batch size, "
+            "or for one device"
+        )
+
+
+def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
+    """Raises ValueError if an array lies on other devices than the mesh has.
+
+    Inside a jax.jit nobody knows yet; nor on an abstract mesh.
+    """
+    if not isinstance(mesh, Mesh) or mesh.empty:
+        return
+    of_mesh = set(mesh.devices.flat)
+    for name, array in arrays.items():
+        if isinstance(array, jax.core.Tracer) or not getattr(array, "committed", False):
+            continue
+        devices = array.sharding.device_set
+        if devices != of_mesh:
+            raise ValueError(
+                f"{name} is on {_ids(devices)}, the mesh on {_ids(of_mesh)}: put it onto the mesh, "
+                f"jax.device_put({name}, jax.NamedSharding(mesh, jax.P(...)))"
+            )
+
+
+def _ids(devices: Any) -> str:
+    ids = sorted(device.id for device in devices)
+    return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
 
 
 def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: Any) -> Any:

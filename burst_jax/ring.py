@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_jax.checks import check_local_arguments, check_seq_axes, make_spec
+from burst_jax.checks import (
+    check_local_arguments,
+    check_seq_axes,
+    check_static_batch,
+    make_spec,
+)
 from burst_jax.derivatives import into_kernels, out_of_loops, reverse_mode_only
 from burst_jax.heads import all_tokens, check_heads, gradient_to_tokens, to_heads, to_tokens
 from burst_jax.layout import Layout
@@ -94,7 +100,8 @@ def ring_attention(
 
     Raises:
       ValueError: the arguments are wrong; the message names argument, value and remedy.
-      NotImplementedError: the chosen implementation cannot do this; None never raises it.
+      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
+        ring does not have, or a size is symbolic (``jax.export``).
     """
     spec = make_spec(query, is_causal, scale, local_window_size, logits_soft_cap)
     axes = check_seq_axes("axis_name", axis_name, head_parallel_axis)
@@ -105,6 +112,7 @@ def ring_attention(
     segment_ids = check_local_arguments(
         query, key, value, query_segment_ids, key_value_segment_ids, layout, backward, shards
     )
+    check_static_batch(query, math.prod(sizes) * shards)
     if head_parallel_axis is not None:
         name = f"head_parallel_axis {head_parallel_axis!r}"
         check_heads(query.shape[2], key.shape[2], shards, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import jax
@@ -147,3 +148,30 @@ def test_explicit_axes_split_otherwise(spec):
         )
         with pytest.raises(ValueError, match=message):
             burst_jax.burst_attention(query, **arrays)
+
+
+def test_bias_and_mask_by_position():
+    """As jax.nn.dot_product_attention(query, key, value, bias, mask) takes them."""
+    arguments = good()
+    arrays = [arguments.pop(name) for name in ("query", "key", "value")]
+    message = (
+        "takes query, key and value by position, and 2 more came: .* bias and mask, .* say a mask "
+        "by is_causal, local_window_size or query_segment_ids .*, and leave them out if .* None"
+    )
+    with pytest.raises(TypeError, match=message):
+        burst_jax.burst_attention(*arrays, None, None, **arguments)
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["mesh", "set_mesh"])
+def test_arrays_on_other_devices_than_the_mesh(context):
+    mesh, arguments = make_mesh(), good()
+    arguments["key"] = jax.device_put(arguments["key"], jax.devices()[5])
+    message = (
+        r"key is on device 5, the mesh on devices 0, 1, 2, 3: put it onto the mesh, "
+        r"jax.device_put\(key, jax.NamedSharding\(mesh, jax.P\(...\)\)\)"
+    )
+    with (
+        jax.set_mesh(mesh) if context else contextlib.nullcontext(),
+        pytest.raises(ValueError, match=message),
+    ):
+        burst_jax.burst_attention(**arguments | {"mesh": None if context else mesh})

@@ -11,6 +11,7 @@ from typing import Any
 import compare
 import dense
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
