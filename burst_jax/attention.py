@@ -176,8 +176,7 @@ def burst_attention(
     arrays = {"query": query, "key": key, "value": value}
     if q_segment_ids is not None:
         arrays |= {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
-    # An abstract mesh is that of jax.set_mesh, which knows its devices elsewhere.
-    check_devices(mesh if isinstance(mesh, Mesh) else jax.sharding.get_mesh(), arrays)
+    check_devices(mesh, arrays)
     out, lse = _run(ring, ring.placed(arrays))
     return (out, lse) if return_residual else out
 

@@ -125,15 +125,24 @@ def check_static_batch(query: Any, devices: int) -> None:
 def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
     """Raises ValueError if an array lies on other devices than the mesh has.
 
-    Inside a jax.jit nobody knows yet; nor on an abstract mesh.
+    Inside a jax.jit nobody knows yet.
     """
-    if not isinstance(mesh, Mesh) or mesh.empty:
+    placed = {
+        name: array.sharding.device_set
+        for name, array in arrays.items()
+        if not isinstance(array, jax.core.Tracer) and getattr(array, "committed", False)
+    }
+    if placed and not isinstance(mesh, Mesh):
+        # An abstract mesh is that of jax.set_mesh, which has its devices elsewhere, and gives them
+        # to nobody inside a jax.jit.
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:
+            return
+    if not placed or mesh.empty:
         return
     of_mesh = set(mesh.devices.flat)
-    for name, array in arrays.items():
-        if isinstance(array, jax.core.Tracer) or not getattr(array, "committed", False):
-            continue
-        devices = array.sharding.device_set
+    for name, devices in placed.items():
         if devices != of_mesh:
             raise ValueError(
                 f"{name} is on {_ids(devices)}, the mesh on {_ids(of_mesh)}: put it onto the mesh, "

@@ -164,7 +164,7 @@ def test_bias_and_mask_by_position():
 
 @pytest.mark.parametrize("context", [False, True], ids=["mesh", "set_mesh"])
 def test_arrays_on_other_devices_than_the_mesh(context):
-    mesh, arguments = make_mesh(), good()
+    mesh, arguments = make_mesh(seq=4), good()
     arguments["key"] = jax.device_put(arguments["key"], jax.devices()[5])
     message = (
         r"key is on device 5, the mesh on devices 0, 1, 2, 3: put it onto the mesh, "
