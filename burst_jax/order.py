@@ -9,11 +9,18 @@ between shards::
     positions            right           0 1 6 7 | 2 3 4 5
                          an arange       0 1 2 3 | 4 5 6 7
 
-So positions that only ascend along the array, within every segment, although the layout's order
-falls inside one of them, cannot be right: the later tokens of a segment would have the earlier
-positions. Nothing else is refused: positions may restart with a document, start anywhere, repeat or
-leave places out, and rows whose segments each lie where the order ascends may have any. Without a
-mask that knows positions (causal, window) any order computes the same, and nothing is checked.
+Two things cannot be right:
+
+- Positions that only ascend along the array, within every segment, although the layout's order
+  falls inside one of them: the later tokens of a segment would have the earlier positions.
+- Of rows with segment ids: a position below that of the token before it in the text, both of one
+  segment. Only 0 may come there, where a document begins inside a segment. It finds an ``arange``
+  in packed rows too, whose segments mostly end where the layout's order falls.
+
+Nothing else is refused: positions may restart with a segment, start anywhere, repeat or leave
+places out. So a row of documents so short that none reaches to where the order falls passes, with
+whatever positions. Without a mask that knows positions (causal, window) any order computes the
+same, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -45,8 +52,9 @@ def refuse_wrong_order(
 
     Positions and segment ids whose values are known (NumPy arrays, or JAX arrays outside ``jit``)
     raise instead. Those of a traced call are known on the devices alone, where nothing can raise;
-    NaN makes the loss NaN at the first step. It costs one sum over the sequence axes, of five
-    integers for each row and device.
+    NaN makes the loss NaN at the first step. Of the second rule a traced call checks the tokens at
+    the ends of each device's part and of each block of the layout: one sum over the sequence axes,
+    of a dozen integers for each row and device.
 
     Args:
       x: ``[B, T, D]``, what was computed with the positions.
@@ -67,11 +75,16 @@ def refuse_wrong_order(
         return x
     if _known(positions) and (segment_ids is None or _known(segment_ids)):
         segments = np.ones((1, length), np.int32) if segment_ids is None else segment_ids
-        wrong = _contradict(np.atleast_2d(positions), np.asarray(segments), falls)
+        places, segments = np.atleast_2d(positions), np.asarray(segments)
+        wrong = _contradict(places, segments, falls)
+        if segment_ids is not None:
+            text = np.argsort(layout_positions(layout, length, n))
+            before, after = text[:-1], text[1:]
+            wrong = wrong | _goes_back(places, segments, before, after)
         if wrong.any():
             raise ValueError(
-                f"positions ascend along row {int(wrong.argmax())} as an arange does, but in the "
-                f"{layout} layout its tokens lie in another order: pass "
+                f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
+                f"which lie in the {layout} layout over {n} shards (an arange?): pass "
                 f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
                 f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
             )
@@ -79,6 +92,9 @@ def refuse_wrong_order(
     tokens, batch = sequence_axes(options), options.get("batch_axis")
     shards = math.prod(mesh.shape[axis] for axis in tokens)
     between = falls[length // shards - 1 :: length // shards]
+    samples = None
+    if segment_ids is not None:
+        samples = _Samples(layout_positions(layout, length, n).reshape(shards, -1))
     positions = jnp.atleast_2d(as_int32("positions", positions))
     segments = jnp.ones((1, length), jnp.int32)
     if segment_ids is not None:
@@ -92,7 +108,7 @@ def refuse_wrong_order(
     given = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
 
     def local(x: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-        wrong = _contradict_across(positions, segments, between, tokens)
+        wrong = _contradict_across(positions, segments, between, tokens, samples)
         return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
 
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])(*given)
@@ -117,10 +133,44 @@ def _contradict(positions: Any, segments: Any, falls: np.ndarray) -> Any:
     return (ascend | ~same).all(1) & (same & falls).any(1)
 
 
+def _goes_back(positions: Any, segments: Any, before: np.ndarray, after: np.ndarray) -> Any:
+    """bool ``[rows]``: of neighbours in the text, whether one goes back within its segment."""
+    first, second = positions[:, before], positions[:, after]
+    same = (segments[:, before] == segments[:, after]) & (segments[:, after] != 0)
+    return (same & (second < first) & (second > 0)).any(1)
+
+
+class _Samples:
+    """Which tokens every device shows the others, and which of them are neighbours in the text.
+
+    Attributes:
+      places: indices in a device's part: both ends, and where a block of the layout ends in it.
+      before: of pairs of neighbours in the text the first, as ``device * len(places) + sample``.
+      after: the second.
+    """
+
+    def __init__(self, text: np.ndarray) -> None:
+        """``text``: the place in the text of every token, by device, ``[devices, tokens]``."""
+        length = text.shape[1]
+        # Where striped, no neighbours in the array are neighbours in the text, so none is a seam.
+        jumps = np.diff(text) != np.diff(text).min(initial=length * text.size)
+        seams = np.flatnonzero(jumps.any(0))
+        some = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
+        self.places = np.unique(some.clip(0, length - 1))
+        shown = text[:, self.places].reshape(-1)
+        found = {int(place): index for index, place in enumerate(shown)}
+        pairs = [(found[p], found[p + 1]) for p in sorted(found) if p + 1 in found]
+        self.before, self.after = np.array(pairs, int).reshape(-1, 2).T
+
+
 def _contradict_across(
-    positions: jax.Array, segments: jax.Array, falls: np.ndarray, axes: tuple[str, ...]
+    positions: jax.Array,
+    segments: jax.Array,
+    falls: np.ndarray,
+    axes: tuple[str, ...],
+    samples: _Samples | None,
 ) -> jax.Array:
-    """The same of rows that are split over mesh axes; ``falls`` between the shards alone.
+    """The same of rows that are split over mesh axes; ``falls`` between the devices' parts alone.
 
     Inside a shard the layout's order always ascends, so a shard says of itself whether its
     positions do, and the tokens at its ends say the rest.
@@ -128,12 +178,17 @@ def _contradict_across(
     same, ascend = _pairs(positions, segments)
     descends = (same & ~ascend).any(1)
     rows = descends.shape[0]
-    ends = [jnp.broadcast_to(x[:, at], rows) for x in (positions, segments) for at in (0, -1)]
-    mine = jnp.stack([*ends, descends.astype(jnp.int32)])
+    places = np.array([0, -1]) if samples is None else np.array([0, -1, *samples.places])
+    shown = [jnp.broadcast_to(x[:, places].T, (places.size, rows)) for x in (positions, segments)]
+    mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None]])
     here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
     every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
-    first, last, first_segment, last_segment, descends = jnp.moveaxis(every, 1, 0)
-    same = (last_segment[:-1] == first_segment[1:]) & (first_segment[1:] != 0)
-    ascend = first[1:] > last[:-1]
-    ordered = (ascend | ~same).all(0) & (descends == 0).all(0)
-    return ordered & (same & falls[:, None]).any(0)
+    place, segment, descends = jnp.split(every, [places.size, 2 * places.size], axis=1)
+    same = (segment[:-1, 1] == segment[1:, 0]) & (segment[1:, 0] != 0)
+    ascend = place[1:, 0] > place[:-1, 1]
+    ordered = (ascend | ~same).all(0) & (descends == 0).all((0, 1))
+    wrong = ordered & (same & falls[:, None]).any(0)
+    if samples is None:
+        return wrong
+    place, segment = (x[:, 2:].reshape(-1, rows).T for x in (place, segment))
+    return wrong | _goes_back(place, segment, samples.before, samples.after)

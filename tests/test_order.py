@@ -64,7 +64,9 @@ def test_positions_in_the_layouts_order_are_never_refused(layout, n):
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
 def test_rows_left_in_their_natural_order_are_refused(layout, n):
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
-    message = rf"positions ascend along row 0 .* burst_jax.positions\('{layout}', {T}, {n}\)"
+    message = (
+        rf"positions of row 0 are in another order .* burst_jax.positions\('{layout}', {T}, {n}\)"
+    )
     ids = np.ones((B, T), np.int32)
     ids[0, 27:], ids[1, 30:] = 2, 0
     restart = np.tile(np.arange(T, dtype=np.int32), (B, 1))
@@ -75,6 +77,34 @@ def test_rows_left_in_their_natural_order_are_refused(layout, n):
             refuse_wrong_order(x, places, segments, options)
         with pytest.raises(ValueError, match=message):
             refuse_wrong_order(x, jnp.asarray(places), segments, options)
+
+
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+@pytest.mark.parametrize("wrong", ["arange", "other-shards"])
+def test_packed_rows_in_another_order_are_refused(layout, n, wrong):
+    """Tokens and segment ids lie as they should, and documents end anywhere."""
+    other = np.arange(T) if wrong == "arange" else positions(layout, T, 6 if n != 6 else 4)
+    places = jnp.asarray(np.tile(other, (B, 1)), jnp.int32)
+    ids = np.ones((B, T), np.int32)
+    ids[0, 21:], ids[1, 19:], ids[2, :7], ids[2, 20:] = 2, 2, 0, 2
+    ids = jnp.asarray(to_layout(ids, layout, n))
+    options = {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
+    with pytest.raises(ValueError, match="positions of row 0 are in another order"):
+        refuse_wrong_order(jnp.ones((B, T, 2)), places, ids, options)
+    if wrong == "arange":
+        assert nan_rows(places, ids, mesh=mesh_of(n), layout=layout).all()
+
+
+def test_a_document_may_begin_at_zero_inside_a_segment():
+    """As rows that are padded alone are, by pad_to_layout: one segment, positions that restart."""
+    places = to_layout(np.arange(T, dtype=np.int32) % 24, "zigzag", 4, axis=0)
+    ids = np.ones((1, T), np.int32)
+    options = {"mesh": mesh_of(4), "layout": "zigzag", "is_causal": True}
+    x = jnp.ones((B, T, 2))
+    assert refuse_wrong_order(x, places, ids, options) is x
+    assert not nan_rows(
+        jnp.asarray(places), jnp.asarray(ids), mesh=mesh_of(4), layout="zigzag"
+    ).any()
 
 
 MESHES = {
@@ -115,7 +145,9 @@ def test_what_no_mask_looks_at_is_not_refused():
     zigzag = {"mesh": mesh_of(4), "layout": "zigzag"}
     assert refuse_wrong_order(x, arange, None, zigzag) is x
     for known in (zigzag | {"is_causal": True}, zigzag | {"local_window_size": 8}):
-        with pytest.raises(ValueError, match="positions ascend along row 0"):
+        with pytest.raises(
+            ValueError, match="positions of row 0 are in another order than its tokens"
+        ):
             refuse_wrong_order(x, arange, None, known)
     for fine in ({"layout": "contiguous"}, {"layout": "zigzag", "mesh": mesh_of(1)}):
         assert refuse_wrong_order(x, arange, None, zigzag | {"is_causal": True} | fine) is x
@@ -142,6 +174,8 @@ def test_decoder_and_layer_refuse_an_arange():
 
         assert jnp.isnan(run(state, given, arange)).all()
         assert jnp.isfinite(run(state, given, right)).all()
-        with pytest.raises(ValueError, match=r"in the zigzag layout its tokens lie in another"):
+        with pytest.raises(
+            ValueError, match=r"which lie in the zigzag layout over 2 shards \(an arange"
+        ):
             # Known while the program is traced: NumPy's arange is no traced array.
             jax.eval_shape(lambda m=module, g=given: m(g, np.arange(8, dtype=np.int32)))
