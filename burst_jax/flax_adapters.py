@@ -297,7 +297,7 @@ def _refuse_dense(bias: Any, mask: Any) -> None:
             raise ValueError(
                 f"{name} of shape {array.shape}: a dense {name} is not supported (decode=True also "
                 "makes one); say it by segment ids, is_causal or local_window_size, options of "
-                "the attention_fn"
+                "the attention_fn, and decode with Flax's own attention_fn"
             )
 
 

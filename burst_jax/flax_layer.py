@@ -143,8 +143,9 @@ class BurstAttention(nnx.Module):
 
         Raises:
           ValueError: positions missing or not used, a shape or dtype that is not the above, or
-            positions that ascend like an ``arange`` where the layout's order does not. Under
-            ``jit`` their values are not known; then the rows with such positions are NaN.
+            positions in another order than the tokens (:mod:`burst_jax.order`), like an
+            ``arange`` of permuted tokens. Under ``jit`` their values are not known; then the rows
+            with such positions are NaN.
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")

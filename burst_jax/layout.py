@@ -175,6 +175,8 @@ def pad_to_layout(
     layout: Layout,
     num_shards: int,
     segment_ids: Any = None,
+    *,
+    multiple_of: int = 1,
 ) -> tuple[Any, Any]:
     """Pads sequences at their end to a length that ``layout`` can split, and masks the padding.
 
@@ -188,6 +190,9 @@ def pad_to_layout(
       num_shards: shards of the ring, as in :func:`positions`.
       segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
         None for one segment per row.
+      multiple_of: what the padded length must be a multiple of besides. With a
+        ``head_parallel_axis`` it is the number of devices on the ring and on that axis together,
+        and ``num_shards`` stays the ring's.
 
     Returns:
       ``(tree, segment_ids)``: the padded pytree, and int32 ``[B, T_padded]`` for
@@ -222,7 +227,10 @@ def pad_to_layout(
             "arrays' [B, T]"
         )
     segment_ids = as_int32("segment_ids", segment_ids)
-    extra = padded_length(layout, length, num_shards) - length
+    if not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
+        raise ValueError(f"multiple_of is {multiple_of!r}: it must be a positive integer")
+    step = math.lcm(padded_length(layout, 1, num_shards), int(multiple_of))
+    extra = -length % step
     padded = jax.tree.map(lambda leaf: _pad_end(leaf, extra), tree)
     return padded, _pad_end(segment_ids, extra)
 

@@ -328,3 +328,16 @@ def test_gradients_pass_over_explicit_axes():
         x, placed = jax.device_put((np.zeros_like(weights), weights), P(None, "seq"))
         gradient = jax.grad(lambda x: (to_layout(x, "striped", 4) * placed).sum())(x)
     np.testing.assert_array_equal(gradient, from_layout(weights, "striped", 4))
+
+
+@pytest.mark.parametrize(("multiple", "want"), [(1, 104), (8, 104), (16, 112), (12, 120)])
+def test_padding_reaches_another_multiple_too(multiple, want):
+    """A head_parallel_axis splits the shards of a ring further, which the layout does not know."""
+    padded, ids = pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=multiple)
+    assert padded.shape == ids.shape == (1, want)
+    assert (ids.sum(), ids[0, 99], padded.sum()) == (100, 1, 100)
+
+
+def test_a_multiple_below_one_is_refused():
+    with pytest.raises(ValueError, match="multiple_of is 0: it must be a positive integer"):
+        pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=0)

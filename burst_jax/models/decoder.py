@@ -242,8 +242,8 @@ class Decoder(nnx.Module):
 
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. Those of padding
-          mean nothing. A token id of V or more gives NaN, and so does a row whose positions only
-          ascend, like an ``arange``, where the order of the layout does not.
+          mean nothing. A token id of V or more gives NaN, and so does a row whose positions are in
+          another order than its tokens (:mod:`burst_jax.order`), like an ``arange``.
 
         Raises:
           ValueError: such positions, where their values are known: outside ``jit``, or in NumPy.

@@ -23,6 +23,7 @@ def make_batch(
     layout: Layout = "contiguous",
     num_shards: int = 1,
     segment_ids: np.ndarray | None = None,
+    multiple_of: int = 1,
 ) -> Batch:
     """Makes a next-token batch from rows of T + 1 tokens.
 
@@ -39,6 +40,8 @@ def make_batch(
       segment_ids: int32 ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
         Count documents from 1: where another library counts them from 0, add 1, or each row's
         first document would be padding, which nothing attends to and no loss counts.
+      multiple_of: as in :func:`burst_jax.pad_to_layout`: with a ``head_parallel_axis`` the devices
+        on the ring and on that axis together.
 
     Returns:
       A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:
@@ -78,7 +81,9 @@ def make_batch(
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (batch_size, length)),
         "weights": weights,
     }
-    batch, padded_segments = pad_to_layout(batch, layout, num_shards, segments)
+    batch, padded_segments = pad_to_layout(
+        batch, layout, num_shards, segments, multiple_of=multiple_of
+    )
     if segments is not None or padded_segments.shape[1] != length:
         batch["segment_ids"] = padded_segments
     batch = to_layout(batch, layout, num_shards)
@@ -185,7 +190,8 @@ def _wrong_shape(
     if length % token_shards:
         return (
             f"batch has length T {length}: it must be a multiple of {token_shards}, the size of "
-            f"mesh axes {token_axes}; make_batch pads to a multiple of its num_shards"
+            f"mesh axes {token_axes}; make_batch(..., multiple_of={token_shards}) pads to it, "
+            "and its num_shards stays the ring's size"
         )
     if rows % split:
         return (
