@@ -59,4 +59,4 @@ docs-serve:
 	$(MKDOCS) serve
 
 clean:
-	rm -rf .venv .venv-oldest out build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest out build *.egg-info .pytest_cache .ruff_cache

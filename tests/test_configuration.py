@@ -61,7 +61,13 @@ def assert_same(got, want):
     assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
 
 
-@pytest.mark.parametrize("case", RINGS, ids=ring_id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=ring_id(case), marks=() if index % 4 == 0 else pytest.mark.slow)
+        for index, case in enumerate(RINGS)
+    ],
+)
 def test_switches_change_no_bit_of_a_ring(case):
     """64-bit types on, and arrays of different ranks refused by every jnp function."""
     inputs = make_inputs(case)
@@ -116,6 +122,7 @@ def test_x64_changes_no_bit_of_a_layer():
     assert_same(wide, narrow)
 
 
+@pytest.mark.slow
 def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
     config = DecoderConfig(
         vocab_size=61, num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48

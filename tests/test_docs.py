@@ -39,7 +39,16 @@ def blocks(page, language):
 WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+QUICK = (README, ROOT / "docs" / "getting-started.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=() if page in QUICK else pytest.mark.slow)
+        for page in WITH_CODE
+    ],
+)
 def test_blocks_run_one_after_the_other_and_print_what_they_say(page):
     code = "\n".join(blocks(page, "python"))
     hidden = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "SLURM")

@@ -48,7 +48,13 @@ def poisoned(x, segment_ids, rng):
     return np.where(padding, noise, x)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("triton-1", "xla-3-query")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
+)
 def test_what_lies_in_padding_changes_no_bit(name):
     """Packed rows with padding before, between and after the documents, of grouped heads."""
     case = CASES[name]

@@ -73,7 +73,10 @@ TRANSFORMER_ENGINE = [
 
 @pytest.mark.parametrize(
     ("mesh", "layout", "groups", "mask"),
-    TRANSFORMER_ENGINE,
+    [
+        pytest.param(*case, marks=() if case is TRANSFORMER_ENGINE[2] else pytest.mark.slow)
+        for case in TRANSFORMER_ENGINE
+    ],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
@@ -88,6 +91,7 @@ def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
     assert_as_good_as_dense(make_mesh(*mesh), shapes, dense.Mask(**mask), layout, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("q_length", "kv_length", "head_dim"),

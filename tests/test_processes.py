@@ -13,7 +13,7 @@ import pytest
 
 from burst_jax.layout import to_layout
 
-SCRIPT = Path(__file__).parent / "two_processes.py"
+SCRIPT = Path(__file__).parent / "support" / "two_processes.py"
 ROWS = np.arange(4 * 17).reshape(4, 17)  # As in the script.
 
 
