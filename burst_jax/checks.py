@@ -125,12 +125,14 @@ def check_static_batch(query: Any, devices: int) -> None:
 def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
     """Raises ValueError if an array lies on other devices than the mesh has.
 
-    Inside a jax.jit nobody knows yet.
+    Inside a jax.jit nobody knows yet, and JAX puts constants where they are needed.
     """
+    if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
+        return
     placed = {
         name: array.sharding.device_set
         for name, array in arrays.items()
-        if not isinstance(array, jax.core.Tracer) and getattr(array, "committed", False)
+        if getattr(array, "committed", False)
     }
     if placed and not isinstance(mesh, Mesh):
         # An abstract mesh is that of jax.set_mesh, which has its devices elsewhere, and gives them

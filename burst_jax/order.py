@@ -2,8 +2,8 @@
 
 RoPE takes positions from the caller, the ring's masks take them from the layout. A caller who
 permutes the tokens and passes ``arange`` (or does not permute at all) gets a loss that falls, and a
-model that never saw the order of its text. In a layout's order positions go down at least once
-between shards::
+model that never saw the order of its text. In the zigzag and striped orders positions go down at
+least once between shards::
 
     zigzag, 2 shards     tokens lie as   0 1 6 7 | 2 3 4 5
     positions            right           0 1 6 7 | 2 3 4 5
@@ -13,11 +13,13 @@ Two things cannot be right:
 
 - Positions that only ascend along the array, within every segment, although the layout's order
   falls inside one of them: the later tokens of a segment would have the earlier positions.
-- Of rows with segment ids: a position below that of the token before it in the text, both of one
-  segment. Only 0 may come there, where a document begins inside a segment. It finds an ``arange``
-  in packed rows too, whose segments mostly end where the layout's order falls.
+- Of rows with segment ids: a token whose position is below that of the token before it in the text,
+  both of one segment, and is by one above that of the token before it in the array. So it was
+  counted along the array. That finds an ``arange`` in packed rows too, whose segments mostly end
+  where the layout's order falls. Where positions restart inside a segment, at whatever number, no
+  token of another place has the number below.
 
-Nothing else is refused: positions may restart with a segment, start anywhere, repeat or leave
+Nothing else is refused: positions may restart with a document, start anywhere, repeat or leave
 places out. So a row of documents so short that none reaches to where the order falls passes, with
 whatever positions. Without a mask that knows positions (causal, window) any order computes the
 same, and nothing is checked.
@@ -67,20 +69,21 @@ def refuse_wrong_order(
     """
     layout = options.get("layout", "contiguous")
     masked = options.get("is_causal", False) or options.get("local_window_size") is not None
+    if not masked or layout == "contiguous":
+        return x
     mesh = resolve_mesh(options.get("mesh"))
     ring = flat_names(options.get("seq_axis", "seq"))
     n, length = math.prod(mesh.shape[axis] for axis in ring), x.shape[1]
     falls = np.diff(layout_positions(layout, length, n)) < 0
-    if not masked or not falls.any():
+    if not falls.any():
         return x
     if _known(positions) and (segment_ids is None or _known(segment_ids)):
         segments = np.ones((1, length), np.int32) if segment_ids is None else segment_ids
         places, segments = np.atleast_2d(positions), np.asarray(segments)
         wrong = _contradict(places, segments, falls)
         if segment_ids is not None:
-            text = np.argsort(layout_positions(layout, length, n))
-            before, after = text[:-1], text[1:]
-            wrong = wrong | _goes_back(places, segments, before, after)
+            everything = _Samples(layout_positions(layout, length, n)[None], all_of_them=True)
+            wrong = wrong | _goes_back(places, segments, everything)
         if wrong.any():
             raise ValueError(
                 f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
@@ -99,19 +102,19 @@ def refuse_wrong_order(
     segments = jnp.ones((1, length), jnp.int32)
     if segment_ids is not None:
         segments = as_int32("segment_ids", segment_ids)
-    arrays = x, positions, segments
     # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
+    arrays = positions, segments
     specs = [
-        token_spec(batch if array.shape[0] == x.shape[0] else None, tokens, array.ndim)
-        for array in arrays
+        token_spec(batch if array.shape[0] == x.shape[0] else None, tokens) for array in arrays
     ]
     given = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
+    rows = batch if any(array.shape[0] == x.shape[0] for array in arrays) else None
 
-    def local(x: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-        wrong = _contradict_across(positions, segments, between, tokens, samples)
-        return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+    def local(positions: jax.Array, segments: jax.Array) -> jax.Array:
+        return _contradict_across(positions, segments, between, tokens, samples)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])(*given)
+    wrong = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))(*given)
+    return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _known(array: Any) -> bool:
@@ -133,34 +136,49 @@ def _contradict(positions: Any, segments: Any, falls: np.ndarray) -> Any:
     return (ascend | ~same).all(1) & (same & falls).any(1)
 
 
-def _goes_back(positions: Any, segments: Any, before: np.ndarray, after: np.ndarray) -> Any:
-    """bool ``[rows]``: of neighbours in the text, whether one goes back within its segment."""
-    first, second = positions[:, before], positions[:, after]
-    same = (segments[:, before] == segments[:, after]) & (segments[:, after] != 0)
-    return (same & (second < first) & (second > 0)).any(1)
-
-
 class _Samples:
-    """Which tokens every device shows the others, and which of them are neighbours in the text.
+    """Tokens of every device, and which of them follow each other in the text and in the array.
 
     Attributes:
-      places: indices in a device's part: both ends, and where a block of the layout ends in it.
-      before: of pairs of neighbours in the text the first, as ``device * len(places) + sample``.
-      after: the second.
+      places: indices in a device's part: both ends, and where a block of the layout ends in it; or
+        all of them.
+      tokens: of tokens that are shown with both the token before in the text and the token before
+        in the array, each as ``device * len(places) + sample``.
+      before_in_text: of each of these the token before in the text.
+      before_in_array: and the token before in the array.
     """
 
-    def __init__(self, text: np.ndarray) -> None:
+    def __init__(self, text: np.ndarray, *, all_of_them: bool = False) -> None:
         """``text``: the place in the text of every token, by device, ``[devices, tokens]``."""
         length = text.shape[1]
         # Where striped, no neighbours in the array are neighbours in the text, so none is a seam.
-        jumps = np.diff(text) != np.diff(text).min(initial=length * text.size)
-        seams = np.flatnonzero(jumps.any(0))
+        steps = np.diff(text)
+        seams = np.flatnonzero((steps != steps.min(initial=text.size)).any(0))
         some = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
+        if all_of_them:
+            some = np.arange(length)
         self.places = np.unique(some.clip(0, length - 1))
         shown = text[:, self.places].reshape(-1)
-        found = {int(place): index for index, place in enumerate(shown)}
-        pairs = [(found[p], found[p + 1]) for p in sorted(found) if p + 1 in found]
-        self.before, self.after = np.array(pairs, int).reshape(-1, 2).T
+        array = (np.arange(text.shape[0])[:, None] * length + self.places).reshape(-1)
+        (in_text, known_text), (in_array, known_array) = _before(shown), _before(array)
+        self.tokens = np.flatnonzero(known_text & known_array)
+        self.before_in_text, self.before_in_array = in_text[self.tokens], in_array[self.tokens]
+
+
+def _before(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every entry the index of the one that is by one less, and whether there is one."""
+    order = np.argsort(places)
+    found = order[np.searchsorted(places[order], places - 1)]
+    return found, places[found] == places - 1
+
+
+def _goes_back(positions: Any, segments: Any, samples: _Samples) -> Any:
+    """bool ``[rows]``: whether a token was counted along the array, against the text."""
+    here, before = positions[:, samples.tokens], positions[:, samples.before_in_text]
+    segment = segments[:, samples.tokens]
+    same = (segment == segments[:, samples.before_in_text]) & (segment != 0)
+    counted = here == positions[:, samples.before_in_array] + 1
+    return (same & (here < before) & counted).any(1)
 
 
 def _contradict_across(
@@ -191,4 +209,4 @@ def _contradict_across(
     if samples is None:
         return wrong
     place, segment = (x[:, 2:].reshape(-1, rows).T for x in (place, segment))
-    return wrong | _goes_back(place, segment, samples.before, samples.after)
+    return wrong | _goes_back(place, segment, samples)

@@ -83,15 +83,21 @@ def gathered(weights: Any) -> Any:
     """
     if isinstance(weights, nnx.Module):
         graphdef, state = nnx.split(weights)
+        if not any(map(_is_split, jax.tree.leaves(state))):
+            return weights  # Itself: what a copy's submodules write, like a counter, would be lost.
         return nnx.merge(graphdef, gathered(state))
 
     def whole(x: jax.Array) -> jax.Array:
-        sharding = jax.typeof(x).sharding
-        if not flat_names(*sharding.spec):
+        if not _is_split(x):
             return x
-        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
     return jax.tree.map(whole, weights)
+
+
+def _is_split(x: jax.Array) -> bool:
+    """Whether an array is split over an Explicit mesh axis: its type says so of no other."""
+    return bool(flat_names(*jax.typeof(x).sharding.spec))
 
 
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
