@@ -56,8 +56,8 @@ def _identity(name: str) -> Primitive:
     return primitive
 
 
-# Of reverse_mode_only. A tangent becomes an operand of a primitive that exists only to be
-# transposed, as reverse mode does; forward mode comes to evaluate or to lower it.
+# Of reverse_mode_only. A tangent becomes an operand of a primitive of its own. Reverse mode only
+# transposes that primitive. Forward mode runs it, and running it raises.
 _arrays = _identity("burst_arrays")
 _tangents = _identity("burst_tangents")
 

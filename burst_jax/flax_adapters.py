@@ -252,7 +252,7 @@ def _attend_padded(query: jax.Array, key: jax.Array, value: jax.Array, **options
     out = burst_attention(*arrays, **options)
     if out.shape[1] == length:
         return out
-    # Over Explicit axes no array of this length is split, so the query was not.
+    # The result is split as the query was: over those Explicit axes that divide its length.
     if flat_names(*jax.typeof(out).sharding.spec):
         out = jax.reshard(out, NamedSharding(mesh, sharding.spec))
     return out[:, :length]

@@ -14,7 +14,7 @@ from burst_jax.attention import burst_attention
 from burst_jax.norm import RMSNorm
 from burst_jax.order import refuse_wrong_order
 from burst_jax.rope import RopeTable, apply_rope, rope_table
-from burst_jax.sharding import gathered
+from burst_jax.sharding import flat_names, gathered, resolve_mesh
 
 REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
@@ -171,6 +171,7 @@ class BurstAttention(nnx.Module):
 
         The positions that the table was made of are not checked.
         """
+        self._refuse_explicit_heads()
         layer = gathered(self)
         query, key, value = layer.query(x), layer.key(x), layer.value(x)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -186,3 +187,17 @@ class BurstAttention(nnx.Module):
             **dict(self.options),
         )
         return layer.out(out)
+
+    def _refuse_explicit_heads(self) -> None:
+        """Raises if heads are split over an Explicit axis, as the projections would have to be."""
+        options = dict(self.options)
+        names = flat_names(options.get("head_axis"))
+        if not names:
+            return
+        explicit = set(resolve_mesh(options.get("mesh")).explicit_axes).intersection(names)
+        if explicit:
+            raise NotImplementedError(
+                f"head_axis is {options['head_axis']!r}, an Explicit mesh axis: BurstAttention "
+                "makes its weights whole over Explicit axes; make the axis Auto "
+                "(axis_types=jax.sharding.AxisType.Auto), or leave head_axis out"
+            )

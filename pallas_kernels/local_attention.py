@@ -376,7 +376,7 @@ LINKED_SINCE = (0, 12)
 
 
 class SlowerKernelsWarning(UserWarning):
-    """``implementation=None`` passes Hopper's own kernels over on a Hopper GPU."""
+    """``implementation=None`` passes Hopper's own kernels over on a GPU that could run them."""
 
 
 # "reference" is for tests: chosen by name, never offered.
@@ -412,7 +412,7 @@ def resolve(
     """The implementation to run: the named one, or for None the fastest that can.
 
     Decided before anything is traced for the device: kernels of a newer GPU abort when they are
-    lowered for an older one. Where None passes Hopper's own kernels over on a Hopper GPU, a
+    lowered for an older one. Where None passes Hopper's own kernels over although they could run, a
     :class:`SlowerKernelsWarning` says why, and what to do about it.
 
     Args:
@@ -434,7 +434,9 @@ def resolve(
             for candidate in _CANDIDATES
         ]
         chosen = _CANDIDATES[reasons.index(None)]
-        if reasons[0] is not None and _needs_hopper(platform, compute_capability) is None:
+        if _obstacle(MOSAIC_GPU, platform, compute_capability, q, kv, backward) is None and (
+            chosen is not MOSAIC_GPU
+        ):
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
                 f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "

@@ -11,7 +11,8 @@ import plain_model
 import pytest
 from flax import nnx
 from implementations import quick_jit
-from meshes import assert_close, make_mesh, random_like, relative_rms
+from jax.sharding import AxisType
+from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.flax_layer import BurstAttention
 from burst_jax.layout import from_layout, positions, to_layout
@@ -181,3 +182,31 @@ def test_rms_norm():
     half = norm(jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     assert relative_rms(half, want) < 1e-2
+
+
+def test_heads_over_an_explicit_axis_are_refused():
+    mesh = mesh_of(AxisType.Explicit, seq=2, model=2)
+    layer = BurstAttention(8, 2, rngs=nnx.Rngs(0), mesh=mesh, head_axis="model")
+    with pytest.raises(
+        NotImplementedError, match=r"head_axis is 'model', an Explicit .* axis Auto"
+    ):
+        layer(jnp.ones((1, 4, 8)), jnp.arange(4, dtype=jnp.int32))
+
+
+def test_what_a_submodule_writes_is_kept():
+    """On Auto meshes, where no weight has to be gathered."""
+
+    class Counted(nnx.Module):
+        def __init__(self, inner):
+            self.inner, self.calls = inner, nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.inner(x)
+
+    layer = BurstAttention(8, 2, rngs=nnx.Rngs(0), mesh=mesh_of(seq=2))
+    counted: Any = Counted(layer.out)
+    layer.out = counted
+    for _ in range(2):
+        layer(jnp.ones((1, 4, 8)), jnp.arange(4, dtype=jnp.int32))
+    assert counted.calls[...] == 2

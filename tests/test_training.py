@@ -193,6 +193,17 @@ def test_loss_without_weights_counts_every_token():
     np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
 
 
+def test_what_is_no_array_of_numbers_is_refused():
+    for leaf in ([[1, 2]], np.array([["a", "b"]]), np.array([[None, 1]])):
+        with pytest.raises(ValueError, match=r"batch holds a leaf of .*: it must hold arrays"):
+            place_batch({"inputs": leaf}, make_mesh(seq=2))
+
+
+def test_segment_ids_of_any_integers_make_a_batch():
+    batch = make_batch(np.zeros((1, 9), int), segment_ids=np.ones((1, 9), np.int64))
+    assert batch["segment_ids"].dtype == np.int32
+
+
 def test_loss_over_explicit_axes_takes_targets_from_anywhere():
     hidden, kernel, targets, _ = loss_inputs()
     targets = jnp.maximum(targets, 0)

@@ -13,8 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
 from burst_jax.sharding import AxisNames, flat_names, token_spec
+from pallas_kernels.arrays import as_int32
 
 Batch = dict[str, Any]
+
+# Meshes, and whether rows are a process's own, whose first batches were compared.
+_COMPARED: set[tuple[Any, bool]] = set()
 
 
 def make_batch(
@@ -37,7 +41,7 @@ def make_batch(
       rows: integers ``[B, T + 1]``.
       layout: order of the tokens, see :func:`burst_jax.to_layout`.
       num_shards: shards of the ring, see :func:`burst_jax.positions`.
-      segment_ids: int32 ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
+      segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
         Count documents from 1: where another library counts them from 0, add 1, or each row's
         first document would be padding, which nothing attends to and no loss counts.
       multiple_of: as in :func:`burst_jax.pad_to_layout`: with a ``head_parallel_axis`` the devices
@@ -67,8 +71,7 @@ def make_batch(
             raise ValueError(
                 f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
             )
-        if segment_ids.dtype != np.int32:
-            raise ValueError(f"segment_ids has dtype {segment_ids.dtype}: convert it to int32")
+        segment_ids = as_int32("segment_ids", segment_ids)
     batch_size, length = rows.shape[0], rows.shape[1] - 1
     weights = np.ones((batch_size, length), np.float32)
     segments = None
@@ -113,9 +116,12 @@ def place_batch(
     So processes whose devices share rows (the seq axis goes through both) pass the same rows in
     both ways.
 
-    Passing the wrong kind would train on rows that nobody meant, so with several processes the
-    call compares a hash of the batches: a collective of a few bytes, which waits for the work that
-    the devices have in hand. Every process that has devices of the mesh must make the call.
+    Passing the wrong kind would train on rows that nobody meant. So with several processes the
+    first call for a mesh and a ``process_local`` compares a hash of the batches. That is a
+    collective of a few bytes: every process that has devices of the mesh must make this call, in
+    the same order among its other programs (not in a loader's thread while a step is started), and
+    it waits for the work that the devices have in hand. Later calls compare nothing, so they may
+    come from any thread.
 
     Args:
       batch: of :func:`make_batch`, or any pytree of arrays ``[B, T]``.
@@ -148,9 +154,10 @@ def place_batch(
     several = len(of_process) > 1
     hint = several and not process_local
     wrong = _wrong_shape(batch, split, row_axes, token_shards, token_axes, hint)
-    if mine and several:
+    if mine and several and (mesh, process_local) not in _COMPARED:
         # Before this process raises on its own, or the others would wait for it forever.
         _check_processes(mesh, batch, wrong, split, of_process, process_local)
+        _COMPARED.add((mesh, process_local))
     if wrong is not None:
         raise ValueError(wrong)
 
@@ -158,7 +165,9 @@ def place_batch(
         if process_local:
             whole = x.shape[0] // split * row_shards, x.shape[1]
             return jax.make_array_from_process_local_data(sharding, x, whole)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: x[index], dtype=x.dtype
+        )
 
     return jax.tree.map(place, batch)
 
@@ -183,7 +192,12 @@ def _wrong_shape(
     hint: bool,
 ) -> str | None:
     """What is wrong with the arrays' shapes, or None; ``hint``: rows may be meant as local."""
-    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(batch)}
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        if isinstance(kind, str) or np.dtype(kind).kind not in "biufV":
+            return f"batch holds a leaf of {kind}: it must hold arrays of numbers"
+    shapes = {np.shape(leaf) for leaf in leaves}
     if len(shapes) != 1 or len(min(shapes)) != 2:
         return f"batch has arrays of shapes {sorted(shapes)}: they must all have one shape [B, T]"
     ((rows, length),) = shapes
