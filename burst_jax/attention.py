@@ -21,6 +21,7 @@ from burst_jax.checks import (
 )
 from burst_jax.heads import check_heads
 from burst_jax.layout import Layout, check_layout, check_length
+from burst_jax.platform import mapped_over_mesh_axes
 from burst_jax.ring import ring_attention
 from burst_jax.rotation import Backward
 from burst_jax.sharding import flat_names
@@ -172,6 +173,7 @@ def burst_attention(
             ("implementation", implementation),
             ("backward", backward),
         ),
+        check_vma=getattr(implementation, "checks_vma", True) and not mapped_over_mesh_axes(),
     )
     arrays = {"query": query, "key": key, "value": value}
     if q_segment_ids is not None:
@@ -191,6 +193,9 @@ class _Ring:
     batch_axes: tuple[str, ...]
     head_axes: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    # JAX's marks of what varies from device to device, which a jax.vmap with spmd_axis_name mixes
+    # up: it marks its own batches of the ring's small tables as split over that axis, too.
+    check_vma: bool
 
     def spec(self, name: str) -> P:
         """How an argument or result is split."""
@@ -254,13 +259,12 @@ def _run(ring: _Ring, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arra
             **dict(ring.options),
         )
 
-    implementation = dict(ring.options)["implementation"]
     return jax.shard_map(
         local,
         mesh=ring.mesh,
         in_specs=({name: ring.spec(name) for name in arrays},),
         out_specs=(ring.spec("out"), ring.spec("lse")),
-        check_vma=getattr(implementation, "checks_vma", True),
+        check_vma=ring.check_vma,
     )(arrays)
 
 

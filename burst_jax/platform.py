@@ -10,7 +10,9 @@ import subprocess
 
 import jax
 
-# JAX has no public way to ask these two without touching a backend.
+# JAX has no public way to ask these: which axes a vmap spans, and the rest without touching a
+# backend.
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
 
@@ -200,3 +202,8 @@ def _gpu_kinds() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return re.findall(r"^GPU \d+: (.+?) \(UUID", listed.stdout, re.M)
+
+
+def mapped_over_mesh_axes() -> bool:
+    """Whether a ``jax.vmap`` with ``spmd_axis_name`` is being traced around the caller."""
+    return bool(_core.get_axis_env().spmd_axis_names)
