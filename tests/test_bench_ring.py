@@ -55,7 +55,7 @@ def quick(monkeypatch):
     ("case", "names"),
     [
         pytest.param(CAUSAL, OURS + DENSE, id="causal", marks=pytest.mark.slow),  # fifteen programs
-        pytest.param(FULL, ("one GPU", *DENSE), id="full"),
+        pytest.param(FULL, ("one GPU", *DENSE), id="full", marks=pytest.mark.slow),
         pytest.param(WINDOW, ("one GPU", "contiguous"), id="window", marks=pytest.mark.slow),
     ],
 )
@@ -88,7 +88,10 @@ def test_every_case_names_ways_that_exist():
         assert case.name.startswith(("16K", "64K", "128K", "window", "1M"))
 
 
-@pytest.mark.parametrize("wrong", ["out", "out, forward alone", "dk"])
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param("out", marks=pytest.mark.slow), "out, forward alone", "dk"],
+)
 def test_what_disagrees_is_not_timed(wrong, quick):
     problem = ring.Problem(CAUSAL, N)
     assert not ring.measure(problem, ring.ALONE, lambda: ring.alone(CAUSAL)).note

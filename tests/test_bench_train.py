@@ -53,6 +53,7 @@ def test_all_ways_take_the_same_step(small, tmp_path, capsys):
     assert all(f"128  {way}" in printed for way in train.WAYS)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_splits_the_weights():
     run = train.Run(SMALL, "tensor parallel", 64, N)
     params, state = run._states

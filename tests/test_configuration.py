@@ -87,6 +87,7 @@ def of_both(run):
     return wide, jax.tree.map(np.asarray, run())
 
 
+@pytest.mark.slow
 def test_x64_changes_no_bit_of_a_layer():
     """Positions and segment ids as jnp.arange makes them, int64 under x64."""
     x = random_like(jax.ShapeDtypeStruct((2, LENGTH, 32), jnp.float32), 1)

@@ -128,7 +128,7 @@ def test_one_device_equals_the_formula(qk_norm):
 @pytest.mark.parametrize(
     ("data", "seq", "layout", "kind"),
     [
-        (1, 8, "zigzag", AxisType.Auto),
+        pytest.param(1, 8, "zigzag", AxisType.Auto, marks=pytest.mark.slow),
         pytest.param(2, 4, "striped", AxisType.Auto, marks=pytest.mark.slow),
         pytest.param(1, 4, "contiguous", AxisType.Auto, marks=pytest.mark.slow),
         (2, 4, "zigzag", AxisType.Explicit),
@@ -154,7 +154,9 @@ EXCHANGED = ("data", "seq", "heads"), {"head_parallel_axis": "heads"}
             *TWO_LEVELS, AxisType.Explicit, id="two_levels-explicit", marks=pytest.mark.slow
         ),
         pytest.param(*EXCHANGED, AxisType.Auto, id="heads_exchanged-auto", marks=pytest.mark.slow),
-        pytest.param(*EXCHANGED, AxisType.Explicit, id="heads_exchanged-explicit"),
+        pytest.param(
+            *EXCHANGED, AxisType.Explicit, id="heads_exchanged-explicit", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_other_rings_equal_one_device(names, axes, kind):

@@ -92,6 +92,7 @@ def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_pat
     assert curves[0][-1] < curves[0][0] - 0.01
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_and_plots(corpus, tmp_path):
     arguments = ["--data", corpus, "--out", tmp_path, *TINY, "--steps=200000", "--mesh=seq=2"]
     process = subprocess.Popen(

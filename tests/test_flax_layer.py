@@ -35,7 +35,7 @@ def make_layer(mesh=None, **options: Any):
 @pytest.mark.parametrize(
     ("layout", "theta", "qk_norm"),
     [
-        ("contiguous", 100.0, False),
+        pytest.param("contiguous", 100.0, False, marks=pytest.mark.slow),
         ("zigzag", 10000.0, True),
         ("striped", 10000.0, True),
         ("zigzag", None, True),

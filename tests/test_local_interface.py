@@ -116,7 +116,12 @@ def test_gradients_are_added_to_what_is_given(name, given):
     "right", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(0, id="causal")]
 )
 @pytest.mark.parametrize(
-    "name", [x for x in IMPLEMENTATIONS if x not in ("reference", "mosaic_gpu")]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "triton" else ())
+        for name in IMPLEMENTATIONS
+        if name not in ("reference", "mosaic_gpu")
+    ],
 )
 def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
     implementation, spec = IMPLEMENTATIONS[name], AttentionSpec(scale=0.25, right=right)

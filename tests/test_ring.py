@@ -126,7 +126,13 @@ BASE = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, 6.0], ids=["unit_logits", "large_logits"])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        pytest.param(1.0, id="unit_logits", marks=pytest.mark.slow),
+        pytest.param(6.0, id="large_logits"),
+    ],
+)
 @pytest.mark.parametrize("mask", ["causal", pytest.param("full", marks=pytest.mark.slow)])
 def test_error_does_not_grow_with_the_ring(mask, scale):
     case = {**BASE, "mask": mask}
@@ -140,7 +146,9 @@ def test_error_does_not_grow_with_the_ring(mask, scale):
         assert rms <= 1.5 * single_rms + 1e-6, name
 
 
-@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize(
+    "backward", ["rotate_kv", pytest.param("rotate_query", marks=pytest.mark.slow)]
+)
 def test_same_bits_twice(backward):
     case = {**BASE, "backward": backward, "mask": "packed_causal"}
     inputs = make_inputs(case)

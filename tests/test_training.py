@@ -364,6 +364,7 @@ def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
     return first, params, opt_state, before, history, evaluate(eval_step, params, [batch, batch])
 
 
+@pytest.mark.slow
 def test_steps_reduce_the_loss():
     _, _, _, before, history, after = trained(2, 2)
     assert history[0]["loss"] == pytest.approx(before.nll, rel=1e-6)
@@ -510,7 +511,13 @@ def one_device_gradients():
     return loss_and_gradients(("data", "seq"), (1, 1), (AUTO, AUTO), "data", "data")
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(split, id=name, marks=() if name == "fsdp" else pytest.mark.slow)
+        for name, split in SPLITS.items()
+    ],
+)
 def test_weights_may_be_split_over_explicit_axes(split):
     loss, gradients, specs = loss_and_gradients(*split)
     want, want_gradients, _ = one_device_gradients()
@@ -519,6 +526,7 @@ def test_weights_may_be_split_over_explicit_axes(split):
     assert_close(gradients, want_gradients, 1e-5)
 
 
+@pytest.mark.slow
 def test_split_weights_take_the_step_and_stay_split():
     mesh = make_mesh(2, 2, kind=EXPLICIT)
     optimizer = make_optimizer(1e-2, 12, warmup_steps=2)
