@@ -39,13 +39,10 @@ def blocks(page, language):
 WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 
 
-QUICK = (README, ROOT / "docs" / "getting-started.md")
-
-
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name(page), marks=() if page in QUICK else pytest.mark.slow)
+        pytest.param(page, id=name(page), marks=() if page == README else pytest.mark.slow)
         for page in WITH_CODE
     ],
 )

@@ -129,7 +129,10 @@ def dense_attention(q, k, v):
 WRAPS = {"plain": lambda layer: layer, "remat": jax.checkpoint, "keep": keep_attention}
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(wrap, marks=() if wrap == "keep" else pytest.mark.slow) for wrap in WRAPS],
+)
 def test_scan_over_layers(wrap):
     (x, _, _), (dy, _) = make_inputs()
     weights = np.random.default_rng(1).uniform(0.5, 1.5, (LAYERS, 1, 1, N, H)).astype(np.float32)
@@ -153,7 +156,10 @@ FORWARD, BACKWARDS = 2 * 3, {"rotate_kv": 2 * 3 + 3, "rotate_query": 3 * 3 + 3}
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(wrap, marks=() if wrap == "keep" else pytest.mark.slow) for wrap in WRAPS],
+)
 @pytest.mark.parametrize("depth", ["one_layer", "scan"])
 def test_permutes_in_the_gradient(wrap, backward, depth):
     (x, k, v), (dy, _) = make_inputs()

@@ -322,7 +322,7 @@ ROWS = {
 }
 
 
-QUICK = ("jax.jit", "jax.vmap", "jax.jvp")
+QUICK = ("jax.jit", "jax.vmap, in_axes", "jax.eval_shape")
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_the_tuner_times_what_is_right_and_nothing_else():
         small.measure("forward", config, limit=1e-5)
 
 
+@pytest.mark.slow
 def test_a_fused_backward_is_held_to_both_gradients():
     """The Triton kernels, whose two halves together are what Mosaic's one kernel is."""
     small, config = problem(), TritonConfig(16, 32, 4, 1)
