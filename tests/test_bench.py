@@ -59,7 +59,13 @@ def test_truth_needs_whole_blocks_of_rows():
         truth.attention_and_gradients(AttentionSpec(1.0), tokens, x, x[:, 0], x[:, 0], x)
 
 
-@pytest.mark.parametrize("case", [SMALL, PACKED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SMALL, id=SMALL.name),
+        pytest.param(PACKED, id=PACKED.name, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_right_is_timed(case, monkeypatch):
     times = iter((0.25, 0.5))
 

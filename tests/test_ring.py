@@ -68,8 +68,7 @@ SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::3] + OTHER_RINGS
 
 QUICK_SPLIT = [
     next(case for case in SPLIT_CASES if case["backward"] == rotation and case["ring"] in rings)
-    for rotation in ("rotate_kv", "rotate_query")
-    for rings in ((3, 4, 5, 7, 8), ("2x3", "3x2", "2x4"))
+    for rotation, rings in (("rotate_kv", ("2x3", "3x2", "2x4")), ("rotate_query", (3, 4, 5, 7, 8)))
 ]
 
 

@@ -84,6 +84,7 @@ def test_vmap(axes):
         assert_close([np.asarray(x[i]) for x in (out, lse, *gradients)], one_device(*part))
 
 
+@pytest.mark.slow
 def test_vmap_over_queries_alone():
     """K and V shared by all of them: their gradients are sums."""
     arrays, cotangents = make_inputs()

@@ -145,6 +145,7 @@ def problem():
     return made
 
 
+@pytest.mark.slow
 def test_the_tuner_times_what_is_right_and_nothing_else():
     """With a kernel that is off by a tenth."""
     small, config = problem(), TritonConfig(16, 32, 4, 1)
