@@ -30,7 +30,7 @@ check:
 	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyrefly check
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
 
 format:
 	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
