@@ -64,7 +64,7 @@ def assert_same(got, want):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=ring_id(case), marks=() if index % 4 == 0 else pytest.mark.slow)
+        pytest.param(case, id=ring_id(case), marks=() if index % 8 == 0 else pytest.mark.slow)
         for index, case in enumerate(RINGS)
     ],
 )

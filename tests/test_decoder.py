@@ -149,7 +149,7 @@ EXCHANGED = ("data", "seq", "heads"), {"head_parallel_axis": "heads"}
 @pytest.mark.parametrize(
     ("names", "axes", "kind"),
     [
-        pytest.param(*TWO_LEVELS, AxisType.Auto, id="two_levels-auto"),
+        pytest.param(*TWO_LEVELS, AxisType.Auto, id="two_levels-auto", marks=pytest.mark.slow),
         pytest.param(
             *TWO_LEVELS, AxisType.Explicit, id="two_levels-explicit", marks=pytest.mark.slow
         ),

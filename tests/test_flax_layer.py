@@ -36,7 +36,7 @@ def make_layer(mesh=None, **options: Any):
     ("layout", "theta", "qk_norm"),
     [
         pytest.param("contiguous", 100.0, False, marks=pytest.mark.slow),
-        ("zigzag", 10000.0, True),
+        pytest.param("zigzag", 10000.0, True, marks=pytest.mark.slow),
         ("striped", 10000.0, True),
         ("zigzag", None, True),
     ],

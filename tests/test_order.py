@@ -155,6 +155,7 @@ CONFIG = DecoderConfig(
 )
 
 
+@pytest.mark.slow
 def test_decoder_and_layer_refuse_an_arange():
     options = {"mesh": mesh_of(2), "layout": "zigzag"}
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), **options)

@@ -418,6 +418,7 @@ def test_the_first_step_is_of_the_mean_loss():
         np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_steps_on_a_ring_equal_steps_on_one_device():
     ring, single = trained(2, 2), trained(1, 1)
     assert_close(jax.device_get(ring[1]), jax.device_get(single[1]), 2e-3)
