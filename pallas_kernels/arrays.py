@@ -12,26 +12,6 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-# Two equally shaped arrays that belong together (K and V, or Q and dO): either a tuple, or packed
-# into one array along a new first axis, as the ring moves lse and delta.
-Pair = jax.Array | tuple[jax.Array, jax.Array]
-
-
-def halves(pair: Pair) -> tuple[jax.Array, jax.Array]:
-    """The two arrays of a pair, sliced if packed."""
-    first, second = pair
-    return first, second
-
-
-def half_shape(pair: Pair) -> tuple[int, ...]:
-    """Shape of one of a pair's arrays."""
-    return pair[0].shape if isinstance(pair, tuple) else pair.shape[1:]
-
-
-def half_dtype(pair: Pair) -> Any:
-    """Dtype of a pair's arrays."""
-    return pair[0].dtype if isinstance(pair, tuple) else pair.dtype
-
 
 def as_int32(name: str, x: Any) -> Any:
     """An array of any integer dtype as int32, which kernels take; NumPy stays NumPy.
@@ -78,22 +58,23 @@ def vary(x: Any, axes: frozenset) -> Any:
 def unvary(x: jax.Array) -> jax.Array:
     """Takes the marks of :func:`vary` off; values are untouched.
 
-    For what takes no marked arrays. Nothing can check its results: whoever calls it marks them.
+    For calls that take no marked arrays. JAX cannot check what such a call returns, so the caller
+    has to mark it.
     """
     return _unvary.bind(x) if varying_axes(x) else x
 
 
-def tied(x: jax.Array, to: jax.Array) -> jax.Array:
-    """``x``, which for JAX is computed from ``to``; values are untouched.
+def depending_on(x: jax.Array, other: jax.Array) -> jax.Array:
+    """``x``, which JAX then takes to be computed from ``other``; values are untouched.
 
-    ``jax.checkpoint`` computes what depends on constants alone ahead, and hands it over as a
-    residual. A reference may not be one.
+    ``jax.checkpoint`` computes ahead whatever depends on constants alone, and keeps it as a
+    residual. What a kernel changes in place may not be one, so it must depend on an operand.
     """
-    return _tied.bind(x, to)
+    return _depending_on.bind(x, other)
 
 
-def _first(name: str, abstract: Callable[..., Any]) -> Primitive:
-    """A primitive that is its first operand at run time, and for tracing of ``abstract``'s type."""
+def _identity(name: str, abstract: Callable[..., Any]) -> Primitive:
+    """A primitive that returns its first operand; while tracing, with the type of ``abstract``."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, *_: x)
     primitive.def_abstract_eval(abstract)
@@ -102,18 +83,18 @@ def _first(name: str, abstract: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-_unvary = _first(
+_unvary = _identity(
     "burst_unvary",
     lambda x: x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset())),
 )
-_tied = _first("burst_tied", lambda x, _: x)
+_depending_on = _identity("burst_depending_on", lambda x, _: x)
 
 
-def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """Pads with zeros at the end of one axis up to ``length``; returns ``x`` itself if it fits."""
+def pad_axis(x: jax.Array, axis: int, length: int, value: float = 0) -> jax.Array:
+    """Pads the end of one axis up to ``length`` with ``value``; returns ``x`` itself if it fits."""
     extra = length - x.shape[axis]
     if not extra:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, extra)
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=value)

@@ -1,43 +1,44 @@
-"""Local attention written down plainly: dense, float32 or float64. Every other one is held to it.
+"""Local attention written down plainly: dense, in float32 or float64, in memory O(T S).
 
-Takes and returns what the fast implementations do; memory is O(T S).
+It takes and returns what the fast implementations do, which are tested against it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from pallas_kernels.arrays import Pair, half_shape, halves
+from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
 from pallas_kernels.merge import merge
-from pallas_kernels.scores import allowed, products_gradient, scaled_logits
-from pallas_kernels.spec import AttentionSpec, Tokens
+from pallas_kernels.operands import Carry, Operands, PerHead
+from pallas_kernels.spec import AttentionSpec
 
 
 def forward(
-    q: jax.Array,
-    kv: Pair,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    bounds: None = None,
-    carry: tuple[jax.Array, jax.Array] | None = None,
+    operands: Operands,
+    carry: Carry | None = None,
     *,
     spec: AttentionSpec,
-    out_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Forward`; ``bounds`` are not needed."""
-    del bounds
-    k, v = (_wide(x) for x in halves(kv))
-    logits = _masked_logits(spec, q, k, q_tokens, kv_tokens)
+    out_dtype: DTypeLike | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``bounds`` are not needed."""
+    scores = _Scores(operands, spec)
+    logits = scores.masked_logits()
     m = logits.max(-1, keepdims=True)
+    sink = operands.sink if carry is None else None
+    if sink is not None:
+        sink = scores.of_heads(sink)
+        m = jnp.maximum(m, sink)
     p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m))
     total = p.sum(-1, keepdims=True)
+    if sink is not None:
+        total += jnp.exp(sink - jnp.where(m == -jnp.inf, 0, m))
     p = p / jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, m + jnp.log(jnp.where(total == 0, 1, total)))
-    o = _einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
+    q = operands.q
+    o = _einsum("bkgts,bskh->btkgh", p, _wide(operands.v)).reshape(q.shape)
     lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
     if carry is not None:
         o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
@@ -46,32 +47,73 @@ def forward(
 
 
 def backward(
-    qdo: Pair,
-    kv: Pair,
-    stats: Pair,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    bounds: None = None,
+    operands: Operands,
     dq: jax.Array | None = None,
-    dkv: jax.Array | None = None,
+    dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Implementation`; ``bounds`` are not needed."""
-    del bounds
-    (q, do), (k, v), (lse, delta) = halves(qdo), halves(kv), halves(stats)
-    k, v = _wide(k), _wide(v)
-    groups = half_shape(qdo)[2] // half_shape(kv)[2]
-    logits = _masked_logits(spec, q, k, q_tokens, kv_tokens)
-    lse, delta = (_by_group(x, groups)[..., None] for x in (lse, delta))
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """See :class:`pallas_kernels.backend.BackwardFunction`; ``bounds`` are not needed."""
+    scores = _Scores(operands, spec)
+    do, stats = operands.cotangents()
+    q, k, v, do = (_wide(x) for x in (operands.q, operands.k, operands.v, do))
+    logits = scores.masked_logits()
+    lse, delta = (scores.by_group(x)[..., None] for x in stats)
     p = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
-    q5, do5 = (_wide(x).reshape(*x.shape[:2], -1, groups, x.shape[-1]) for x in (q, do))
-    dv = _einsum("bkgts,btkgh->bskh", p, do5)
-    dp = _einsum("btkgh,bskh->bkgts", do5, v)
-    ds = jnp.where(p == 0, 0, products_gradient(spec, logits, p * (dp - delta))) * spec.scale
-    new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(q.shape)
-    new_dkv = jnp.stack([_einsum("bkgts,btkgh->bskh", ds, q5), dv])
-    return new_dq if dq is None else dq + new_dq, new_dkv if dkv is None else dkv + new_dkv
+    q, do = scores.grouped(q), scores.grouped(do)
+    dv = _einsum("bkgts,btkgh->bskh", p, do)
+    ds = jnp.where(p == 0, 0, p * (_einsum("btkgh,bskh->bkgts", do, v) - delta))
+    per_head = {
+        name: x.sum((0, 3, 4)).reshape(-1)
+        for name, x in spec.score.per_head_gradients(ds, *scores.positions).items()
+    }
+    ds = spec.score.through_cap(scores.raw, ds) * spec.score.scale
+    new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(operands.q.shape)
+    dk = _einsum("bkgts,btkgh->bskh", ds, q)
+    if dkv is not None:
+        dk, dv = dkv[0] + dk, dkv[1] + dv
+    return new_dq if dq is None else dq + new_dq, (dk, dv), per_head
+
+
+class _Scores:
+    """All scores at once, ``[B, K, G, T, S]``."""
+
+    def __init__(self, operands: Operands, spec: AttentionSpec):
+        self._operands, self._spec = operands, spec
+        q, k = self.grouped(_wide(operands.q)), _wide(operands.k)
+        self.raw = spec.score.raw(_einsum("btkgh,bskh->bkgts", q, k))
+        self.positions = (
+            operands.q_tokens.positions[None, None, None, :, None],
+            operands.kv_tokens.positions[None, None, None, None, :],
+        )
+
+    def of_heads(self, per_head: jax.Array) -> jax.Array:
+        """``[N]`` to what broadcasts against all scores, ``[1, K, G, 1, 1]``."""
+        return per_head.reshape(1, -1, self._operands.groups, 1, 1)
+
+    def grouped(self, x: jax.Array) -> jax.Array:
+        """``[B, T, N, H]`` to ``[B, T, K, G, H]``."""
+        return x.reshape(*x.shape[:2], -1, self._operands.groups, x.shape[-1])
+
+    def by_group(self, x: jax.Array) -> jax.Array:
+        """``[B, N, T]`` to ``[B, K, G, T]``."""
+        return x.reshape(x.shape[0], -1, self._operands.groups, x.shape[-1])
+
+    def masked_logits(self) -> jax.Array:
+        """Logits, -inf where the mask forbids."""
+        q_tokens, kv_tokens = self._operands.q_tokens, self._operands.kv_tokens
+        q_ids, kv_ids = q_tokens.segment_ids, kv_tokens.segment_ids
+        mask = self._spec.mask.allowed(
+            q_tokens.positions[:, None],
+            kv_tokens.positions[None, :],
+            None if q_ids is None else q_ids[:, None, None, :, None],
+            None if kv_ids is None else kv_ids[:, None, None, None, :],
+        )
+        logits = self.raw * self._spec.score.raw_factor
+        per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}
+        bias = self._spec.score.bias(*self.positions, per_head)
+        logits = logits if bias is None else logits + bias
+        return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -82,24 +124,12 @@ def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST)
 
 
-def _by_group(x: jax.Array, groups: int) -> jax.Array:
-    """``[B, N, T]`` to ``[B, K, G, T]``."""
-    return x.reshape(x.shape[0], -1, groups, x.shape[-1])
-
-
-def _masked_logits(
-    spec: AttentionSpec, q: jax.Array, k: jax.Array, q_tokens: Tokens, kv_tokens: Tokens
-) -> jax.Array:
-    """``[B, K, G, T, S]``, -inf where the mask forbids."""
-    groups = q.shape[2] // k.shape[2]
-    q = _wide(q).reshape(*q.shape[:2], -1, groups, q.shape[-1])
-    logits = scaled_logits(spec, _einsum("btkgh,bskh->bkgts", q, k))
-    seg_q, seg_kv = q_tokens.segment_ids, kv_tokens.segment_ids
-    mask = allowed(
-        spec,
-        q_tokens.positions[:, None],
-        kv_tokens.positions[None, :],
-        None if seg_q is None else seg_q[:, None, None, :, None],
-        None if seg_kv is None else seg_kv[:, None, None, None, :],
-    )
-    return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
+REFERENCE = Implementation(
+    name="reference",
+    forward=forward,
+    backward=backward,
+    forward_bounds=no_bounds,
+    backward_bounds=no_bounds,
+    unsupported=takes_anything,
+    second_derivatives="any",
+)

@@ -1,7 +1,7 @@
 """Finds the fastest tiles of the GPU kernels on this GPU: ``python -m pallas_kernels.tune``.
 
 Every candidate is compiled, held to the ``xla`` implementation, and only then timed. Prints a
-table, fastest first, and the entry for ``triton_configs.py`` or ``mosaic_configs.py``.
+table, fastest first, and the entry for ``configs.py`` of ``pallas_triton`` or ``pallas_mosaic``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import XLA, AttentionSpec, Implementation, Tokens, mosaic_gpu, resolve, triton
-from pallas_kernels.mosaic_configs import SHARED_MEMORY, MosaicConfig
+from pallas_kernels import (
+    XLA,
+    AttentionSpec,
+    Implementation,
+    Operands,
+    Tokens,
+    mosaic_gpu,
+    resolve,
+    triton,
+)
+from pallas_kernels.pallas_mosaic.configs import SHARED_MEMORY, MosaicConfig
+from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.pallas_triton.configs import TritonConfig
 from pallas_kernels.timing import median_time, relative_error
-from pallas_kernels.triton_configs import TritonConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +75,18 @@ def triton_space(kernel: str, head_dim: int) -> Iterable[TritonConfig]:
 
 def mosaic_space(kernel: str, head_dim: int) -> Iterable[MosaicConfig]:
     """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
+    dtype = jnp.bfloat16
     if kernel == "forward":
         for numbers in itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4)):
             config = MosaicConfig(*numbers)
-            if config.forward_memory(head_dim, wide=False, carried=True) <= SHARED_MEMORY:
+            memory = ForwardMemory.of(config, head_dim, dtype, out_dtype=dtype, carried=True)
+            if memory.nbytes <= SHARED_MEMORY:
                 yield config
         return
     for stages, do_stages in itertools.product((2, 3, 4), (None, 2, 3)):
         if do_stages is None or do_stages < stages:
             config = MosaicConfig(64, 128, stages, do_stages)
-            if config.backward_memory(head_dim) <= SHARED_MEMORY:
+            if BackwardMemory.of(config, head_dim, dtype).nbytes <= SHARED_MEMORY:
                 yield config
 
 
@@ -112,39 +124,36 @@ class Problem:
         dtype = jnp.dtype(args.dtype)
         self.backend: Backend = BACKENDS[args.implementation]
         keys = jax.random.split(jax.random.key(args.seed), 4)
-        self.q, self.do = (
-            jax.random.normal(k, (batch, length, heads, dim), dtype) for k in keys[:2]
-        )
-        kv = [jax.random.normal(k, (batch, length, kv_heads, dim), dtype) for k in keys[2:]]
-        self.kv = (kv[0], kv[1])
-        self.tokens = Tokens(jnp.arange(length, dtype=jnp.int32))
-        self.spec = AttentionSpec(
+        q, do = (jax.random.normal(k, (batch, length, heads, dim), dtype) for k in keys[:2])
+        k, v = (jax.random.normal(k, (batch, length, kv_heads, dim), dtype) for k in keys[2:])
+        tokens = Tokens(jnp.arange(length, dtype=jnp.int32))
+        self.operands = Operands(q, k, v, tokens, tokens)
+        self.spec = AttentionSpec.of(
             dim**-0.5, left=args.window, right=0 if args.causal else args.window
         )
-        at = np.arange(length)
-        first = np.maximum(at - args.window, 0) if args.window is not None else 0 * at
-        last = at if args.causal else np.minimum(at + (args.window or length), length - 1)
+        queries = np.arange(length)
+        first = np.maximum(queries - args.window, 0) if args.window is not None else 0 * queries
+        last = queries if args.causal else np.minimum(queries + (args.window or length), length - 1)
         self.flops = 2 * batch * heads * dim * int((last - first + 1).sum())
         o, lse = self._compile(XLA, "forward")()
-        delta = jnp.einsum("btnh,btnh->bnt", self.do.astype(jnp.float32), o)
-        self.stats = (lse, delta)
+        delta = jnp.einsum("btnh,btnh->bnt", do.astype(jnp.float32), o)
+        self.operands = self.operands.replace(do=do, stats=jnp.stack([lse, delta]))
         self.want: dict[str, Any] = {"forward": (o, lse)}
         if set(args.kernels) != {"forward"}:
-            dq, dkv = self._compile(XLA, "backward")()
+            dq, dkv, _ = self._compile(XLA, "backward")()
             self.want |= {"dq": dq, "dkv": dkv, "backward": (dq, dkv)}
 
-    def _compile(self, local: Implementation, what: str, **options: bool) -> Callable[[], Any]:
+    def _compile(
+        self, implementation: Implementation, what: str, **options: bool
+    ) -> Callable[[], Any]:
         """A call of one kernel, compiled."""
         forward = what == "forward"
-        bounds_of = local.forward_bounds if forward else local.backward_bounds
-        bounds = jax.jit(functools.partial(bounds_of, self.spec))(
-            self.q, self.kv, self.tokens, self.tokens
-        )
-        queries = (self.q, self.kv) if forward else ((self.q, self.do), self.kv, self.stats)
-        arrays = (*queries, self.tokens, self.tokens, bounds)
+        bounds_of = implementation.forward_bounds if forward else implementation.backward_bounds
+        bounds = jax.jit(functools.partial(bounds_of, spec=self.spec))(self.operands)
+        operands = self.operands.replace(bounds=bounds)
         name = what if what in ("forward", "backward") else f"backward_{what}"
-        run = jax.jit(functools.partial(getattr(local, name), spec=self.spec))
-        return functools.partial(run.lower(*arrays).compile(compiler_options=options), *arrays)
+        run = jax.jit(functools.partial(getattr(implementation, name), spec=self.spec))
+        return functools.partial(run.lower(operands).compile(compiler_options=options), operands)
 
     def measure(self, kernel: str, config: Any, limit: float) -> float:
         """Seconds a call.
@@ -163,9 +172,9 @@ class Problem:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line's, with the kernels and configs of the implementation."""
-    known = (f"{name}: {', '.join(b.matmuls)}; TILES {b.syntax}" for name, b in BACKENDS.items())
+    kernels = (f"{name}: {', '.join(b.matmuls)}; TILES {b.syntax}" for name, b in BACKENDS.items())
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=f"Kernels and tiles of {'. '.join(known)}."
+        description=__doc__.splitlines()[0], epilog=f"Kernels and tiles of {'. '.join(kernels)}."
     )
     parser.add_argument(
         "--implementation", choices=sorted(BACKENDS),
@@ -224,7 +233,7 @@ def main() -> None:
     try:
         resolve(
             args.implementation, platform="gpu", compute_capability=compute_capability(),
-            q=problem.q, kv=problem.kv, backward=set(args.kernels) != {"forward"},
+            operands=problem.operands, backward=set(args.kernels) != {"forward"},
         )  # fmt: skip
     except NotImplementedError as error:
         raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error

@@ -1,191 +1,227 @@
 """Local attention in plain JAX, tile by tile: any platform, memory linear in the length.
 
-Query tiles one after the other; for each, the key tiles inside its bounds. The matmuls take the
-inputs' dtype and accumulate in float32, as the GPU kernels do.
+Query tiles come one after the other, and each visits the key tiles inside its bounds. The matmuls
+take the inputs' dtype and accumulate in float32, as the GPU kernels do.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from pallas_kernels.arrays import Pair, half_shape, halves, pad_axis, vary, varying_axes
-from pallas_kernels.bounds import over_batch
+from pallas_kernels import softmax
+from pallas_kernels.arrays import pad_axis, vary, varying_axes
+from pallas_kernels.backend import Dkv, Implementation, takes_anything
+from pallas_kernels.bounds import halves_of_tiles, over_batch, query_bounds
+from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
-from pallas_kernels.scores import allowed, both, products_gradient, scaled_logits
-from pallas_kernels.spec import AttentionSpec, Tiles, Tokens
+from pallas_kernels.operands import Carry, Operands, PerHead
+from pallas_kernels.spec import AttentionSpec, Tiles
 
 # Empirical, on CPU: large enough that the matmuls dominate, small enough that a causal diagonal
 # wastes little. Even tiles instead of a ragged last one keep the padding below one row per tile.
 _BLOCK_Q, _BLOCK_KV = 256, 512
 
 
-def tiles(q_length: int, kv_length: int) -> Tiles:
-    """Tiles for the given lengths: at most 256 x 512, all of one size but for a few tokens."""
+def even_tiles(operands: Operands) -> Tiles:
+    """Tiles of at most 256 x 512, all of one size but for a few tokens."""
 
     def even(length, most):
         count = -(-length // most)
         return -(-length // count)
 
-    return Tiles(even(q_length, _BLOCK_Q), even(kv_length, _BLOCK_KV))
+    return Tiles(even(operands.q_length, _BLOCK_Q), even(operands.kv_length, _BLOCK_KV))
 
 
 def forward(
-    q: jax.Array,
-    kv: Pair,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    bounds: jax.Array,
-    carry: tuple[jax.Array, jax.Array] | None = None,
+    operands: Operands,
+    carry: Carry | None = None,
     *,
     spec: AttentionSpec,
-    tiles: Tiles,
-    out_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Forward`."""
-    keys = _KeyTiles(spec, kv, kv_tokens, tiles)
-    groups = q.shape[2] // keys.k.shape[1]
-    rows = {"q": _split_rows(q, groups, tiles.block_q), **_split_tokens(q_tokens, tiles.block_q)}
-    rows["bounds"] = over_batch(bounds)
+    out_dtype: DTypeLike | None = None,
+    tiles: Tiles | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`.
+
+    ``tiles``: None is :func:`even_tiles`.
+    """
+    tiles = tiles or even_tiles(operands)
+    keys, groups, q = _KeyTiles(spec, operands, tiles), operands.groups, operands.q
+    query_tiles = _query_tiles(operands, tiles)
     if carry is not None:
-        rows["o"] = _split_rows(carry[0], groups, tiles.block_q)
-        rows["lse"] = _split_stats(carry[1], groups, tiles.block_q)
-    axes = varying_axes(q, kv, q_tokens, kv_tokens, bounds, carry)
+        query_tiles["o"] = _split_queries(carry[0], groups, tiles.block_q)
+        query_tiles["lse"] = _split_stats(carry[1], groups, tiles.block_q)
+    axes = varying_axes(operands, carry)
+    sink = None
+    if carry is None and operands.sink is not None:
+        sink = operands.sink.reshape(1, -1, groups, 1)
 
-    def query_tile(row):
-        def key_tile(j, state):
-            # Invariant: acc and total are sums over the tiles before j of exp(logits - m).
-            acc, total, m = state
-            k, v = keys.slice(j)
-            logits = keys.logits(row, k, j)
-            m_next = jnp.maximum(m, logits.max(-1))
-            shift = jnp.where(m_next == -jnp.inf, 0, m_next)  # -inf: nothing allowed so far
-            p = jnp.exp(logits - shift[..., None])
-            shrink = jnp.exp(m - shift)
-            total = total * shrink + p.sum(-1)
-            acc = acc * shrink[..., None] + _matmul("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
-            return acc, total, m_next
-
-        shape = row["q"].shape
-        start = (
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros(shape[:-1], jnp.float32),
-            jnp.full(shape[:-1], -jnp.inf, jnp.float32),
+    def query_tile(queries):
+        shape = queries["q"].shape
+        m, total = softmax.start(shape[:-1], sink, base="e")
+        start = jnp.zeros(shape, jnp.float32), total, m
+        first, end = queries["bounds"][0], queries["bounds"][1]
+        acc, total, m = lax.fori_loop(
+            first, end, functools.partial(_visit_keys, keys, queries), vary(start, axes)
         )
-        first, end = row["bounds"][0], row["bounds"][3]
-        acc, total, m = lax.fori_loop(first, end, key_tile, vary(start, axes))
-        empty = total == 0
-        total = jnp.where(empty, 1, total)
-        o = acc / total[..., None]
-        lse = jnp.where(empty, -jnp.inf, m + jnp.log(total))
+        divisor, lse = softmax.finish(m, total, base="e")
+        o = acc / divisor[..., None]
         if carry is not None:
-            o, lse = merge(row["o"], row["lse"], o, lse)
+            o, lse = merge(queries["o"], queries["lse"], o, lse)
         return o if out_dtype is None else o.astype(out_dtype), lse
 
-    o, lse = lax.map(query_tile, vary(rows, axes))
-    return _join_rows(o, q.shape), _join_stats(lse, q.shape)
+    o, lse = lax.map(query_tile, vary(query_tiles, axes))
+    return _join_queries(o, q.shape), _join_stats(lse, q.shape)
 
 
 def backward(
-    qdo: Pair,
-    kv: Pair,
-    stats: Pair,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
-    bounds: jax.Array,
+    operands: Operands,
     dq: jax.Array | None = None,
-    dkv: jax.Array | None = None,
+    dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
-    tiles: Tiles,
-) -> tuple[jax.Array, jax.Array]:
-    """See :class:`pallas_kernels.local_attention.Implementation`.
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """See :class:`pallas_kernels.backend.BackwardFunction`.
 
-    One pass, five matmuls a tile: dQ is finished per query tile, dK and dV grow in place.
+    ``tiles``: None is :func:`even_tiles`. One pass, five matmuls a tile: dQ is finished per query
+    tile, dK and dV grow in place.
     """
-    keys = _KeyTiles(spec, kv, kv_tokens, tiles)
-    (q, do), (lse, delta) = halves(qdo), halves(stats)
-    groups = q.shape[2] // keys.k.shape[1]
-    rows = {
-        "q": _split_rows(q, groups, tiles.block_q),
-        "do": _split_rows(do, groups, tiles.block_q),
-        "lse": _split_stats(lse, groups, tiles.block_q),
+    tiles = tiles or even_tiles(operands)
+    keys, groups, q = _KeyTiles(spec, operands, tiles), operands.groups, operands.q
+    do, (lse, delta) = operands.cotangents()
+    query_tiles = _query_tiles(operands, tiles) | {
+        "do": _split_queries(do, groups, tiles.block_q),
+        # Makes the weights beyond the last query 0. With a bias they could overflow.
+        "lse": _split_stats(lse, groups, tiles.block_q, beyond=jnp.inf),
         "delta": _split_stats(delta, groups, tiles.block_q),
-        **_split_tokens(q_tokens, tiles.block_q),
-        "bounds": over_batch(bounds),
     }
-    axes = varying_axes(qdo, kv, stats, q_tokens, kv_tokens, bounds, dq, dkv)
+    axes = varying_axes(operands, dq, dkv)
 
-    def query_tile(dkv_sum, row):
-        lse = jnp.where(row["lse"] == -jnp.inf, 0, row["lse"])[..., None]
-
-        def key_tile(j, state):
-            dq, (dk, dv) = state
-            k, v = keys.slice(j)
-            logits = keys.logits(row, k, j)
-            p = jnp.exp(logits - lse)
-            dp = _matmul("bkgqh,bksh->bkgqs", row["do"], v)
-            ds = products_gradient(spec, logits, p * (dp - row["delta"][..., None]))
-            # Where nothing is allowed logits are -inf, and the soft cap's slope is not a number.
-            ds = jnp.where(logits == -jnp.inf, 0, ds).astype(k.dtype)
-            dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
-            new_dk = _matmul("bkgqs,bkgqh->bksh", ds, row["q"])
-            new_dv = _matmul("bkgqs,bkgqh->bksh", p.astype(v.dtype), row["do"])
-            return dq, (keys.add(dk, new_dk, j), keys.add(dv, new_dv, j))
-
-        zero = vary(jnp.zeros(row["q"].shape, jnp.float32), axes)
-        first, end = row["bounds"][0], row["bounds"][3]
-        tile_dq, dkv_sum = lax.fori_loop(first, end, key_tile, (zero, dkv_sum))
-        return dkv_sum, tile_dq * spec.scale
+    def query_tile(dkv_sum, queries):
+        queries["lse"] = jnp.where(queries["lse"] == -jnp.inf, 0, queries["lse"])
+        zero = vary(jnp.zeros(queries["q"].shape, jnp.float32), axes)
+        per_head_sums = dict.fromkeys(spec.score.differentiated, zero[..., 0])
+        first, end = queries["bounds"][0], queries["bounds"][1]
+        start = zero, dkv_sum, per_head_sums
+        visit = functools.partial(_add_gradients, keys, queries)
+        tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
+        return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
     zeros = vary(jnp.zeros(keys.k.shape, jnp.float32), axes)
-    (dk, dv), new_dq = lax.scan(query_tile, (zeros, zeros), vary(rows, axes))
-    new_dq = _join_rows(new_dq, q.shape)
-    new_dkv = jnp.stack([keys.join(dk * spec.scale), keys.join(dv)])
-    return new_dq if dq is None else dq + new_dq, new_dkv if dkv is None else dkv + new_dkv
+    start = zeros, zeros
+    (dk, dv), (new_dq, per_head_sums) = lax.scan(query_tile, start, vary(query_tiles, axes))
+    new_dq = _join_queries(new_dq, q.shape)
+    dk, dv = keys.join(dk * spec.score.scale), keys.join(dv)
+    if dkv is not None:
+        dk, dv = dkv[0] + dk, dkv[1] + dv
+    # The sums are [tiles, B, K, G, block].
+    per_head = {name: x.sum((0, 1, 4)).reshape(-1) for name, x in per_head_sums.items()}
+    return new_dq if dq is None else dq + new_dq, (dk, dv), per_head
+
+
+def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:
+    """Takes key tile j into a query tile's softmax.
+
+    Invariant: ``state`` is ``(acc, total, m)``. m is the largest logit so far, of the sink and of
+    the tiles before j; total is the sum of exp(logit - m) over these logits, acc that of
+    exp(logit - m) v.
+    """
+    acc, total, m = state
+    k, v = keys.slice(j)
+    logits = keys.logits(queries, keys.raw(queries, k), j)
+    m_next = jnp.maximum(m, logits.max(-1))
+    p = jnp.exp(logits - m_next[..., None])
+    shrink = jnp.exp(m - m_next)
+    total = total * shrink + p.sum(-1)
+    acc = acc * shrink[..., None] + _matmul("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
+    return acc, total, m_next
+
+
+def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:
+    """Adds the gradients that a query tile and key tile j make to ``state``.
+
+    ``state`` is ``(dq, (dk, dv), per_head_sums)``, the last one by query.
+    """
+    dq, (dk, dv), per_head_sums = state
+    score, (k, v) = keys.spec.score, keys.slice(j)
+    raw = keys.raw(queries, k)
+    p = jnp.exp(keys.logits(queries, raw, j) - queries["lse"][..., None])
+    dp = _matmul("bkgqh,bksh->bkgqs", queries["do"], v)
+    ds = p * (dp - queries["delta"][..., None])
+    parts = score.per_head_gradients(ds, *keys.positions_of(queries, j))
+    per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
+    ds = score.through_cap(raw, ds).astype(k.dtype)
+    dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
+    new_dk = _matmul("bkgqs,bkgqh->bksh", ds, queries["q"])
+    new_dv = _matmul("bkgqs,bkgqh->bksh", p.astype(v.dtype), queries["do"])
+    return dq, (keys.add(dk, new_dk, j), keys.add(dv, new_dv, j)), per_head_sums
 
 
 class _KeyTiles:
     """K and V, heads before tokens, cut into tiles on demand."""
 
-    def __init__(self, spec: AttentionSpec, kv: Pair, kv_tokens: Tokens, tiles: Tiles):
+    def __init__(self, spec: AttentionSpec, operands: Operands, tiles: Tiles):
         self.spec, self.block = spec, tiles.block_kv
-        self.length = half_shape(kv)[1]
+        self.length = operands.kv_length
         self.padded = -(-self.length // self.block) * self.block
-        self.k, self.v = (pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in halves(kv))
-        self.positions = pad_axis(kv_tokens.positions, 0, self.padded)
-        seg = kv_tokens.segment_ids
-        self.segment_ids = None if seg is None else pad_axis(seg, 1, self.padded)
+        self.k, self.v = (
+            pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (operands.k, operands.v)
+        )
+        self.positions = pad_axis(operands.kv_tokens.positions, 0, self.padded)
+        ids = operands.kv_tokens.segment_ids
+        self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
+        self.per_head = {
+            name: x.reshape(1, -1, operands.groups, 1, 1)
+            for name, x in operands.logits_per_head.items()
+        }
 
-    def _at(self, x: jax.Array, j: jax.Array, axis: int) -> jax.Array:
+    def _tile(self, x: jax.Array, j: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, j * self.block, self.block, axis)
 
     def slice(self, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tile j of K and of V, ``[B, K, block, H]``."""
-        return self._at(self.k, j, 2), self._at(self.v, j, 2)
+        return self._tile(self.k, j, 2), self._tile(self.v, j, 2)
 
     def add(self, total: jax.Array, tile: jax.Array, j: jax.Array) -> jax.Array:
         """Adds ``tile`` to tile j of ``total``, ``[B, K, padded, H]``."""
-        tile += self._at(total, j, 2)
+        tile += self._tile(total, j, 2)
         return lax.dynamic_update_slice_in_dim(total, tile, j * self.block, 2)
 
     def join(self, x: jax.Array) -> jax.Array:
         """Back to ``[B, S, K, H]``."""
         return x[:, :, : self.length].swapaxes(1, 2)
 
-    def logits(self, row: dict[str, jax.Array], k: jax.Array, j: jax.Array) -> jax.Array:
-        """Scores of a query tile against key tile j, -inf where masked: ``[B, K, G, q, s]``."""
-        logits = scaled_logits(self.spec, _matmul("bkgqh,bksh->bkgqs", row["q"], k))
-        seg = self.segment_ids
-        mask = allowed(
-            self.spec,
-            row["positions"][:, None],
-            self._at(self.positions, j, 0)[None, :],
-            None if seg is None else row["segment_ids"][:, None, None, :, None],
-            None if seg is None else self._at(seg, j, 1)[:, None, None, None, :],
+    def raw(self, queries: dict[str, jax.Array], k: jax.Array) -> jax.Array:
+        """Raw scores of a query tile against a key tile, ``[B, K, G, q, s]``."""
+        return self.spec.score.raw(_matmul("bkgqh,bksh->bkgqs", queries["q"], k))
+
+    def positions_of(
+        self, queries: dict[str, jax.Array], j: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of the queries and of key tile j, shaped to broadcast against their scores."""
+        kv_positions = self._tile(self.positions, j, 0)
+        return (
+            queries["positions"][None, None, None, :, None],
+            kv_positions[None, None, None, None, :],
+        )
+
+    def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
+        """Logits of a query tile against key tile j, -inf where masked."""
+        logits = raw * self.spec.score.raw_factor
+        bias = self.spec.score.bias(*self.positions_of(queries, j), self.per_head)
+        logits = logits if bias is None else logits + bias
+        ids = self.segment_ids
+        mask = self.spec.mask.allowed(
+            queries["positions"][:, None],
+            self._tile(self.positions, j, 0)[None, :],
+            None if ids is None else queries["segment_ids"][:, None, None, :, None],
+            None if ids is None else self._tile(ids, j, 1)[:, None, None, None, :],
         )
         if self.padded != self.length:
             inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
@@ -200,7 +236,7 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def _split_rows(x: jax.Array, groups: int, block: int) -> jax.Array:
+def _split_queries(x: jax.Array, groups: int, block: int) -> jax.Array:
     """``[B, T, N, H]`` to query tiles ``[tiles, B, K, G, block, H]``."""
     batch, length, heads, dim = x.shape
     count = -(-length // block)
@@ -208,17 +244,17 @@ def _split_rows(x: jax.Array, groups: int, block: int) -> jax.Array:
     return x.transpose(1, 0, 3, 4, 2, 5)
 
 
-def _join_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _join_queries(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     count, batch, kv_heads, groups, block, dim = x.shape
     x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, kv_heads * groups, dim)
     return x[:, : shape[1]]
 
 
-def _split_stats(x: jax.Array, groups: int, block: int) -> jax.Array:
-    """``[B, N, T]`` to query tiles ``[tiles, B, K, G, block]``."""
+def _split_stats(x: jax.Array, groups: int, block: int, beyond: float = 0) -> jax.Array:
+    """``[B, N, T]`` to query tiles ``[tiles, B, K, G, block]``; ``beyond`` pads behind T."""
     batch, heads, length = x.shape
     count = -(-length // block)
-    x = pad_axis(x, 2, count * block).reshape(batch, heads // groups, groups, count, block)
+    x = pad_axis(x, 2, count * block, beyond).reshape(batch, heads // groups, groups, count, block)
     return jnp.moveaxis(x, 3, 0)
 
 
@@ -227,11 +263,43 @@ def _join_stats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(shape[0], shape[2], -1)[:, :, : shape[1]]
 
 
-def _split_tokens(tokens: Tokens, block: int) -> dict[str, jax.Array]:
-    """Positions ``[tiles, block]`` and, if there are any, segment ids ``[tiles, B, block]``."""
-    count = -(-tokens.positions.shape[0] // block)
-    rows = {"positions": pad_axis(tokens.positions, 0, count * block).reshape(count, block)}
+def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
+    """What belongs to each query tile, stacked along a new first axis: q, tokens, bounds."""
+    tokens, block = operands.q_tokens, tiles.block_q
+    count = -(-operands.q_length // block)
+    positions = pad_axis(tokens.positions, 0, count * block).reshape(count, block)
+    stacked = {
+        "q": _split_queries(operands.q, operands.groups, block),
+        "positions": positions,
+        "bounds": over_batch(operands.bounds),
+    }
     if tokens.segment_ids is not None:
-        seg = pad_axis(tokens.segment_ids, 1, count * block)
-        rows["segment_ids"] = seg.reshape(seg.shape[0], count, block).swapaxes(0, 1)
-    return rows
+        ids = pad_axis(tokens.segment_ids, 1, count * block)
+        stacked["segment_ids"] = ids.reshape(ids.shape[0], count, block).swapaxes(0, 1)
+    return stacked
+
+
+def _bounds(operands: Operands, *, spec: AttentionSpec, tiles: Tiles | None = None) -> jax.Array:
+    tiles = tiles or even_tiles(operands)
+    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+
+
+def in_tiles(tiles: Tiles | None = None) -> Implementation:
+    """Plain JAX, on any platform.
+
+    Args:
+      tiles: None is :func:`even_tiles`.
+    """
+    return Implementation(
+        name="xla",
+        forward=functools.partial(forward, tiles=tiles),
+        backward=functools.partial(backward, tiles=tiles),
+        forward_bounds=functools.partial(_bounds, tiles=tiles),
+        backward_bounds=functools.partial(_bounds, tiles=tiles),
+        split_backward=halves_of_tiles,
+        unsupported=takes_anything,
+        second_derivatives="forward",
+    )
+
+
+XLA = in_tiles()

@@ -1,22 +1,24 @@
 """Tile configs of the Triton kernels: what fits, what does not spill, what is fast.
 
-Every entry fits its GPU's shared memory and spills no register there, gradients added in place and
-K, V packed; tests compile them all. The Hopper entries were measured on an H200, the A100's are
-reasoned from the compiled kernels: EXPERIMENTS.md has both.
+Every entry fits its GPU's shared memory and spills no register there, also where gradients are
+added in place; tests compile them all. The Hopper entries were measured on an H200. The A100
+entries are reasoned from the compiled kernels. EXPERIMENTS.md has both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from pallas_kernels.operands import Operands
 from pallas_kernels.spec import AttentionSpec, Tiles
 
 
 def padded_lanes(dim: int) -> int:
-    """Triton's tensors are powers of two; loads beyond the head dim are masked to zero."""
+    """The head dim rounded up to a power of two, as Triton's tensors are; padding loads as zero."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -79,9 +81,9 @@ class TritonConfigs(NamedTuple):
 class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``.
 
-    ``fast`` is for lengths of whole tiles without segment ids or a soft cap. These take registers:
-    where ``fast`` then spills, ``general`` does not, and packed rows are short, which smaller tiles
-    suit better anyway.
+    ``fast`` is for lengths of whole tiles without segment ids, soft cap or bias. All of these take
+    registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
+    which smaller tiles suit better anyway.
     """
 
     head_dim: int
@@ -117,14 +119,8 @@ _ANY: _Table = {
     ],
 }
 
-# At head dim 128, compiled for A100. Rows a warp owns decide how often it reads a tile from shared
-# memory (ldmatrix, 128 bytes a clock), and that, not the tensor cores, is the nearest limit:
-#   forward 128 x 64, 8 warps     233 registers, 97 KiB, 1 program an SM; at most 277 TFLOP/s
-#   dq       64 x 64, 4 warps     245 registers, 72 KiB, 2 programs an SM; at most 288 of its own
-#   dkv      32 x 64, 4 warps     251 registers, 52 KiB, 2 programs an SM; at most 208 of its own
-# forward + backward: at most 190 TFLOP/s. Expected, at the 62 to 70 % of such limits that these
-# kernels reach on an H200: 170 to 190 forward (cuDNN 162), 115 to 135 with backward
-# (FlashAttention-2 about 203, with 32 rows a warp, which spills here).
+# The more rows a warp owns, the less often it reads a tile from shared memory (ldmatrix, 128 bytes
+# a clock). On an A100 that, not the tensor cores, is the nearest limit.
 _A100: _Table = {
     **_ANY,
     ("forward", 2): [
@@ -172,11 +168,12 @@ SHARED_MEMORY = {None: 99 * 1024, 8.0: 163 * 1024, 9.0: 227 * 1024}
 def triton_configs(
     compute_capability: float | None,
     head_dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     q_length: int,
     kv_length: int,
     spec: AttentionSpec,
-    packed: bool,
+    has_segments: bool,
+    has_bias: bool = False,
 ) -> TritonConfigs:
     """The tiles for a head dim of 256 at most.
 
@@ -189,9 +186,41 @@ def triton_configs(
         entry = next(e for e in table[kernel, itemsize] if head_dim <= e.head_dim)
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
-        plain = whole and not packed and spec.logits_soft_cap is None
+        plain = whole and not has_segments and spec.score.logits_soft_cap is None
+        # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
+        plain = plain and (not has_bias or compute_capability == 8.0)
         if plain or entry.general is None:
             return fast
         return TritonConfig(*entry.general)
 
     return TritonConfigs(choose("forward"), choose("dq"), choose("dkv"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """How the kernels are built.
+
+    Attributes:
+      fixed: tiles for every call; None takes them from the table.
+      compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
+      interpret: run the kernels on any platform, slowly.
+    """
+
+    fixed: TritonConfigs | None
+    compute_capability: float | None
+    interpret: bool
+
+    def configs(self, operands: Operands, spec: AttentionSpec) -> TritonConfigs:
+        """The tiles for these operands."""
+        if self.fixed is not None:
+            return self.fixed
+        return triton_configs(
+            self.compute_capability,
+            operands.head_dim,
+            operands.q.dtype,
+            operands.q_length,
+            operands.kv_length,
+            spec,
+            operands.has_segments,
+            operands.has_bias,
+        )

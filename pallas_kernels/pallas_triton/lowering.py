@@ -3,7 +3,7 @@
 JAX has deprecated that lowering in favour of Mosaic GPU, which has no attention for Ampere yet. A
 successor replaces this file; kernels call nothing of ``jax.experimental.pallas.triton`` themselves.
 
-JAX says so with a DeprecationWarning when a program is lowered. Python hides it by default; who
+JAX says so with a DeprecationWarning when a program is lowered. Python hides it by default. Whoever
 turns warnings into errors has to let "The Pallas Triton backend is deprecated" through.
 """
 

@@ -1,0 +1,135 @@
+"""The one interface of local attention.
+
+Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+Lengths are one device's. There is no mesh here, no ring and no layout: tokens have positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+from jax.typing import DTypeLike
+
+from pallas_kernels.operands import Carry, Operands, PerHead
+from pallas_kernels.spec import AttentionSpec
+
+Dkv = tuple[jax.Array, jax.Array]
+
+
+class ForwardFunction(Protocol):
+    """``o = softmax(mask(logits)) v`` over the given keys, merged into ``carry``.
+
+    Args:
+      operands: queries, keys, values, tokens, and the bounds that ``forward_bounds`` made.
+      carry: float32 ``(o [B, T, N, H], lse [B, N, T])`` over other keys, or None to start fresh.
+        The operands' sink logits, if there are any, count at a fresh start only: a carry has them.
+      spec: the mask and the score.
+      out_dtype: o's dtype; None is float32, which a carry must have.
+
+    Returns:
+      ``(o, lse)`` over the carry's keys and these: o normalised, lse float32, the natural log of
+      the softmax's denominator. A row that sees no key has o = 0, and lse = -inf or its sink.
+    """
+
+    def __call__(
+        self,
+        operands: Operands,
+        carry: Carry | None = None,
+        *,
+        spec: AttentionSpec,
+        out_dtype: DTypeLike | None = None,
+    ) -> Carry:
+        """Runs it."""
+        ...
+
+
+class BackwardFunction(Protocol):
+    """Gradients from these keys, added into ``dq`` and ``dkv``.
+
+    With ``p = exp(logits - lse)`` (the global lse: over all keys, not only these) and
+    ``ds = p * (dO v^T - delta)``: ``dQ += scale ds k``, ``dK += scale ds^T q``, ``dV += p^T dO``,
+    K's and V's summed over the query heads that share them.
+
+    Args:
+      operands: as forward's, with ``do``, ``stats``, and the bounds that ``backward_bounds``
+        made.
+      dq: float32 ``[B, T, N, H]`` to add into, or None to start from zero.
+      dkv: dK and dV, float32 ``[B, S, K, H]``, to add into, or None to start from zero.
+      spec: the mask and the score.
+
+    Returns:
+      ``(dq, (dk, dv), per_head)``, float32. ``per_head`` holds this call's part of the gradients of
+      those arrays of ``operands.per_head`` that ``spec.score.differentiated`` names.
+    """
+
+    def __call__(
+        self,
+        operands: Operands,
+        dq: jax.Array | None = None,
+        dkv: Dkv | None = None,
+        *,
+        spec: AttentionSpec,
+    ) -> tuple[jax.Array, Dkv, PerHead]:
+        """Runs it."""
+        ...
+
+
+def runs_anywhere(platform: str, compute_capability: float | None) -> None:
+    """``Implementation.unavailable`` of one that runs on every platform."""
+    del platform, compute_capability
+
+
+def takes_anything(operands: Operands) -> None:
+    """``Implementation.unsupported`` of one that takes all arrays."""
+    del operands
+
+
+def no_bounds(operands: Operands, *, spec: AttentionSpec) -> None:
+    """``Implementation.forward_bounds`` of one that visits everything."""
+    del operands, spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute local attention. Frozen and hashable: part of a jit cache's key.
+
+    Attributes:
+      name: what users call it.
+      forward: see :class:`ForwardFunction`.
+      backward: see :class:`BackwardFunction`; None if it has none.
+      backward_dq: ``(operands, dq, *, spec) -> (dq, per_head)``, the half of ``backward`` that
+        makes dQ. An implementation has the two halves if dQ and dK, dV come from different kernels:
+        a ring then moves one gradient while the kernel of the other one runs. None if one kernel
+        makes all gradients.
+      backward_dkv: ``(operands, dkv, *, spec) -> dkv``, the other half.
+      forward_bounds: ``(operands, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
+        tables, which depend on positions and segment ids, not on layers.
+      backward_bounds: the same for ``backward``.
+      split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
+        gradients add up to those of one call with ``bounds``. A ring keeps one of the calls for the
+        travelling gradient's last hop. None if the work cannot be cut.
+      unsupported: ``operands -> reason`` why it cannot take such arrays, or None if it can.
+      backward_unsupported: the same for the backward pass; None: ``unsupported`` says it for both.
+      unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
+      checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
+      second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"
+        is in both modes, "forward" in forward mode only (their loops have lengths that the bounds
+        say), "none" not at all (they are kernels).
+    """
+
+    name: str
+    forward: ForwardFunction
+    backward: BackwardFunction | None
+    forward_bounds: Callable[..., Any]
+    backward_bounds: Callable[..., Any]
+    unsupported: Callable[[Operands], str | None]
+    unavailable: Callable[[str, float | None], str | None] = runs_anywhere
+    backward_dq: Callable[..., tuple[jax.Array, PerHead]] | None = None
+    backward_dkv: Callable[..., Dkv] | None = None
+    split_backward: Callable[[Any], tuple[Any, Any]] | None = None
+    backward_unsupported: Callable[[Operands], str | None] | None = None
+    checks_vma: bool = True
+    second_derivatives: Literal["any", "forward", "none"] = "none"

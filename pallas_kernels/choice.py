@@ -1,0 +1,131 @@
+"""Which implementation of local attention runs: the one that a user named, or the fastest."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.implementation import MOSAIC_GPU
+from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
+from pallas_kernels.reference import REFERENCE
+from pallas_kernels.xla import XLA
+
+# What implementation=None tries, fastest first. The last one takes everything.
+_CANDIDATES = (MOSAIC_GPU, TRITON, XLA)
+
+# From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
+# linked, and gives every warpgroup of a linked kernel as many registers as every other. The
+# warpgroups that compute then spill, and the Triton kernels are faster. By name the Mosaic kernels
+# still run.
+LINKED_SINCE = (0, 12)
+
+
+class SlowerKernelsWarning(UserWarning):
+    """``implementation=None`` passes Hopper's own kernels over on a GPU that could run them."""
+
+
+# "reference" is for tests: chosen by name, never offered.
+_BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
+NAMES = ("mosaic_gpu", "triton", "xla")
+
+
+def find(implementation: str | Implementation | None) -> Implementation | None:
+    """The implementation that a user named; None if the choice is left to the library.
+
+    Raises:
+      ValueError: there is no such implementation.
+    """
+    if implementation is None or isinstance(implementation, Implementation):
+        return implementation
+    if not isinstance(implementation, str) or implementation not in _BY_NAME:
+        raise ValueError(
+            f"implementation is {implementation!r}: use None, an Implementation, or one of "
+            f"{', '.join(map(repr, NAMES))}"
+        )
+    return _BY_NAME[implementation]
+
+
+def resolve(
+    implementation: str | Implementation | None,
+    *,
+    platform: str,
+    compute_capability: float | None,
+    operands: Operands,
+    backward: bool = False,
+) -> Implementation:
+    """The implementation to run: the named one, or for None the fastest that can.
+
+    Decided before anything is traced for the device: kernels of a newer GPU abort when they are
+    lowered for an older one. Where None passes Hopper's own kernels over although they could run, a
+    :class:`SlowerKernelsWarning` says why, and what to do about it.
+
+    Args:
+      implementation: a name, an :class:`Implementation`, or None.
+      platform: "gpu", "cpu", ...
+      compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
+      operands: what it would run on; only shapes and dtypes are read.
+      backward: choose for the gradient.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: the named one cannot run here, or not on these arrays.
+    """
+    chosen = find(implementation)
+    if chosen is None:
+        reasons = [
+            _reason_against(candidate, platform, compute_capability, operands, backward)
+            for candidate in _CANDIDATES
+        ]
+        chosen = _CANDIDATES[reasons.index(None)]
+        if _obstacle(MOSAIC_GPU, platform, compute_capability, operands, backward) is None and (
+            chosen is not MOSAIC_GPU
+        ):
+            warnings.warn(
+                f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
+                f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "
+                "slower ones without this warning",
+                SlowerKernelsWarning,
+                stacklevel=2,
+            )
+    obstacle = _obstacle(chosen, platform, compute_capability, operands, backward)
+    if obstacle is not None:
+        raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
+    return tuned_triton(compute_capability) if chosen is TRITON else chosen
+
+
+def _obstacle(
+    candidate: Implementation,
+    platform: str,
+    compute_capability: float | None,
+    operands: Operands,
+    backward: bool,
+) -> str | None:
+    """Why a candidate cannot run, or None if it can."""
+    unavailable = candidate.unavailable(platform, compute_capability)
+    if unavailable is not None:
+        return unavailable
+    if backward and candidate.backward is None:
+        return "it has no backward pass; use None or 'xla' where gradients are taken"
+    if backward and candidate.backward_unsupported is not None:
+        return candidate.backward_unsupported(operands)
+    return candidate.unsupported(operands)
+
+
+def _reason_against(
+    candidate: Implementation,
+    platform: str,
+    compute_capability: float | None,
+    operands: Operands,
+    backward: bool,
+) -> str | None:
+    """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
+    obstacle = _obstacle(candidate, platform, compute_capability, operands, backward)
+    if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
+        return (
+            f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
+            "(pip install 'burst-jax[cuda13]' does)"
+        )
+    return obstacle

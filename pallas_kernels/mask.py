@@ -1,0 +1,148 @@
+"""The one definition of the mask: for a score, for a tile of scores, and for whole shards.
+
+A new kind of mask by positions is one more test in each of the three methods of :class:`Mask`. A
+mask that reads a further array, as segment ids are, is an operand of every kernel besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class TileSummary(NamedTuple):
+    """What a mask needs to know of each tile of tokens: arrays ``[R, tiles]`` or ``[1, tiles]``.
+
+    Attributes:
+      first: the smallest position.
+      last: the largest position.
+      whole: False for a ragged last tile, whose tail must be masked.
+      segment_low: the smallest segment id of tokens that are no padding; None without segments.
+      segment_high: the largest one; below ``segment_low`` where the whole tile is padding.
+      segment: the only segment of a tile that has one segment and no padding, else 0.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    whole: jax.Array
+    segment_low: jax.Array | None
+    segment_high: jax.Array | None
+    segment: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, by positions and segments. Hashable, so that it can key a jit cache.
+
+    A query at position ``p`` sees the keys at ``p - left .. p + right``; causal attention is
+    ``right = 0``. Positions decide, never indices, so one mask serves every layout. Where tokens
+    have segment ids, a query sees keys of its own segment only, and nothing sees padding.
+
+    Attributes:
+      left: how far back a query sees, in tokens; None is no limit.
+      right: how far ahead a query sees, in tokens; None is no limit.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self):
+        for side in ("left", "right"):
+            tokens = getattr(self, side)
+            if tokens is not None and not 0 <= tokens < 2**31:
+                raise ValueError(
+                    f"the window's {side} is {tokens}: it must be from 0 to 2**31 - 1, or None"
+                )
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether positions decide at all."""
+        return self.left is not None or self.right is not None
+
+    def allowed(
+        self,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        q_segment_ids: jax.Array | None = None,
+        kv_segment_ids: jax.Array | None = None,
+    ) -> jax.Array | None:
+        """Which scores count; None if all do.
+
+        The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
+        Segment ids may have more axes than positions, in front, and so has the result then.
+        Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
+        """
+        tests = []
+        if self.left is not None:
+            tests.append(q_positions - kv_positions <= self.left)
+        if self.right is not None:
+            tests.append(kv_positions - q_positions <= self.right)
+        if q_segment_ids is not None:
+            assert kv_segment_ids is not None
+            tests.append((q_segment_ids == kv_segment_ids) & (q_segment_ids != 0))
+        return functools.reduce(both, tests) if tests else None
+
+    def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
+        """What is known of every tile of scores: ``(possible, full)``, bool ``[R, q, kv]``.
+
+        ``possible``: a score of the tile may count. ``full``: all of them do, without a test.
+        """
+
+        def pair(q_tiles, kv_tiles):
+            return q_tiles[:, :, None], kv_tiles[:, None, :]
+
+        q_whole, kv_whole = pair(q.whole, kv.whole)
+        full = q_whole & kv_whole
+        possible = jnp.ones_like(full)
+        q_first, kv_first = pair(q.first, kv.first)
+        q_last, kv_last = pair(q.last, kv.last)
+        if self.left is not None:
+            possible &= q_first - kv_last <= self.left
+            full &= q_last - kv_first <= self.left
+        if self.right is not None:
+            possible &= kv_first - q_last <= self.right
+            full &= kv_last - q_first <= self.right
+        if q.segment is not None:
+            assert kv.segment is not None
+            q_low, kv_low = pair(q.segment_low, kv.segment_low)
+            q_high, kv_high = pair(q.segment_high, kv.segment_high)
+            q_only, kv_only = pair(q.segment, kv.segment)
+            # A tile of padding has low > high and overlaps nothing.
+            possible = possible & (jnp.maximum(q_low, kv_low) <= jnp.minimum(q_high, kv_high))
+            full = full & (q_only == kv_only) & (q_only != 0)
+        return possible, full
+
+    def shards(
+        self, base: np.ndarray, stride: int, low: np.ndarray, high: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which scores of two shards may count, for a ring that leaves out needless hops.
+
+        A query's position minus a key's is ``base + stride * i``, with i from ``low`` to ``high``.
+
+        Returns:
+          ``(low, high)``: the range of i that the mask lets through; empty where low > high.
+          Segment ids are not known before the program runs, so they exclude nothing here.
+        """
+        if self.right is not None:
+            low = np.maximum(low, -((base + self.right) // stride))
+        if self.left is not None:
+            high = np.minimum(high, (self.left - base) // stride)
+        return low, high
+
+
+def both(mask: jax.Array, other: jax.Array) -> jax.Array:
+    """``mask & other``, the one of lower rank broadcast over further axes in front.
+
+    ``&`` alone would do it too, but not where ``jax_numpy_rank_promotion`` is "raise".
+    """
+    if mask.ndim > other.ndim:
+        other = lax.expand_dims(other, range(mask.ndim - other.ndim))
+    elif mask.ndim < other.ndim:
+        mask = lax.expand_dims(mask, range(other.ndim - mask.ndim))
+    return mask & other

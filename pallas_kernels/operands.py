@@ -1,0 +1,112 @@
+"""The arrays of one local attention, as one record."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
+
+# The softmax over some keys: o float32 [B, T, N, H], and lse float32 [B, N, T].
+Carry = tuple[jax.Array, jax.Array]
+# Float32 arrays [N], one number for each query head, by the public argument's name.
+PerHead = dict[str, jax.Array]
+
+
+class Tokens(NamedTuple):
+    """Which tokens one side of a local attention holds, in index order.
+
+    Attributes:
+      positions: int32 ``[length]``, each token's place in the whole sequence. Ascending positions
+        give the tightest tile bounds; any order is right.
+      segment_ids: int32 ``[B, length]`` or None. A query sees keys of its own segment only, and
+        segment 0 is padding: it sees nothing and is seen by nothing.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Everything that a local attention reads, forward and backward. A pytree.
+
+    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim.
+
+    Attributes:
+      q: ``[B, T, N, H]``.
+      k: ``[B, S, K, H]``. Query head h uses key/value head ``h // (N // K)``.
+      v: ``[B, S, K, H]``.
+      q_tokens: positions and segment ids of the queries.
+      kv_tokens: positions and segment ids of the keys.
+      per_head: "alibi_slopes" and "sink_logits" (:mod:`pallas_kernels.score`), float32 ``[N]``;
+        each only if the call has it.
+      bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
+        ``backward_bounds`` made of these operands.
+      do: backward only: the gradient of o, ``[B, T, N, H]``.
+      stats: backward only: float32 ``[2, B, N, T]``, lse over all keys of the whole sequence, and
+        delta, which is ``rowsum(do * o)`` less the gradient of lse.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    q_tokens: Tokens
+    kv_tokens: Tokens
+    per_head: PerHead = dataclasses.field(default_factory=dict)
+    bounds: Any = None
+    do: jax.Array | None = None
+    stats: jax.Array | None = None
+
+    @property
+    def q_length(self) -> int:
+        """T."""
+        return self.q.shape[1]
+
+    @property
+    def kv_length(self) -> int:
+        """S."""
+        return self.k.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """N // K: how many query heads share a key/value head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.q.shape[3]
+
+    @property
+    def logits_per_head(self) -> PerHead:
+        """The per-head arrays that logits are made with."""
+        return {name: x for name, x in self.per_head.items() if name in LOGITS_NUMBERS}
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to the logits because of where the tokens are."""
+        return any(name in self.per_head for name in BIAS_NUMBERS)
+
+    @property
+    def sink(self) -> jax.Array | None:
+        """The logit of each head, ``[N]``, that a softmax without a carry starts with."""
+        return self.per_head.get(START_NUMBER)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether tokens belong to segments."""
+        return self.q_tokens.segment_ids is not None
+
+    def cotangents(self) -> tuple[jax.Array, jax.Array]:
+        """``(do, stats)`` of the operands of a backward, which have both."""
+        assert self.do is not None
+        assert self.stats is not None
+        return self.do, self.stats
+
+    def replace(self, **changes: Any) -> Operands:
+        """The same operands but for ``changes``."""
+        return dataclasses.replace(self, **changes)

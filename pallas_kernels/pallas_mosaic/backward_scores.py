@@ -1,0 +1,130 @@
+"""Scores of the backward kernel, of 64 keys and a tile of queries, and their gradients.
+
+Tiles are transposed, ``[64, block_q]``, keys along the rows: so the registers that hold the weights
+are a matrix instruction's left operand without a change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mask import Mask
+from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
+from pallas_kernels.pallas_mosaic.tiles import (
+    COLUMNS,
+    along_columns,
+    along_rows,
+    computed_here,
+    tanh,
+)
+from pallas_kernels.pallas_mosaic.tokens import score_mask
+from pallas_kernels.score import LOG2_E
+
+# The least weight whose logarithm is taken.
+_LEAST_WEIGHT = 1e-37
+
+
+def tile_scores(rows: KeyRows, warpgroup: Any, products: jax.Array) -> jax.Array:
+    """Raw scores (:meth:`pallas_kernels.score.Score.raw`); -inf for keys beyond the last one.
+
+    Args:
+      rows: the keys.
+      warpgroup: the number of the warpgroup, computed anew in this step.
+      products: float32, ``k q^T``.
+    """
+    static = rows.static
+    scores = static.spec.score.raw(products, tanh)
+    if static.keys_are_cut_off:
+        outside = rows.outside_scores(warpgroup) if rows.outside is None else rows.outside
+        scores = scores + along_rows(outside, scores.shape)
+    return scores
+
+
+def add_bias(rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, scores: jax.Array) -> jax.Array:
+    """Scores in base 2 with their bias; the arguments are those of :func:`score_gradients`."""
+    positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
+    scores, _ = rows.static.spec.score.in_base_2(scores, *positions, rows.per_head_of(head))
+    return scores
+
+
+def tile_positions(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """``(of the queries, of the keys)``, over a tile of scores."""
+    block_q = rows.static.config.block_q
+    queries = pl.ds(q_tile * block_q, block_q)
+    q_tokens = rows.refs.operands.q_tokens._replace(segment_ids=None)
+    q_positions = q_tokens.load(None, queries, COLUMNS).positions
+    k_positions = rows.load_tokens(warpgroup).positions
+    return along_columns(q_positions, shape), along_rows(k_positions, shape)
+
+
+def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -> jax.Array:
+    """Scores, -inf where positions or segment ids forbid them."""
+    static, k_tokens = rows.static, rows.load_tokens(warpgroup)
+    queries = pl.ds(q_tile * static.config.block_q, static.config.block_q)
+    q_tokens = rows.refs.operands.q_tokens.load(rows.item.batch_row, queries, COLUMNS)
+    # One test after the other, first the window's, then the segments': the positions and the ids
+    # would not fit in registers together.
+    window = q_tokens._replace(segment_ids=None), k_tokens._replace(segment_ids=None)
+    tests = [(static.spec.mask, *window)]
+    if static.has_segments:
+        tests.append((Mask(), q_tokens, k_tokens))
+    for mask, q_tested, k_tested in tests:
+        ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
+        scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
+    return scores
+
+
+def logit_gradients(
+    rows: KeyRows, weights: jax.Array, dp: jax.Array, delta: jax.Array
+) -> jax.Array:
+    """Gradients with respect to the logits; times the scale if it is part of dS.
+
+    Args:
+      rows: the keys.
+      weights: float32, ``2^(score - lse)``.
+      dp: float32, ``v dO^T``.
+      delta: float32 ``[block_q]``, times the scale if it is part of dS.
+    """
+    dp = dp * rows.static.spec.score.scale if rows.static.scale_in_ds else dp
+    return weights * (dp - along_columns(delta, weights.shape))
+
+
+def score_gradients(
+    rows: KeyRows,
+    warpgroup: Any,
+    q_tile: Any,
+    head: Any,
+    weights: jax.Array,
+    ds: jax.Array,
+    lse: jax.Array,
+) -> jax.Array:
+    """dS: gradients with respect to the scaled products, before the soft cap.
+
+    Args:
+      rows: the keys.
+      warpgroup: the number of the warpgroup, computed anew in this step.
+      q_tile: which queries.
+      head: which query head.
+      weights: float32, ``2^(score - lse)``.
+      ds: float32, of :func:`logit_gradients`.
+      lse: float32, in base 2, over the tile.
+    """
+    score = rows.static.spec.score
+    if score.logits_soft_cap is None:
+        return ds
+    # The capped scores are recovered from the weights: there are no registers to keep them in.
+    # Where a weight is 0 the result is any number, which does no harm, because dS is 0.
+    capped = jnp.log2(jnp.maximum(weights, _LEAST_WEIGHT)) + lse
+    if rows.static.has_bias:
+        positions = tile_positions(rows, warpgroup, q_tile, weights.shape)
+        bias = score.bias(*positions, rows.per_head_of(head), LOG2_E)
+        assert bias is not None
+        capped = capped - bias
+    capped = capped * (1 / (score.raw_factor * LOG2_E))
+    return score.through_cap(jnp.clip(capped, -1, 1), ds)

@@ -1,0 +1,229 @@
+"""One step of the backward kernel's main loop: a tile of queries meets the item's keys.
+
+A step first makes its weights P and their gradients dS. Then it starts three products together: its
+own parts of dV and dK, and dQ of the step before. dQ needs dS of both warpgroups. Made a step late,
+it reads what the other warpgroup wrote long ago, so one warpgroup may run almost a step ahead of
+the other: the exponentials of one overlap with the products of the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pallas_mosaic.backward_per_head import add_per_head_sums
+from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
+from pallas_kernels.pallas_mosaic.backward_scores import (
+    add_bias,
+    logit_gradients,
+    mask_scores,
+    score_gradients,
+    tile_scores,
+)
+from pallas_kernels.pallas_mosaic.backward_write import add_dq
+from pallas_kernels.pallas_mosaic.configs import DS_BUFFERS, WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.items import Place
+from pallas_kernels.pallas_mosaic.memory import ScratchLayout
+from pallas_kernels.pallas_mosaic.static import BackwardStatic
+from pallas_kernels.pallas_mosaic.tiles import (
+    COLUMNS,
+    TILE,
+    along_columns,
+    computed_here,
+    constant,
+    i32,
+)
+
+
+class BackwardSums(NamedTuple):
+    """What a warpgroup keeps from step to step.
+
+    dk and dv are sums over the steps so far. dQ of the last of them has not been made.
+
+    Attributes:
+      dk: float32 ``[64, H]``.
+      dv: float32 ``[64, H]``.
+      q_tile: the last step's query tile; -1 before the first step.
+      head: the last step's query head.
+    """
+
+    dk: jax.Array
+    dv: jax.Array
+    q_tile: Any
+    head: Any
+
+    @classmethod
+    def none(cls, static: BackwardStatic) -> BackwardSums:
+        """Before the first step."""
+        zeros = constant((WARPGROUP_ROWS, static.dim), 0, TILE)
+        return cls(zeros, zeros, i32(-1), i32(0))
+
+
+class _StepData(NamedTuple):
+    """What a step works on, and where that lies in shared memory.
+
+    Attributes:
+      stage: stage of its queries.
+      do_stage: stage of its dO.
+      ds: buffer of its dS.
+      earlier_ds: buffer of the dS of the step before.
+      warpgroup: number of the warpgroup.
+      q_tile: query tile.
+      head: query head.
+      keys: the warpgroup's keys in the item's tile.
+      lanes: the lanes of dQ that the warpgroup makes.
+    """
+
+    stage: Any
+    do_stage: Any
+    ds: Any
+    earlier_ds: Any
+    warpgroup: Any
+    q_tile: Any
+    head: Any
+    keys: Any
+    lanes: Any
+
+    @classmethod
+    def of(cls, rows: KeyRows, step: Any) -> _StepData:
+        """Those of a step whose queries have arrived."""
+        stage, do_stage = rows.stage(step), rows.do_stage(step)
+        ds, earlier_ds = _ds_buffer(step), _ds_buffer(step - 1)
+        # What follows from the warpgroup is computed anew in every step: kept, it would be in
+        # registers that the tiles need.
+        warpgroup = computed_here(rows.warpgroup)
+        scratch, half = rows.refs.memory.scratch, rows.static.half_dim
+        indices = ScratchLayout.of(rows.static.config).tile_and_head(stage)
+        q_tile, head = (scratch[index].astype(jnp.int32) for index in indices)
+        keys = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        lanes = pl.ds(warpgroup * half, half)
+        return cls(stage, do_stage, ds, earlier_ds, warpgroup, q_tile, head, keys, lanes)
+
+
+def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) -> BackwardSums:
+    """Visits a tile of queries of one head.
+
+    Args:
+      rows: the keys.
+      masked: whether some of the step's scores may not count.
+      step: the step, counted over all items of the program.
+      sums: what the steps before have left.
+    """
+    refs, static, data = rows.refs, rows.static, _StepData.of(rows, step)
+    scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_q), jnp.float32)
+
+    def weights_and_gradients(scores_ref, dp_ref):
+        return _weights_and_gradients(rows, masked, step, data, scores_ref, dp_ref)
+
+    p, ds = pl.run_scoped(weights_and_gradients, scores, scores)
+    p, ds, dk, dv = computed_here(p, ds, sums.dk, sums.dv)
+
+    # Waits until the other warpgroup has written its dS of the step before. By then it has finished
+    # the products of the step before that one, which read the buffer that is written next. Before
+    # the first step nobody has written a dS.
+    @pl.when(sums.q_tile >= 0)
+    def _():
+        plgpu.barrier_wait(refs.barriers.ds_arrived)
+
+    refs.memory.ds[data.ds, data.keys] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.barriers.ds_arrived)
+    return _add_products(rows, data, sums._replace(dk=dk, dv=dv), p, ds)
+
+
+def _weights_and_gradients(
+    rows: KeyRows, masked: bool, step: Any, data: _StepData, scores_ref: Any, dp_ref: Any
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype."""
+    static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
+    where = ScratchLayout.of(static.config)
+    plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
+    plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+    plgpu.wgmma(dp_ref, memory.v.at[data.keys], memory.do.at[data.do_stage].transpose((1, 0)))
+    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+    scores = tile_scores(rows, data.warpgroup, products)
+    # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
+    lse = plgpu.load(memory.scratch.at[where.lse(data.stage)], layout=COLUMNS)
+    if static.has_bias:
+        scores = add_bias(rows, data.warpgroup, data.q_tile, data.head, scores)
+    if masked:
+        scores = mask_scores(rows, data.warpgroup, data.q_tile, scores)
+    lse = along_columns(lse, scores.shape)
+    p = computed_here(jnp.exp2(scores * static.base_2_factor - lse))
+    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+    dp, p = computed_here(dp, p)
+    wait_for_queries(rows, step + 1)
+    delta = plgpu.load(memory.scratch.at[where.delta(data.do_stage)], layout=COLUMNS)
+    ds = logit_gradients(rows, p, dp, delta)
+    if static.spec.score.differentiated:
+        add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)
+    ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse)
+    return p.astype(static.dtype), ds.astype(static.dtype)
+
+
+def _add_products(
+    rows: KeyRows, data: _StepData, sums: BackwardSums, p: jax.Array, ds: jax.Array
+) -> BackwardSums:
+    """Adds a step's parts of dV and dK to the sums, and dQ of the step before to device memory."""
+    static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
+
+    def products(dv_acc, dk_acc, dq_acc):
+        dv_acc[...] = sums.dv
+        dk_acc[...] = sums.dk
+        _start_dq(rows, dq_acc, data.earlier_ds, data.lanes)
+        plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
+        plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+        has_earlier_step = sums.q_tile >= 0
+        q_place = Place(rows.item.recompute_place().batch_row, sums.head, sums.q_tile)
+        add_dq(
+            static, rows.refs, data.warpgroup, q_place, data.lanes, dq, predicate=has_earlier_step
+        )
+        dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+        dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
+        plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
+        plgpu.barrier_arrive(barriers.q_free.at[data.stage])
+        return BackwardSums(dk, dv, data.q_tile, data.head)
+
+    acc = plgpu.ACC((WARPGROUP_ROWS, static.dim), jnp.float32)
+    return pl.run_scoped(products, acc, acc, _dq_accumulator(static))
+
+
+def last_dq(rows: KeyRows, lanes: Any) -> jax.Array:
+    """Half the lanes of dQ of the item's last step, which no further step makes."""
+
+    def product(dq_acc):
+        _start_dq(rows, dq_acc, _ds_buffer(rows.end - 1), lanes)
+        return dq_acc[...]
+
+    plgpu.barrier_wait(rows.refs.barriers.ds_arrived)
+    return pl.run_scoped(product, _dq_accumulator(rows.static))
+
+
+def wait_for_queries(rows: KeyRows, step: Any) -> None:
+    """Waits until the queries of a step have arrived, if the item has such a step."""
+
+    @pl.when(step < rows.end)
+    def _():
+        plgpu.barrier_wait(rows.refs.barriers.q_arrived.at[rows.stage(step)])
+
+
+def _start_dq(rows: KeyRows, dq_acc: Any, buffer: Any, lanes: Any) -> None:
+    """Starts the product of a dS, of both warpgroups, and half the lanes of the keys."""
+    memory = rows.refs.memory
+    plgpu.wgmma(dq_acc, memory.ds.at[buffer].transpose((1, 0)), memory.k.at[:, lanes])
+
+
+def _dq_accumulator(static: BackwardStatic) -> Any:
+    """Accumulator of half the lanes of a query tile's dQ."""
+    return plgpu.ACC((static.config.block_q, static.half_dim), jnp.float32)
+
+
+def _ds_buffer(step: Any) -> Any:
+    """Which of the buffers holds dS of a step."""
+    return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))

@@ -1,0 +1,118 @@
+"""Tile configs of the Mosaic GPU kernels: what a Hopper GPU's memory and registers have room for.
+
+Every entry fits in 227 KiB. Tests compile them all and find no register spilled; EXPERIMENTS.md
+names the few programs that were seen to spill, and says how the fastest were found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.spec import Tiles
+
+# A warpgroup's matrix instruction takes 64 rows, of queries (forward) or of keys (backward).
+WARPGROUP_ROWS = 64
+# Two warpgroups compute in the backward kernel: their keys make one tile.
+BACKWARD_WARPGROUPS = 2
+SHARED_MEMORY = 227 * 1024
+# (registers of a computing thread, of a copying thread), by how many warpgroups compute. A block of
+# threads has 64 K registers. The warpgroup that only starts copies gives most of its share to the
+# warpgroups that compute.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+# How many tickets (tickets.py) may be on their way from the copying warpgroup to the others.
+SLOTS = 2
+# How many tiles of dS the backward kernel keeps: three, so that either warpgroup may run almost a
+# whole step ahead of the other.
+DS_BUFFERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a kernel is cut up. :mod:`pallas_kernels.pallas_mosaic.memory` says what memory it takes.
+
+    Attributes:
+      block_q: queries a tile. Forward: 64 for every warpgroup that computes, two or three.
+      block_kv: keys a tile. Backward: 128, 64 for either of two warpgroups.
+      stages: how many tiles of the side that is walked over are in shared memory or arriving.
+      do_stages: how many tiles of dO the backward kernel has there; None is as many as of q.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int
+    do_stages: int | None = None
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv"):
+            size = getattr(self, name)
+            if size < 64 or size % 64:
+                raise ValueError(f"{name} is {size}: it must be a multiple of 64")
+        for name in ("stages", "do_stages"):
+            stages = getattr(self, name)
+            if stages is not None and stages < 2:
+                raise ValueError(f"{name} is {stages}: it must be 2 or more")
+
+    @property
+    def tiles(self) -> Tiles:
+        """The part that tile bounds depend on."""
+        return Tiles(self.block_q, self.block_kv)
+
+
+def forward_config(head_dim: int, has_cap_or_bias: bool = False) -> MosaicConfig:
+    """The forward kernel's tiles.
+
+    A soft cap and a bias take registers that three warpgroups do not have.
+    """
+    if head_dim <= 64 and not has_cap_or_bias:
+        return MosaicConfig(192, 128, 2)
+    if head_dim <= 128:
+        return MosaicConfig(128, 128, 2)
+    return MosaicConfig(128, 64, 2)
+
+
+def backward_config(head_dim: int) -> MosaicConfig:
+    """The backward kernel's tiles."""
+    if head_dim <= 96:
+        return MosaicConfig(64, 128, 3)
+    return MosaicConfig(64, 128, 3, do_stages=2)
+
+
+def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
+    """Whether a forward program has registers for a loop over items.
+
+    Three warpgroups have none left where there are segment ids.
+    """
+    return config.block_q < 3 * WARPGROUP_ROWS or not has_segments
+
+
+def backward_loops(head_dim: int, has_segments: bool, has_cap_or_bias: bool) -> bool:
+    """Whether a backward program has registers for a loop over items.
+
+    Programs of wide heads have none left where there are segment ids, a soft cap or a bias.
+    """
+    return head_dim <= 96 or not (has_segments or has_cap_or_bias)
+
+
+def swizzle_lanes(lanes: int, itemsize: int) -> int:
+    """How many of ``lanes`` are side by side in a swizzled tile: 128, 64 or 32 bytes."""
+    for size in (128, 64, 32):
+        if lanes * itemsize % size == 0:
+            return size // itemsize
+    raise ValueError(f"{lanes} lanes of {itemsize} bytes are no multiple of 32 bytes")
+
+
+def float32_lanes(head_dim: int) -> int:
+    """How many lanes of a float32 tile of o go through shared memory at a time, 64 at most.
+
+    At head dims above 128 it is 32 at most, which leaves room for a part of the rounded result.
+    """
+    step, most = swizzle_lanes(head_dim, 2), 64 if head_dim <= 128 else 32
+    step = min(step, most)
+    return max(c for c in range(step, most + 1, step) if head_dim % c == 0)
+
+
+def result_lanes(head_dim: int, float32: bool) -> int:
+    """How many lanes of the result are written at a time, in float32 or rounded."""
+    if float32:
+        return float32_lanes(head_dim)
+    return head_dim if head_dim <= 128 else float32_lanes(head_dim)

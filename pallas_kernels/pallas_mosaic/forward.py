@@ -1,0 +1,105 @@
+"""Forward local attention as a Pallas kernel, lowered by Mosaic GPU (Hopper).
+
+An item of work is a (batch row, query head, query tile), 64 queries a warpgroup. One more warpgroup
+draws the items' tickets, and copies queries and key tiles into shared memory as room comes free
+(``forward_copy.py``). What a computing warpgroup does for an item is in ``forward_compute.py``, one
+step of its main loop in ``forward_step.py`` (scores and softmax in files of these names), and the
+end of an item in ``forward_finish.py``: o is merged with the incoming (o, lse) and written, in
+place if it can be.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.arrays import pad_axis
+from pallas_kernels.bounds import query_bounds
+from pallas_kernels.operands import Carry, Operands
+from pallas_kernels.pallas_mosaic.configs import REGISTERS, MosaicConfig, forward_config
+from pallas_kernels.pallas_mosaic.forward_compute import compute_items
+from pallas_kernels.pallas_mosaic.forward_copy import copy_item
+from pallas_kernels.pallas_mosaic.items import each_item
+from pallas_kernels.pallas_mosaic.launch import call, split_warpgroups
+from pallas_kernels.pallas_mosaic.operands import (
+    ForwardOperands,
+    ForwardRefs,
+    ForwardResults,
+    token_operands,
+)
+from pallas_kernels.pallas_mosaic.static import ForwardStatic
+from pallas_kernels.pallas_mosaic.tickets import TicketCounter
+from pallas_kernels.pallas_mosaic.walk import Walk
+from pallas_kernels.spec import AttentionSpec
+
+
+def forward(
+    operands: Operands,
+    carry: Carry | None = None,
+    *,
+    spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
+    config: MosaicConfig | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the table's."""
+    config = config or _shipped_config(operands, spec)
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    carried = carry is not None
+    static = ForwardStatic.of(operands, spec, config, out_dtype=out_dtype, carried=carried)
+    if static.warpgroups not in REGISTERS:
+        raise ValueError(f"block_q is {config.block_q}: the forward kernel takes 128 or 192")
+    tokens = token_operands(static, operands)
+    inputs = ForwardOperands(
+        operands.bounds, operands.q, operands.k, operands.v, *tokens,
+        per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
+    )  # fmt: skip
+    # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
+    # Without padding it would overwrite the lse of the next head.
+    padded = static.q_tiles * config.block_q
+    results = ForwardResults(
+        o=jax.ShapeDtypeStruct(operands.q.shape, out_dtype),
+        lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
+    )
+    if carry is not None:
+        given = ForwardResults(carry[0], pad_axis(carry[1], 2, padded))
+        if static.in_place:
+            results = given
+        else:
+            inputs = inputs._replace(carry=given)
+    o, lse = call(
+        functools.partial(_kernel, static), "burst_forward", items=static.items,
+        warpgroups=static.warpgroups, operands=inputs, results=results, memory=static.memory,
+    )  # fmt: skip
+    return o, lse[..., : static.q_length]
+
+
+def forward_bounds(
+    operands: Operands, *, spec: AttentionSpec, config: MosaicConfig | None = None
+) -> jax.Array:
+    """The tables that :func:`forward` reads with the same config."""
+    tiles = (config or _shipped_config(operands, spec)).tiles
+    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+
+
+def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
+    has_cap_or_bias = operands.has_bias or spec.score.logits_soft_cap is not None
+    return forward_config(operands.head_dim, has_cap_or_bias)
+
+
+def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
+    """One program, which does one item after the other."""
+    refs = ForwardRefs(operands, results, memory)
+    counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.tickets)
+
+    def walk_of(batch_row, tile):
+        return Walk(operands.bounds, batch_row, tile, last=static.kv_tiles - 1)
+
+    run = functools.partial(each_item, static.items, counter, walk_of, leave_empty=static.in_place)
+    split_warpgroups(
+        static.warpgroups,
+        compute=functools.partial(compute_items, static, refs, run),
+        copy=lambda: run(functools.partial(copy_item, static, refs), draws=True),
+    )

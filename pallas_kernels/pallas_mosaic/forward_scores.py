@@ -1,0 +1,45 @@
+"""Scores of the forward kernel: of 64 queries, along the rows, and a tile of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
+from pallas_kernels.pallas_mosaic.tiles import COLUMNS, TILE, along_columns, along_rows, tanh
+from pallas_kernels.pallas_mosaic.tokens import score_mask
+
+
+def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -> jax.Array:
+    """Scores that :attr:`MosaicStatic.base_2_factor` takes to base 2; -inf where they do not count.
+
+    Args:
+      rows: the queries.
+      step: the item's step, which says which keys.
+      products: float32 ``[64, block_kv]``, ``q k^T``.
+      masked: whether some of the tile's scores may not count.
+    """
+    static, operands, block_kv = rows.static, rows.refs.operands, rows.static.config.block_kv
+    scores = static.spec.score.raw(products, tanh)
+    if not masked and not static.has_bias:
+        return scores
+    first_key = rows.item.walk.tile(step) * block_kv
+    keys = pl.ds(first_key, block_kv)
+    k_tokens = operands.kv_tokens.load(rows.item.batch_row, keys, COLUMNS)
+    shape = scores.shape
+    if static.has_bias:
+        q_positions = along_rows(rows.tokens.positions, shape)
+        k_positions = along_columns(k_tokens.positions, shape)
+        scores, _ = static.spec.score.in_base_2(scores, q_positions, k_positions, rows.per_head)
+    if not masked:
+        return scores
+    ok = score_mask(static.spec.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
+    if static.keys_are_cut_off:
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+        inside = index < static.kv_length - first_key
+        ok = inside if ok is None else ok & inside
+    return scores if ok is None else jnp.where(ok, scores, -jnp.inf)

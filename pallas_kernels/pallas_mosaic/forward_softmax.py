@@ -1,0 +1,52 @@
+"""The online softmax of the forward kernel, for 64 queries and one tile of keys after the other.
+
+Here ``factor`` takes a score to base 2. With m the largest ``factor score`` of a row so far, the
+row's weights are ``2^(factor score - m)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import softmax
+from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
+from pallas_kernels.pallas_mosaic.forward_scores import tile_scores
+from pallas_kernels.pallas_mosaic.tiles import ROWS, along_rows, computed_here
+
+
+def start(rows: QueryRows) -> tuple[jax.Array, jax.Array]:
+    """``(m, total)`` of the rows before the first tile of keys."""
+    sinks = rows.refs.operands.sink
+    sink = None if sinks is None else sinks[rows.item.head]
+    m, total = softmax.start((WARPGROUP_ROWS,), sink)
+    return plgpu.layout_cast(m, ROWS), plgpu.layout_cast(total, ROWS)
+
+
+def weigh(
+    rows: QueryRows, step: Any, products: jax.Array, m: jax.Array, total: jax.Array, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Takes one more tile of keys into the softmax.
+
+    Args:
+      rows: the queries.
+      step: the item's step, which says which keys.
+      products: float32 ``[64, block_kv]``, ``q k^T``.
+      m: float32 ``[64]``, the largest scores of the tiles before, in base 2.
+      total: float32 ``[64]``, the sums of the weights of the tiles before.
+      masked: whether some of the tile's scores may not count.
+
+    Returns:
+      ``(weights, m, total, shrink)``: the tile's weights, the new m and total, and what sums over
+      the tiles before are to be multiplied by.
+    """
+    factor = rows.static.base_2_factor
+    scores = tile_scores(rows, step, products, masked)
+    m_next = jnp.maximum(m, scores.max(axis=1) * factor)
+    shrink = jnp.exp2(m - m_next)
+    p = jnp.exp2(scores * factor - along_rows(m_next, scores.shape))
+    return computed_here(p, m_next, total * shrink + p.sum(axis=1), shrink)

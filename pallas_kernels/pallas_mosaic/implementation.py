@@ -1,0 +1,62 @@
+"""The Mosaic GPU kernels as an implementation of local attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.bounds import halves_of_tiles
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.backward import backward, backward_bounds
+from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.pallas_mosaic.forward import forward, forward_bounds
+
+
+def mosaic_gpu(
+    forward_config: MosaicConfig | None = None, backward_config: MosaicConfig | None = None
+) -> Implementation:
+    """The Pallas Mosaic GPU kernels, for Hopper: dQ, dK and dV from one pass.
+
+    Args:
+      forward_config: tiles of the forward kernel; None is the table's.
+      backward_config: tiles of the backward kernel; None is the table's.
+    """
+    return Implementation(
+        name="mosaic_gpu",
+        forward=functools.partial(forward, config=forward_config),
+        backward=functools.partial(backward, config=backward_config),
+        forward_bounds=functools.partial(forward_bounds, config=forward_config),
+        backward_bounds=functools.partial(backward_bounds, config=backward_config),
+        split_backward=halves_of_tiles,
+        unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
+        backward_unsupported=functools.partial(_unsupported, multiple_of=32, most=128),
+        unavailable=_needs_hopper,
+    )
+
+
+def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | None:
+    """Why a kernel cannot take these, or None; the arguments are about the head dim."""
+    q, k, dim = operands.q, operands.k, operands.head_dim
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
+        return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16 or float16"
+    if dim % multiple_of or dim > most:
+        return f"the head dim is {dim}; it takes multiples of {multiple_of} up to {most}"
+    for name, length in (("query", operands.q_length), ("key", operands.kv_length)):
+        if length % 8:
+            return f"the {name} length per device is {length}; it takes multiples of 8"
+    return None
+
+
+def _needs_hopper(platform: str, compute_capability: float | None) -> str | None:
+    if platform != "gpu" or compute_capability != 9.0:
+        has = "" if compute_capability is None else f" of compute capability {compute_capability}"
+        return (
+            "it needs compute capability 9.0 (Hopper), the arrays are on "
+            f"{platform!r}{has}; use None, 'triton' or 'xla'"
+        )
+    return None
+
+
+MOSAIC_GPU = mosaic_gpu()

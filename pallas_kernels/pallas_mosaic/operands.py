@@ -1,0 +1,125 @@
+"""What the Mosaic GPU kernels read and write.
+
+A kernel's operands are one record, and so are its results. On the host the fields are arrays;
+inside the kernel the same records hold references to them. An operand that a call does not have is
+None.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.memory import BackwardBarriers, BackwardMemory, ForwardMemory
+from pallas_kernels.pallas_mosaic.static import MosaicStatic
+from pallas_kernels.pallas_mosaic.tokens import SideTokens
+
+
+class ForwardResults(NamedTuple):
+    """A (o, lse) of the queries: what the forward kernel returns, and what it merges with.
+
+    Attributes:
+      o: ``[B, T, N, H]``.
+      lse: float32 ``[B, N, T]``, T rounded up to whole tiles.
+    """
+
+    o: Any
+    lse: Any
+
+
+class ForwardOperands(NamedTuple):
+    """What the forward kernel reads.
+
+    Attributes:
+      bounds: int32 ``[1 or B, query tiles, 4]``.
+      q: ``[B, T, N, H]``.
+      k: ``[B, S, K, H]``.
+      v: ``[B, S, K, H]``.
+      q_tokens: of the queries.
+      kv_tokens: of the keys.
+      per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
+      sink: float32 ``[N]``, what the softmax starts with; None without sinks, and with a carry.
+      carry: what to merge with. None without a carry, and where the results are written over it.
+    """
+
+    bounds: Any
+    q: Any
+    k: Any
+    v: Any
+    q_tokens: SideTokens
+    kv_tokens: SideTokens
+    per_head: dict[str, Any]
+    sink: Any
+    carry: ForwardResults | None
+
+
+class ForwardRefs(NamedTuple):
+    """All references that the forward kernel's functions work on."""
+
+    operands: ForwardOperands
+    results: ForwardResults
+    memory: ForwardMemory
+
+
+class BackwardOperands(NamedTuple):
+    """What the backward kernel reads.
+
+    Attributes:
+      bounds: int32 ``[1 or B, key tiles, 4]``.
+      q: ``[B, T, N, H]``.
+      do: ``[B, T, N, H]``.
+      k: ``[B, S, K, H]``.
+      v: ``[B, S, K, H]``.
+      lse: float32 ``[B, N, T]``, in base 2.
+      delta: float32 ``[B, N, T]``, times the scale if :attr:`BackwardStatic.scale_in_ds`.
+      q_tokens: of the queries.
+      kv_tokens: of the keys.
+      per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
+    """
+
+    bounds: Any
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    lse: Any
+    delta: Any
+    q_tokens: SideTokens
+    kv_tokens: SideTokens
+    per_head: dict[str, Any]
+
+
+class BackwardResults(NamedTuple):
+    """What the backward kernel writes.
+
+    Attributes:
+      dq: float32 ``[B, T, N, H]``; the kernel adds to it.
+      dk: float32 ``[B, S, K, H]``.
+      dv: float32 ``[B, S, K, H]``.
+      per_head_sums: float32 ``[B, N, S]`` each, by name, S rounded up to whole tiles; the kernel
+        adds to them. Their sums over B and S are the gradients of the per-head arrays.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    per_head_sums: dict[str, Any]
+
+
+class BackwardRefs(NamedTuple):
+    """All references that the backward kernel's functions work on."""
+
+    operands: BackwardOperands
+    results: BackwardResults
+    memory: BackwardMemory
+    barriers: BackwardBarriers
+
+
+def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens, SideTokens]:
+    """Positions and segment ids of the queries and of the keys; empty if nothing reads them."""
+    if not static.needs_tokens:
+        return SideTokens(), SideTokens()
+    return (
+        SideTokens.padded(operands.q_tokens, static.config.block_q),
+        SideTokens.padded(operands.kv_tokens, static.config.block_kv),
+    )

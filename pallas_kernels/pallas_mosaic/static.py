@@ -1,0 +1,226 @@
+"""What is static about a call of a Mosaic GPU kernel: sizes, mask, score, tiles, items of work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.configs import (
+    BACKWARD_WARPGROUPS,
+    WARPGROUP_ROWS,
+    MosaicConfig,
+    backward_loops,
+    float32_lanes,
+    forward_loops,
+    result_lanes,
+)
+from pallas_kernels.pallas_mosaic.items import Items
+from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.score import LOG2_E
+from pallas_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicStatic:
+    """What is static about a call, for both kernels.
+
+    Attributes:
+      spec: the mask and the score.
+      config: the kernel's tiles.
+      batch: B, rows of the batch.
+      q_length: T, queries.
+      kv_length: S, keys.
+      heads: N, heads of queries.
+      kv_heads: K, heads of keys.
+      dim: H, the head dim.
+      dtype: of queries, keys, values and dO.
+      has_segments: whether tokens have segment ids.
+      has_bias: whether something is added to the logits because of where the tokens are.
+    """
+
+    spec: AttentionSpec
+    config: MosaicConfig
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: np.dtype
+    has_segments: bool
+    has_bias: bool
+
+    @classmethod
+    def of(cls, operands: Operands, spec: AttentionSpec, config: MosaicConfig, **own: Any) -> Self:
+        """Read off the operands; ``own`` are the fields of the one kernel."""
+        batch, q_length, heads, dim = operands.q.shape
+        return cls(
+            spec=spec,
+            config=config,
+            batch=batch,
+            q_length=q_length,
+            kv_length=operands.kv_length,
+            heads=heads,
+            kv_heads=operands.k.shape[2],
+            dim=dim,
+            dtype=operands.q.dtype,
+            has_segments=operands.has_segments,
+            has_bias=operands.has_bias,
+            **own,
+        )
+
+    @property
+    def groups(self) -> int:
+        """How many query heads share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of queries."""
+        return -(-self.q_length // self.config.block_q)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Tiles of keys."""
+        return -(-self.kv_length // self.config.block_kv)
+
+    @property
+    def keys_are_cut_off(self) -> bool:
+        """Whether the last tile of keys goes beyond the last key."""
+        return self.kv_length % self.config.block_kv != 0
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether tokens decide which scores count, or how much."""
+        return self.spec.mask.reads_positions or self.has_segments or self.has_bias
+
+    @property
+    def has_cap_or_bias(self) -> bool:
+        """Whether there is a soft cap or a bias: both take registers."""
+        return self.has_bias or self.spec.score.logits_soft_cap is not None
+
+    @property
+    def base_2_factor(self) -> float:
+        """What takes a tile's scores to logits in base 2, inside the softmax's exponent.
+
+        With a bias the scores are in base 2 already: the bias had to be added to them there.
+        """
+        return 1.0 if self.has_bias else self.spec.score.raw_factor * LOG2_E
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardStatic(MosaicStatic):
+    """What is static about a call of the forward kernel.
+
+    Attributes:
+      out_dtype: of the result o.
+      carried: whether there is an incoming (o, lse) to merge with.
+    """
+
+    out_dtype: np.dtype
+    carried: bool
+
+    @property
+    def warpgroups(self) -> int:
+        """How many warpgroups compute, each 64 queries."""
+        return self.config.block_q // WARPGROUP_ROWS
+
+    @property
+    def float32_out(self) -> bool:
+        """Whether o is not rounded."""
+        return self.out_dtype == jnp.float32
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the result is written over the carry."""
+        return self.carried and self.float32_out
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes of the incoming o are in shared memory at a time."""
+        return float32_lanes(self.dim)
+
+    @property
+    def out_lanes(self) -> int:
+        """How many lanes of o are written at a time, a multiple of ``lanes``."""
+        return result_lanes(self.dim, self.float32_out)
+
+    @property
+    def items(self) -> Items:
+        """One for every tile of queries of every head."""
+        return Items(
+            self.batch,
+            self.heads,
+            self.q_tiles,
+            last_first=True,
+            shared_bytes=4 * self.kv_length * self.dim // self.groups,
+            equal=not (self.spec.mask.reads_positions or self.has_segments),
+            looped=forward_loops(self.config, self.has_segments),
+        )
+
+    @property
+    def memory(self) -> ForwardMemory:
+        """Descriptions of the shared memory."""
+        return ForwardMemory.of(self.config, self.dim, self.dtype, self.out_dtype, self.carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardStatic(MosaicStatic):
+    """What is static about a call of the backward kernel.
+
+    Attributes:
+      adds_dkv: whether dK and dV are added to arrays that are given, and not written to new ones.
+    """
+
+    adds_dkv: bool
+
+    @property
+    def warpgroups(self) -> int:
+        """How many warpgroups compute, each 64 keys."""
+        return BACKWARD_WARPGROUPS
+
+    @property
+    def stages(self) -> int:
+        """For how many tiles of queries there is room."""
+        return self.config.stages
+
+    @property
+    def do_stages(self) -> int:
+        """For how many tiles of dO there is room."""
+        return self.config.do_stages or self.config.stages
+
+    @property
+    def half_dim(self) -> int:
+        """How many lanes of dQ a warpgroup makes."""
+        return self.dim // 2
+
+    @property
+    def scale_in_ds(self) -> bool:
+        """Whether the score's scale is part of dS, and delta comes multiplied by it.
+
+        dQ and dK then need no scale at their end. A score pays nothing for that: it takes one fused
+        multiply-add in place of one subtraction. float16 goes without, because small dS would
+        underflow; and so do gradients of per-head arrays, which are made of dS without the scale.
+        """
+        return self.dtype == jnp.bfloat16 and not self.spec.score.differentiated
+
+    @property
+    def items(self) -> Items:
+        """One for every tile of keys of every key head."""
+        return Items(
+            self.batch,
+            self.kv_heads,
+            self.kv_tiles,
+            last_first=False,
+            shared_bytes=8 * self.q_length * self.dim,
+            looped=backward_loops(self.dim, self.has_segments, self.has_cap_or_bias),
+        )
+
+    @property
+    def memory(self) -> BackwardMemory:
+        """Descriptions of the shared memory."""
+        return BackwardMemory.of(self.config, self.dim, self.dtype)

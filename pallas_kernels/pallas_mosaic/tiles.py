@@ -1,0 +1,53 @@
+"""Tiles of scores in a warpgroup's registers: layouts, broadcasts, the place of a computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.score import LOG2_E
+
+# A tile of scores in a warpgroup's registers, and vectors along its rows and its columns.
+TILE = plgpu.Layout.WGMMA
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def i32(x: Any) -> jax.Array:
+    """An int32 scalar: Python ints would be int64 where x64 is on."""
+    return jnp.asarray(x, jnp.int32)
+
+
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 constant in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``[rows]`` over a tile."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``[columns]`` over a tile."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """To float32 accuracy; the GPU's own instruction has 11 bits."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
+
+
+def computed_here(*values: jax.Array) -> Any:
+    """The same values, which the compiler can compute neither earlier nor later than here.
+
+    What is derived from a result of this function is computed after it. So a kernel saves
+    registers by passing a value through it again: what follows from the value is computed anew,
+    and not kept since the value was first there.
+    """
+    computed = lax.optimization_barrier(values)
+    return computed[0] if len(values) == 1 else computed

@@ -1,0 +1,113 @@
+"""dK and dV of local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
+
+One program per (batch row, key head, key tile). It walks the query tiles inside its bounds for
+every query head that shares the key head, so that grouped queries need no second sum, and adds to
+the incoming dK and dV, in place.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backend import Dkv
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.pallas_triton.configs import Build
+from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
+from pallas_kernels.pallas_triton.tiles import (
+    SideRefs,
+    as_column,
+    as_row,
+    in_range,
+    lanes_in,
+    load,
+    over_tiles,
+    score_mask,
+    stat,
+    tile_mask,
+)
+from pallas_kernels.score import LOG2_E
+from pallas_kernels.spec import AttentionSpec
+
+
+def backward_dkv(
+    operands: Operands, dkv: Dkv | None = None, *, spec: AttentionSpec, build: Build
+) -> Dkv:
+    """The dK, dV half of :class:`pallas_kernels.backend.BackwardFunction`.
+
+    The second of the pair ``operands.bounds`` is this kernel's, made by
+    :func:`pallas_kernels.bounds.key_bounds`.
+    """
+    operands = operands.replace(bounds=operands.bounds[1])
+    config = build.configs(operands, spec).dkv
+    do, stats = operands.cotangents()
+    static = TritonStatic.of("keys", operands, spec, config, build.interpret)
+    q_length, groups, lanes = static.q_length, static.groups, static.lanes
+    arguments = Arguments(static, operands)
+    all_queries = (None, q_length, groups, lanes)
+    query_block = arguments.block(all_queries, lambda b, h, j: (b, 0, h, 0))
+    key_block = arguments.block((None, config.block_kv, None, lanes), lambda b, h, j: (b, j, h, 0))
+    for array, block in (
+        (operands.q, query_block),
+        (do, query_block),
+        (operands.k, key_block),
+        (operands.v, key_block),
+        (stats, arguments.block((2, None, groups, q_length), lambda b, h, j: (0, b, h, 0))),
+    ):
+        arguments.add(array, block)
+    if dkv is not None:
+        for result, gradient in enumerate(dkv):
+            arguments.add(gradient, key_block, result=result)
+    results = [(operands.k.shape, jnp.float32, key_block)] * 2
+    return tuple(arguments.call(_kernel, "burst_dkv", results))
+
+
+def _kernel(
+    static: TritonStatic, table, sides: SideRefs, q_ref, do_ref, k_ref, v_ref, stats_ref, *refs
+):
+    *dkv_in_refs, dk_ref, dv_ref = refs
+    spec, interpret = static.spec, static.interpret
+    block_q, block_kv = static.config.block_q, static.config.block_kv
+
+    lane_ok = lanes_in(static.lanes, static.dim)
+    key_ok = in_range(static.grid.tile() * block_kv, block_kv, static.kv_length)
+    kv_tile_ok = tile_mask(key_ok, lane_ok)
+    k, v = load(k_ref.at[:, :], kv_tile_ok), load(v_ref.at[:, :], kv_tile_ok)
+    keys = sides.keys(slice(None), key_ok, as_column)
+
+    def query_tile(masked, h, i, sums):
+        # Scores are transposed, [keys, queries]: dK and dV need no transposed operand.
+        dk, dv = sums
+        tokens = pl.ds(i * block_q, block_q)
+        query_ok = in_range(i * block_q, block_q, static.q_length) if masked else None
+        q = load(q_ref.at[tokens, h, :], tile_mask(query_ok, lane_ok))
+        do = load(do_ref.at[tokens, h, :], tile_mask(query_ok, lane_ok))
+        shift = load(stat(stats_ref, 0, h, tokens), query_ok) * -LOG2_E
+        # Both products come before the exponentials, so that the tensor cores work meanwhile.
+        raw = spec.score.raw(lowering.dot(k, q.T))
+        queries = sides.queries(tokens, query_ok, as_row, masked=masked)
+        positions = queries.positions, keys.positions
+        scores, factor = spec.score.in_base_2(raw, *positions, sides.per_head_of(h))
+        dp = lowering.dot(v, do.T)
+        p = lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
+        if masked:
+            ok = score_mask(spec.mask, queries, keys)
+            if ok is not None:
+                p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
+        delta = load(stat(stats_ref, 1, h, tokens), query_ok)
+        ds = spec.score.through_cap(raw, p * (dp - delta[None, :]))
+        dv += lowering.dot(p.astype(do.dtype), do)
+        return dk + lowering.dot(ds.astype(q.dtype), q), dv
+
+    dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(k_ref.shape, jnp.float32)
+    if dkv_in_refs:
+        # dV starts from what it is added to. dK cannot, because its scale comes last. Added at the
+        # end, both would take more registers there than there are.
+        dv = load(dkv_in_refs[1].at[:, :], kv_tile_ok)
+    dk, dv = over_tiles(table, query_tile, (dk, dv), heads=static.groups)
+    lowering.store(dv_ref.at[:, :], dv, mask=kv_tile_ok)
+    dk *= spec.score.scale
+    if dkv_in_refs:
+        dk += load(dkv_in_refs[0].at[:, :], kv_tile_ok)
+    lowering.store(dk_ref.at[:, :], dk, mask=kv_tile_ok)

@@ -1,0 +1,122 @@
+"""dQ of local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
+
+One program per (batch row, query head, query tile); it walks the key tiles inside its bounds and
+adds ``scale ds k`` to the incoming dQ, in place.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.operands import Operands, PerHead
+from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.pallas_triton.configs import Build
+from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
+from pallas_kernels.pallas_triton.tiles import (
+    SideRefs,
+    as_column,
+    as_row,
+    in_range,
+    lanes_in,
+    load,
+    over_tiles,
+    score_mask,
+    stat,
+    tile_mask,
+)
+from pallas_kernels.score import LOG2_E
+from pallas_kernels.spec import AttentionSpec
+
+
+def backward_dq(
+    operands: Operands, dq: jax.Array | None = None, *, spec: AttentionSpec, build: Build
+) -> tuple[jax.Array, PerHead]:
+    """The dQ half of :class:`pallas_kernels.backend.BackwardFunction`.
+
+    The first of the pair ``operands.bounds`` is this kernel's, made by
+    :func:`pallas_kernels.bounds.query_bounds`.
+    """
+    operands = operands.replace(bounds=operands.bounds[0])
+    config = build.configs(operands, spec).dq
+    do, stats = operands.cotangents()
+    static = TritonStatic.of("queries", operands, spec, config, build.interpret)
+    block_q, lanes, groups = config.block_q, static.lanes, static.groups
+    arguments = Arguments(static, operands)
+    query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+    all_keys = (None, static.kv_length, None, lanes)
+    key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
+    for array, block in (
+        (operands.q, query_block),
+        (do, query_block),
+        (operands.k, key_block),
+        (operands.v, key_block),
+        (stats, arguments.block((2, None, None, block_q), lambda b, h, i: (0, b, h, i))),
+    ):
+        arguments.add(array, block)
+    if dq is not None:
+        arguments.add(dq, query_block, result=0)
+    # Gradients of a per-head array, [B, N, T], still to be summed over B and T.
+    per_head_sums = (
+        stats.shape[1:],
+        jnp.float32,
+        arguments.block((None, None, block_q), lambda b, h, i: (b, h, i)),
+    )
+    names = spec.score.differentiated
+    results = [(operands.q.shape, jnp.float32, query_block), *[per_head_sums] * len(names)]
+    dq, *per_head = arguments.call(_kernel, "burst_dq", results)
+    return dq, {name: x.sum((0, 2)) for name, x in zip(names, per_head, strict=True)}
+
+
+def _kernel(
+    static: TritonStatic, table, sides: SideRefs, q_ref, do_ref, k_ref, v_ref, stats_ref, *refs
+):
+    outputs = 1 + len(static.spec.score.differentiated)
+    dq_in_refs, (dq_ref, *per_head_refs) = refs[:-outputs], refs[-outputs:]
+    spec, interpret = static.spec, static.interpret
+    block_q, block_kv = static.config.block_q, static.config.block_kv
+
+    lane_ok = lanes_in(static.lanes, static.dim)
+    query_ok = in_range(static.grid.tile() * block_q, block_q, static.q_length)
+    q_tile_ok = tile_mask(query_ok, lane_ok)
+    q, do = load(q_ref.at[:, :], q_tile_ok), load(do_ref.at[:, :], q_tile_ok)
+    if static.config.rows_in_registers:
+        q, do = (lowering.in_registers(x, interpret=interpret) for x in (q, do))
+    lse, delta = (load(stat(stats_ref, which), query_ok) for which in (0, 1))
+    shift = lse * -LOG2_E
+    # Queries beyond the end are never stored, so their scores need no mask.
+    queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
+    per_head = sides.per_head_of(jnp.int32(0))
+
+    def key_tile(masked, _, j, state):
+        dq, per_head_sums = state
+        tokens = pl.ds(j * block_kv, block_kv)
+        key_ok = in_range(j * block_kv, block_kv, static.kv_length) if masked else None
+        k = load(k_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        v = load(v_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        raw = spec.score.raw(lowering.dot(q, k.T))
+        keys = sides.keys(tokens, key_ok, as_row, masked=masked)
+        positions = queries.positions, keys.positions
+        scores, factor = spec.score.in_base_2(raw, *positions, per_head)
+        p = lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
+        if masked:
+            ok = score_mask(spec.mask, queries, keys)
+            if ok is not None:
+                p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
+        dp = lowering.dot(do, v.T)
+        ds = p * (dp - delta[:, None])
+        parts = spec.score.per_head_gradients(ds, *positions)
+        per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
+        ds = spec.score.through_cap(raw, ds)
+        return dq + lowering.dot(ds.astype(k.dtype), k), per_head_sums
+
+    per_head_sums = dict.fromkeys(spec.score.differentiated, jnp.zeros((block_q,), jnp.float32))
+    state = jnp.zeros(q_ref.shape, jnp.float32), per_head_sums
+    dq, per_head_sums = over_tiles(table, key_tile, state)
+    for ref, by_query in zip(per_head_refs, per_head_sums.values(), strict=True):
+        lowering.store(ref.at[:], by_query, mask=query_ok)
+    dq *= spec.score.scale
+    if dq_in_refs:
+        dq += load(dq_in_refs[0].at[:, :], q_tile_ok)
+    lowering.store(dq_ref.at[:, :], dq, mask=q_tile_ok)

@@ -1,0 +1,132 @@
+"""Forward local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
+
+One program per (batch row, query head, query tile). It walks the key tiles inside its bounds with
+an online softmax in base 2. At the end it merges the incoming (o, lse), in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import softmax
+from pallas_kernels.merge import merge_weights
+from pallas_kernels.operands import Carry, Operands
+from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.pallas_triton.configs import Build
+from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
+from pallas_kernels.pallas_triton.tiles import (
+    SideRefs,
+    as_column,
+    as_row,
+    in_range,
+    lanes_in,
+    load,
+    over_tiles,
+    score_mask,
+    tile_mask,
+)
+from pallas_kernels.spec import AttentionSpec
+
+# What the softmax starts with: an (o, lse) over other keys, a sink logit, or nothing.
+_Start = Literal["carry", "sink", "nothing"]
+
+
+def forward(
+    operands: Operands,
+    carry: Carry | None = None,
+    *,
+    spec: AttentionSpec,
+    build: Build,
+    out_dtype: DTypeLike | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`."""
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    config = build.configs(operands, spec).forward
+    static = TritonStatic.of("queries", operands, spec, config, build.interpret)
+    block_q, lanes, groups = config.block_q, static.lanes, static.groups
+    arguments = Arguments(static, operands)
+    query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+    lse_block = arguments.block((None, None, block_q), lambda b, h, i: (b, h, i))
+    all_keys = (None, static.kv_length, None, lanes)
+    key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
+    arguments.add(operands.q, query_block)
+    arguments.add(operands.k, key_block)
+    arguments.add(operands.v, key_block)
+    start: _Start = "nothing"
+    if carry is not None:
+        start = "carry"
+        arguments.add(carry[0], query_block, result=0 if out_dtype == jnp.float32 else None)
+        arguments.add(carry[1], lse_block, result=1)
+    elif operands.sink is not None:
+        start = "sink"
+        arguments.add(operands.sink, arguments.per_head_block())
+    batch, q_length, heads, _ = operands.q.shape
+    results = [
+        (operands.q.shape, out_dtype, query_block),
+        ((batch, heads, q_length), jnp.float32, lse_block),
+    ]
+    return tuple(arguments.call(functools.partial(_kernel, start), "burst_forward", results))
+
+
+def _kernel(
+    start: _Start, static: TritonStatic, table, sides: SideRefs, q_ref, k_ref, v_ref, *refs
+):
+    *start_refs, o_ref, lse_ref = refs
+    spec, interpret = static.spec, static.interpret
+    block_q, block_kv = static.config.block_q, static.config.block_kv
+    exp2 = functools.partial(lowering.exp2_affine, interpret=interpret)
+
+    lane_ok = lanes_in(static.lanes, static.dim)
+    query_ok = in_range(static.grid.tile() * block_q, block_q, static.q_length)
+    q_tile_ok = tile_mask(query_ok, lane_ok)
+    q = load(q_ref.at[:, :], q_tile_ok)
+    if static.config.rows_in_registers:
+        q = lowering.in_registers(q, interpret=interpret)
+    # Queries beyond the end are never stored, so their scores need no mask.
+    queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
+    per_head = sides.per_head_of(jnp.int32(0))
+
+    def key_tile(masked, _, j, state):
+        # Invariant: m is the largest logit in base 2 so far, of the sink and of the tiles visited;
+        # total is the sum of 2^(logit - m) over these logits, acc that of 2^(logit - m) v.
+        acc, total, m = state
+        tokens = pl.ds(j * block_kv, block_kv)
+        key_ok = in_range(j * block_kv, block_kv, static.kv_length) if masked else None
+        k = load(k_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        raw = spec.score.raw(lowering.dot(q, k.T))
+        keys = sides.keys(tokens, key_ok, as_row, masked=masked)
+        scores, factor = spec.score.in_base_2(raw, queries.positions, keys.positions, per_head)
+        if masked:
+            ok = score_mask(spec.mask, queries, keys)
+            if ok is not None:
+                scores = jnp.where(ok, scores, -jnp.inf)
+        m_next = jnp.maximum(m, scores.max(-1) * factor)
+        p = exp2(scores, factor, -m_next[:, None])
+        shrink = exp2(m, 1.0, -m_next)
+        total = total * shrink + p.sum(-1)
+        v = load(v_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        acc = acc * shrink[:, None] + lowering.dot(p.astype(v.dtype), v)
+        return acc, total, m_next
+
+    sink = None
+    if start == "sink":
+        (sink_ref,) = start_refs
+        sink = lowering.load(sink_ref.at[jnp.int32(0)])
+    m, total = softmax.start((block_q,), sink)
+    state = jnp.zeros(q_ref.shape, jnp.float32), total, m
+    acc, total, m = over_tiles(table, key_tile, state)
+    divisor, lse = softmax.finish(m, total)
+    if start == "carry":
+        o_in_ref, lse_in_ref = start_refs
+        w_in, w_new, lse = merge_weights(load(lse_in_ref.at[:], query_ok), lse)
+        o_in = load(o_in_ref.at[:, :], q_tile_ok)
+        o = o_in * w_in[:, None] + acc * (w_new / divisor)[:, None]
+    else:
+        o = acc / divisor[:, None]
+    lowering.store(o_ref.at[:, :], o.astype(o_ref.dtype), mask=q_tile_ok)
+    lowering.store(lse_ref.at[:], lse, mask=query_ok)

@@ -1,0 +1,100 @@
+"""The Triton kernels as an implementation of local attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Dkv, Implementation, runs_anywhere
+from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
+from pallas_kernels.operands import Operands, PerHead
+from pallas_kernels.pallas_triton.configs import Build, TritonConfig, TritonConfigs
+from pallas_kernels.pallas_triton.dkv import backward_dkv
+from pallas_kernels.pallas_triton.dq import backward_dq
+from pallas_kernels.pallas_triton.forward import forward
+from pallas_kernels.spec import AttentionSpec
+
+
+def triton(
+    interpret: bool = False,
+    config: TritonConfig | None = None,
+    compute_capability: float | None = None,
+) -> Implementation:
+    """The Pallas Triton kernels.
+
+    Args:
+      interpret: run them on any platform, slowly.
+      config: tiles for all kernels; None is each kernel's own from the table.
+      compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
+    """
+    of_config = None if config is None else TritonConfigs(config, config, config)
+    build = Build(of_config, compute_capability, interpret)
+    return Implementation(
+        name="triton",
+        forward=functools.partial(forward, build=build),
+        backward=functools.partial(_backward, build=build),
+        backward_dq=functools.partial(backward_dq, build=build),
+        backward_dkv=functools.partial(backward_dkv, build=build),
+        forward_bounds=functools.partial(_forward_bounds, build=build),
+        backward_bounds=functools.partial(_backward_bounds, build=build),
+        split_backward=halves_of_tiles,
+        unsupported=_unsupported,
+        unavailable=runs_anywhere if interpret else _needs_ampere,
+        checks_vma=not interpret,
+    )
+
+
+def _backward(
+    operands: Operands,
+    dq: jax.Array | None = None,
+    dkv: Dkv | None = None,
+    *,
+    spec: AttentionSpec,
+    build: Build,
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """See :class:`pallas_kernels.backend.BackwardFunction`."""
+    dq, per_head = backward_dq(operands, dq, spec=spec, build=build)
+    return dq, backward_dkv(operands, dkv, spec=spec, build=build), per_head
+
+
+def _forward_bounds(operands: Operands, *, spec: AttentionSpec, build: Build) -> jax.Array:
+    tiles = build.configs(operands, spec).forward.tiles
+    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+
+
+def _backward_bounds(
+    operands: Operands, *, spec: AttentionSpec, build: Build
+) -> tuple[jax.Array, jax.Array]:
+    """The tables of :func:`backward_dq` and of :func:`backward_dkv`."""
+    configs = build.configs(operands, spec)
+    tokens = operands.q_tokens, operands.kv_tokens
+    return (
+        query_bounds(spec.mask, *tokens, configs.dq.tiles),
+        key_bounds(spec.mask, *tokens, configs.dkv.tiles),
+    )
+
+
+def _unsupported(operands: Operands) -> str | None:
+    q, k = operands.q, operands.k
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k.dtype:
+        return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16, float16 or float32"
+    if operands.head_dim > 256:
+        return f"the head dim is {operands.head_dim}; it takes 256 at most"
+    return None
+
+
+def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
+    if platform != "gpu" or compute_capability is None:
+        return f"it needs an NVIDIA GPU, the arrays are on {platform!r}; use None or 'xla'"
+    if compute_capability < 8.0:
+        return (
+            f"it needs compute capability 8.0 (Ampere) or newer, this GPU has "
+            f"{compute_capability}; use None or 'xla'"
+        )
+    return None
+
+
+TRITON = triton()
+tuned_triton = functools.lru_cache(lambda capability: triton(compute_capability=capability))

@@ -1,0 +1,188 @@
+"""The host half of the Triton kernels: a launch's sizes and grid, and its arguments in blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.arrays import varying_axes
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.pallas_triton.configs import TritonConfig, padded_lanes
+from pallas_kernels.pallas_triton.tiles import split_sides
+from pallas_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """One program per (batch row, head, tile).
+
+    Tiles vary fastest: the programs that run at one time share few heads' keys in the L2 cache.
+
+    Attributes:
+      batch: rows of the batch.
+      heads: heads.
+      tiles: tiles of the side that programs are split over.
+      last_first: start with the last tile. Where positions ascend, causal masks give the last query
+        tile and the first key tile the most work, and long programs must not be left to the end.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    last_first: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The launch grid, fastest dimension first."""
+        return self.tiles, self.heads, self.batch
+
+    def tile(self, program: Any = None) -> Any:
+        """The tile of a grid index, or inside a kernel its own tile."""
+        i = pl.program_id(0) if program is None else program
+        return self.tiles - 1 - i if self.last_first else i
+
+    def index_map(self, index: Callable[[Any, Any, Any], tuple]) -> Callable[..., tuple]:
+        """An index map over the grid from one over ``(batch row, head, tile)``."""
+        return lambda i, h, b: index(b, h, self.tile(i))
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonStatic:
+    """What is static about one launch of a Triton kernel.
+
+    Attributes:
+      split: the side over whose tiles the programs are split.
+      spec: the mask and the score.
+      config: how the kernel is cut into tiles.
+      interpret: run it on any platform, slowly.
+      grid: its programs.
+      q_length: T.
+      kv_length: S.
+      groups: how many query heads share a key head.
+      dim: H.
+      lanes: H as blocks have it, a power of two.
+    """
+
+    split: Literal["queries", "keys"]
+    spec: AttentionSpec
+    config: TritonConfig
+    interpret: bool
+    grid: Grid
+    q_length: int
+    kv_length: int
+    groups: int
+    dim: int
+    lanes: int
+
+    @classmethod
+    def of(
+        cls,
+        split: Literal["queries", "keys"],
+        operands: Operands,
+        spec: AttentionSpec,
+        config: TritonConfig,
+        interpret: bool,
+    ) -> TritonStatic:
+        """The launch of a kernel whose programs are split over the tiles of one side."""
+        batch, q_length, heads, dim = operands.q.shape
+        kv_length, kv_heads = operands.k.shape[1:3]
+        if split == "queries":
+            grid = Grid(batch, heads, -(-q_length // config.block_q), last_first=True)
+        else:
+            grid = Grid(batch, kv_heads, -(-kv_length // config.block_kv), last_first=False)
+        sizes = q_length, kv_length, operands.groups, dim, padded_lanes(dim)
+        return cls(split, spec, config, interpret, grid, *sizes)
+
+
+class Arguments:
+    """A kernel's arguments and their blocks, in the order in which the kernel takes them.
+
+    The first ones are alike for all kernels: the bounds table, then positions, segment ids and
+    per-head arrays (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+
+    Args:
+      static: what is static about the launch.
+      operands: the arrays; their bounds, tokens and per-head arrays are added here.
+    """
+
+    def __init__(self, static: TritonStatic, operands: Operands):
+        self._static = static
+        self._arrays: list[Any] = []
+        self._specs: list[pl.BlockSpec] = []
+        self._aliases: dict[int, int] = {}
+        self._has_segments = operands.has_segments
+        self._per_head_names = tuple(operands.logits_per_head)
+        bounds = operands.bounds
+        by_batch = bounds.shape[0] != 1
+        self.add(bounds, self.block((None, None, 4), lambda b, h, i: (b if by_batch else 0, i, 0)))
+        # Of one side a program has a tile, of the other one all tokens.
+        by_query = static.split == "queries"
+        q_size = static.config.block_q if by_query else static.q_length
+        kv_size = static.kv_length if by_query else static.config.block_kv
+        sides = (operands.q_tokens, q_size, by_query), (operands.kv_tokens, kv_size, not by_query)
+        for tokens, size, is_tile in sides:
+            index = (lambda b, h, i: (i,)) if is_tile else (lambda b, h, i: (0,))
+            self.add(tokens.positions, self.block((size,), index))
+        for tokens, size, is_tile in sides:
+            if tokens.segment_ids is not None:
+                index = (lambda b, h, i: (b, i)) if is_tile else (lambda b, h, i: (b, 0))
+                self.add(tokens.segment_ids, self.block((None, size), index))
+        for array in operands.logits_per_head.values():
+            self.add(array, self.per_head_block())
+
+    def block(self, shape: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
+        """A block at ``index(batch row, head, tile)``."""
+        return pl.BlockSpec(shape, self._static.grid.index_map(index))
+
+    def per_head_block(self) -> pl.BlockSpec:
+        """The block of a per-head array: the program's query heads, which are one or a group."""
+        heads = 1 if self._static.split == "queries" else self._static.groups
+        return self.block((heads,), lambda b, h, i: (h,))
+
+    def add(self, array: jax.Array, spec: pl.BlockSpec, result: int | None = None) -> None:
+        """Adds an argument; ``result`` is the number of the result that is written over it."""
+        if result is not None:
+            self._aliases[len(self._arrays)] = result
+        self._arrays.append(array)
+        self._specs.append(spec)
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        results: Sequence[tuple[tuple[int, ...], Any, pl.BlockSpec]],
+    ) -> Any:
+        """Runs ``kernel(static, bounds table, sides, *references to what was added)``.
+
+        ``results`` are ``(shape, dtype, block)``; their references come last.
+        """
+        static = self._static
+
+        def body(*refs):
+            table, sides, refs = split_sides(refs, self._has_segments, self._per_head_names)
+            kernel(static, table, sides, *refs)
+
+        # A result varies over the mesh axes that any argument varies over.
+        axis_type = jax.typeof(self._arrays[0]).manual_axis_type
+        axis_type = axis_type.update(varying=varying_axes(self._arrays))
+        return lowering.call(
+            body,
+            *self._arrays,
+            name=name,
+            grid=static.grid.shape,
+            in_specs=self._specs,
+            out_specs=[block for _, _, block in results],
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axis_type)
+                for shape, dtype, _ in results
+            ],
+            num_warps=static.config.num_warps,
+            num_stages=static.config.num_stages,
+            input_output_aliases=self._aliases,
+            interpret=static.interpret,
+        )

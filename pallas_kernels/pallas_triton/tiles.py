@@ -1,0 +1,177 @@
+"""What the bodies of the Triton kernels share: masked loads, masks, the walk over tiles."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mask import Mask
+from pallas_kernels.pallas_triton import lowering
+
+
+def in_range(start: jax.Array, block: int, length: int) -> jax.Array | None:
+    """Which of ``block`` indices from ``start`` are inside ``length``; None if all always are."""
+    if length % block == 0:
+        return None
+    return start + jnp.arange(block, dtype=jnp.int32) < length
+
+
+def lanes_in(lanes: int, dim: int) -> jax.Array | None:
+    """Which lanes belong to the head dim; None if all do."""
+    return None if lanes == dim else jnp.arange(lanes, dtype=jnp.int32) < dim
+
+
+def tile_mask(rows: jax.Array | None, lanes: jax.Array | None) -> jax.Array | None:
+    """The mask of a ``[rows, lanes]`` tile; None where nothing is cut off."""
+    if rows is None:
+        return None if lanes is None else lanes[None, :]
+    return rows[:, None] if lanes is None else rows[:, None] & lanes[None, :]
+
+
+def load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """Loads a tile, 0 where masked: beyond an array's end a GPU reads its neighbour."""
+    if mask is None:
+        return lowering.load(ref)
+    return lowering.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def stat(ref: Any, which: int, *index: Any) -> Any:
+    """A reference to lse (``which`` is 0) or delta (1), indexed further, from one to both stacked.
+
+    A load takes an array as an index, and no Python number. It gives the slices beside that index
+    starts of JAX's default integer dtype, int64 under ``jax_enable_x64``. Interpret mode wants all
+    of them to be of one dtype, so the index has the default one too.
+    """
+    return ref.at[(jnp.asarray(which, int), *(index or (slice(None),)))]
+
+
+def as_column(x: jax.Array | None) -> jax.Array | None:
+    """``[rows]`` to ``[rows, 1]``."""
+    return None if x is None else x[:, None]
+
+
+def as_row(x: jax.Array | None) -> jax.Array | None:
+    """``[columns]`` to ``[1, columns]``."""
+    return None if x is None else x[None, :]
+
+
+class TileTokens(NamedTuple):
+    """Positions and segment ids of one side of a tile, shaped to broadcast over its scores.
+
+    Attributes:
+      positions: int32; None where neither mask nor score read them.
+      segment_ids: int32, or None.
+      inside: which tokens are inside the array; None if all are.
+    """
+
+    positions: Any
+    segment_ids: Any
+    inside: jax.Array | None
+
+
+class SideRefs(NamedTuple):
+    """References to what belongs to queries, keys and heads beside q, k and v.
+
+    Attributes:
+      q_positions: int32 positions of the queries.
+      kv_positions: int32 positions of the keys.
+      q_segment_ids: int32 segment ids of the queries, or None.
+      kv_segment_ids: int32 segment ids of the keys, or None.
+      per_head: the per-head arrays that logits are made with, one number for each query head of the
+        program.
+    """
+
+    q_positions: Any
+    kv_positions: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    per_head: dict[str, Any]
+
+    def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
+        """The tokens of some queries.
+
+        Args:
+          which: slice of the query axis.
+          inside: which of them are inside the array; the others are loaded as 0.
+          shaped: :func:`as_column` or :func:`as_row`, as the queries lie in a tile of scores.
+          masked: whether the tile needs a mask. If not, only a bias of the logits reads the tokens.
+        """
+        return self._tokens(self.q_positions, self.q_segment_ids, which, inside, shaped, masked)
+
+    def keys(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
+        """The tokens of some keys, as :meth:`queries`."""
+        return self._tokens(self.kv_positions, self.kv_segment_ids, which, inside, shaped, masked)
+
+    def _tokens(
+        self, positions: Any, segment_ids: Any, which: Any, inside: Any, shaped: Any, masked: bool
+    ) -> TileTokens:
+        if not masked and not self.per_head:
+            return TileTokens(None, None, None)
+        ids = None if segment_ids is None else shaped(load(segment_ids.at[which], inside))
+        return TileTokens(shaped(load(positions.at[which], inside)), ids, shaped(inside))
+
+    def per_head_of(self, head: Any) -> dict[str, jax.Array]:
+        """Of each per-head array, the number of one of the program's query heads."""
+        return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
+
+
+def split_sides(
+    refs: tuple, has_segments: bool, names: tuple[str, ...]
+) -> tuple[Any, SideRefs, list]:
+    """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
+    table, q_positions, kv_positions, *rest = refs
+    q_ids = kv_ids = None
+    if has_segments:
+        q_ids, kv_ids, *rest = rest
+    per_head = dict(zip(names, rest, strict=False))
+    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, per_head)
+    return table, sides, rest[len(names) :]
+
+
+def score_mask(mask: Mask, q: TileTokens, kv: TileTokens) -> jax.Array | None:
+    """Which scores of a tile count, a ragged tile's tail cut off; None if all do."""
+    # Both cuts first: in another order the A100's tiles spill.
+    cuts = [cut for cut in (kv.inside, q.inside) if cut is not None]
+    inside = functools.reduce(operator.and_, cuts) if cuts else None
+    allowed = mask.allowed(q.positions, kv.positions, q.segment_ids, kv.segment_ids)
+    tests = [test for test in (allowed, inside) if test is not None]
+    return functools.reduce(operator.and_, tests) if tests else None
+
+
+def over_tiles[State](
+    table: Any, visit: Callable[[bool, Any, Any, State], State], state: State, heads: int = 1
+) -> State:
+    """Runs ``visit(masked, head, tile, state)`` for every head over the tiles in the bounds table.
+
+    One loop visits the tiles before and behind the full ones, for all heads, and a second loop the
+    full ones. Two loops without loops around them hold fewer values alive and keep their load
+    pipelines running. Heads vary fastest, so that the division is by a constant.
+    """
+    first, full_first, full_end, end = (table[c] for c in range(4))
+    before = full_first - first
+
+    def masked_tile(t):
+        return jnp.where(t < before, first + t, full_end + (t - before))
+
+    def full_tile(t):
+        return full_first + t
+
+    def step(masked, tile, t, state):
+        if heads == 1:
+            return visit(masked, jnp.int32(0), tile(t), state)
+        j, head = lax.div(t, jnp.int32(heads)), lax.rem(t, jnp.int32(heads))
+        return visit(masked, head, tile(j), state)
+
+    for masked, count, tile in (
+        (True, before + (end - full_end), masked_tile),
+        (False, full_end - full_first, full_tile),
+    ):
+        body = functools.partial(step, masked, tile)
+        state = lax.fori_loop(jnp.int32(0), heads * count, body, state)
+    return state

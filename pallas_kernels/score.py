@@ -1,0 +1,156 @@
+"""The one definition of a score: what a logit is, made of a product ``q . k``.
+
+    logit = c tanh(scale q.k / c) - slope |p_q - p_k|
+
+without ``c tanh(. / c)`` where there is no soft cap c, and without the last term where there are no
+ALiBi slopes (Press et al. 2022, arXiv 2108.12409, with distances in both directions). Every
+implementation makes its logits by these hooks, at trace time and on a tile of products: what a
+score does not have emits nothing.
+
+A per-head array has one number for each query head, and goes by the public argument's name
+(:data:`pallas_kernels.operands.PerHead`). A hook takes the numbers of the tile's heads as
+``per_head``, shaped to broadcast against the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = math.log2(math.e)
+# The largest factor on a product of which float32 can also hold LOG2_E times as much. An infinite
+# factor would make NaN of a product that is 0.
+_LARGEST = 2.0**127
+# The names of the per-head arrays: those that make a bias, which reads positions; all that logits
+# are made with; and the one that a softmax starts with.
+BIAS_NUMBERS = ("alibi_slopes",)
+LOGITS_NUMBERS = BIAS_NUMBERS
+START_NUMBER = "sink_logits"
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How logits are made of products. Hashable, so that it can key a jit cache.
+
+    Attributes:
+      scale: factor on the products.
+      logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale; None is no cap.
+      differentiated: names of the per-head arrays whose gradients the backward makes too.
+    """
+
+    scale: float
+    logits_soft_cap: float | None = None
+    differentiated: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}: it must be a finite number")
+        if abs(self.scale) > _LARGEST:
+            raise ValueError(
+                f"scale is {self.scale}: float32 cannot hold such logits; it must lie between "
+                "-2**127 and 2**127"
+            )
+        cap = self.logits_soft_cap
+        if cap is None:
+            return
+        if not (math.isfinite(cap) and cap > 0):
+            raise ValueError(f"logits_soft_cap is {cap}: it must be positive and finite, or None")
+        if cap > _LARGEST or abs(self.scale) > cap * _LARGEST:
+            raise ValueError(
+                f"logits_soft_cap is {cap}, scale {self.scale}: float32 must hold the cap and "
+                "scale / logits_soft_cap; neither may exceed 2**127"
+            )
+
+    @property
+    def raw_factor(self) -> float:
+        """The positive number that takes raw scores to logits, before a bias."""
+        if self.logits_soft_cap is not None:
+            return self.logits_soft_cap
+        return self.scale if self.scale > 0 else 1.0
+
+    def raw(
+        self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
+    ) -> jax.Array:
+        """Raw scores: ``logits = raw_factor raw + bias``."""
+        if self.logits_soft_cap is not None:
+            return tanh(products * (self.scale / self.logits_soft_cap))
+        return products if self.scale > 0 else products * self.scale
+
+    def bias(
+        self,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+        unit: float = 1.0,
+    ) -> jax.Array | None:
+        """What the tokens' places add to the logits, times ``unit``; None if nothing is added."""
+        if "alibi_slopes" not in per_head:
+            return None
+        slopes = per_head["alibi_slopes"] * -unit
+        return slopes * _distance(q_positions, kv_positions, slopes.dtype)
+
+    def in_base_2(
+        self,
+        raw: jax.Array,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, float]:
+        """``(scores, factor)``, whose product is the logits in base 2.
+
+        A softmax multiplies by the factor inside its exponent, where it costs nothing. A bias must
+        be added to logits in base 2, so the factor is in the scores then, and is 1.
+        """
+        factor = self.raw_factor * LOG2_E
+        bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
+        return (raw, factor) if bias is None else (raw * factor + bias, 1.0)
+
+    def through_cap(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
+        """The gradient of ``scale q.k`` from ``ds``, the gradient of the logits.
+
+        ``d/dx c tanh(x / c) = 1 - tanh(x / c)^2``, and ``raw`` is that tanh. The caller multiplies
+        by the scale once, after its last matmul.
+        """
+        return ds if self.logits_soft_cap is None else ds * (1 - raw * raw)
+
+    def per_head_gradients(
+        self, ds: jax.Array, q_positions: jax.Array, kv_positions: jax.Array
+    ) -> dict[str, jax.Array]:
+        """What each score of a tile adds to the gradients of the :attr:`differentiated` arrays.
+
+        ``ds`` is the gradient of the logits. The caller sums over the scores of a head.
+        """
+        if "alibi_slopes" not in self.differentiated:
+            return {}
+        return {"alibi_slopes": -ds * _distance(q_positions, kv_positions, ds.dtype)}
+
+
+def start_gradients(
+    per_head: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array
+) -> dict[str, jax.Array]:
+    """The gradient of what the softmax starts with.
+
+    A sink has the weight ``exp(sink - lse)`` and the value 0, so its logit's gradient is minus the
+    weight times delta.
+
+    Args:
+      per_head: float32 ``[N]`` each; the sink logits are among them.
+      lse: float32 ``[B, N, T]``, over all keys and the sink.
+      delta: float32 ``[B, N, T]``, ``rowsum(dO * O)`` less the gradient of lse.
+    """
+    sink = per_head[START_NUMBER][None, :, None]
+    weight = jnp.exp(sink - jnp.where(lse == -jnp.inf, 0, lse))
+    return {START_NUMBER: -jnp.sum(weight * delta, axis=(0, 2))}
+
+
+def _distance(q_positions: jax.Array, kv_positions: jax.Array, dtype: Any) -> jax.Array:
+    """``|p_q - p_k|``, in float32 exact for positions below 2^24.
+
+    Positions are converted before they are subtracted: once for each token instead of each score.
+    """
+    return jnp.abs(q_positions.astype(dtype) - kv_positions.astype(dtype))
