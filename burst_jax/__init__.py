@@ -7,10 +7,12 @@ causal ring.
 
 from importlib.metadata import version as _version
 
-from burst_jax.attention import burst_attention as burst_attention
-from burst_jax.flax_adapters import linen_attention_fn as linen_attention_fn
-from burst_jax.flax_adapters import nnx_attention_fn as nnx_attention_fn
-from burst_jax.flax_layer import BurstAttention as BurstAttention
+from burst_jax.api import burst_attention as burst_attention
+from burst_jax.api import ring_attention as ring_attention
+from burst_jax.flax.adapters import linen_attention_fn as linen_attention_fn
+from burst_jax.flax.adapters import nnx_attention_fn as nnx_attention_fn
+from burst_jax.flax.layer import BurstAttention as BurstAttention
+from burst_jax.flax.linen_layer import LinenBurstAttention as LinenBurstAttention
 from burst_jax.layout import from_layout as from_layout
 from burst_jax.layout import pad_to_layout as pad_to_layout
 from burst_jax.layout import positions as positions
@@ -18,7 +20,7 @@ from burst_jax.layout import to_layout as to_layout
 from burst_jax.plan import plan as plan
 from burst_jax.platform import compiler_options as compiler_options
 from burst_jax.platform import set_compiler_options as set_compiler_options
-from burst_jax.ring import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from burst_jax.ring import ring_attention as ring_attention
+from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from burst_jax.rules import ShardingRules as ShardingRules
 
 __version__ = _version("burst-jax")

@@ -1,40 +1,47 @@
-"""Checks of the callers' arguments: every message names the argument, its value and the remedy."""
+"""Checks of arguments, each by itself: a message names the argument, its value and the remedy.
+
+Whether the arrays fit what the call asks for is in :mod:`burst_jax.shape_checks`.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from burst_jax.layout import check_layout
-from burst_jax.rotation import BACKWARDS
+from burst_jax.ring.rotation import ROTATION_CHOICES
+from burst_jax.sharding import AxisNames
 from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
+from pallas_kernels.operands import PerHead
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def make_spec(
-    query: Any,
+    head_dim: int,
     is_causal: bool,
     scale: float | None,
-    local_window_size: Any,
+    local_window_size: int | tuple[int, int] | None,
     logits_soft_cap: float | None,
 ) -> AttentionSpec:
-    """The masks and the scale of ``jax.nn.dot_product_attention``'s arguments, as one spec."""
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise ValueError(f"is_causal is {is_causal!r}: it must be True or False")
+    """The masks and the scale of ``jax.nn.dot_product_attention``'s arguments, as one spec.
+
+    ``head_dim`` makes the default scale.
+    """
+    check_bool("is_causal", is_causal)
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
     if scale is None:
-        head_dim = np.shape(query)[-1] if np.ndim(query) else 0
-        scale = head_dim**-0.5 if head_dim else 1.0
-    return AttentionSpec(
+        scale = head_dim**-0.5
+    return AttentionSpec.of(
         scale=_number("scale", scale, "fold a traced scale into the query"),
         left=left,
         right=right,
@@ -44,13 +51,23 @@ def make_spec(
     )
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is True or False itself."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {value!r}: it must be True or False")
+
+
 def _number(name: str, value: Any, remedy: str) -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        # An int that no float can hold. Score refuses infinity, and says what it takes instead.
+        return math.inf if value == abs(value) else -math.inf
 
 
-def _window(window: Any) -> tuple[int | None, int | None]:
+def _window(window: object) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     sides = (window, window) if isinstance(window, numbers.Integral) else window
@@ -71,15 +88,16 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 def check_arrays(query: Any, key: Any, value: Any) -> None:
     """Raises ValueError unless query, key and value can attend to each other."""
     for name, array in (("query", query), ("key", key), ("value", value)):
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise ValueError(f"{name} is a {type(array).__name__}: it must be an array")
+        _check_is_array(name, array, "an array")
         letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
         _check_static(name, letters, array.shape)
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
-        if jnp.dtype(array.dtype).name not in _DTYPES:
+        # The name of another byte order, like ">f4", and of a random key's dtype is in the text of
+        # the dtype.
+        if str(array.dtype) not in _DTYPES:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
             )
@@ -102,7 +120,24 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
 
 
-def _check_static(name: str, letters: str, shape: Any) -> None:
+def _check_is_array(name: str, value: Any, what: str) -> None:
+    """Raises ValueError unless a value is an array; ``what`` is what it must be."""
+    # JAX's functions refuse both where a program is traced, and say nothing of the argument.
+    if _is_variable(value) or isinstance(value, jax.Ref):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}: pass the array in it, {name}=the_variable[...]"
+        )
+    # A jax.ShapeDtypeStruct and a class like np.ndarray have a dtype and a shape, too.
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        raise ValueError(f"{name} is a {type(value).__name__}: it must be {what}")
+
+
+def _is_variable(value: Any) -> bool:
+    """Whether it is no array, but stands for one, as Flax's variables do."""
+    return hasattr(type(value), "__jax_array__") and not isinstance(value, jax.Array)
+
+
+def _check_static(name: str, letters: str, shape: tuple[object, ...]) -> None:
     for letter, size in zip(letters.strip("[]").split(", "), shape, strict=True):
         # A symbolic dimension of jax.export is no int. One of the batch passes through.
         if letter != "B" and not isinstance(size, numbers.Integral):
@@ -112,20 +147,20 @@ def _check_static(name: str, letters: str, shape: Any) -> None:
             )
 
 
-def check_static_batch(query: Any, devices: int) -> None:
-    """Raises NotImplementedError if the batch size is symbolic and several devices share a row."""
-    if devices > 1 and not isinstance(query.shape[0], numbers.Integral):
-        raise NotImplementedError(
-            f"query has shape {query.shape}, whose B is symbolic, on a ring of {devices} devices: "
-            "JAX crashes where such a program is called; export one program for each batch size, "
-            "or for one device"
+def check_outside_shard_map() -> None:
+    """Raises ValueError if ``burst_attention`` is called inside a ``shard_map``."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        raise ValueError(
+            f"burst_attention is called inside a shard_map over {manual}: call "
+            "ring_attention there, on one device's arrays"
         )
 
 
-def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
-    """Raises ValueError if an array lies on other devices than the mesh has.
+def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> None:
+    """Raises ValueError if an array lies on other devices than the mesh has, or none are known.
 
-    Inside a jax.jit nobody knows yet, and JAX puts constants where they are needed.
+    Inside a jax.jit arrays lie on no devices yet, so nothing is checked.
     """
     if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
         return
@@ -134,13 +169,18 @@ def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
         for name, array in arrays.items()
         if getattr(array, "committed", False)
     }
-    if placed and not isinstance(mesh, Mesh):
-        # An abstract mesh is that of jax.set_mesh, which has its devices elsewhere, and gives them
-        # to nobody inside a jax.jit.
+    if not isinstance(mesh, Mesh):
+        # The abstract mesh of jax.set_mesh names no devices. get_mesh has the mesh that does, but
+        # raises inside a jax.jit.
         try:
             mesh = jax.sharding.get_mesh()
         except ValueError:
             return
+        if mesh.empty and not placed:
+            raise ValueError(
+                "mesh is an AbstractMesh, and neither it nor an array names devices: pass a "
+                "jax.sharding.Mesh, or enter jax.set_mesh(mesh)"
+            )
     if not placed or mesh.empty:
         return
     of_mesh = set(mesh.devices.flat)
@@ -152,13 +192,18 @@ def check_devices(mesh: Any, arrays: dict[str, Any]) -> None:
             )
 
 
-def _ids(devices: Any) -> str:
+def _ids(devices: set[jax.Device]) -> str:
     ids = sorted(device.id for device in devices)
     return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
 
 
-def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: Any) -> Any:
-    """Both sides' segment ids as int32, or None and None.
+def check_segment_ids(
+    query: jax.Array,
+    key: jax.Array,
+    q_segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Both sides' segment ids as int32, by the names of the arguments; empty if there are none.
 
     Raises:
       ValueError: they do not fit query and key, or one of them is missing.
@@ -169,18 +214,47 @@ def check_segment_ids(query: Any, key: Any, q_segment_ids: Any, kv_segment_ids: 
         raise ValueError(
             f"{missing[0]} is None but the other side's segment ids are given: pass both"
         )
+    checked: dict[str, jax.Array] = {}
     if missing:
-        return None, None
-    for (name, ids), array in zip(given.items(), (query, key), strict=True):
-        if not hasattr(ids, "dtype") or not hasattr(ids, "shape"):
-            raise ValueError(f"{name} is a {type(ids).__name__}: it must be an int32 array")
-        given[name] = as_int32(name, ids)
+        return checked
+    for (name, value), array in zip(given.items(), (query, key), strict=True):
+        ids: Any = value
+        _check_is_array(name, ids, "an int32 array")
+        checked[name] = as_int32(name, ids)
         if tuple(ids.shape) != tuple(array.shape[:2]):
             raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
-    return tuple(given.values())
+    return checked
 
 
-def check_seq_axes(name: str, seq_axis: Any, head_parallel_axis: Any) -> tuple[str, ...]:
+def check_per_head(heads: int, arrays: Mapping[str, Any]) -> PerHead:
+    """Those of a call's per-head arguments that are given, by name.
+
+    They are weights of a model, so a Flax variable stands for its array.
+
+    Raises:
+      ValueError: one of them is not float32 ``[N]``.
+    """
+    given = {}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if _is_variable(array):
+            array = array.__jax_array__()
+        _check_is_array(name, array, "a float32 array")
+        if array.dtype != jnp.float32:
+            raise ValueError(f"{name} has dtype {array.dtype}: cast it to float32")
+        if tuple(array.shape) != (heads,):
+            raise ValueError(
+                f"{name} has shape {array.shape}: it must be [N], {(heads,)}, a number for each of "
+                "the query's heads (in ring_attention for those on one device)"
+            )
+        given[name] = array
+    return given
+
+
+def check_seq_axes(
+    name: str, seq_axis: AxisNames, head_parallel_axis: str | None
+) -> tuple[str, ...]:
     """The ring's mesh axes, outermost first.
 
     Raises:
@@ -217,36 +291,8 @@ def check_seq_axes(name: str, seq_axis: Any, head_parallel_axis: Any) -> tuple[s
     return axes
 
 
-def check_backward(backward: str) -> None:
-    """Raises ValueError unless ``backward`` names a rotation."""
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward is {backward!r}: use one of {', '.join(map(repr, BACKWARDS))}")
-
-
-def check_local_arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    q_segment_ids: Any,
-    kv_segment_ids: Any,
-    layout: str,
-    backward: str,
-    devices: int = 1,
-) -> Any:
-    """Checks everything about one device's arrays; ``devices`` hold one shard of the ring.
-
-    Returns:
-      What :func:`check_segment_ids` does.
-    """
-    check_arrays(query, key, value)
-    segment_ids = check_segment_ids(query, key, q_segment_ids, kv_segment_ids)
-    check_layout(layout)
-    check_backward(backward)
-    if layout == "zigzag":
-        for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
-            if length * devices % 2:
-                raise ValueError(
-                    f"{name} holds {length * devices} tokens per shard: the zigzag layout needs an "
-                    "even number; pad the sequence with pad_to_layout"
-                )
-    return segment_ids
+def check_rotation(backward: str) -> None:
+    """Raises ValueError unless ``backward`` is a rotation or "auto"."""
+    if not isinstance(backward, str) or backward not in ROTATION_CHOICES:
+        choices = ", ".join(map(repr, ROTATION_CHOICES))
+        raise ValueError(f"backward is {backward!r}: use one of {choices}")

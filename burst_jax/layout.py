@@ -1,7 +1,7 @@
 """Layouts: the order in which the tokens of a sequence lie on the shards of a ring.
 
-A layout is only a permutation. ``length`` tokens over ``n`` shards of ``c = length // n`` tokens;
-shard ``r`` holds, in index order:
+A layout is a permutation of the tokens and nothing else. It lays ``length`` tokens on ``n`` shards
+of ``c = length // n`` tokens each; shard ``r`` holds, in index order:
 
 ========== ================================= ====================
 contiguous block ``r``                       ``length % n == 0``
@@ -17,11 +17,12 @@ Four shards, 16 tokens::
     shard 2   8  9  10 11    4  5  10 11     2 6 10 14
     shard 3   12 13 14 15    6  7  8  9      3 7 11 15
 
-Positions ascend inside every shard: the local kernels' tile bounds are tight because of it.
+Positions ascend inside every shard, so the tokens of a tile lie close together, and the local
+kernels skip nearly every tile that a mask empties.
 
 Under a causal mask a contiguous ring leaves the first shard idle most of the time. Zigzag gives
-every shard the same work at every step but the first; striped (Brandon et al. 2023, Striped
-Attention, section 3) does so to within one diagonal.
+every shard the same work at every step but the first. Striped (Brandon et al. 2023, Striped
+Attention, section 3) gives every shard the same work but for one diagonal of the scores.
 """
 
 from __future__ import annotations
@@ -34,24 +35,27 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import auto_axes
+from jax.sharding import AbstractMesh, auto_axes
+from jax.typing import ArrayLike
 
-from burst_jax.sharding import flat_names
+from burst_jax.sharding import axes_size, flat_names
 from pallas_kernels.arrays import as_int32
 
+Array = jax.Array | np.ndarray
 Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def blocks_per_shard(layout: str) -> int:
-    """Number of equal blocks that make up one shard: the divisor a shard's length must have."""
+    """Number of equal blocks that make up one shard; it must divide the shard's length."""
     check_layout(layout)
     return 2 if layout == "zigzag" else 1
 
 
 def check_layout(layout: str) -> None:
     """Raises ValueError unless ``layout`` is one of :data:`LAYOUTS`."""
-    if layout not in LAYOUTS:
+    # A NumPy array of one string is equal to it, but no static argument.
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
 
 
@@ -62,7 +66,10 @@ def padded_length(layout: str, length: int, num_shards: int) -> int:
 
 
 def check_length(layout: str, length: int, num_shards: int, name: str = "length") -> None:
-    """Raises ValueError, saying what to pad to, if ``layout`` cannot split ``length``."""
+    """Raises ValueError if ``layout`` cannot split ``length``; the message says what to pad to.
+
+    ``name`` is what the message calls the length.
+    """
     fit = padded_length(layout, length, num_shards)
     if fit != length:
         multiple = blocks_per_shard(layout) * num_shards
@@ -72,13 +79,13 @@ def check_length(layout: str, length: int, num_shards: int, name: str = "length"
         )
 
 
-def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Any) -> jax.Array:
+def shard_positions(layout: str, shard_length: int, num_shards: int, shard: ArrayLike) -> jax.Array:
     """Positions of the tokens that one shard holds, in index order.
 
     Args:
       layout: the layout's name.
-      shard_length: tokens per shard, ``c``.
-      num_shards: shards on the ring, ``n``.
+      shard_length: number of tokens per shard, ``c``.
+      num_shards: number of shards on the ring, ``n``.
       shard: the shard's index, a Python int or a traced int32 (``lax.axis_index``).
 
     Returns:
@@ -98,7 +105,12 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Any)
 
 
 def shard_runs(layout: str, shard_length: int, num_shards: int) -> tuple[np.ndarray, int, int]:
-    """Every shard's positions as runs of equal distance: what :func:`shard_positions` holds.
+    """The positions of :func:`shard_positions` for all shards, as runs of equal distance.
+
+    Args:
+      layout: the layout's name.
+      shard_length: number of tokens per shard.
+      num_shards: number of shards on the ring.
 
     Returns:
       ``(starts, stride, count)``: run j of shard r holds ``starts[r, j] + stride * i`` for i from 0
@@ -116,13 +128,14 @@ def shard_runs(layout: str, shard_length: int, num_shards: int) -> tuple[np.ndar
 def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     """The position of every token of a sequence in ``layout``: ``to_layout(arange(length))``.
 
-    Feed it to RoPE (and shard it like the tokens), never an ``arange``.
+    RoPE needs these positions, sharded as the tokens are. An ``arange`` would give most tokens the
+    position of another token.
 
     Args:
       layout: "contiguous", "zigzag" or "striped".
       length: tokens of the whole sequence.
-      num_shards: size of ``seq_axis``, of both axes together if it is a pair;
-        ``head_parallel_axis`` does not count.
+      num_shards: number of shards on the ring: the size of ``seq_axis``, or of both axes together
+        if it is a pair. ``head_parallel_axis`` does not count.
 
     Returns:
       int32 NumPy array ``[length]``; index ``i`` of a sequence in ``layout`` holds token
@@ -143,65 +156,70 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     return pairs.reshape(-1)
 
 
-def to_layout(x: Any, layout: Layout, num_shards: int, axis: int = 1) -> Any:
+def to_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> Tree:
     """Permutes the tokens along ``axis`` from their natural order into ``layout``.
 
     Do it once, where batches are made, for tokens, targets, positions and segment ids together.
-    NumPy arrays stay on the host; JAX arrays are permuted where they are, and stay sharded as they
-    are, over Auto and Explicit mesh axes.
+    NumPy arrays stay on the host. JAX arrays are permuted on their devices, and stay sharded as
+    they are, over Auto and Explicit mesh axes.
 
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
       layout: "contiguous", "zigzag" or "striped".
-      num_shards: shards of the ring, as in :func:`positions`.
+      num_shards: number of shards on the ring, as in :func:`positions`.
       axis: the tokens' axis, 1 for ``[B, T, ...]``.
 
     Returns:
-      ``x`` permuted, same types, shapes and dtypes.
+      ``x`` permuted, with its types, shapes and dtypes.
 
     Raises:
-      ValueError: the layout is unknown, or cannot split the length (says what to pad to).
+      ValueError: the layout is unknown, or cannot split the length (the message says what to pad
+        to).
     """
     return jax.tree.map(lambda leaf: _permute(leaf, layout, num_shards, axis, inverse=False), x)
 
 
-def from_layout(x: Any, layout: Layout, num_shards: int, axis: int = 1) -> Any:
-    """Inverse of :func:`to_layout`: back to the natural order. Same arguments and errors."""
+def from_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> Tree:
+    """Permutes the tokens along ``axis`` from ``layout`` back into their natural order.
+
+    It is the inverse of :func:`to_layout`, with the arguments and errors of that function.
+    """
     return jax.tree.map(lambda leaf: _permute(leaf, layout, num_shards, axis, inverse=True), x)
 
 
-def pad_to_layout(
-    tree: Any,
+def pad_to_layout[Tree](
+    tree: Tree,
     layout: Layout,
     num_shards: int,
-    segment_ids: Any = None,
+    segment_ids: Array | None = None,
     *,
     multiple_of: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[Tree, Array]:
     """Pads sequences at their end to a length that ``layout`` can split, and masks the padding.
 
     Call it before :func:`to_layout`. Padded tokens get segment 0, which attends to nothing and is
     attended by nothing, so their outputs and gradients are exactly zero.
 
     Args:
-      tree: an array ``[B, T, ...]`` or a pytree of them, all with the same B and T. Padding is
-        zeros of the array's dtype.
+      tree: an array ``[B, T, ...]`` or a pytree of such arrays, all with the same B and T. Padding
+        is zeros of the array's dtype.
       layout: "contiguous", "zigzag" or "striped".
-      num_shards: shards of the ring, as in :func:`positions`.
+      num_shards: number of shards on the ring, as in :func:`positions`.
       segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
         None for one segment per row.
-      multiple_of: what the padded length must be a multiple of besides. With a
+      multiple_of: a second number that must divide the padded length. With a
         ``head_parallel_axis`` it is the number of devices on the ring and on that axis together,
-        and ``num_shards`` stays the ring's.
+        while ``num_shards`` counts the ring alone.
 
     Returns:
       ``(tree, segment_ids)``: the padded pytree, and int32 ``[B, T_padded]`` for
-      ``query_segment_ids`` and ``key_value_segment_ids``. NumPy in, NumPy out.
+      ``query_segment_ids`` and ``key_value_segment_ids``. NumPy arrays stay NumPy arrays, JAX
+      arrays stay JAX arrays; segment ids that are made for JAX arrays are a JAX array.
 
     Raises:
-      ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout, a padded
-        length that the Explicit mesh axes do not divide which an array is already split over, or
-        ``segment_ids`` of another shape or of a dtype that is no integer.
+      ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout,
+        ``segment_ids`` of another shape or of a dtype that is no integer, or an array that is split
+        over Explicit mesh axes which do not divide the padded length.
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -216,7 +234,7 @@ def pad_to_layout(
     if segment_ids is None:
         segment_ids = np.ones((batch, length), np.int32)
         if arrays := [leaf for leaf in leaves if isinstance(leaf, jax.Array)]:
-            segment_ids = _sharded_alike(jnp.asarray(segment_ids), arrays[0])
+            segment_ids = _split_like(jnp.asarray(segment_ids), arrays[0])
     if not hasattr(segment_ids, "dtype"):
         raise ValueError(
             f"segment_ids is a {type(segment_ids).__name__}: it must be an int32 array [B, T]"
@@ -235,41 +253,43 @@ def pad_to_layout(
     return padded, _pad_end(segment_ids, extra)
 
 
-def _pad_end(x: Any, extra: int) -> Any:
+def _pad_end(x: Array, extra: int) -> Array:
+    """``x`` ``[B, T, ...]`` with ``extra`` zeros behind the T tokens."""
     widths = [(0, 0), (0, extra)] + [(0, 0)] * (np.ndim(x) - 2)
     if not isinstance(x, jax.Array):
         return np.pad(x, widths)
     mesh, names = _split_over_explicit_axes(x, 1)
-    devices, length = math.prod(mesh.shape[name] for name in names), x.shape[1] + extra
+    devices, length = axes_size(mesh, names), x.shape[1] + extra
     if length % devices:
         raise ValueError(
             f"the padded length is {length}, and the array's tokens are split over the Explicit "
             f"mesh axes {names}, {devices} devices, which do not divide it: make num_shards a "
             f"multiple of {devices}, or pad before the array is put onto the mesh"
         )
-    return _explicit_axes_aside(lambda x: jnp.pad(x, widths), x)
+    return _over_auto_axes(lambda x: jnp.pad(x, widths), x)
 
 
-def _split_over_explicit_axes(x: jax.Array, axis: int) -> tuple[Any, tuple[str, ...]]:
-    """An array's mesh, and its Explicit axes that one of the array's own axes is split over."""
+def _split_over_explicit_axes(x: jax.Array, axis: int) -> tuple[AbstractMesh, tuple[str, ...]]:
+    """The mesh of ``x``, and the Explicit mesh axes that its dimension ``axis`` is split over."""
     sharding = jax.typeof(x).sharding
     split = sharding.spec[axis] if axis < len(sharding.spec) else None
     explicit = sharding.mesh.explicit_axes
     return sharding.mesh, tuple(name for name in flat_names(split) if name in explicit)
 
 
-def _sharded_alike(x: jax.Array, like: jax.Array) -> jax.Array:
-    """``x`` ``[B, T]`` split over the Explicit mesh axes that ``like`` ``[B, T, ...]`` is."""
+def _split_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` ``[B, T]``, split over Explicit mesh axes as ``like`` ``[B, T, ...]`` is split."""
     mesh, batch = _split_over_explicit_axes(like, 0)
     _, tokens = _split_over_explicit_axes(like, 1)
     if not mesh.explicit_axes:
         return x
     if not isinstance(like, jax.core.Tracer) and isinstance(like.sharding, jax.NamedSharding):
-        mesh = like.sharding.mesh  # With its devices, which its type does not know.
+        mesh = like.sharding.mesh  # It knows the devices; the mesh in the type does not.
     return jax.reshard(x, jax.NamedSharding(mesh, jax.P(batch or None, tokens or None)))
 
 
-def _permute(x: Any, layout: str, num_shards: int, axis: int, *, inverse: bool) -> Any:
+def _permute(x: Array, layout: str, num_shards: int, axis: int, *, inverse: bool) -> Array:
+    """One leaf of :func:`to_layout`, or of :func:`from_layout` with ``inverse``."""
     check_layout(layout)
     _check_shards(num_shards)
     shape = np.shape(x)
@@ -282,43 +302,45 @@ def _permute(x: Any, layout: str, num_shards: int, axis: int, *, inverse: bool) 
     reorder = functools.partial(
         _reorder, layout=layout, num_shards=num_shards, axis=axis, inverse=inverse
     )
-    return _explicit_axes_aside(reorder, x) if isinstance(x, jax.Array) else reorder(x, np)
+    return _over_auto_axes(reorder, x) if isinstance(x, jax.Array) else reorder(x, np)
 
 
-def _explicit_axes_aside(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """``function(x)``, sharded like ``x``, over whose Explicit mesh axes JAX would refuse it.
+def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``function(x)``, sharded as ``x`` is, with Explicit mesh axes treated as Auto inside.
 
-    Where axes are Explicit every operation must say how its result is split, which a reshape of
-    split tokens cannot: here the compiler sees to it, as over Auto axes.
+    Over Explicit axes JAX must know how every operation's result is split, and for a reshape of
+    split tokens it refuses. Over Auto axes the compiler decides, so ``function`` runs.
     """
     sharding = jax.typeof(x).sharding
     explicit = tuple(sharding.mesh.explicit_axes)
     if not set(explicit) & set(flat_names(*sharding.spec)):
         return function(x)
-    aside: Any = auto_axes(function, axes=explicit, out_sharding=sharding)
-    return aside(x)
+    over_auto: Any = auto_axes(function, axes=explicit, out_sharding=sharding)
+    return over_auto(x)
 
 
 def _reorder(
     x: Any, xp: Any = jnp, *, layout: str, num_shards: int, axis: int, inverse: bool
 ) -> Any:
-    # Reshape, flip, transpose: no gather, and XLA fuses them into one copy.
+    """``x`` in the other order; ``xp`` is the module, NumPy or ``jax.numpy``, that computes it."""
+    # Reshapes, flips and transposes in place of a gather: XLA fuses them into one copy.
     shape = x.shape
     n, lead, tail = num_shards, shape[:axis], shape[axis + 1 :]
     if layout == "striped":
         rows = (n, -1) if inverse else (-1, n)
         return xp.swapaxes(xp.reshape(x, (*lead, *rows, *tail)), axis, axis + 1).reshape(shape)
-    at = (slice(None),) * axis
-    if inverse:  # [n, (low, high), half] -> the low halves in order, then the high ones reversed
+    leading = (slice(None),) * axis
+    if inverse:  # [n, (low, high), half] to the low halves in order, then the high halves reversed.
         pairs = xp.reshape(x, (*lead, n, 2, -1, *tail))
-        low, high = pairs[(*at, slice(None), 0)], pairs[(*at, slice(None), 1)]
+        low, high = pairs[(*leading, slice(None), 0)], pairs[(*leading, slice(None), 1)]
         return xp.concatenate([low, xp.flip(high, axis)], axis).reshape(shape)
     halves = xp.reshape(x, (*lead, 2 * n, -1, *tail))
-    low, high = halves[(*at, slice(0, n))], halves[(*at, slice(n, None))]
+    low, high = halves[(*leading, slice(0, n))], halves[(*leading, slice(n, None))]
     return xp.stack([low, xp.flip(high, axis)], axis + 1).reshape(shape)
 
 
 def _check_shards(num_shards: int) -> int:
+    """``num_shards`` as a Python int; ValueError unless it is a positive integer."""
     if not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
         raise ValueError(f"num_shards is {num_shards!r}: it must be a positive integer")
     return int(num_shards)

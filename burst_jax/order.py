@@ -1,33 +1,33 @@
-"""Whether positions can be those of tokens in a layout: the mistake that changes every score.
+"""Finds positions that contradict the layout, a mistake that changes every score.
 
-RoPE takes positions from the caller, the ring's masks take them from the layout. A caller who
-permutes the tokens and passes ``arange`` (or does not permute at all) gets a loss that falls, and a
-model that never saw the order of its text. In the zigzag and striped orders positions go down at
-least once between shards::
+RoPE takes positions from the caller; the ring's masks and ALiBi slopes take them from the layout.
+If a caller permutes the tokens and passes an ``arange``, or does not permute them at all, the loss
+still falls, but the model never sees the order of its text. In the zigzag and striped layouts
+positions go down at least once between shards::
 
     zigzag, 2 shards     tokens lie as   0 1 6 7 | 2 3 4 5
     positions            right           0 1 6 7 | 2 3 4 5
                          an arange       0 1 2 3 | 4 5 6 7
 
-Two things cannot be right:
+Two rules find positions that cannot be right:
 
-- Positions that only ascend along the array, within every segment, although the layout's order
-  falls inside one of them: the later tokens of a segment would have the earlier positions.
-- Of rows with segment ids: a token whose position is below that of the token before it in the text,
-  both of one segment, and is by one above that of the token before it in the array. So it was
-  counted along the array. That finds an ``arange`` in packed rows too, whose segments mostly end
-  where the layout's order falls. Where positions restart inside a segment, at whatever number, no
-  token of another place has the number below.
+- Positions ascend along the array within every segment, although inside one of the segments the
+  layout goes back to an earlier token. There a later token of the segment has the smaller position.
+- In a row with segment ids there is a token whose position is smaller than that of the token before
+  it in the text, although both are of one segment, and larger by exactly one than that of the token
+  before it in the array. Such positions were counted along the array. This rule also finds an
+  ``arange`` in packed rows. There the first rule mostly sees nothing, because segments end where
+  the layout goes back. It does not refuse positions that restart inside a segment: the first one
+  after a restart is not larger by one than the position before it in the array.
 
 Nothing else is refused: positions may restart with a document, start anywhere, repeat or leave
-places out. So a row of documents so short that none reaches to where the order falls passes, with
-whatever positions. Without a mask that knows positions (causal, window) any order computes the
-same, and nothing is checked.
+places out. So a row passes with any positions if its documents are so short that the layout goes
+back inside none of them. Without a mask that depends on positions (causal, window) and without
+ALiBi slopes every order of the tokens computes the same result, so nothing is checked.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,52 +38,67 @@ from jax import lax
 
 from burst_jax.layout import positions as layout_positions
 from burst_jax.sharding import (
+    axes_size,
     flat_names,
+    inside_shard_map,
     place_explicit,
     resolve_mesh,
     sequence_axes,
     token_spec,
 )
 from pallas_kernels.arrays import as_int32
+from pallas_kernels.score import BIAS_NUMBERS
+
+Array = jax.Array | np.ndarray
 
 
 def refuse_wrong_order(
-    x: jax.Array, positions: Any, segment_ids: Any, options: Mapping[str, Any]
+    x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
 ) -> jax.Array:
     """``x`` itself, but NaN in the rows whose positions contradict the layout.
 
-    Positions and segment ids whose values are known (NumPy arrays, or JAX arrays outside ``jit``)
-    raise instead. Those of a traced call are known on the devices alone, where nothing can raise;
-    NaN makes the loss NaN at the first step. Of the second rule a traced call checks the tokens at
-    the ends of each device's part and of each block of the layout: one sum over the sequence axes,
-    of a dozen integers for each row and device.
+    If the values of positions and segment ids are known (NumPy arrays, or JAX arrays outside
+    ``jit``), contradicting positions raise instead. In a traced call only the devices know the
+    values, and a device cannot raise, so the NaN must make the loss NaN at the first step. A traced
+    call applies the second rule to few tokens: those at the ends of each device's part and of each
+    block of the layout. It takes one sum over the sequence axes, of a dozen integers for each row
+    and device.
+
+    Inside a ``shard_map`` over the sequence axes all arrays are one device's, and nothing is known.
 
     Args:
       x: ``[B, T, D]``, what was computed with the positions.
       positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
       segment_ids: integers ``[B, T]``, 0 for padding, or None.
-      options: keyword arguments of ``burst_attention``, checked by it.
+      options: keyword arguments of ``burst_attention``, which has checked them.
+
+    Returns:
+      ``[B, T, D]`` in the dtype of ``x``.
 
     Raises:
       ValueError: known positions contradict the layout.
     """
     layout = options.get("layout", "contiguous")
-    masked = options.get("is_causal", False) or options.get("local_window_size") is not None
-    if not masked or layout == "contiguous":
+    reads_positions = options.get("is_causal", False) or any(
+        options.get(name) is not None for name in ("local_window_size", *BIAS_NUMBERS)
+    )
+    if not reads_positions or layout == "contiguous":
         return x
     mesh = resolve_mesh(options.get("mesh"))
-    ring = flat_names(options.get("seq_axis", "seq"))
-    n, length = math.prod(mesh.shape[axis] for axis in ring), x.shape[1]
+    ring, tokens = flat_names(options.get("seq_axis", "seq")), sequence_axes(options)
+    n, shards = axes_size(mesh, ring), axes_size(mesh, tokens)
+    inside = inside_shard_map(tokens)
+    length = x.shape[1] * (shards if inside else 1)
     falls = np.diff(layout_positions(layout, length, n)) < 0
     if not falls.any():
         return x
-    if _known(positions) and (segment_ids is None or _known(segment_ids)):
+    if not inside and _known(positions) and (segment_ids is None or _known(segment_ids)):
         segments = np.ones((1, length), np.int32) if segment_ids is None else segment_ids
-        places, segments = np.atleast_2d(positions), np.asarray(segments)
-        wrong = _contradict(places, segments, falls)
+        given, segments = np.atleast_2d(positions), np.asarray(segments)
+        wrong = _contradict(given, segments, falls)
         if segment_ids is not None:
             everything = _Samples(layout_positions(layout, length, n)[None], all_of_them=True)
-            wrong = wrong | _goes_back(places, segments, everything)
+            wrong = wrong | _goes_back(given, segments, everything)
         if wrong.any():
             raise ValueError(
                 f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
@@ -92,88 +107,108 @@ def refuse_wrong_order(
                 f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
             )
         return x
-    tokens, batch = sequence_axes(options), options.get("batch_axis")
-    shards = math.prod(mesh.shape[axis] for axis in tokens)
     between = falls[length // shards - 1 :: length // shards]
     samples = None
     if segment_ids is not None:
         samples = _Samples(layout_positions(layout, length, n).reshape(shards, -1))
     positions = jnp.atleast_2d(as_int32("positions", positions))
-    segments = jnp.ones((1, length), jnp.int32)
+    segments = jnp.ones((1, x.shape[1]), jnp.int32)
     if segment_ids is not None:
         segments = as_int32("segment_ids", segment_ids)
+
+    def on_device(positions: jax.Array, segments: jax.Array) -> jax.Array:
+        return _contradict_across(positions, segments, between, tokens, samples)
+
+    if inside:
+        return _marked(x, on_device(positions, segments))
     # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
-    arrays = positions, segments
+    arrays, batch = (positions, segments), options.get("batch_axis")
     specs = [
         token_spec(batch if array.shape[0] == x.shape[0] else None, tokens) for array in arrays
     ]
-    given = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
+    split = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
     rows = batch if any(array.shape[0] == x.shape[0] for array in arrays) else None
 
-    def local(positions: jax.Array, segments: jax.Array) -> jax.Array:
-        return _contradict_across(positions, segments, between, tokens, samples)
+    check = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))
+    return _marked(x, check(*split))
 
-    wrong = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))(*given)
+
+def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
+    """``x`` ``[B, T, D]``, but NaN in the rows that are ``wrong``, bool ``[B]`` or ``[1]``."""
     return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
 
 
-def _known(array: Any) -> bool:
-    """Whether this process has the values."""
+def _known(array: Array) -> bool:
+    """Whether this process can read the array's values."""
     if isinstance(array, jax.core.Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
-def _pairs(positions: Any, segments: Any) -> tuple[Any, Any]:
-    """Of neighbours in the array: whether both are of one segment, and whether positions ascend."""
+def _pairs(positions: Array, segments: Array) -> tuple[Array, Array]:
+    """For each pair of neighbours in the array: are they of one segment, and do positions ascend?
+
+    Both results are bool ``[rows, T - 1]``.
+    """
     same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
     return same, positions[:, 1:] > positions[:, :-1]
 
 
-def _contradict(positions: Any, segments: Any, falls: np.ndarray) -> Any:
-    """bool ``[rows]``; ``falls[i]``: in the layout, token i + 1 of the array is before token i."""
+def _contradict(positions: Array, segments: Array, falls: np.ndarray) -> Array:
+    """The first rule: bool ``[rows]``, whether positions contradict the layout.
+
+    ``falls`` is bool ``[T - 1]``: whether token i + 1 of the array is an earlier one than token i.
+    """
     same, ascend = _pairs(positions, segments)
     return (ascend | ~same).all(1) & (same & falls).any(1)
 
 
 class _Samples:
-    """Tokens of every device, and which of them follow each other in the text and in the array.
+    """The tokens that the second rule is applied to, and the tokens before each of them.
+
+    Every device shows a few tokens of its part to all devices. The rule can check a shown token if
+    the token before it in the text and the token before it in the array are shown too. The shown
+    tokens of all devices are numbered one device after the other.
 
     Attributes:
-      places: indices in a device's part: both ends, and where a block of the layout ends in it; or
-        all of them.
-      tokens: of tokens that are shown with both the token before in the text and the token before
-        in the array, each as ``device * len(places) + sample``.
-      before_in_text: of each of these the token before in the text.
-      before_in_array: and the token before in the array.
+      shown: indices of the shown tokens in a device's part: both ends of it, and both sides of each
+        seam between blocks of the layout; or every index.
+      tokens: numbers of the tokens that the rule can check, ``[checked]``.
+      before_in_text: number of the token before each of them in the text, ``[checked]``.
+      before_in_array: number of the token before each of them in the array, ``[checked]``.
     """
 
     def __init__(self, text: np.ndarray, *, all_of_them: bool = False) -> None:
-        """``text``: the place in the text of every token, by device, ``[devices, tokens]``."""
+        """``text`` ``[devices, tokens of a device]``: the index of each token in its text."""
         length = text.shape[1]
-        # Where striped, no neighbours in the array are neighbours in the text, so none is a seam.
+        # A seam lies where the step to the next token is not the usual one. In the striped layout
+        # all steps are equal, so there is no seam.
         steps = np.diff(text)
         seams = np.flatnonzero((steps != steps.min(initial=text.size)).any(0))
-        some = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
+        shown = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
         if all_of_them:
-            some = np.arange(length)
-        self.places = np.unique(some.clip(0, length - 1))
-        shown = text[:, self.places].reshape(-1)
-        array = (np.arange(text.shape[0])[:, None] * length + self.places).reshape(-1)
-        (in_text, known_text), (in_array, known_array) = _before(shown), _before(array)
+            shown = np.arange(length)
+        self.shown = np.unique(shown.clip(0, length - 1))
+        text_index = text[:, self.shown].reshape(-1)
+        array_index = (np.arange(text.shape[0])[:, None] * length + self.shown).reshape(-1)
+        in_text, known_text = _before(text_index)
+        in_array, known_array = _before(array_index)
         self.tokens = np.flatnonzero(known_text & known_array)
         self.before_in_text, self.before_in_array = in_text[self.tokens], in_array[self.tokens]
 
 
-def _before(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every entry the index of the one that is by one less, and whether there is one."""
-    order = np.argsort(places)
-    found = order[np.searchsorted(places[order], places - 1)]
-    return found, places[found] == places - 1
+def _before(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry the index of the entry that is smaller by one, and whether there is one."""
+    order = np.argsort(numbers)
+    found = order[np.searchsorted(numbers[order], numbers - 1)]
+    return found, numbers[found] == numbers - 1
 
 
-def _goes_back(positions: Any, segments: Any, samples: _Samples) -> Any:
-    """bool ``[rows]``: whether a token was counted along the array, against the text."""
+def _goes_back(positions: Array, segments: Array, samples: _Samples) -> Array:
+    """The second rule: bool ``[rows]``, whether a token was counted along the array.
+
+    ``positions`` and ``segments`` are ``[rows, shown tokens]``.
+    """
     here, before = positions[:, samples.tokens], positions[:, samples.before_in_text]
     segment = segments[:, samples.tokens]
     same = (segment == segments[:, samples.before_in_text]) & (segment != 0)
@@ -188,25 +223,34 @@ def _contradict_across(
     axes: tuple[str, ...],
     samples: _Samples | None,
 ) -> jax.Array:
-    """The same of rows that are split over mesh axes; ``falls`` between the devices' parts alone.
+    """Both rules on rows that are split over mesh axes: bool ``[rows]``, the same on all devices.
 
-    Inside a shard the layout's order always ascends, so a shard says of itself whether its
-    positions do, and the tokens at its ends say the rest.
+    Inside a device's part the layout always ascends. So each device finds whether its own positions
+    ascend, and the tokens at the ends of the parts tell whether positions ascend between parts.
+
+    Args:
+      positions: int32 ``[rows, tokens]``, the device's part.
+      segments: int32 ``[rows, tokens]``, the device's part.
+      falls: bool ``[devices - 1]``, whether the layout goes back between a part and the next.
+      axes: mesh axes that the rows are split over.
+      samples: the tokens that the second rule is applied to; None applies the first rule alone.
     """
     same, ascend = _pairs(positions, segments)
     descends = (same & ~ascend).any(1)
     rows = descends.shape[0]
-    places = np.array([0, -1]) if samples is None else np.array([0, -1, *samples.places])
-    shown = [jnp.broadcast_to(x[:, places].T, (places.size, rows)) for x in (positions, segments)]
+    ends = np.array([0, -1])
+    index = ends if samples is None else np.array([*ends, *samples.shown])
+    shown = [jnp.broadcast_to(x[:, index].T, (index.size, rows)) for x in (positions, segments)]
     mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None]])
     here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
     every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
-    place, segment, descends = jnp.split(every, [places.size, 2 * places.size], axis=1)
+    # Of all devices: [devices, shown tokens, rows]. The first two tokens are a part's ends.
+    position, segment, descends = jnp.split(every, [index.size, 2 * index.size], axis=1)
     same = (segment[:-1, 1] == segment[1:, 0]) & (segment[1:, 0] != 0)
-    ascend = place[1:, 0] > place[:-1, 1]
+    ascend = position[1:, 0] > position[:-1, 1]
     ordered = (ascend | ~same).all(0) & (descends == 0).all((0, 1))
     wrong = ordered & (same & falls[:, None]).any(0)
     if samples is None:
         return wrong
-    place, segment = (x[:, 2:].reshape(-1, rows).T for x in (place, segment))
-    return wrong | _goes_back(place, segment, samples)
+    position, segment = (x[:, 2:].reshape(-1, rows).T for x in (position, segment))
+    return wrong | _goes_back(position, segment, samples)

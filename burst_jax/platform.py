@@ -1,4 +1,4 @@
-"""What the code being traced will run on, read from the mesh in context."""
+"""What the code that is being traced will run on, and the compiler options it needs there."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import pathlib
 import re
 import shutil
 import subprocess
+from typing import NamedTuple
 
 import jax
 
-# JAX has no public way to ask these: which axes a vmap spans, and the rest without touching a
-# backend.
+# JAX has no public way to ask which axes a vmap spans, nor to ask how many processes there are and
+# whether backends have started without starting one.
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
 
-# By the name that the driver gives a GPU. One that is not listed is asked itself.
+# Compute capability by the name that the driver gives a GPU. A GPU that no pattern matches is asked
+# for its own.
 _CAPABILITIES = (
     (r"A100|A800|A30\b", 8.0),
     (r"A10\b|A10G|A40|A16|RTX A\d|RTX 30\d\d", 8.6),
@@ -28,33 +30,36 @@ _CAPABILITIES = (
     (r"V100", 7.0),
     (r"T4\b|RTX 20\d\d", 7.5),
 )
-# Dense bfloat16 peak, in FLOP/s, from the vendor's data sheets.
+# Dense bfloat16 peak in FLOP/s, by a part of the GPU's name, from the vendor's data sheets.
 _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 # Compute capabilities of GPUs that NVLink connects.
 _LINKED = (8.0, 9.0, 10.0, 10.3)
-# Bytes beyond which XLA makes no one permute of those that begin and end together.
+# XLA combines permutes that begin and end together into one, up to this many bytes.
 _ANY_SIZE = 2**50
 
 Options = dict[str, bool | int | str]
 _COPIES: Options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
-# XLA_FLAGS has words of its own for the values of some options.
+# The words that XLA_FLAGS has for the values of some options.
 _FLAG_WORDS = {"COLLECTIVES_PEER_MEMORY": "peer", "True": "true", "False": "false"}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The peak of one device by its kind, or None where it is not known."""
+    """Dense bfloat16 peak of one device in FLOP/s, or None if its kind is not listed."""
     return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind), None)
 
 
 def current_platform() -> str:
-    """ "gpu", "cpu", ...: of the mesh in context if it says, else JAX's default."""
+    """The platform ("gpu", "cpu", ...) of the mesh in context; JAX's default if it names none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def compute_capability() -> float | None:
-    """8.0 for A100, 9.0 for H100 and H200; None if the platform is not a known NVIDIA GPU."""
+    """The GPU's compute capability, 8.0 for A100, 9.0 for H100 and H200.
+
+    None if the code will not run on a GPU, or on a GPU that is neither listed nor present.
+    """
     if current_platform() != "gpu":
         return None
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -68,27 +73,47 @@ def compute_capability() -> float | None:
     return None
 
 
+class Target(NamedTuple):
+    """What a program is for.
+
+    Attributes:
+      platform: "gpu", "cpu", ...
+      compute_capability: compute capability of the NVIDIA GPU; None on another device, or on a GPU
+        that is neither listed nor present.
+    """
+
+    platform: str
+    compute_capability: float | None
+
+
+def current_target() -> Target:
+    """What the code being traced will run on."""
+    return Target(current_platform(), compute_capability())
+
+
 def _listed_capability(kind: str) -> float | None:
+    """The compute capability of GPUs of this name, or None if no pattern matches it."""
     return next((number for name, number in _CAPABILITIES if re.search(name, kind)), None)
 
 
 def compiler_options(platform: str | None = None, *, peer_copies: bool | None = None) -> Options:
-    """What XLA needs to hide the links behind the kernels, for the outermost ``jax.jit``.
+    """Options for the outermost ``jax.jit``, with which XLA hides transfers behind the kernels.
 
-    On GPUs: the latency-hiding scheduler, which XLA leaves off on some generations; one permute for
-    all arrays that travel together, however large; and more than one on their way at once, so that
-    a block and a gradient, the inner and the outer links of a two-level ring are used together::
+    On GPUs they switch on the latency-hiding scheduler, which XLA leaves off on some generations.
+    They make one permute of all arrays that travel together, however large. They allow several
+    permutes at once, so that a block and a gradient travel together, and the inner and the outer
+    links of a two-level ring are used together::
 
         step = jax.jit(step, compiler_options=burst_jax.compiler_options())
 
     :func:`set_compiler_options` sets them for every ``jax.jit`` instead.
 
     Args:
-      platform: "gpu", "cpu", ...; None is the mesh's in context, or JAX's default.
-      peer_copies: blocks are moved by the GPUs' copy engines, not by NCCL's kernels, which take
+      platform: "gpu", "cpu", ...; None is the platform of the mesh in context, or JAX's default.
+      peer_copies: whether the GPUs' copy engines move blocks, instead of NCCL's kernels, which take
         multiprocessors from the attention: 2.7 times as fast on four H200 while a kernel runs. All
-        GPUs must belong to one process and reach each other's memory. None: if there is one process
-        and its GPUs are of a kind that NVLink connects (A100, H100, H200, B200, B300).
+        GPUs must belong to one process and reach each other's memory. None is True if there is one
+        process and its GPUs are of a kind that NVLink connects (A100, H100, H200, B200, B300).
 
     Returns:
       Options for ``jax.jit(..., compiler_options=)``; empty where there is nothing to set.
@@ -101,9 +126,9 @@ def compiler_options(platform: str | None = None, *, peer_copies: bool | None = 
 
 
 def set_compiler_options(peer_copies: bool | None = None) -> Options:
-    """Sets :func:`compiler_options` for every ``jax.jit`` of this process that is still to come.
+    """Sets :func:`compiler_options` for every ``jax.jit`` that this process will compile.
 
-    A ``jax.jit`` without compiler options has none of them, and two H200 then take a tenth longer::
+    A ``jax.jit`` without these options takes a tenth longer on two H200::
 
         burst_jax.set_compiler_options()  # first of all, but after jax.distributed.initialize()
 
@@ -113,16 +138,17 @@ def set_compiler_options(peer_copies: bool | None = None) -> Options:
     It starts no JAX backend: it asks the driver which GPUs there are.
 
     Args:
-      peer_copies: as in :func:`compiler_options`. None: if there is one process, and all GPUs are
-        of kinds that NVLink connects. How many processes there are is known only after
+      peer_copies: as in :func:`compiler_options`. None is True if there is one process and all GPUs
+        are of kinds that NVLink connects. How many processes there are is known only after
         ``jax.distributed.initialize()``: where there are several, call that first, or pass False.
 
     Returns:
-      The options of :func:`compiler_options` that ``XLA_FLAGS`` has now, one that had another value
-      there with that value's text; empty where there is nothing to set.
+      The options of :func:`compiler_options` as they stand in ``XLA_FLAGS`` after the call. An
+      option that had another value there before keeps it, and is returned as that value's text.
+      Empty where there is nothing to set.
 
     Raises:
-      RuntimeError: too late, JAX has its devices already.
+      RuntimeError: JAX has its devices already, so it is too late.
       ValueError: ``peer_copies=True`` with several processes, or an ``XLA_FLAGS`` that names a file
         of flags, to which nothing can be added.
     """
@@ -137,7 +163,7 @@ def set_compiler_options(peer_copies: bool | None = None) -> Options:
 
 
 def _set_compiler_options(kinds: list[str], processes: int, peer_copies: bool | None) -> Options:
-    """:func:`set_compiler_options` on a machine with GPUs of these kinds."""
+    """:func:`set_compiler_options` for so many processes and GPUs of these kinds."""
     if peer_copies and processes > 1:
         raise ValueError(
             f"peer_copies is True, and there are {processes} processes: copy engines reach the "
@@ -171,6 +197,7 @@ def _set_compiler_options(kinds: list[str], processes: int, peer_copies: bool | 
 
 
 def _gpu_options(peer_copies: bool) -> Options:
+    """The options of :func:`compiler_options` on GPUs."""
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
@@ -180,11 +207,13 @@ def _gpu_options(peer_copies: bool) -> Options:
 
 
 def _flag(option: tuple[str, bool | int | str]) -> str:
+    """An option, ``(name, value)``, as ``XLA_FLAGS`` writes it."""
     name, value = option
     return f"--{name}={_flag_word(value)}"
 
 
 def _flag_word(value: bool | int | str) -> str:
+    """An option's value as ``XLA_FLAGS`` writes it."""
     return _FLAG_WORDS.get(str(value), str(value))
 
 

@@ -1,30 +1,40 @@
-"""Which mesh, which axes, and how to keep activations where their tokens are."""
+"""Meshes and their axes, and how arrays are split over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AxisNames = str | tuple[str, ...] | None
 
 
-def resolve_mesh(mesh: Any = None) -> Any:
-    """``mesh`` itself, or the mesh of ``jax.set_mesh``; ValueError if there is neither."""
+def resolve_mesh(mesh: Mesh | AbstractMesh | None = None) -> Mesh | AbstractMesh:
+    """``mesh`` itself, or for None the mesh of ``jax.set_mesh``.
+
+    Raises:
+      ValueError: ``mesh`` is None and no mesh is set, or it is no mesh, or one without axes.
+    """
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "mesh is None and no mesh is set: pass mesh=, or enter jax.set_mesh(mesh)"
+            )
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: it must be a jax.sharding.Mesh")
     if mesh.empty:
-        raise ValueError(
-            "no mesh: pass mesh=jax.make_mesh(...) or call inside `with jax.set_mesh(mesh)`"
-        )
+        raise ValueError("mesh has no axes: pass one that jax.make_mesh made")
     return mesh
 
 
 def flat_names(*axes: AxisNames) -> tuple[str, ...]:
-    """The mesh axes that the arguments name, in order, without None."""
+    """The mesh axes that the arguments name, in order; an argument that is None names none."""
     names: list[str] = []
     for axis in axes:
         if axis is not None:
@@ -32,9 +42,49 @@ def flat_names(*axes: AxisNames) -> tuple[str, ...]:
     return tuple(names)
 
 
+def axes_size(mesh: Mesh | AbstractMesh, *axes: AxisNames) -> int:
+    """How many devices lie along the mesh axes that the arguments name, all together."""
+    return math.prod(mesh.shape[axis] for axis in flat_names(*axes))
+
+
+def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
+    """How many devices lie along the mesh axis that an argument of ``burst_attention`` names.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"{argument} is {axis!r}: the mesh's axes are {', '.join(map(repr, mesh.axis_names))}"
+        )
+    return mesh.shape[axis]
+
+
+def size_in_shard_map(argument: str, axis: str) -> int:
+    """How many devices lie along the manual mesh axis that an argument of ``ring_attention`` names.
+
+    Raises:
+      ValueError: the call is not made inside a ``shard_map`` over that axis.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"{argument} is {axis!r}, the manual mesh axes here are {manual}: call "
+            "ring_attention inside a shard_map over that axis, or burst_attention outside of one"
+        ) from None
+
+
 def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The mesh axes that ``burst_attention`` with these options splits a sequence over."""
     return flat_names(options.get("seq_axis", "seq"), options.get("head_parallel_axis"))
+
+
+def inside_shard_map(axes: AxisNames) -> bool:
+    """Whether one of the mesh axes is manual here, so that arrays are one device's."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(set(manual).intersection(flat_names(axes)))
 
 
 def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:
@@ -42,49 +92,57 @@ def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> Par
     return PartitionSpec(batch_axis, seq_axis, *[None] * (ndim - 2))
 
 
-def lookup(table: jax.Array, index: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """``table[index]``, the result sharded by ``spec`` over a mesh with Auto or Explicit axes.
+def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """``spec`` without the mesh axes that are not among ``axes``."""
+    kept = (tuple(name for name in flat_names(entry) if name in axes) for entry in spec)
+    return PartitionSpec(*(entry or None for entry in kept))
 
-    Without the pin the compiler may gather all tokens on its way into a model. An index beyond the
-    table gives NaN.
+
+def split_as_it_is(x: jax.Array, otherwise: PartitionSpec) -> PartitionSpec:
+    """How ``x`` is split over Explicit mesh axes, which its type tells.
+
+    Args:
+      x: an array, or a ``jax.ShapeDtypeStruct``.
+      otherwise: the answer if its type names no mesh axis.
     """
-    mesh = resolve_mesh(mesh)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto, explicit = (
-        NamedSharding(mesh, _only(spec, {name for name in types if types[name] == kind}))
-        for kind in (AxisType.Auto, AxisType.Explicit)
-    )
-    if AxisType.Explicit in types.values():
-        rows = table.at[index].get(mode="fill", out_sharding=explicit)
-    else:
-        rows = table.at[index].get(mode="fill")
-    if AxisType.Auto in types.values():
-        rows = jax.lax.with_sharding_constraint(rows, auto)
-    return rows
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not flat_names(*sharding.spec):
+        return otherwise
+    return PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
 
 
-def place_explicit(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """``x`` split by ``spec`` over the mesh's Explicit axes; Auto axes take any array."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in types if kind == AxisType.Explicit}
-    if not explicit:
+def pinned(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` split by ``spec`` over a mesh with Auto or Explicit axes."""
+    x = place_explicit(x, mesh, spec)
+    if mesh.auto_axes:
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, only(spec, mesh.auto_axes)))
+    return x
+
+
+def place_explicit(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` split by ``spec`` over the mesh's Explicit axes.
+
+    Over Auto axes nothing is done: the compiler moves an array to where ``shard_map`` needs it.
+    """
+    if not mesh.explicit_axes:
         return x
-    return jax.reshard(x, NamedSharding(mesh, _only(spec, explicit)))
+    return jax.reshard(x, NamedSharding(mesh, only(spec, mesh.explicit_axes)))
 
 
-def gathered(weights: Any) -> Any:
+def gathered[Weights](weights: Weights) -> Weights:
     """The arrays of a pytree, or of an nnx module, whole on every device along Explicit mesh axes.
 
-    A product of activations and weights that are both split over an Explicit axis has no sharding
-    of its own, so JAX refuses it. Call this where a layer uses its weights, inside what is
-    rematerialised: then one layer's weights are whole at a time, and each gradient is split again
-    as its weight is (FSDP, Zhao et al. 2023). Auto axes stay the compiler's, which does the same
-    where it needs to.
+    JAX refuses a product of activations and weights that are both split over an Explicit axis,
+    because the product's own sharding would be ambiguous. Call this function where a layer uses its
+    weights, inside what ``jax.checkpoint`` recomputes: then one layer's weights are whole at a
+    time, and each gradient is split again as its weight is (FSDP, Zhao et al. 2023). Over Auto axes
+    nothing is done, because the compiler gathers weights there where it needs to.
     """
     if isinstance(weights, nnx.Module):
         graphdef, state = nnx.split(weights)
         if not any(map(_is_split, jax.tree.leaves(state))):
-            return weights  # Itself: what a copy's submodules write, like a counter, would be lost.
+            # No copy: what a submodule of a copy writes, like a counter, would be lost.
+            return weights
         return nnx.merge(graphdef, gathered(state))
 
     def whole(x: jax.Array) -> jax.Array:
@@ -96,10 +154,5 @@ def gathered(weights: Any) -> Any:
 
 
 def _is_split(x: jax.Array) -> bool:
-    """Whether an array is split over an Explicit mesh axis: its type says so of no other."""
+    """Whether an array is split over an Explicit mesh axis; its type names no Auto axis."""
     return bool(flat_names(*jax.typeof(x).sharding.spec))
-
-
-def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
-    kept = (tuple(name for name in flat_names(entry) if name in names) for entry in spec)
-    return PartitionSpec(*(entry or None for entry in kept))

@@ -1,4 +1,4 @@
-"""What a benchmark needs, said before anything is measured: GPUs, files to write, matplotlib."""
+"""Checks that end a benchmark before it measures: GPUs, files to write, matplotlib."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from burst_jax.bench import plot
 
 
 def need_gpus(what: str, least: int = 1) -> None:
-    """Ends the command unless JAX has as many NVIDIA GPUs.
+    """Ends the command unless JAX has at least ``least`` NVIDIA GPUs.
 
     A CPU would take hours and tens of gigabytes for the sizes that are measured, and its figures
     would say nothing.
 
+    Args:
+      what: the command's name, for the message.
+      least: how many GPUs it needs.
+
     Raises:
-      SystemExit: what is needed and what is there.
+      SystemExit: the message says how many GPUs are needed and what is there.
     """
     needs = "an NVIDIA GPU" if least == 1 else f"{least} or more NVIDIA GPUs"
     platform, count = jax.default_backend(), len(jax.devices())
@@ -30,7 +34,7 @@ def need_gpus(what: str, least: int = 1) -> None:
 
 
 def need_outputs(json: Path | None = None, png: Path | None = None) -> None:
-    """Ends the command unless its files can be written, and drawn.
+    """Ends the command unless its files can be written, and a PNG can be drawn.
 
     Raises:
       SystemExit: a folder that cannot be made or written, a file that is a folder, no matplotlib.

@@ -10,7 +10,8 @@ from typing import Any
 
 from burst_jax.bench.results import Results, Row, replacing
 
-# Okabe and Ito's colours, told apart by the colour-blind: peers in blues, ours in warm ones.
+# Okabe and Ito's colours, which the colour-blind can tell apart: blue for other attention, warm
+# colours for this project's.
 _COLOURS = {
     "cuDNN": "#0072B2",
     "Pallas example": "#56B4E9",
@@ -18,7 +19,8 @@ _COLOURS = {
     "triton": "#E69F00",
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
-# More names than colours: then each bar has its name beside it, and a colour by its kind.
+# If there are more names than colours, each bar has its name beside it and the colour of the first
+# of these words that its name contains.
 _KINDS = (("one GPU", "#999999"), ("every GPU", "#999999"), ("cuDNN", "#0072B2"))
 _KINDS += (("contiguous", "#56B4E9"), ("", "#D55E00"))
 _GREY = "#767676"
@@ -26,7 +28,7 @@ _WIDTH, _DPI = 11, 100  # inches and dots an inch: as wide as a README
 
 
 def figure_class() -> Any:
-    """Matplotlib's ``Figure``; drawn through it alone, nothing global changes.
+    """Matplotlib's ``Figure``, with which one can draw without changing global state.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -49,7 +51,7 @@ def png(text: str) -> Path:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes a PNG: bars by case, forward on the left, forward and backward on the right.
+    """Writes a PNG with bars by case, forward on the left, forward and backward on the right.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -106,11 +108,16 @@ _Places = tuple[list[float], list[tuple[float, str]], float]
 
 
 def _places(results: Results, peers: list[str]) -> _Places:
-    """Where every row's bar is, in bars from the top; the cases' labels and places; the end."""
+    """Where the bars are, grouped by case, in widths of a bar from the top.
+
+    Returns:
+      ``(places, ticks, end)``: the place of each row's bar, ``(place, label)`` of each case, and
+      the place below the last bar.
+    """
     cases = list(dict.fromkeys(row.case for row in results.rows))
     group = len(peers) + 1
     places = [float(cases.index(row.case) * group + peers.index(row.peer)) for row in results.rows]
-    # Broken after commas alone: textwrap takes a no-break space for a letter.
+    # No-break spaces, which textwrap treats as letters, so that labels break after commas only.
     parts = (case.replace(" ", "\xa0").replace(",\xa0", ", ") for case in cases)
     labels = [textwrap.fill(case, 20, break_long_words=False) for case in parts]
     middle = (len(peers) - 1) / 2
@@ -118,7 +125,7 @@ def _places(results: Results, peers: list[str]) -> _Places:
 
 
 def _named_places(results: Results) -> _Places:
-    """The same, a line for each row that there is: its case above, its name at its side."""
+    """As :func:`_places`, with a tick for each bar, and each case's label above its bars."""
     places, ticks, at, case = [], [], 0.0, None
     for row in results.rows:
         if row.case != case:
@@ -133,7 +140,7 @@ def _named_places(results: Results) -> _Places:
 
 
 def _bar(axes: Any, at: float, row: Row, rate: float, colours: dict) -> None:
-    """One bar and its number; where there is none, a word why."""
+    """Draws one bar and its rate, or a word that says why there is no rate."""
     style: dict[str, Any] = {"fontsize": 8.5, "color": "#222222"}
     if math.isnan(rate):
         rate, text = 0.0, "wrong" if row.note.startswith("wrong") else "cannot"
@@ -141,7 +148,7 @@ def _bar(axes: Any, at: float, row: Row, rate: float, colours: dict) -> None:
     else:
         axes.barh(at, rate, 0.92, color=colours[row.peer])
         text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
-    # White behind it: the dashed line of the ceiling may pass here.
+    # White behind the number, because the dashed line of the matmul's rate may pass here.
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     axes.annotate(
         text, (rate, at), (4, 0), textcoords="offset points", va="center_baseline", bbox=behind,

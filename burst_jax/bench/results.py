@@ -16,15 +16,15 @@ import jax
 
 @dataclasses.dataclass
 class Row:
-    """One implementation on one case; NaN is what was not measured.
+    """What was measured of one implementation on one case; NaN stands for no measurement.
 
     Attributes:
-      case: what was computed.
-      peer: by whom.
+      case: name of the case.
+      peer: name of the implementation.
       forward: TFLOP/s of the forward pass.
       both: TFLOP/s of the forward and the backward pass together.
-      error: the largest relative one of out, dq, dk, dv.
-      note: why it was not timed, or empty.
+      error: largest relative error of out, dq, dk and dv.
+      note: why the implementation was not timed, or empty.
       memory: GiB per device of the forward and the backward pass.
     """
 
@@ -37,9 +37,12 @@ class Row:
     memory: float = math.nan
 
     def agrees(self, limit: float, *programs: dict[str, float]) -> bool:
-        """Keeps the largest error, and whether it is within the limit; else a note says which.
+        """Whether all errors are within the limit; keeps the largest, and notes its name if not.
 
-        Each program's errors are counted: two may compute the same result.
+        Args:
+          limit: the largest relative error that is right.
+          *programs: for each program its relative errors by the result's name; two programs may
+            compute a result of one name.
         """
         errors = [pair for errors in programs for pair in errors.items()]
         worst, self.error = max(errors, key=lambda pair: pair[1])
@@ -53,12 +56,12 @@ class Results:
     """One run of the benchmark.
 
     Attributes:
-      device: the GPU, as its driver names it.
+      device: name of the GPU, as its driver gives it.
       jax: JAX's version.
-      dtype: of query, key and value.
+      dtype: name of the dtype of query, key and value.
       matmul: TFLOP/s of a large matmul, the most that any implementation could reach.
-      devices: how many of them were used together; rates are per device.
-      rows: in the order in which they were measured.
+      devices: how many GPUs were used together; rates are per GPU.
+      rows: what was measured, in the order of measuring.
     """
 
     device: str
@@ -69,7 +72,7 @@ class Results:
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Writes them as JSON, numbers that are not finite as null."""
+        """Writes the results as JSON; a number that is not finite is written as null."""
 
         def plain(value: Any) -> Any:
             return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -87,7 +90,7 @@ class Results:
         """Reads what :meth:`save` wrote.
 
         Raises:
-          ValueError: there is no such file, or it holds something else.
+          ValueError: there is no such file, or it holds no results of a benchmark.
         """
         try:
             record = json.loads(path.read_text())
@@ -104,7 +107,10 @@ class Results:
 
 
 def gib(program: jax.stages.Compiled) -> float:
-    """GiB per device of arguments, results and what lies between; NaN if the backend says none."""
+    """GiB per device that a program takes, for its arguments, its results and everything between.
+
+    NaN if the backend does not tell.
+    """
     memory = program.memory_analysis()
     if memory is None:
         return math.nan
@@ -112,8 +118,13 @@ def gib(program: jax.stages.Compiled) -> float:
     return 2**-30 * (sum(parts) - memory.alias_size_in_bytes)
 
 
-def _typed(cls: Any, record: dict[str, Any]) -> Any:
-    """An instance of a dataclass whose every field is in ``record``, and of its type."""
+def _typed[Record: (Row, Results)](cls: type[Record], record: dict[str, Any]) -> Record:
+    """An instance of the dataclass ``cls`` with the values of ``record``.
+
+    Raises:
+      KeyError: a field is missing.
+      ValueError: a value is not of its field's type.
+    """
     values = {}
     for field in dataclasses.fields(cls):
         value = record[field.name]
@@ -133,9 +144,9 @@ def _typed(cls: Any, record: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path``, which takes its place at the end.
+    """A path beside ``path`` to write to; the new file replaces ``path`` when the body ends.
 
-    If the body raises, ``path`` is as it was and nothing is left beside it.
+    If the body raises, ``path`` stays as it was, and the new file is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,9 +1,10 @@
-"""Times rings of all GPUs present beside what else could be done with them: ``bench ring``.
+"""Times rings of all GPUs present beside other ways to use those GPUs: ``bench ring``.
 
-Every way gets the same work: the same q, k, v and do, each in the layout it needs, forward alone
-and with the gradients of all three. Results are held to those of the first way that ran (one GPU
-with the whole sequence, where it fits) before they are timed. TFLOP/s count as in ``bench kernels``
-and are per GPU; the share is of one GPU's own rate with the same kernels and length.
+Every way gets the same q, k, v and do, in the layout that it needs, and computes the forward pass
+alone and with the gradients of q, k and v. Before a way is timed, its results are compared with the
+results of the first way that ran (one GPU with the whole sequence, where that fits). TFLOP/s are
+counted as in ``bench kernels``, per GPU; the table gives each rate as a share of the rate that one
+GPU alone reaches with the same kernels and length.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from burst_jax.bench.kernels import Case, matmul_ceiling
 from burst_jax.bench.needs import add_outputs, need_gpus, need_outputs
 from burst_jax.bench.results import Results, Row, gib
 from burst_jax.layout import Layout
-from burst_jax.sharding import flat_names
+from burst_jax.platform import Options
+from burst_jax.ring.rotation import RotationChoice
+from burst_jax.sharding import AxisNames, axes_size, flat_names
 from pallas_kernels.timing import median_time, relative_error
 
 ALONE, ALL_ALONE, ZIGZAG = "one GPU", "every GPU alone", "zigzag"
-# The largest relative difference between two ways in bfloat16; each rounds on its own.
+# Largest relative difference between two ways in bfloat16: each way rounds its own sums.
 _AGREE = 1.2e-2
 
 
@@ -41,13 +44,13 @@ class Way:
     """One way to attend over a sequence that several GPUs hold.
 
     Attributes:
-      mesh: of the devices it uses.
-      attend: ``(q, k, v) -> out``, arrays in ``layout``'s order.
-      axes: the mesh axes that the sequence is split over.
-      layout: the order of the tokens, over ``shards`` shards.
-      shards: the layout's.
-      copies: how often all the work is done, side by side.
-      options: XLA's, beside the library's own.
+      mesh: mesh of the devices that the way uses.
+      attend: ``(q, k, v) -> out``, arrays in the order of ``layout``.
+      axes: mesh axes that the sequence is split over.
+      layout: order of the tokens.
+      shards: number of shards of ``layout``.
+      copies: how many times the whole work is done at once, on different devices.
+      options: compiler options for ``jax.jit``.
     """
 
     mesh: Mesh
@@ -56,16 +59,16 @@ class Way:
     layout: Layout
     shards: int
     copies: int = 1
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: Options = dataclasses.field(default_factory=dict)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of q, k, v and all results."""
+        """Sharding of q, k, v and all results."""
         return NamedSharding(self.mesh, P("copies" if self.copies > 1 else None, self.axes))
 
     @property
     def order(self) -> tuple[Layout, int, int, NamedSharding]:
-        """How the tokens lie."""
+        """Layout, its shards, copies and sharding: the last arguments of :func:`_random`."""
         return self.layout, self.shards, self.copies, self.sharding
 
 
@@ -80,19 +83,23 @@ def ring(
     layout: Layout = "zigzag",
     *,
     shape: tuple[int, ...] = (),
-    seq_axis: Any = "seq",
+    seq_axis: AxisNames = "seq",
     head_parallel_axis: str | None = None,
+    backward: RotationChoice = "auto",
     peer_copies: bool | None = None,
-    **options: Any,
 ) -> Way:
-    """burst_attention on all devices."""
+    """burst_attention on ``n`` devices, called with the arguments of these names.
+
+    ``shape`` is the mesh's, with a size for each axis that ``seq_axis`` and ``head_parallel_axis``
+    name; () is one axis of all devices.
+    """
     names = flat_names(seq_axis, head_parallel_axis)
     mesh = _mesh(shape or (n,), names)
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh, seq_axis=seq_axis, layout=layout,
-        head_parallel_axis=head_parallel_axis, **case.options, **options,
+        head_parallel_axis=head_parallel_axis, backward=backward, **case.options,
     )  # fmt: skip
-    shards = math.prod(mesh.shape[axis] for axis in flat_names(seq_axis))
+    shards = axes_size(mesh, seq_axis)
     xla = burst_jax.compiler_options(peer_copies=peer_copies)
     return Way(mesh, attend, names, layout, shards, options=xla)
 
@@ -103,13 +110,13 @@ def cudnn(case: Case) -> Callable[..., jax.Array]:
 
 
 def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Way:
-    """One GPU with the whole sequence."""
+    """One GPU with the whole sequence, with ``attend`` or, if it is None, burst_attention."""
     way = ring(case, 1, "contiguous")
     return way if attend is None else dataclasses.replace(way, attend=attend)
 
 
 def all_alone(case: Case, n: int) -> Way:
-    """Every GPU with the whole sequence, all at once: the slowest one's rate, as a ring's is."""
+    """Every GPU attends over the whole sequence alone, all at once: the slowest one decides."""
     mesh = _mesh((n, 1), ("copies", "seq"))
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh, batch_axis="copies", **case.options
@@ -118,7 +125,11 @@ def all_alone(case: Case, n: int) -> Way:
 
 
 def ulysses(case: Case, n: int) -> Way:
-    """All-to-all to parts of the heads, cuDNN on the whole sequence, all-to-all back."""
+    """Ulysses: all-to-all to parts of the heads, cuDNN on the whole sequence, all-to-all back.
+
+    Raises:
+      NotImplementedError: the devices cannot share the key heads equally.
+    """
     if case.kv_heads % n:
         raise NotImplementedError(f"{case.kv_heads} key heads for {n} devices")
     mesh = _mesh((n,), ("seq",))
@@ -135,7 +146,11 @@ def ulysses(case: Case, n: int) -> Way:
 
 
 def all_gather(case: Case, n: int) -> Way:
-    """Keys and values gathered to every device, cuDNN there."""
+    """Keys and values gathered on every device, where cuDNN attends to them.
+
+    Raises:
+      NotImplementedError: the case is causal.
+    """
     if case.is_causal:
         raise NotImplementedError("cuDNN through JAX masks no queries that start inside the keys")
     mesh = _mesh((n,), ("seq",))
@@ -151,7 +166,7 @@ def all_gather(case: Case, n: int) -> Way:
 
 
 def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
-    """What is measured, by name; a way that cannot do the case raises when called."""
+    """The ways by name; calling one makes it, and raises if it cannot do the case."""
 
     def by_two(what: str, shape: tuple[int, int], **options: Any) -> Way:
         if n % 2 or n < 4:
@@ -194,7 +209,7 @@ _CORE = (
 )
 _ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
 _LEVELS = ("two-level ring", "hybrid, heads by 2")
-# Each case, and the ways that it is measured by.
+# Each case, and the names of the ways that are timed on it.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),
     (Case("128K, 32/8 heads", 1, 131072, 32, 8, 128, True), _CORE),
@@ -225,7 +240,7 @@ def _random(
     copies: int,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """The same numbers in any layout and on any devices."""
+    """Random bfloat16 numbers of a shape, the same tokens in any layout and on any devices."""
     x = burst_jax.to_layout(jax.random.normal(key, shape, jnp.bfloat16), layout, shards)
     return lax.with_sharding_constraint(jnp.concatenate([x] * copies), sharding)
 
@@ -234,7 +249,7 @@ def _random(
 def _natural(
     x: jax.Array, layout: Layout, shards: int, copies: int, sharding: NamedSharding
 ) -> jax.Array:
-    """Tokens in their natural order, split as they were; of copies the last."""
+    """``x`` with its tokens in their natural order; of several copies the last one."""
     x = x[-(x.shape[0] // copies) :]
     return lax.with_sharding_constraint(burst_jax.from_layout(x, layout, shards), sharding)
 
@@ -248,7 +263,7 @@ class Problem:
         self._want: dict[str, jax.Array] = {}
 
     def arrays(self, way: Way) -> list[jax.Array]:
-        """q, k, v and do: the same numbers for every way."""
+        """bfloat16 q, k, v and do ``[copies * B, T, heads, H]``, the same numbers for every way."""
         case = self.case
         keys = jax.random.split(jax.random.key(1), 4)
         heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -258,7 +273,7 @@ class Problem:
         ]
 
     def errors(self, way: Way, results: dict[str, jax.Array]) -> dict[str, float]:
-        """How far each result is from the first way's, which is kept; 0 for itself."""
+        """Relative difference of each result from the first way's, which the first call keeps."""
         errors = {}
         for name, array in results.items():
             once = NamedSharding(way.mesh, P(None, way.axes))
@@ -269,7 +284,13 @@ class Problem:
 
 
 def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
-    """Checks one way against the first, and times it."""
+    """Compares one way with the first way, and times it.
+
+    Args:
+      problem: the case and its arrays.
+      name: name of the way in the table.
+      make: makes the way.
+    """
     case, row = problem.case, Row(problem.case.name, name)
     try:
         way = make()
@@ -289,7 +310,7 @@ def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
         row.memory = gib(gradient)
         alone_errors = problem.errors(way, {"out": forward(*arrays[:3])})
         errors = problem.errors(way, gradient(*arrays))
-    except Exception as error:  # What a way cannot do is a line of the table, not its end.
+    except Exception as error:  # The table says what a way cannot do, and goes on.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
         return row
     if not row.agrees(_AGREE, alone_errors, errors):
@@ -345,7 +366,7 @@ def run(args: argparse.Namespace) -> None:
             print(_line(row, own), flush=True)
             results.rows.append(row)
         del problem
-        # After every case: what is measured is kept, whatever becomes of the next.
+        # Saved after every case, so that a failure of the next one loses nothing.
         if args.json is not None:
             results.save(args.json)
     if args.png is not None:

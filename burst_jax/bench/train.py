@@ -1,10 +1,11 @@
 """Times a jitted training step of a language model on all GPUs present: ``bench train``.
 
-Layers of a 7B model's shape, rematerialised but for attention's results, on one long row. Sequence
-parallel in every layout (contiguous is plain Ring Attention), and tensor parallel by heads with the
-same kernels: every device has the whole sequence and a part of the heads and of the MLP.
-All take the same first step from the same weights; one whose loss or whose gradients' norm differs
-is no row of the table.
+The model has layers of a 7B model's shape. Their backward pass recomputes all but attention's
+results. The batch is one long row. The ways to split the work are: sequence parallel in every
+layout (contiguous is plain Ring Attention), and tensor parallel by heads with the same kernels,
+where every device has the whole sequence and a part of the heads, the MLP and the vocabulary. Every
+way takes the first step from the same weights; a way whose loss or norm of the gradients differs
+from the first way's is left out of the table.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from burst_jax.bench.results import gib, replacing
 from burst_jax.layout import check_length
 from burst_jax.models import DecoderConfig
 from burst_jax.platform import peak_flops
+from burst_jax.rules import ShardingRules
 from burst_jax.training import init_train_state, make_batch, make_optimizer, make_train_step
 
 CONFIG = DecoderConfig(
@@ -34,45 +36,39 @@ CONFIG = DecoderConfig(
     mlp_dim=14336, qk_norm=False, dtype=jnp.bfloat16,
 )  # fmt: skip
 WAYS = ("zigzag", "striped", "contiguous", "tensor parallel")
-# How a weight is split by heads, by the name of its layer: [layers, in, out] or with heads.
-_BY_HEADS = {
-    "query": P(None, None, "heads"),
-    "key": P(None, None, "heads"),
-    "value": P(None, None, "heads"),
-    "out": P(None, "heads"),
-    "gate": P(None, None, "heads"),
-    "up": P(None, None, "heads"),
-    "down": P(None, "heads"),
-}
-# By how much of the first way's another may differ: each rounds on its own. Of uniformly random
-# tokens unrelated weights, too, have losses within a thousandth or so.
+# Largest relative difference of a way's first metrics from the first way's: each way rounds its own
+# sums. The loss's limit is small, because on uniformly random tokens even unrelated weights have
+# losses that differ by a thousandth only.
 _AGREE = {"loss": 1e-4, "grad_norm": 5e-3}
 
 
 class Run:
-    """A model, its states and its one batch on the devices; calling it takes a step."""
+    """A model, its optimizer state and its one batch on the devices; calling it takes a step."""
 
     def __init__(self, config: DecoderConfig, way: str, length: int, n: int):
         split = way == "tensor parallel"
         shape, kinds = (1, n) if split else (n, 1), (AxisType.Auto,) * 2
         devices = jax.devices()[:n]
         mesh = jax.make_mesh(shape, ("seq", "heads"), axis_types=kinds, devices=devices)
-        options: dict[str, Any] = {"head_axis": "heads"} if split else {"layout": way}
+        rules = ShardingRules(data=None, fsdp=None, seq="seq", tensor="heads")
+        options: dict[str, Any] = {"rules": rules} if split else {"layout": way}
         optimizer = make_optimizer(1e-4, 100)
         graphdef, params, state = init_train_state(config, optimizer, mesh, 0, **options)
-        if split:
-            params, state = (_by_heads(tree, mesh) for tree in (params, state))
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
         batch = make_batch(
             rows, layout=options.get("layout", "contiguous"), num_shards=mesh.shape["seq"]
         )
-        self._batch = jax.device_put(batch, NamedSharding(mesh, P(None, ("seq", "heads"))))
-        step = make_train_step(graphdef, optimizer, token_axes=("seq", "heads"))
+        self._batch = jax.device_put(batch, NamedSharding(mesh, P(None, "seq")))
+        step = make_train_step(graphdef, optimizer)
         self._program = step.trace(params, state, self._batch).lower().compile()
         self._states = params, state
 
     def __call__(self) -> dict[str, float]:
-        """The step's metrics, once it is done: loss and gradients are those before it."""
+        """Takes a step and waits for its end.
+
+        Returns:
+          "loss" and "grad_norm" of the weights before the step.
+        """
         params, state, metrics = self._program(*self._states, self._batch)
         self._states = params, state
         jax.block_until_ready(self._states)
@@ -80,28 +76,30 @@ class Run:
 
     @property
     def gib(self) -> float:
-        """GiB per device: states, batch and all that a step needs."""
+        """GiB per device that a step takes, weights, optimizer state and batch included."""
         return gib(self._program)
 
 
-def _by_heads(tree: Any, mesh: Any) -> Any:
-    """The weights of a decoder, or what an optimizer keeps of them, split by heads."""
-
-    def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        spec = next((_BY_HEADS[name] for name in names if name in _BY_HEADS), P())
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    return jax.tree_util.tree_map_with_path(place, tree)
-
-
 def measure(config: DecoderConfig, way: str, length: int, n: int, steps: int) -> dict[str, Any]:
-    """One row: seconds of the median step and of its transfers, its first metrics, GiB per device.
+    """Times one way.
+
+    Args:
+      config: sizes and dtypes of the model.
+      way: one of ``WAYS``.
+      length: number of tokens in the row.
+      n: number of devices.
+      steps: number of steps that are timed, after a first one that is not.
+
+    Returns:
+      A row of the table: "way", "length", "seconds" of the median step, "loss" and "grad_norm" of
+      the first step, "gib" per device, and the seconds of transfers between GPUs in a step, "links"
+      in all and "bare" those with nothing else beside them (None without GPUs).
 
     Raises:
-      ValueError: the way cannot split such a length, or the model, over so many devices.
+      ValueError: the way cannot split the length, or the model, over so many devices.
     """
-    if way != "tensor parallel":  # Else batches are padded, which takes time and other kernels.
+    if way != "tensor parallel":
+        # A length that the layout cannot split would be padded, which takes time and other kernels.
         check_length(way, length, n)
     run = Run(config, way, length, n)
     first, seconds = run(), []
@@ -154,7 +152,7 @@ def run(args: argparse.Namespace) -> None:
         for way in args.ways:
             try:
                 row = measure(config, way, length, n, args.steps)
-            # Out of memory, or no such split: a line of the table.
+            # Too little memory, or a length that cannot be split: the table says so, and goes on.
             except (jax.errors.JaxRuntimeError, ValueError) as error:
                 print(f"{length:9,}  {way:18}  {' '.join(str(error).split())[:70]}", flush=True)
                 continue
@@ -162,7 +160,7 @@ def run(args: argparse.Namespace) -> None:
             off = [
                 name
                 for name, share in _AGREE.items()
-                if not abs(row[name] - first[name]) <= share * first[name]  # nor is NaN
+                if not abs(row[name] - first[name]) <= share * first[name]  # NaN is wrong too.
             ]
             flops = length * config.train_flops_per_token(length)
             row["mfu"] = None if peak is None else flops / (row["seconds"] * n * peak)
@@ -170,7 +168,7 @@ def run(args: argparse.Namespace) -> None:
             if off:
                 continue
             rows.append(row)
-            if args.json is not None:  # A row takes a minute: what is measured is kept at once.
+            if args.json is not None:  # Saved at every row, because each takes a minute.
                 with replacing(args.json) as file:
                     record = {"device": kind, "devices": n, "jax": jax.__version__, "rows": rows}
                     file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")

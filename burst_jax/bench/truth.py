@@ -1,39 +1,54 @@
-"""What a benchmark holds results to: attention in float64, for as many heads as are asked for."""
+"""Attention and its gradients in float64, which a benchmark's results are compared with."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import AttentionSpec, Tokens
-from pallas_kernels.scores import allowed
 
+# Queries that are computed at a time.
 _ROWS = 1024
 
 
 def attention_and_gradients(
-    spec: AttentionSpec, tokens: Tokens, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array
-) -> dict[str, Any]:
-    """float64 ``out, dq, dk, dv`` of one key head and its query heads; memory linear in T.
+    spec: AttentionSpec,
+    tokens: Tokens,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    per_head: Mapping[str, jax.Array] | None = None,
+) -> dict[str, jax.Array]:
+    """Attention of one key head and the query heads that share it; memory grows linearly with T.
+
+    T length, G query heads that share the key head, H head dim. All arrays may have any floating
+    dtype; they are converted to float64.
 
     Args:
-      spec: scale, window.
-      tokens: positions, and segment ids ``[1, T]`` or None; of queries and keys alike.
-      q: ``[T, G, H]``, and ``do`` alike.
-      k: ``[T, H]``, and ``v`` alike.
-      do: the cotangent of out.
+      spec: scale and mask.
+      tokens: positions ``[T]``, and segment ids ``[1, T]`` or None, of queries and keys.
+      q: ``[T, G, H]``.
+      k: ``[T, H]``.
+      v: ``[T, H]``.
+      do: the cotangent of out, ``[T, G, H]``.
+      per_head: "sink_logits" and "alibi_slopes" of the query heads, ``[G]`` each, if there are any.
+
+    Returns:
+      float64 arrays by name: "out" and "dq" ``[T, G, H]``, "dk" and "dv" ``[T, H]``.
     """
     with jax.enable_x64(True):
         wide = (x.astype(jnp.float64) for x in (q, k, v, do))
-        return _blocks(spec, tokens, *wide)
+        numbers = {name: x.astype(jnp.float64) for name, x in (per_head or {}).items()}
+        return _blocks(spec, tokens, *wide, numbers)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _blocks(spec, tokens, q, k, v, do):
+def _blocks(spec, tokens, q, k, v, do, per_head):
     length, groups, dim = q.shape
     rows = min(_ROWS, length)
     if length % rows:
@@ -41,20 +56,27 @@ def _blocks(spec, tokens, q, k, v, do):
     seg = None if tokens.segment_ids is None else tokens.segment_ids[0]
 
     def block(sums, start):
+        """Adds to dk and dv what the queries from ``start`` on, ``rows`` of them, give to them."""
         dk, dv = sums
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
         q_rows, do_rows = (cut(x).reshape(rows * groups, dim) for x in (q, do))
         q_pos = jnp.repeat(cut(tokens.positions), groups)[:, None]
         q_seg = None if seg is None else jnp.repeat(cut(seg), groups)[:, None]
         k_seg = None if seg is None else seg[None]
-        logits = spec.scale * (q_rows @ k.T)
-        ok = allowed(spec, q_pos, tokens.positions[None], q_seg, k_seg)
+        numbers = {name: jnp.tile(x, rows)[:, None] for name, x in per_head.items()}
+        logits = spec.score.scale * (q_rows @ k.T)
+        bias = spec.score.bias(q_pos, tokens.positions[None], numbers)
+        logits = logits if bias is None else logits + bias
+        ok = spec.mask.allowed(q_pos, tokens.positions[None], q_seg, k_seg)
         logits = logits if ok is None else jnp.where(ok, logits, -jnp.inf)
         p = jax.nn.softmax(logits, axis=-1, where=ok)
+        if "sink_logits" in numbers:
+            lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            p *= jax.nn.sigmoid(lse - numbers["sink_logits"])
         out = p @ v
         ds = p * (do_rows @ v.T - (out * do_rows).sum(-1, keepdims=True))
-        dq = spec.scale * (ds @ k)
-        sums = dk + spec.scale * (ds.T @ q_rows), dv + p.T @ do_rows
+        dq = spec.score.scale * (ds @ k)
+        sums = dk + spec.score.scale * (ds.T @ q_rows), dv + p.T @ do_rows
         return sums, tuple(x.reshape(rows, groups, dim) for x in (out, dq))
 
     starts = jnp.arange(0, length, rows)

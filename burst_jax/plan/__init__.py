@@ -1,4 +1,4 @@
-"""Which way to split a sequence: bytes, seconds and memory of every scheme, without a GPU.
+"""Compares the ways to split a sequence: bytes, seconds and memory of each, without a GPU.
 
 ``burst_jax.plan(...)``, or ``python -m burst_jax.plan --help``.
 """
@@ -9,18 +9,19 @@ import dataclasses
 import math
 from typing import Any
 
-from burst_jax.checks import make_spec
-from burst_jax.heads import check_heads
-from burst_jax.layout import LAYOUTS, check_length
+from burst_jax.layout import LAYOUTS
 from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu
 from burst_jax.plan.machines import find_gpu
 from burst_jax.plan.model import Attention, Cluster, Estimate, Model, Scheme
 from burst_jax.plan.table import table
-from burst_jax.rotation import BACKWARDS
+from burst_jax.request import Request
+from burst_jax.ring.exchange import check_heads
+from burst_jax.ring.rotation import ROTATIONS
+from burst_jax.shape_checks import check_lengths
 
-# By what share of its time two ways must differ for the model to tell them apart: two thirds of
-# the measured rings lie within this of their estimates (``python -m burst_jax.plan --measured``).
+# The model cannot tell two ways apart whose times differ by less than this share: two thirds of the
+# measured rings lie within it of their estimates (``python -m burst_jax.plan --measured``).
 ACCURACY = 0.03
 
 
@@ -29,10 +30,10 @@ class Plan:
     """What :func:`plan` found; ``print`` it for a table.
 
     Attributes:
-      attention: what is computed.
-      cluster: on what.
-      estimates: every way that can be taken, fastest first.
-      left_out: ``(way, reason)`` of those that cannot.
+      attention: the attention that is computed.
+      cluster: the GPUs that compute it.
+      estimates: an estimate for every way that is possible, fastest first.
+      left_out: ``(way, reason)`` for every way that is not.
     """
 
     attention: Attention
@@ -42,18 +43,18 @@ class Plan:
 
     @property
     def best(self) -> Estimate | None:
-        """What is recommended, or None if the memory is there for no way.
+        """The recommended way, or None if every way needs more memory than a GPU has.
 
-        Of the ways that are as fast as the fastest, as far as the model can tell (within
-        :data:`ACCURACY`), the one that sends the fewest bytes to other hosts: those links are the
-        slow ones, and others use them too.
+        The model cannot tell ways apart whose times differ by less than :data:`ACCURACY`. Of the
+        ways that are so close to the fastest, it is the one that sends the fewest bytes to other
+        hosts, because links between hosts are slow, and other programs use them too.
         """
         fit = [each for each in self.estimates if each.memory <= self.cluster.gpu.memory]
-        alike = [each for each in fit if each.seconds <= (1 + ACCURACY) * fit[0].seconds]
-        return min(alike, key=lambda each: each.host_bytes, default=None)
+        as_fast = [each for each in fit if each.seconds <= (1 + ACCURACY) * fit[0].seconds]
+        return min(as_fast, key=lambda each: each.host_bytes, default=None)
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON: what was asked for, every way, and ``best``."""
+        """The whole plan as plain values, for JSON."""
         best = self.best
         return {
             "attention": dataclasses.asdict(self.attention),
@@ -83,26 +84,27 @@ def plan(
 ) -> Plan:
     """Compares all ways to split one attention over a cluster, by a model of its time and memory.
 
-    The time of a step is its busiest device's scores at the kernel's measured rate, or its
-    transfers, whichever is longer (:mod:`burst_jax.plan.model`); rates and their sources are in
-    :data:`GPUS`. Bytes are exact. 16-bit activations, float32 travelling gradients.
+    A step takes as long as the kernel on the busiest device, at the kernel's measured rate, or as
+    long as the step's transfers, whichever is longer (:mod:`burst_jax.plan.model`). Rates and their
+    sources are in :data:`GPUS`. Bytes are exact. Activations are assumed to be 16-bit, and the
+    gradients that travel float32.
 
     Args:
-      length: tokens of the whole sequence.
-      num_heads: N.
-      num_kv_heads: K, a divisor of N; None is N.
-      head_dim: H.
-      batch: rows.
+      length: number of tokens of the whole sequence.
+      num_heads: number of query heads, N.
+      num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
+      head_dim: number of features of a head, H.
+      batch: number of rows.
       gpu: "a100", "h100", "h200", or a :class:`Gpu` of your own.
-      hosts: machines.
-      gpus_per_host: on each.
-      host_link: GB/s that one GPU sends to another host (50: a 400 Gbit/s adapter each).
+      hosts: number of machines.
+      gpus_per_host: number of GPUs on each machine.
+      host_link: GB/s that one GPU sends to another host (50: an adapter of 400 Gbit/s for each).
       is_causal: as in :func:`burst_jax.burst_attention`.
-      local_window_size: likewise.
+      local_window_size: as in :func:`burst_jax.burst_attention`.
 
     Returns:
-      A :class:`Plan`: estimates by time, and the recommended one, ``best``, with its mesh and its
-      arguments for ``burst_attention``.
+      A :class:`Plan`: estimates, fastest first, and the recommended estimate, ``best``, with its
+      mesh and its arguments for ``burst_attention``.
 
     Raises:
       ValueError: a size that is not a positive integer, heads that do not fit together, an unknown
@@ -127,37 +129,37 @@ def plan(
         )
     if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
         raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
-    make_spec(None, is_causal, 1.0, local_window_size, None)
     cluster = Cluster(
         find_gpu(gpu) if isinstance(gpu, str) else gpu, hosts, gpus_per_host, float(host_link)
     )
     attention = Attention(
         length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size
     )  # fmt: skip
-    masked = is_causal or local_window_size is not None
     estimates, left_out = [], []
     for scheme in _schemes(cluster):
-        # Without a mask, or without a ring, all layouts are the same work.
-        alike = not masked or not scheme.sizes
-        for layout in LAYOUTS[:1] if alike else LAYOUTS:
+        requests = [scheme.request(attention, layout) for layout in LAYOUTS]
+        # Without a mask, or without a ring, the work does not depend on the layout.
+        if not scheme.sizes or not requests[0].spec.mask.reads_positions:
+            requests = requests[:1]
+        for request in requests:
             try:
-                _check(attention, scheme, layout)
+                _check(attention, request)
             except ValueError as error:
-                left_out.append((f"{scheme.name}, {layout}", str(error)))
+                left_out.append((f"{scheme.name}, {request.layout}", str(error)))
                 continue
-            model = Model(attention, cluster, scheme, layout)
-            rotations = BACKWARDS[1:] if math.prod(scheme.sizes) > 1 else BACKWARDS[1:2]
-            estimates.extend(model.estimate(backward) for backward in rotations)
+            model = Model(attention, cluster, scheme, request)
+            rotations = ROTATIONS if request.ring_size > 1 else ROTATIONS[:1]
+            estimates.extend(model.estimate(rotation) for rotation in rotations)
     if not estimates:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in left_out)
         raise ValueError(f"length is {length}: no way to split it over {cluster.size}: {reasons}")
-    # Of ways that take the same time, the one that sends less.
+    # Of ways that take the same time, the one that sends less comes first.
     estimates.sort(key=lambda each: (each.seconds, each.forward_bytes + each.backward_bytes))
     return Plan(attention, cluster, tuple(estimates), tuple(left_out))
 
 
 def _schemes(cluster: Cluster) -> list[Scheme]:
-    """Those that the cluster's shape allows."""
+    """The schemes that the cluster's shape allows."""
     n, hosts, gpus = cluster.size, cluster.hosts, cluster.gpus
     if n == 1:
         return [Scheme("one device", (1,), 1)]
@@ -171,16 +173,11 @@ def _schemes(cluster: Cluster) -> list[Scheme]:
     return [*schemes, Scheme("head parallel", (), n)]
 
 
-def _check(attention: Attention, scheme: Scheme, layout: str) -> None:
-    """Raises ValueError if burst_attention would."""
-    ring, exchange = math.prod(scheme.sizes), scheme.exchange
-    check_length(layout, attention.length, ring)
-    if attention.length % (ring * exchange):
-        raise ValueError(
-            f"length is {attention.length}: it must be a multiple of {ring * exchange}"
-        )
-    if exchange > 1:
-        check_heads(attention.heads, attention.kv_heads, exchange, "the exchange")
+def _check(attention: Attention, request: Request) -> None:
+    """Raises ValueError if ``burst_attention`` would refuse to split the attention in this way."""
+    check_lengths(request, {"length": attention.length})
+    heads, kv_heads = attention.heads, attention.kv_heads
+    check_heads(heads, kv_heads, request.head_parallel_size, "the exchange")
 
 
 __all__ = ["GPUS", "Estimate", "Gpu", "Plan", "plan"]

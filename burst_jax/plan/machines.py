@@ -1,4 +1,4 @@
-"""GPUs and links that a plan knows, each number with where it comes from."""
+"""The GPUs and links that a plan knows, with the sources of their numbers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What one GPU does.
+    """Rates and sizes of one GPU.
 
     Attributes:
-      name: as it is asked for.
+      name: name by which :func:`find_gpu` finds it.
       memory: GiB.
       forward: TFLOP/s of the forward kernel on a long causal shard, head dim 128, 16-bit.
-      backward: of the backward kernel.
-      small_head: the share of these rates that head dims up to 64 reach.
-      launch: seconds that a kernel takes beside its work: launch, filling and draining the chip,
-        tables.
-      bandwidth: GB/s of its memory, read and written.
-      link: GB/s that it sends to a neighbour on the same host, by NCCL beside a running kernel.
-      fused: whether dQ, dK and dV come from one kernel.
+      backward: TFLOP/s of the backward kernel on such a shard.
+      small_head: share of these rates that head dims up to 64 reach.
+      launch: seconds that a kernel takes in addition to its work: launch, filling and draining the
+        chip, tables.
+      bandwidth: GB/s of its memory, reads and writes together.
+      link: GB/s that it sends to a neighbour on the same host, by NCCL while a kernel runs.
+      fused: whether one kernel computes dQ, dK and dV.
       source: where the numbers come from.
-      peer_link: GB/s of permutes where one process has all GPUs, whose copy engines then move the
-        blocks; None is ``link``.
-      exchange_link: GB/s of an all-to-all inside a host, which no kernel runs beside; None is
-        ``link``.
+      peer_link: GB/s of a permute where one process has all GPUs, so that their copy engines move
+        the blocks; None is ``link``.
+      exchange_link: GB/s of an all-to-all inside a host while no kernel runs; None is ``link``.
     """
 
     name: str
@@ -65,7 +64,7 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of that name.
 
     Raises:
-      ValueError: it is not known.
+      ValueError: no GPU of that name is known.
     """
     if name not in GPUS:
         raise ValueError(f"gpu is {name!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")

@@ -1,4 +1,4 @@
-"""What rings were measured to do, beside what the model says of them."""
+"""Measured rates of rings beside the rates that the model estimates for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from burst_jax.bench.ring import CASES
 from burst_jax.plan import GPUS, plan
 from burst_jax.plan.model import Estimate
 
-# By ``python -m burst_jax.bench ring --json`` on two and on four H200. The rows of torch in the
-# second are its context_parallel and its all-to-all around cuDNN, on the same four.
+# Results of ``python -m burst_jax.bench ring --json`` on two and on four H200. The second file also
+# has rows of torch on its four GPUs: torch's context_parallel, and its all-to-all around cuDNN.
 _FILES = ("measured_two_h200.json", "measured_four_h200.json")
-# What a plan calls the benchmark's ways: scheme, layout, rotation; None is what "auto" takes.
+# The scheme, layout and rotation that a plan has for each way of the benchmark; a rotation of None
+# is the one that "auto" takes.
 _WAYS = {
     "zigzag": ("ring", "zigzag", None),
     "zigzag, rotate_kv": ("ring", "zigzag", "rotate_kv"),
@@ -32,7 +33,13 @@ _WAYS = {
 
 
 class Compared(NamedTuple):
-    """A measured row, and the model's TFLOP/s per GPU for it."""
+    """A measured row and the model's estimate for it.
+
+    Attributes:
+      row: the measured rates.
+      forward: TFLOP/s per GPU of the forward pass that the model estimates.
+      both: TFLOP/s per GPU of forward and backward pass together that the model estimates.
+    """
 
     row: Row
     forward: float
@@ -40,7 +47,7 @@ class Compared(NamedTuple):
 
 
 def load() -> list[Results]:
-    """What was measured, newest first."""
+    """The measured results, on two GPUs and on four."""
     folder = resources.files("burst_jax.plan")
     runs = []
     for name in _FILES:
@@ -50,7 +57,7 @@ def load() -> list[Results]:
 
 
 def compare(results: Results) -> Iterator[Compared]:
-    """Every row that a plan knows."""
+    """The measured rows that a plan has an estimate for, with their estimates."""
     cases = {case.name: case for case, _ in CASES}
     for row in results.rows:
         case = cases.get(row.case)
@@ -62,6 +69,7 @@ def compare(results: Results) -> Iterator[Compared]:
 
 
 def _estimate(case: Case, way: str, devices: int) -> Estimate:
+    """The model's estimate for one way of the benchmark on one case."""
     gpu = GPUS["h200"]
     if way.endswith("NCCL"):
         gpu = dataclasses.replace(gpu, peer_link=None)

@@ -1,14 +1,16 @@
-"""Memory of a forward and a backward pass beside their arguments and results.
+"""Memory that a forward and a backward pass need beside their arguments and results.
 
-XLA lays buffers over each other, so no formula of live arrays gives it. These factors were read off
-programs compiled for eight to twelve GPUs, one to sixteen query heads to a key head
-(``compiled.memory_analysis()``, tests/test_plan.py holds them to others); the ring's size does not
-matter. Unit: bytes of one ring's shard of Q, and of K and V together, with a device's own heads.
+XLA lets buffers share memory, so the sizes of the arrays do not tell how much a program needs.
+The factors here were read off programs compiled for eight to twelve GPUs, with one to sixteen query
+heads to a key head (``compiled.memory_analysis()``); tests/test_plan.py compares them with other
+programs. The ring's size does not matter. A factor's unit is the bytes of a ring's shard of Q,
+or of K and V together, with the heads that one device has.
 """
 
 from __future__ import annotations
 
-# By kernels ("apart": dQ and dK, dV from two; "fused": from one) and rotation: (Q's, KV's).
+# ``(factor of Q, factor of K and V)`` by kernels and rotation. Kernels are "apart" if one computes
+# dQ and another dK and dV, and "fused" if one computes all three.
 _ALONE = (2.0, 2.0)
 _RING = {
     ("apart", "rotate_kv"): (2.0, 7.6),
@@ -34,16 +36,16 @@ _EXCHANGE = {
 def temp_bytes(
     kernels: str, rotation: str, *, turns: int, stops: int, exchange: bool, q: int, kv: int
 ) -> float:
-    """Bytes per device.
+    """Bytes that each device needs beside arguments and results.
 
     Args:
       kernels: "apart" or "fused".
       rotation: "rotate_kv" or "rotate_query".
-      turns: of the route.
-      stops: of the route.
+      turns: number of turns of the route, 1 on a ring of one level.
+      stops: number of stops of the route.
       exchange: whether devices exchange heads.
-      q: bytes of Q.
-      kv: bytes of K and V.
+      q: bytes of a ring's shard of Q, with one device's heads.
+      kv: bytes of a ring's shard of K and V together, with one device's heads.
     """
     if stops == 1:
         factors = _EXCHANGE_ALONE[kernels] if exchange else _ALONE

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-from burst_jax.checks import make_spec
+from burst_jax.attention_options import AttentionOptions
+from burst_jax.layout import Layout
 from burst_jax.plan.machines import Gpu
 from burst_jax.plan.memory import temp_bytes
 from burst_jax.plan.work import scores_by_stop
-from burst_jax.rotation import backward_bytes, forward_bytes
-from burst_jax.route import make_route
+from burst_jax.request import Request
+from burst_jax.ring.rotation import (
+    Rotation,
+    ShardShape,
+    backward_bytes,
+    forward_bytes,
+    hop_bytes,
+)
+from burst_jax.ring.schedule import Send, Step, backward_schedule, count_hops, forward_schedule
 
 _GIB = 2**30
-# The share of the work at home that is held back until the gradient's last hop: of a causal mask's
-# triangle half of the keys have a quarter.
+# The share of the work at home that is left for its second part, beside the gradient sum's last
+# hop: half of the keys, which under a causal mask have a quarter of the scores.
 _HELD, _HELD_CAUSAL = 1 / 2, 1 / 4
-# Products per score: two forward; five backward, of which two kernels make three and four.
+# Multiplications and additions per score and head dim: two products forward, five backward.
 _FORWARD, _BACKWARD = 4, 10
-_STAYS, _TRAVELS = 3 / 7, 4 / 7
+# Two backward kernels make three and four products, of the seven that they make together.
+_SHARES = {"stays": 3 / 7, "travels": 4 / 7, "both": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Scheme:
     """A way to split the sequence.
 
     Attributes:
-      name: "one device", "ring", "two-level ring", "head parallel", or as "ring of 2, heads by 4".
+      name: "one device", "ring", "two-level ring", "head parallel", "ring of 2, heads by 4".
       sizes: of the ring's axes, outermost first.
       exchange: devices that exchange heads inside each of the ring's shards.
     """
@@ -98,11 +107,32 @@ class Scheme:
         return axes | ({"heads": self.exchange} if self.exchange > 1 else {})
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """burst_attention's for that mesh, beside layout and backward."""
+    def arguments(self) -> AttentionOptions:
+        """The arguments of burst_attention for that mesh, without layout and backward."""
         ring = tuple(axis for axis in self.mesh if axis != "heads")
-        arguments: dict[str, Any] = {"seq_axis": ring if len(ring) == 2 else (*ring, None)[0]}
-        return arguments | ({"head_parallel_axis": "heads"} if self.exchange > 1 else {})
+        seq_axis = ring if len(ring) == 2 else ring[0] if ring else None
+        arguments: AttentionOptions = {"seq_axis": seq_axis}
+        if self.exchange > 1:
+            arguments["head_parallel_axis"] = "heads"
+        return arguments
+
+    def request(self, attention: Attention, layout: Layout) -> Request:
+        """What burst_attention is asked for on that mesh; the rotation is left open.
+
+        Raises:
+          ValueError: a mask of the attention is wrong.
+        """
+        arguments, mesh = self.arguments, self.mesh
+        return Request.parse(
+            "seq_axis",
+            arguments.get("seq_axis"),
+            arguments.get("head_parallel_axis"),
+            lambda _, axis: mesh[axis],
+            head_dim=attention.head_dim,
+            layout=layout,
+            is_causal=attention.is_causal,
+            local_window_size=attention.local_window_size,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +144,9 @@ class Estimate:
       layout: the order of the tokens.
       backward: the rotation.
       memory: GiB of q, k, v, out, their gradients, and what lies between.
-      forward_bytes: sent, by permutes and all-to-alls.
-      backward_bytes: likewise.
-      host_bytes: of both, those sent to another host by the device that sends most of them.
+      forward_bytes: sent in the forward pass, by permutes and all-to-alls.
+      backward_bytes: sent in the backward pass, by permutes and all-to-alls.
+      host_bytes: sent to another host in both passes, by the device that sends most there.
       forward_seconds: of the forward pass.
       backward_seconds: of the backward pass.
       hidden: the share of the sending that lies behind kernels.
@@ -124,8 +154,8 @@ class Estimate:
     """
 
     scheme: Scheme
-    layout: str
-    backward: str
+    layout: Layout
+    backward: Rotation
     memory: float
     forward_bytes: int
     backward_bytes: int
@@ -141,9 +171,9 @@ class Estimate:
         return self.forward_seconds + self.backward_seconds
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """burst_attention's, beside the mesh and the masks."""
-        return self.scheme.arguments | {"layout": self.layout, "backward": self.backward}
+    def arguments(self) -> AttentionOptions:
+        """The arguments of burst_attention, without the mesh and the masks."""
+        return {**self.scheme.arguments, "layout": self.layout, "backward": self.backward}
 
     def record(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
@@ -157,63 +187,73 @@ class Estimate:
         }
 
 
-class _Step(NamedTuple):
-    """One step of a route: its busiest device's scores, and what is sent beside them.
-
-    ``data`` and ``gradient``: whether a block and a gradient are, inside the turn; ``outer_data``
-    and ``outer_gradient``: which shares of one are, to the next turn.
-    """
-
-    scores: float
-    data: bool
-    gradient: bool
-    outer_data: float
-    outer_gradient: float
-
-
 @dataclasses.dataclass
 class _Seconds:
-    """Of all steps, of what is sent, and of what of that lies behind no kernel."""
+    """The time of a pass, summed over its steps.
+
+    Attributes:
+      total: seconds of all steps.
+      sent: seconds for which links work.
+      bare: of ``sent``, the seconds with no kernel beside them.
+    """
 
     total: float = 0.0
     sent: float = 0.0
     bare: float = 0.0
 
     def add(self, work: float, sending: tuple[float, ...]) -> None:
-        """A kernel, and what is sent beside it over different links."""
+        """Adds a kernel's seconds, and those of the sends beside it over each kind of links."""
         longest = max(sending)
         self.total += max(work, longest)
         self.sent += longest
         self.bare += max(0.0, longest - work)
 
 
-class Model:
-    """The costs of one attention by one scheme and layout on a cluster, per device.
+def _phases(step: Step) -> list[tuple[float, list[Send]]]:
+    """The parts of a backward step that follow each other: shares of its work, and their own sends.
 
-    Every step lasts as long as its busiest device's kernel or its slowest transfer, whichever is
-    longer: the ring waits for both. Exchanges of heads lie behind nothing.
+    Two kernels are two phases if either has a send of its own, which must land before the other
+    kernel, or the next step, begins. A kernel without a send is one phase with the other kernel.
+    """
+    if all(launch.sends for launch in step.launches):
+        return [(_SHARES[launch.kernel], list(launch.sends)) for launch in step.launches]
+    return [(1.0, [send for launch in step.launches for send in launch.sends])]
+
+
+class Model:
+    """The costs of one attention on a cluster, per device, split as a request of a scheme says.
+
+    It goes through the schedules that the ring runs (:mod:`burst_jax.ring.schedule`). A step waits
+    for the kernel of its busiest device and for its slowest transfer, so it lasts as long as the
+    longer of the two. Exchanges of heads have no kernel beside them.
     """
 
-    def __init__(self, attention: Attention, cluster: Cluster, scheme: Scheme, layout: str):
+    def __init__(self, attention: Attention, cluster: Cluster, scheme: Scheme, request: Request):
         self._attention, self._cluster = attention, cluster
-        self._scheme, self._layout = scheme, layout
-        self._tokens = attention.length // math.prod(scheme.sizes)
-        self._heads = attention.heads // scheme.exchange
-        self._kv_heads = max(1, attention.kv_heads // scheme.exchange)
-        # K and V of a ring's shard, with the heads that one device has of it; Q alike.
-        per_head = attention.batch * self._tokens * attention.head_dim
-        self._kv, self._q = 2 * per_head * self._kv_heads, per_head * self._heads
-        spec = make_spec(None, attention.is_causal, 1.0, attention.local_window_size, None)
-        axes = ("outer", "inner")[-len(scheme.sizes) :] if scheme.sizes else ()
+        self._scheme, self._layout = scheme, request.layout
+        tokens = attention.length // request.ring_size
+        # A ring's shard, with the heads that one device has after the exchange.
+        self._shape = ShardShape(
+            q_length=tokens,
+            kv_length=tokens,
+            heads=attention.heads // scheme.exchange,
+            kv_heads=max(1, attention.kv_heads // scheme.exchange),
+            head_dim=attention.head_dim,
+            itemsize=attention.itemsize,
+            batch=attention.batch,
+        )
+        # Its elements of K and V together, and of Q.
+        per_head = attention.batch * tokens * attention.head_dim
+        self._kv, self._q = 2 * per_head * self._shape.kv_heads, per_head * self._shape.heads
         self._routes, self._scores = {}, {}
         for queries_travel in (False, True):
-            shape = layout, self._tokens, self._tokens, spec, queries_travel
-            route = make_route(axes, scheme.sizes, *shape)
+            route = request.route(tokens, tokens, queries_travel=queries_travel)
+            mask = request.ring_mask(tokens, tokens, queries_travel=queries_travel)
             self._routes[queries_travel] = route
-            self._scores[queries_travel] = scores_by_stop(route, *shape)
+            self._scores[queries_travel] = scores_by_stop(route, mask)
 
-    def estimate(self, backward: str) -> Estimate:
-        """With the rotation "rotate_kv" or "rotate_query"."""
+    def estimate(self, backward: Rotation) -> Estimate:
+        """The costs with one of the two rotations."""
         forward, back = self._forward(), self._backward(backward)
         swaps = self._exchanged(backward=False), self._exchanged(backward=True)
         swap_seconds = [self._swap_seconds(size) for size in swaps]
@@ -222,7 +262,7 @@ class Model:
         seconds = forward.total + swap_seconds[0], back.total + swap_seconds[1]
         scores = sum(mean for _, mean in self._scores[False].values())
         flops = (_FORWARD + _BACKWARD) * self._per_score * scores
-        ring = self._ring_bytes(None), self._ring_bytes(backward)
+        ring = self._ring_bytes(backward)
         return Estimate(
             scheme=self._scheme,
             layout=self._layout,
@@ -240,7 +280,7 @@ class Model:
     @property
     def _per_score(self) -> int:
         """Multiplications and additions of one product, of one score of every row and head."""
-        return self._attention.batch * self._heads * self._attention.head_dim
+        return self._attention.batch * self._shape.heads * self._attention.head_dim
 
     @property
     def _rate_share(self) -> float:
@@ -248,61 +288,55 @@ class Model:
 
     @property
     def _links(self) -> tuple[float, float]:
-        """GB/s of a hop inside a turn, and of one between turns."""
+        """GB/s of a send inside a turn, and of one between turns."""
         cluster = self._cluster
         if len(self._scheme.sizes) == 2:
             return cluster.link, cluster.host_link
-        # One of its hops crosses to another host, and all wait for that one.
+        # On a ring over several hosts some device sends to another host, and all wait for that one.
         crosses = cluster.hosts > 1
         return (cluster.host_link if crosses else cluster.link), cluster.host_link
 
     def _crossing(self, swaps: int) -> int:
-        """Bytes of an all-to-all's that go to other hosts: of n - 1 peers, all but the host's."""
+        """Of the bytes of an all-to-all, those to peers on other hosts."""
         exchange, gpus = self._scheme.exchange, self._cluster.gpus
         return 0 if exchange <= gpus else swaps * (exchange - gpus) // (exchange - 1)
 
     def _swap_seconds(self, swaps: int) -> float:
-        """Of an all-to-all of so many bytes: both kinds of links work at the same time."""
+        """Seconds of an all-to-all of so many bytes: both kinds of links work at the same time."""
         gpu, crossing = self._cluster.gpu, self._crossing(swaps)
         link = gpu.link if gpu.exchange_link is None else gpu.exchange_link
         return 1e-9 * max((swaps - crossing) / link, crossing / self._cluster.host_link)
 
     def _forward(self) -> _Seconds:
         rate = 1e12 * self._cluster.gpu.forward * self._rate_share
-        block = self._kv * self._attention.itemsize
+        sizes = self._send_bytes("rotate_kv")
         spent = _Seconds()
-        for step in self._steps(False):
-            work = _FORWARD * self._per_score * step.scores / rate + self._cluster.gpu.launch
-            spent.add(work, self._sending(step.data * block, step.outer_data * block))
+        for step in forward_schedule(self._routes[False]):
+            scores = self._scores[False][step.stop][0]
+            work = _FORWARD * self._per_score * scores / rate + self._cluster.gpu.launch
+            spent.add(work, self._sending(step.all_sends, sizes))
         return spent
 
-    def _backward(self, rotation: str) -> _Seconds:
+    def _backward(self, rotation: Rotation) -> _Seconds:
         gpu, queries_travel = self._cluster.gpu, rotation == "rotate_query"
         route, attention = self._routes[queries_travel], self._attention
         rate = 1e12 * gpu.backward * self._rate_share
-        block, gradient = self._kv * attention.itemsize, self._kv * 4
-        if queries_travel:
-            lse = 2 * attention.batch * self._tokens * self._heads * 4
-            block, gradient = 2 * self._q * attention.itemsize + lse, self._q * 4
-        launches = gpu.launch * (1 if gpu.fused else 2)
+        sizes = self._send_bytes(rotation)
+        held = _HELD_CAUSAL if attention.is_causal else _HELD
         spent = _Seconds()
-        first, *others = self._steps(queries_travel)
-        steps = [first]
-        if len(route.stops) > 1:
-            # A part of the first step's work lies beside the gradient's hop home.
-            held = first.scores * (_HELD_CAUSAL if attention.is_causal else _HELD)
-            one_turn = len(route.turns) == 1
-            home = _Step(held, False, one_turn, 0.0, 0.0 if one_turn else 1.0)
-            steps = [first._replace(scores=first.scores - held), *others, home]
-        for step in steps:
-            work = _BACKWARD * self._per_score * step.scores / rate + launches
-            data, sums = step.data * block, step.gradient * gradient
-            outer = step.outer_data * block + step.outer_gradient * gradient
-            phases = [(work, data + sums)]
-            if not gpu.fused and step.data and step.gradient:
-                phases = [(_STAYS * work, sums), (_TRAVELS * work, data)]
-            for part, inner in phases:
-                spent.add(part, self._sending(inner, outer / len(phases)))
+        for step in backward_schedule(route, fused=gpu.fused):
+            scores = self._scores[queries_travel][step.stop][0]
+            if step.part == "second":
+                scores *= held
+            elif step.part == "first":
+                scores -= scores * held
+            launches = gpu.launch * len(step.launches)
+            work = _BACKWARD * self._per_score * scores / rate + launches
+            throughout = self._sending(step.sends, sizes)
+            phases = _phases(step)
+            for share, sends in phases:
+                links = zip(self._sending(sends, sizes), throughout, strict=True)
+                spent.add(share * work, tuple(own + rest / len(phases) for own, rest in links))
         spent.total += 1e-9 * self._passes(queries_travel, len(route.stops)) / gpu.bandwidth
         return spent
 
@@ -318,46 +352,41 @@ class Model:
         q = 2 * itemsize + 8 * q_sums + itemsize
         return self._q * q + self._kv * (4 * kv_sums + itemsize)
 
-    def _steps(self, queries_travel: bool) -> Iterator[_Step]:
-        """All of a route, in order."""
-        turns = self._routes[queries_travel].turns
-        for index, turn in enumerate(turns):
-            pieces = max(1, len(turn) - 1)  # of the gradient that comes from the turn before
-            # What the first stop of all makes stays there: it is at home.
-            comes = index > 1 or (index == 1 and len(turns[0]) > 1)
-            first = 1 if index else 2
-            for place, stop in enumerate(turn):
-                yield _Step(
-                    scores=self._scores[queries_travel][stop][0],
-                    data=place < len(turn) - 1,
-                    gradient=place >= first,
-                    outer_data=1 / len(turn) if index < len(turns) - 1 else 0.0,
-                    outer_gradient=1 / pieces if comes and place < pieces else 0.0,
-                )
+    def _sending(self, sends: Iterable[Send], sizes: dict[str, int]) -> tuple[float, float]:
+        """Seconds over the links inside turns and over those between turns, which work at once.
 
-    def _sending(self, inner: float, outer: float) -> tuple[float, float]:
-        """Seconds of bytes over both kinds of links, which work at the same time."""
+        Args:
+          sends: what is sent.
+          sizes: bytes of a whole "block" and of a whole "sum".
+        """
+        sent = [0.0, 0.0]
+        for send in sends:
+            sent[send.crosses] += 1 / send.pieces * sizes[send.what]
         links = self._links
-        return 1e-9 * inner / links[0], 1e-9 * outer / links[1]
+        return 1e-9 * sent[0] / links[0], 1e-9 * sent[1] / links[1]
 
-    def _ring_bytes(self, rotation: str | None, *, outer: bool = False) -> int:
-        """Bytes of all permutes, forward for None; ``outer``: those between turns alone."""
-        hops = self._routes[rotation == "rotate_query"].hops
-        if outer:
-            hops = hops._replace(data=hops.outer_data, gradient=hops.outer_gradient)
-        attention, tokens = self._attention, self._tokens
-        end = attention.head_dim, attention.itemsize
-        if rotation is None:
-            return forward_bytes(hops, tokens, self._kv_heads, *end, attention.batch)
-        shape = rotation, hops, tokens, tokens, self._heads, self._kv_heads, *end
-        return backward_bytes(*shape, batch=attention.batch)
+    def _send_bytes(self, rotation: Rotation) -> dict[str, int]:
+        """Bytes of a block and of a gradient sum, by the names that a schedule has for them."""
+        block, gradient = hop_bytes(rotation, self._shape)
+        return {"block": block, "sum": gradient}
 
-    def _host_bytes(self, rotation: str, ring: int, swaps: int) -> int:
+    def _ring_bytes(self, rotation: Rotation, *, between_turns: bool = False) -> tuple[int, int]:
+        """Bytes of the forward's and of the backward's permutes; if asked, of the outer links."""
+        forward, backward = (
+            count_hops(self._routes[queries_travel])
+            for queries_travel in (False, rotation == "rotate_query")
+        )
+        if between_turns:
+            forward, backward = forward.between_turns, backward.between_turns
+        sent_forward = forward_bytes(forward, self._shape)
+        return sent_forward, backward_bytes(rotation, backward, self._shape)
+
+    def _host_bytes(self, rotation: Rotation, ring: int, swaps: int) -> int:
         """Bytes to another host, of the device that sends most there."""
         if self._cluster.hosts == 1:
             return 0
         if len(self._scheme.sizes) == 2:
-            ring = self._ring_bytes(None, outer=True) + self._ring_bytes(rotation, outer=True)
+            ring = sum(self._ring_bytes(rotation, between_turns=True))
         return ring + self._crossing(swaps)
 
     def _exchanged(self, *, backward: bool) -> int:
@@ -370,14 +399,14 @@ class Model:
         rows = 0
         if backward:
             kv = self._kv * 4 if copied else kv
-            rows = attention.batch * self._tokens * self._heads * 4
+            rows = attention.batch * self._shape.q_length * self._shape.heads * 4
         return (2 * q + kv + rows) * (exchange - 1) // exchange
 
-    def _memory(self, rotation: str) -> float:
+    def _memory(self, rotation: Rotation) -> float:
         """Bytes of q, k, v, their gradients, and all that lies between."""
         attention, exchange = self._attention, self._scheme.exchange
-        local = attention.batch * self._tokens // exchange * attention.head_dim
-        arrays = local * (attention.heads + 2 * attention.kv_heads) * attention.itemsize
+        per_head = attention.batch * self._shape.q_length // exchange * attention.head_dim
+        arrays = per_head * (attention.heads + 2 * attention.kv_heads) * attention.itemsize
         route = self._routes[rotation == "rotate_query"]
         return 2 * arrays + temp_bytes(
             "fused" if self._cluster.gpu.fused else "apart",

@@ -5,36 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from burst_jax.layout import shard_runs
-from burst_jax.route import Route, Stop, score_offsets
-from pallas_kernels import AttentionSpec
+from burst_jax.ring.route import RingMask, Route, Stop
 
 
-def scores_by_stop(
-    route: Route,
-    layout: str,
-    q_length: int,
-    kv_length: int,
-    spec: AttentionSpec,
-    queries_travel: bool = False,
-) -> dict[Stop, tuple[float, float]]:
+def scores_by_stop(route: Route, mask: RingMask) -> dict[Stop, tuple[float, float]]:
     """Scores that count at each stop, per batch row and head: ``(most, mean)`` over the devices.
 
     A step lasts as long as its busiest device works: the others wait for what it sends.
 
     Args:
-      route: whose stops.
-      layout: the layout's name.
-      q_length: query tokens of one shard.
-      kv_length: key tokens of one shard.
-      spec: the masks; segment ids are not known to a plan.
-      queries_travel: whether blocks of queries go around and keys stay.
+      route: the route of the side that travels.
+      mask: of the same side. A plan knows no segment ids.
     """
-    _, _, q_count = shard_runs(layout, q_length, route.size)
-    _, _, kv_count = shard_runs(layout, kv_length, route.size)
-    offsets = score_offsets(route.sizes, layout, q_length, kv_length, spec, queries_travel)
+    _, _, q_count = shard_runs(mask.layout, mask.q_length, mask.size)
+    _, _, kv_count = shard_runs(mask.layout, mask.kv_length, mask.size)
     counts = {}
     for stop in route.stops:
-        low, high = offsets(stop)
+        low, high = mask.kept(stop)
         pairs = _pairs_up_to(high, q_count, kv_count) - _pairs_up_to(low - 1, q_count, kv_count)
         by_device = np.where(low <= high, pairs, 0).sum((1, 2), dtype=np.float64)
         counts[stop] = float(by_device.max()), float(by_device.mean())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 
 class RMSNorm(nnx.Module):
@@ -15,19 +14,24 @@ class RMSNorm(nnx.Module):
     Args:
       features: length of the last axis.
       epsilon: added to the mean square.
-      param_dtype: dtype of ``scale``, ``[features]``, which starts at 1.
-
-    Called with ``x [..., features]``; the result has the dtype of ``x``.
+      param_dtype: floating dtype of ``scale``, ``[features]``, which starts at 1.
     """
 
     def __init__(
-        self, features: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32
+        self, features: int, *, epsilon: float = 1e-6, param_dtype: DTypeLike = jnp.float32
     ) -> None:
         self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones((features,), param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis of ``x``."""
+        """Normalises the last axis of ``x``.
+
+        Args:
+          x: ``[..., features]``, any floating dtype; computed in float32.
+
+        Returns:
+          ``[..., features]`` in the dtype of ``x``.
+        """
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)

@@ -5,17 +5,17 @@ h devices on the axis, c tokens each. One all-to-all before attention, one after
     [B, c, N, H]  the tokens of one device, all heads   (DeepSpeed-Ulysses, arXiv 2309.14509)
         ->  [B, h c, N / h, H]  the tokens of all h devices, a part of the heads
 
-Each moves ``(h - 1) / h`` of an array once, whatever the masks; inside a fast node that can be less
-than a ring's turns. Between nodes the ring goes on, each of its shards held by h devices.
+Each all-to-all sends ``(h - 1) / h`` of an array once, whatever the masks are. Inside a fast node
+that can take less time than the hops of a ring. Between nodes there is still a ring. Each of its
+shards is held by h devices.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 def check_heads(heads: int, kv_heads: int, devices: int, name: str) -> None:
@@ -64,7 +64,7 @@ def to_tokens(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) -
 
 def gradient_to_tokens(
     x: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
     axis_name: str | None,
     *,
     heads_before: int,
@@ -73,8 +73,10 @@ def gradient_to_tokens(
 ) -> jax.Array:
     """The transpose of :func:`to_heads`: ``x`` float32, the result in ``dtype``.
 
-    Gradients of copies travel in float32 and are summed in it; others are rounded first, which is
-    the same and half the bytes. ``heads_before``: how many heads there were before the exchange.
+    Where heads were copied, the gradients of the copies travel in float32, and are summed in it.
+    Where they were not, a gradient is rounded before it travels: nothing is added to it, so the
+    result is the same, and half the bytes are sent. ``heads_before``: how many heads there were
+    before the exchange.
     """
     if axis_name is None:
         return x.astype(dtype)
@@ -84,6 +86,17 @@ def gradient_to_tokens(
     x = to_tokens(x, axis_name, tokens=tokens, heads=heads)
     shape = (*x.shape[:heads], heads_before, copies, *x.shape[heads + 1 :])
     return x.reshape(shape).sum(heads + 1).astype(dtype)
+
+
+def own_heads(x: jax.Array, axis_name: str | None) -> jax.Array:
+    """The entries ``[N / h]`` of ``x`` ``[N]`` for the heads that :func:`to_heads` leaves here.
+
+    Its gradient is JAX's own: zero for the heads of the other devices.
+    """
+    if axis_name is None:
+        return x
+    count = x.shape[0] // lax.axis_size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count)
 
 
 def all_tokens(segment_ids: jax.Array | None, axis_name: str | None) -> jax.Array | None:

@@ -2,8 +2,8 @@
 
 A ring has a gradient of its own (a ``custom_vjp``), so reverse mode works and forward mode does
 not. JAX's own words for that speak of custom_vjp functions, loops or kernels, which a caller never
-wrote. The marks below are primitives that are their operands at run time, so that no program
-changes by them; they only say what happens when JAX differentiates them.
+wrote. The marks below are primitives that return their operands, so they change no program; they
+only say what happens when JAX differentiates them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def reverse_mode_only(*arrays: jax.Array) -> list[jax.Array]:
     return _arrays.bind(*arrays)
 
 
-def into_kernels(local: Implementation, tree: Any) -> Any:
+def into_kernels[Tree](implementation: Implementation, tree: Tree) -> Tree:
     """What an implementation computes with: differentiating that raises if it is a kernel."""
-    if local.second_derivatives != "none":
+    if implementation.second_derivatives != "none":
         return tree
-    return jax.tree.map(lambda x: _operand.bind(x, name=local.name)[0], tree)
+    return jax.tree.map(lambda x: _operand.bind(x, name=implementation.name)[0], tree)
 
 
-def out_of_loops(local: Implementation, tree: Any) -> Any:
+def out_of_loops[Tree](implementation: Implementation, tree: Tree) -> Tree:
     """What an implementation computed: tangents pass, pulling back a cotangent of it raises."""
-    if local.second_derivatives != "forward":
+    if implementation.second_derivatives != "forward":
         return tree
-    return jax.tree.map(lambda x: _result.bind(x, name=local.name)[0], tree)
+    return jax.tree.map(lambda x: _result.bind(x, name=implementation.name)[0], tree)
 
 
 def _identity(name: str) -> Primitive:
@@ -68,8 +68,8 @@ def _refuse_forward_mode(*_: Any, **__: Any) -> NoReturn:
 
 def _push_into(primals: Any, tangents: Any) -> Any:
     # The primals come out unmarked: what differentiates this gradient again must not stop here.
-    some = [t for t in tangents if not isinstance(t, ad.Zero)]
-    pushed = iter(_tangents.bind(*some) if some else ())
+    nonzero = [t for t in tangents if not isinstance(t, ad.Zero)]
+    pushed = iter(_tangents.bind(*nonzero) if nonzero else ())
     return list(primals), [t if isinstance(t, ad.Zero) else next(pushed) for t in tangents]
 
 

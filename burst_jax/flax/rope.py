@@ -1,6 +1,6 @@
 """Rotary position embedding from explicit positions, exact enough for millions of tokens.
 
-Sequences here are permuted, so the position of a token is data and never its index.
+Sequences here are permuted, so a token's position is an input and differs from its index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ LOW_BITS = 12
 
 
 class RopeTable(NamedTuple):
-    """Cosines and sines of every token's angles: float32 ``[B or 1, T, H/2]`` each."""
+    """Cosines and sines of every token's angles.
+
+    Attributes:
+      cos: float32 ``[B or 1, T, H/2]``.
+      sin: float32 ``[B or 1, T, H/2]``.
+    """
 
     cos: jax.Array
     sin: jax.Array
@@ -29,39 +34,45 @@ def rope_table(
 ) -> RopeTable:
     """The rotation of every token: ``angle[t, i] = positions[t] * theta ** (-2 i / H)``.
 
-    Compute it once per step and share it between layers. A plain float32 product would be wrong by
-    0.03 rad at a million tokens, so the angle is the sum of two parts, each with a small rounding
-    error: ``position = 4096 high + low``, where the angle of 4096 tokens is reduced modulo 2 pi in
-    float64 beforehand. The error stays below 2e-3 rad for all positions under 2^24.
+    Compute it once per step and share it between layers.
+
+    A plain float32 product would be wrong by 0.03 rad at a million tokens. So each position is
+    split as ``4096 high + low``, and the angle is the sum of two parts with a small rounding error
+    each. The angle of 4096 tokens, the unit of the high part, is reduced modulo 2 pi in float64
+    beforehand. The error stays below 2e-3 rad for all positions under 2^24.
 
     Args:
       positions: ``[B, T]``, or ``[T]`` for one order in every row; of any integer dtype, whose
         values int32 can hold.
-      head_dim: H, even.
-      theta: the base; the longest wavelength is ``2 pi theta`` tokens.
+      head_dim: number of features of a head, H, even.
+      theta: the base; the longest wavelength is just below ``2 pi theta`` tokens.
+
+    Returns:
+      The table, float32 ``[B, T, H/2]``, or ``[1, T, H/2]`` for positions ``[T]``.
 
     Raises:
       ValueError: positions of another rank or dtype, an odd head_dim, theta not positive.
     """
     if positions.ndim not in (1, 2):
         raise ValueError(f"positions has shape {positions.shape}: pass int32 [B, T] or [T]")
-    places = jnp.asarray(as_int32("positions", positions))
+    rows = jnp.asarray(as_int32("positions", positions))
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
     if not theta > 0:
         raise ValueError(f"theta is {theta}: it must be positive")
-    if places.ndim == 1:
-        places = places[None]
+    if rows.ndim == 1:
+        rows = rows[None]
     frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    turn = frequency * 2**LOW_BITS
-    turn -= 2 * np.pi * np.round(turn / (2 * np.pi))
+    high_angle = frequency * 2**LOW_BITS
+    high_angle -= 2 * np.pi * np.round(high_angle / (2 * np.pi))
 
     def part(count: jax.Array, angle: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine of ``count`` ``[B, T]`` times ``angle`` ``[H/2]``."""
         angles = count.astype(jnp.float32)[..., None] * jnp.asarray(angle, jnp.float32)
         return jnp.cos(angles), jnp.sin(angles)
 
-    cos_high, sin_high = part(places >> LOW_BITS, turn)
-    cos_low, sin_low = part(places & (2**LOW_BITS - 1), frequency)
+    cos_high, sin_high = part(rows >> LOW_BITS, high_angle)
+    cos_low, sin_low = part(rows & (2**LOW_BITS - 1), frequency)
     return RopeTable(
         cos=cos_high * cos_low - sin_high * sin_low, sin=sin_high * cos_low + cos_high * sin_low
     )
@@ -72,10 +83,13 @@ def apply_rope(x: jax.Array, table: RopeTable) -> jax.Array:
 
     Args:
       x: ``[B, T, N, H]``, any floating dtype; the rotation is computed in float32.
-      table: of the same T, and of B rows or one.
+      table: the table of :func:`rope_table` for T positions in B rows, or in one row for all.
 
     Returns:
-      ``x`` rotated, same shape and dtype.
+      ``x`` rotated, ``[B, T, N, H]`` in its dtype.
+
+    Raises:
+      ValueError: the table has another T, B or H than ``x``.
     """
     rows, length, half = table.cos.shape
     if x.shape[1] != length or rows not in (1, x.shape[0]) or x.shape[3] != 2 * half:

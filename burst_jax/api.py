@@ -1,0 +1,358 @@
+"""The public functions: ``burst_attention`` for global arrays, ``ring_attention`` for a shard's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, Unpack, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from burst_jax.attention_options import AttentionOptions, RingOptions
+from burst_jax.checks import (
+    check_arrays,
+    check_bool,
+    check_devices,
+    check_outside_shard_map,
+    check_per_head,
+    check_segment_ids,
+)
+from burst_jax.layout import Layout
+from burst_jax.placement import Placement
+from burst_jax.refusals import refuse_other_arguments, without_catch_all
+from burst_jax.request import Request
+from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.rotation import RotationChoice
+from burst_jax.ring.vjp import attend_shard
+from burst_jax.shape_checks import check_global_shapes, check_local_shapes
+from burst_jax.sharding import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
+from pallas_kernels import Implementation
+from pallas_kernels.operands import PerHead
+
+
+@overload
+def burst_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def burst_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def burst_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: bool,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@without_catch_all
+def burst_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *positional: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    seq_axis: AxisNames = "seq",
+    head_parallel_axis: str | None = None,
+    batch_axis: AxisNames = None,
+    head_axis: AxisNames = None,
+    layout: Layout = "contiguous",
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    implementation: str | Implementation | None = None,
+    backward: RotationChoice = "auto",
+    return_residual: bool = False,
+    **others: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Exact attention over sequences sharded across a device mesh.
+
+    .. math::
+        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+
+    This is ``jax.nn.dot_product_attention`` for sequences that are too long for one device. It has
+    the same arguments and defaults, but the sequence axis of every array is split over
+    ``seq_axis``, and no device ever holds a tensor of global length. How it works:
+    :func:`burst_jax.ring_attention`.
+
+    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+
+    Args:
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
+      value: ``[B, S, K, H]``, same dtype.
+      mesh: the device mesh; None is the one of ``jax.set_mesh``.
+      seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
+        which sends one block over the links of the outer axis for each turn of the inner ring
+        (:mod:`burst_jax.ring.route`); None: no ring, but ``head_parallel_axis`` alone (Ulysses).
+      head_parallel_axis: a further mesh axis that T and S are split over. Before the ring its
+        devices exchange their tokens for parts of the heads by all-to-all, and after the ring they
+        exchange them back (:mod:`burst_jax.ring.exchange`). It is meant for the devices of one
+        node, with a ring between nodes. On each device N must be a multiple of the axis' size, and
+        K a multiple or a divisor (then key heads are copied). The axis does not count in the
+        layout: a shard of the ring is split over it in the order it is in.
+      batch_axis: the mesh axis or axes that B is split over; None: not split.
+      head_axis: the mesh axis or axes that N and K are split over; None: not split.
+      layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
+        :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
+      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      scale: factor on the logits; None is ``1 / sqrt(H)``.
+      local_window_size: ``(left, right)``: a query at position p sees keys at positions
+        ``p - left .. p + right``; an int stands for both. None is no window.
+      logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
+      query_segment_ids: ``[B, T]`` in the layout's order, of any integer dtype, whose values int32
+        can hold; a query sees keys of its own segment only, and 0 is padding, which sees nothing
+        and is seen by nothing. Give both or neither.
+      key_value_segment_ids: ``[B, S]``, the same for keys and values.
+      sink_logits: float32 ``[N]``, one number for each query head: one more logit in the
+        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
+        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
+        no sink.
+      alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
+        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
+        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
+        below 2^24. Over ``head_axis`` both arrays are split as the heads are.
+      implementation: the local attention: "triton", "xla", "mosaic_gpu", an
+        :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
+        (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
+      return_residual: also return lse.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype, sharded like the query; with ``return_residual``
+      ``(out, lse)``, where lse is float32 ``[B, T, N]``, the natural log of the softmax's
+      denominator. Both have gradients. A row that may see nothing has out 0, lse -inf or its head's
+      sink, and passes exactly zero gradients to query, key and value.
+
+    Raises:
+      ValueError: the arguments are wrong; the message names argument, value and remedy.
+      TypeError: more than query, key and value by position, or a keyword that is none of these.
+      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
+        ring does not have, or a size is symbolic (``jax.export``).
+    """
+    refuse_other_arguments(burst_attention, positional, others)
+    check_bool("return_residual", return_residual)
+    check_arrays(query, key, value)
+    segment_ids = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    per_head = check_per_head(
+        query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
+    )
+    check_outside_shard_map()
+    mesh = resolve_mesh(mesh)
+    request = Request.parse(
+        "seq_axis",
+        seq_axis,
+        head_parallel_axis,
+        functools.partial(size_on_mesh, mesh),
+        head_dim=query.shape[3],
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+        backward=backward,
+    )
+    placement = Placement.parse(mesh, request, batch_axis, head_axis)
+    check_global_shapes(request, placement, query, key)
+    arrays = {"query": query, "key": key, "value": value} | segment_ids
+    check_devices(mesh, arrays | per_head)
+    out, lse = _on_mesh(request, placement, placement.placed(arrays), placement.placed(per_head))
+    return (out, lse) if return_residual else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(
+    request: Request,
+    placement: Placement,
+    arrays: dict[str, jax.Array],
+    per_head: PerHead,
+) -> tuple[jax.Array, jax.Array]:
+    """Global out ``[B, T, N, H]`` and lse ``[B, T, N]``."""
+
+    def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
+        queries = Queries(arrays["query"], arrays.get("query_segment_ids"))
+        keys = Keys(arrays["key"], arrays["value"], arrays.get("key_value_segment_ids"))
+        return attend_shard(request, Shard(queries, keys, per_head))
+
+    in_specs = tuple({name: placement.spec(name) for name in of} for of in (arrays, per_head))
+    return jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=in_specs,
+        out_specs=(placement.spec("out"), placement.spec("lse")),
+        check_vma=placement.check_vma,
+    )(arrays, per_head)
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: bool,
+    **options: Unpack[RingOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@without_catch_all
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    head_parallel_axis: str | None = None,
+    layout: Layout = "contiguous",
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    implementation: str | Implementation | None = None,
+    backward: RotationChoice = "auto",
+    return_residual: bool = False,
+    **others: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Exact attention over sequences sharded along a mesh axis, inside the caller's ``shard_map``.
+
+    .. math::
+        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+
+    over the keys of all devices on ``axis_name``. K and V travel around the ring by ``ppermute``
+    while each device attends to the block it holds; partial results are merged by log-sum-exp in
+    float32 (Ring Attention, arXiv 2310.01889, section 3; BurstAttention, arXiv 2403.09347,
+    section 3.1). Every shape below is one device's. :func:`burst_jax.burst_attention` computes the
+    same on global arrays.
+
+    Letters: B batch, T query tokens here, S key tokens here, N query heads, K key/value heads,
+    H head dim, n devices on the axis.
+
+    Args:
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
+      value: ``[B, S, K, H]``, same dtype.
+      axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
+        two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
+        ring, but ``head_parallel_axis`` alone.
+      head_parallel_axis: a mesh axis that each shard of the ring is split over, in the order it is
+        in. Its devices exchange their tokens for parts of the heads by all-to-all
+        (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
+        divisor.
+      layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
+        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
+      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      scale: factor on the logits; None is ``1 / sqrt(H)``.
+      local_window_size: ``(left, right)``: a query at position p sees keys at positions
+        ``p - left .. p + right``; an int stands for both. None is no window.
+      logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
+      query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
+        keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
+        Give both or neither.
+      key_value_segment_ids: ``[B, S]``, the same for keys and values.
+      sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
+        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
+        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
+        no sink.
+      alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
+        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
+        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
+        below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      implementation: the local attention: "triton", "xla", "mosaic_gpu", an
+        :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
+        (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
+      return_residual: also return lse.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
+      is float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A
+      row that may see nothing has out 0, lse -inf or its head's sink, and passes exactly zero
+      gradients to query, key and value.
+
+    Raises:
+      ValueError: the arguments are wrong; the message names argument, value and remedy.
+      TypeError: a keyword that is none of these.
+      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
+        ring does not have, or a size is symbolic (``jax.export``).
+    """
+    refuse_other_arguments(ring_attention, (), others)
+    check_bool("return_residual", return_residual)
+    check_arrays(query, key, value)
+    segment_ids = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    per_head = check_per_head(
+        query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
+    )
+    request = Request.parse(
+        "axis_name",
+        axis_name,
+        head_parallel_axis,
+        size_in_shard_map,
+        head_dim=query.shape[3],
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+        backward=backward,
+    )
+    check_local_shapes(request, query, key)
+    queries = Queries(query, segment_ids.get("query_segment_ids"))
+    keys = Keys(key, value, segment_ids.get("key_value_segment_ids"))
+    out, lse = attend_shard(request, Shard(queries, keys, per_head))
+    return (out, lse) if return_residual else out

@@ -1,0 +1,39 @@
+"""The keyword arguments of the public attention functions, as types for whoever passes them on."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from burst_jax.layout import Layout
+from burst_jax.ring.rotation import RotationChoice
+from burst_jax.sharding import AxisNames
+from pallas_kernels import Implementation
+
+
+class RingOptions(TypedDict, total=False):
+    """Keyword arguments of ``ring_attention``, all but ``return_residual``."""
+
+    head_parallel_axis: str | None
+    layout: Layout
+    is_causal: bool
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    query_segment_ids: jax.Array | None
+    key_value_segment_ids: jax.Array | None
+    sink_logits: jax.Array | None
+    alibi_slopes: jax.Array | None
+    implementation: str | Implementation | None
+    backward: RotationChoice
+
+
+class AttentionOptions(RingOptions, total=False):
+    """Keyword arguments of ``burst_attention``, all but ``return_residual``."""
+
+    mesh: Mesh | AbstractMesh | None
+    seq_axis: AxisNames
+    batch_axis: AxisNames
+    head_axis: AxisNames

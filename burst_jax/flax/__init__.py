@@ -1,0 +1,1 @@
+"""Attention for Flax: functions for its own layers, and a layer with RoPE."""

@@ -1,0 +1,296 @@
+"""An nnx attention layer for models whose sequences are sharded and permuted."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from burst_jax.api import burst_attention, ring_attention
+from burst_jax.attention_options import AttentionOptions
+from burst_jax.flax.norm import RMSNorm
+from burst_jax.flax.options import check_options
+from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
+from burst_jax.order import refuse_wrong_order
+from burst_jax.sharding import (
+    AxisNames,
+    flat_names,
+    gathered,
+    inside_shard_map,
+    resolve_mesh,
+    sequence_axes,
+)
+from burst_jax.weights import sum_over
+
+REFUSED = {
+    "query_segment_ids": "pass segment_ids to the call",
+    "key_value_segment_ids": "pass segment_ids to the call",
+    "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
+}
+
+KERNEL_INIT = nnx.initializers.lecun_normal()
+
+
+class BurstAttention(nnx.Module):
+    """Self-attention over a mesh: projections, RoPE from positions, grouped heads, q/k norm.
+
+    ::
+
+        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
+        q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
+        out = burst_attention(q, k, v, **options) Wo
+
+    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+
+    Inside the caller's own ``shard_map`` over the sequence axes the layer takes one device's tokens
+    and weights, and calls :func:`ring_attention`. Along ``head_axis`` the weights are this device's
+    heads; key and value weights may have all heads there. The outputs of all heads are summed.
+
+    Args:
+      in_features: number of features of the input, D.
+      num_heads: number of query heads, N.
+      num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
+      head_dim: number of features of a head, H, even with RoPE; None is
+        ``in_features // num_heads``.
+      out_features: number of features of the output; None is ``in_features``.
+      use_bias: whether the four projections have biases.
+      rope_theta: RoPE's base; None applies no RoPE.
+      qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
+      dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
+      param_dtype: floating dtype of the weights.
+      kernel_init: initializer of the query, key and value kernels.
+      out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
+      rngs: random numbers for the initializers (stream "params").
+      **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout and
+        is_causal, but not ``return_residual``, not the numbers of each head (``sink_logits``,
+        ``alibi_slopes``), and not the segment ids, which are an argument of the call.
+
+    Raises:
+      TypeError: an unknown option.
+      ValueError: sizes that do not fit together, or an option that the layer does not take.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        out_features: int | None = None,
+        use_bias: bool = False,
+        rope_theta: float | None = 10000.0,
+        qk_norm: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = KERNEL_INIT,
+        out_kernel_init: nnx.Initializer | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        own = inspect.signature(BurstAttention.__init__).parameters
+        check_options("BurstAttention", options, REFUSED, own)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads is {num_heads}, num_kv_heads {num_kv_heads}: num_heads must be a "
+                "multiple of num_kv_heads"
+            )
+        if head_dim is None:
+            if in_features % num_heads:
+                raise ValueError(
+                    f"in_features is {in_features}, num_heads {num_heads}: pass head_dim, or "
+                    "features that the heads divide"
+                )
+            head_dim = in_features // num_heads
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+        self.head_dim = head_dim
+        self.rope_theta = rope_theta
+        # A tuple, because nnx hashes the static attributes of a module.
+        self.options: tuple[tuple[str, Any], ...] = tuple(sorted(options.items()))
+
+        def linear(
+            features: int | tuple[int, ...],
+            out: int | tuple[int, ...],
+            init: nnx.Initializer,
+            axis: int | tuple[int, ...] = -1,
+        ) -> nnx.LinearGeneral:
+            return nnx.LinearGeneral(
+                features,
+                out,
+                axis=axis,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.query = linear(in_features, (num_heads, head_dim), kernel_init)
+        self.key = linear(in_features, (num_kv_heads, head_dim), kernel_init)
+        self.value = linear(in_features, (num_kv_heads, head_dim), kernel_init)
+        self.out = linear(
+            (num_heads, head_dim),
+            in_features if out_features is None else out_features,
+            kernel_init if out_kernel_init is None else out_kernel_init,
+            axis=(-2, -1),
+        )
+        self.query_norm = RMSNorm(head_dim, param_dtype=param_dtype) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, param_dtype=param_dtype) if qk_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | np.ndarray | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends over the whole sequence.
+
+        Args:
+          x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
+          positions: integers ``[B, T]`` or ``[T]``, the place in its sequence of each token, in the
+            order of the tokens (:func:`burst_jax.positions` makes them). Required with RoPE,
+            refused without.
+          segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend inside their
+            segment. 0 is padding, which attends to nothing and is attended by nothing, so documents
+            count from 1. None is one segment.
+
+        Returns:
+          ``[B, T, out_features]`` in the dtype of the computation.
+
+        Raises:
+          ValueError: positions missing or not used, other shapes or dtypes than these, or positions
+            in another order than the tokens (:mod:`burst_jax.order`), like an ``arange`` of
+            permuted tokens. Under ``jit`` the values of positions are not known, so nothing raises;
+            a row with such positions becomes NaN instead.
+        """
+        if x.ndim != 3:
+            raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
+        if self.rope_theta is None:
+            if positions is not None:
+                raise ValueError(
+                    "positions are given but rope_theta is None: the layer would ignore them"
+                )
+            return self.attend(x, None, segment_ids)
+        if positions is None:
+            raise ValueError(
+                "positions are missing: RoPE needs the position of every token, in the order that "
+                "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
+            )
+        rope = rope_table(positions, self.head_dim, self.rope_theta)
+        out = self.attend(x, rope, segment_ids)
+        return refuse_wrong_order(out, positions, segment_ids, dict(self.options))
+
+    def attend(
+        self, x: jax.Array, rope: RopeTable | None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Attends as the call does, with a RoPE table that layers can share.
+
+        Nothing checks that the positions behind the table are in the tokens' order.
+
+        Args:
+          x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
+          rope: the table of the tokens' positions, made once for all layers by
+            ``burst_jax.flax.rope.rope_table``; None applies no RoPE.
+          segment_ids: integers ``[B, T]`` as in the call, or None.
+
+        Returns:
+          ``[B, T, out_features]`` in the dtype of the computation.
+        """
+        inside = inside_shard_map(sequence_axes(dict(self.options)))
+        if not inside:
+            self._refuse_explicit_heads()
+        layer = gathered(self)
+        if inside:
+            query = _project(layer.query, x)
+            self._refuse_heads_twice(query.shape[2])
+            mine = (self._of_my_heads(linear, query.shape[2]) for linear in (self.key, self.value))
+            key, value = (_project(linear, x) for linear in mine)
+        else:
+            query, key, value = layer.query(x), layer.key(x), layer.value(x)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = layer.query_norm(query), layer.key_norm(key)
+        if rope is not None:
+            query, key = apply_rope(query, rope), apply_rope(key, rope)
+        segments: AttentionOptions = {
+            "query_segment_ids": segment_ids,
+            "key_value_segment_ids": segment_ids,
+        }
+        options: Any = dict(self.options) | segments
+        if not inside:
+            return layer.out(burst_attention(query, key, value, **options))
+        for name in ("mesh", "batch_axis", "head_axis"):
+            options.pop(name, None)
+        out = ring_attention(query, key, value, options.pop("seq_axis", "seq"), **options)
+        return _project(self.out, out, summed_over=dict(self.options).get("head_axis"))
+
+    def _refuse_heads_twice(self, num_heads: int) -> None:
+        """Raises if devices along ``head_axis`` have the same heads: all would be summed."""
+        axes = flat_names(dict(self.options).get("head_axis"))
+        all_heads = self.query.out_features[0]
+        devices = math.prod(lax.axis_size(axis) for axis in axes)
+        if num_heads * devices != all_heads:
+            raise ValueError(
+                f"head_axis is {axes}, {devices} devices, and each has the weights of {num_heads} "
+                f"of {all_heads} query heads: inside a shard_map split the heads of the query and "
+                "out weights over it, or leave head_axis out"
+            )
+
+    def _of_my_heads(self, linear: nnx.LinearGeneral, num_heads: int) -> nnx.LinearGeneral:
+        """The projection to the key/value heads that ``num_heads`` query heads need.
+
+        Inside a ``shard_map`` over ``head_axis`` a device has a part of the query heads, N'. If its
+        key/value weights are whole, as they are where there are fewer key heads than devices, only
+        the heads that its query heads need are projected.
+        """
+        (n, _), (k, _) = self.query.out_features, self.key.out_features
+        needed = max(1, k * num_heads // n)
+        if linear.kernel.shape[-2] == needed:
+            return linear
+        first = lax.axis_index(flat_names(dict(self.options)["head_axis"])) * num_heads // (n // k)
+        graphdef, state = nnx.split(linear)
+        mine = jax.tree.map(
+            lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
+        )
+        return nnx.merge(graphdef, mine)
+
+    def _refuse_explicit_heads(self) -> None:
+        """Raises if heads are split over an Explicit axis.
+
+        The projections would have to be split over it too, but their weights are made whole.
+        """
+        options = dict(self.options)
+        names = flat_names(options.get("head_axis"))
+        if not names:
+            return
+        explicit = set(resolve_mesh(options.get("mesh")).explicit_axes).intersection(names)
+        if explicit:
+            raise NotImplementedError(
+                f"head_axis is {options['head_axis']!r}, an Explicit mesh axis: BurstAttention "
+                "makes its weights whole over Explicit axes; make the axis Auto "
+                "(axis_types=jax.sharding.AxisType.Auto), or leave head_axis out"
+            )
+
+
+def _project(linear: nnx.LinearGeneral, x: jax.Array, summed_over: AxisNames = None) -> jax.Array:
+    """``linear(x)`` with whichever features ``linear`` has here, inside a ``shard_map``.
+
+    The bias is added apart: nnx adds one of all devices' features only, and where devices' products
+    are summed over mesh axes it counts once.
+    """
+    if linear.bias is None:
+        return sum_over(linear(x), summed_over)
+    kernel = nnx.merge(*nnx.split(linear))
+    kernel.bias = None
+    out = sum_over(kernel(x), summed_over)
+    return out + linear.bias[...].astype(out.dtype)

@@ -1,0 +1,173 @@
+"""The linen twin of :class:`burst_jax.BurstAttention`: the same layer on weights of linen's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.core import meta
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
+from burst_jax.flax.options import check_options
+from burst_jax.layout import Layout
+from burst_jax.ring.rotation import RotationChoice
+from burst_jax.sharding import AxisNames
+from pallas_kernels import Implementation
+
+# What linen adds to the fields of a module by itself.
+_OF_LINEN = ("parent", "name")
+
+
+class LinenBurstAttention(linen.Module):
+    """Self-attention over a mesh: projections, RoPE from positions, grouped heads, q/k norm.
+
+    ::
+
+        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
+        q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
+        out = burst_attention(q, k, v, **options) Wo
+
+    This is :class:`burst_jax.BurstAttention` for models in linen: it runs that layer on weights
+    that linen holds. It finds the number of features in its input, as linen's layers do, and takes
+    its random numbers from the stream "params". Its parameters have the names and shapes of the nnx
+    layer's, so weights go from one to the other as they are::
+
+        params = nnx.to_pure_dict(nnx.state(nnx_layer, nnx.Param))
+        out = LinenBurstAttention(num_heads=8, mesh=mesh).apply({"params": params}, x, positions)
+
+    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+
+    Attributes:
+      num_heads: number of query heads, N.
+      num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
+      head_dim: number of features of a head, H, even with RoPE; None is D divided by N.
+      out_features: number of features of the output; None is D.
+      use_bias: whether the four projections have biases.
+      rope_theta: RoPE's base; None applies no RoPE.
+      qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
+      dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
+      param_dtype: floating dtype of the weights.
+      kernel_init: initializer of the query, key and value kernels, ``[D, N, H]`` and ``[D, K, H]``.
+        It gets them as matrices, as linen's ``DenseGeneral`` does, and may be one of
+        ``linen.with_partitioning``, which names the three axes.
+      out_kernel_init: initializer of the output kernel, ``[N, H, out_features]``; None is
+        ``kernel_init``.
+
+    All other attributes are arguments of :func:`burst_attention`, with its defaults.
+
+    Raises:
+      TypeError: at once, for an unknown argument.
+      ValueError: at once, for an argument of :func:`burst_attention` that the layer does not take;
+        when it is initialized or applied, for sizes that do not fit together.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    out_features: int | None = None
+    use_bias: bool = False
+    rope_theta: float | None = 10000.0
+    qk_norm: bool = False
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nnx.Initializer = KERNEL_INIT
+    out_kernel_init: nnx.Initializer | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    seq_axis: AxisNames = "seq"
+    head_parallel_axis: str | None = None
+    batch_axis: AxisNames = None
+    head_axis: AxisNames = None
+    layout: Layout = "contiguous"
+    is_causal: bool = False
+    scale: float | None = None
+    local_window_size: int | tuple[int, int] | None = None
+    logits_soft_cap: float | None = None
+    implementation: str | Implementation | None = None
+    backward: RotationChoice = "auto"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses arguments that there are not, before linen's own constructor does."""
+        own = [field.name for field in dataclasses.fields(cls)]
+        others = {name: value for name, value in kwargs.items() if name not in own}
+        check_options("LinenBurstAttention", others, REFUSED, own)
+        return super().__new__(cls)
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | np.ndarray | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends over the whole sequence.
+
+        Args:
+          x: ``[B, T, D]``, its tokens in the order of ``layout``.
+          positions: as in the call of :class:`burst_jax.BurstAttention`.
+          segment_ids: as in the call of :class:`burst_jax.BurstAttention`.
+
+        Returns:
+          ``[B, T, out_features]`` in the dtype of the computation.
+
+        Raises:
+          ValueError: what :class:`burst_jax.BurstAttention` refuses.
+        """
+        if x.ndim != 3:
+            raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
+        features, weights = x.shape[-1], None
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._layer(features, nnx.Rngs(0))))
+        shapes = nnx.to_pure_dict(state)
+        if self.is_initializing():
+            # The nnx layer makes all weights by one key; linen then takes them by name.
+            rngs = nnx.Rngs(params=self.make_rng("params"))
+            weights = nnx.to_pure_dict(nnx.state(self._layer(features, rngs), nnx.Param))
+
+        def made(_key: jax.Array, name: str) -> Any:
+            """The weights of a projection or a norm; their shapes alone where linen has them."""
+            if weights is None:
+                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[name])
+            return self._with_metadata(name, weights[name])
+
+        nnx.replace_by_pure_dict(state, {name: self.param(name, made, name) for name in shapes})
+        return nnx.merge(graphdef, state)(x, positions, segment_ids)
+
+    def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
+        """The nnx layer with this module's arguments, which it checks."""
+        arguments = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _OF_LINEN
+        }
+        arguments["kernel_init"] = _unboxed(self.kernel_init)
+        if self.out_kernel_init is not None:
+            arguments["out_kernel_init"] = _unboxed(self.out_kernel_init)
+        return BurstAttention(in_features, **arguments, rngs=rngs)
+
+    def _with_metadata(self, name: str, weights: dict[str, jax.Array]) -> dict[str, Any]:
+        """A projection's weights, the kernel in the box that its initializer puts it into."""
+        if "kernel" not in weights:
+            return weights
+        own = self.out_kernel_init if name == "out" else None
+        init, kernel = own or self.kernel_init, weights["kernel"]
+        matrix = (kernel.size // kernel.shape[-1], kernel.shape[-1])
+        box = jax.eval_shape(lambda: init(jax.random.key(0), matrix, kernel.dtype))
+        if not isinstance(box, meta.AxisMetadata):
+            return weights
+        return weights | {"kernel": box.replace_boxed(kernel)}
+
+
+def _unboxed(init: nnx.Initializer) -> nnx.Initializer:
+    """``init`` without the axis names that ``linen.with_partitioning`` puts around an array."""
+
+    def array(*args: Any, **kwargs: Any) -> jax.Array:
+        made = init(*args, **kwargs)
+        # Its own value, not linen's unbox, which would split the matrix by the kernel's axis names.
+        return made.value if isinstance(made, linen.Partitioned) else meta.unbox(made)
+
+    return array

@@ -1,0 +1,140 @@
+"""``Placement``: how a call's global arrays are split over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.platform import mapped_over_mesh_axes
+from burst_jax.request import Request
+from burst_jax.sharding import AxisNames, flat_names, only, size_on_mesh
+
+# What the dimensions of each array of a call are split over. A dimension that is None is whole on
+# every device.
+_DIMENSIONS: dict[str, tuple[str | None, ...]] = {
+    "query": ("batch", "tokens", "heads", None),
+    "key": ("batch", "tokens", "heads", None),
+    "value": ("batch", "tokens", "heads", None),
+    "query_segment_ids": ("batch", "tokens"),
+    "key_value_segment_ids": ("batch", "tokens"),
+    "sink_logits": ("heads",),
+    "alibi_slopes": ("heads",),
+    "out": ("batch", "tokens", "heads", None),
+    "lse": ("batch", "tokens", "heads"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How global arrays are split over a mesh.
+
+    It is hashable, so that an eager call finds its compiled program by it and its
+    :class:`burst_jax.request.Request`.
+
+    Attributes:
+      mesh: the devices.
+      token_axes: the mesh axes that sequences are split over, outermost first.
+      batch_axes: the mesh axes that rows are split over.
+      head_axes: the mesh axes that heads are split over, outside the ring: each device keeps its
+        heads. The axis whose devices exchange heads is one of ``token_axes``.
+      check_vma: whether JAX checks which values vary from device to device.
+    """
+
+    mesh: Mesh | AbstractMesh
+    token_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+    check_vma: bool
+
+    @classmethod
+    def parse(
+        cls,
+        mesh: Mesh | AbstractMesh,
+        request: Request,
+        batch_axis: AxisNames,
+        head_axis: AxisNames,
+    ) -> Placement:
+        """The placement of a request's arrays, from ``burst_attention``'s arguments.
+
+        Raises:
+          ValueError: an axis is not one of the mesh's, or is used twice.
+        """
+        batch_axes, head_axes = _names("batch_axis", batch_axis), _names("head_axis", head_axis)
+        used = dict.fromkeys(request.ring_axes, "seq_axis")
+        if request.head_parallel_axis is not None:
+            used[request.head_parallel_axis] = "head_parallel_axis"
+        for name, axes in (("batch_axis", batch_axes), ("head_axis", head_axes)):
+            for axis in axes:
+                size_on_mesh(mesh, name, axis)
+                if axis in used:
+                    raise ValueError(
+                        f"{name} is {axis!r}, and so is {used[axis]}: use different mesh axes"
+                    )
+                used[axis] = name
+        return cls(
+            mesh=mesh,
+            token_axes=request.token_axes,
+            batch_axes=batch_axes,
+            head_axes=head_axes,
+            # A jax.vmap with spmd_axis_name makes the check fail: it marks its own batches of the
+            # ring's small tables as split over that axis, too.
+            check_vma=request.checks_vma and not mapped_over_mesh_axes(),
+        )
+
+    def spec(self, name: str) -> P:
+        """How the argument or result of this name is split."""
+        axes = {
+            "batch": self.batch_axes or None,
+            "tokens": self.token_axes,
+            "heads": self.head_axes or None,
+            None: None,
+        }
+        return P(*(axes[dimension] for dimension in _DIMENSIONS[name]))
+
+    def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
+
+        An array's type says how it is split over Explicit axes. An array that is on no mesh yet is
+        split here. One that is on the mesh but split otherwise is the caller's to move, since that
+        costs communication.
+
+        Raises:
+          ValueError: an array is split otherwise over Explicit axes.
+        """
+        explicit = self.mesh.explicit_axes
+        if not explicit:
+            return arrays
+        placed = {}
+        for name, array in arrays.items():
+            needed = self.spec(name)
+            sharding = getattr(jax.typeof(array), "sharding", None)
+            if sharding is None or sharding.mesh.empty:
+                here = jax.NamedSharding(self.mesh, only(needed, explicit))
+                placed[name] = jax.reshard(array, here)
+                continue
+            if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
+                raise ValueError(
+                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
+                    f"needs {needed}: set seq_axis, batch_axis and head_axis to how it is "
+                    f"split, or split it so: jax.reshard({name}, {needed})"
+                )
+            placed[name] = array
+        return placed
+
+
+def _names(argument: str, axes: AxisNames) -> tuple[str, ...]:
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+        raise ValueError(
+            f"{argument} is {axes!r}: it must be a mesh axis, a tuple of them, or None"
+        )
+    return names
+
+
+def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:
+    """Of each dimension the given axes that it is split over; at least ``length`` dimensions."""
+    entries = [flat_names(entry) for entry in only(spec, axes)]
+    return entries + [()] * (length - len(entries))

@@ -1,0 +1,168 @@
+"""``Request``: everything static about a call, parsed and checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Container
+from typing import Any
+
+import jax
+import numpy as np
+
+from burst_jax.checks import check_rotation, check_seq_axes, make_spec
+from burst_jax.layout import Layout, check_layout, shard_positions
+from burst_jax.platform import Target
+from burst_jax.ring.rotation import RotationChoice
+from burst_jax.ring.route import RingMask, Route, Stop, make_route
+from burst_jax.sharding import AxisNames, flat_names
+from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
+from pallas_kernels.operands import PerHead
+from pallas_kernels.score import LOGITS_NUMBERS
+
+# What an implementation can do depends on no tokens, and the choice comes before there are any.
+_NO_POSITIONS: Any = np.zeros(0, np.int32)
+_NO_TOKENS = Tokens(_NO_POSITIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a call asks for, whatever its arrays are and whatever it runs on.
+
+    It is hashable, so that an eager call finds its compiled program by it. Shapes and dtypes are
+    the arrays' own; platform and compute capability are read where a program is traced
+    (:func:`burst_jax.platform.current_target`), because one call may be traced for several.
+
+    Attributes:
+      spec: the mask, and how a logit is made.
+      layout: the order of the tokens.
+      ring_axes: the ring's mesh axes, outermost first; without any there is no ring.
+      ring_sizes: how many devices lie along each of them.
+      head_parallel_axis: the mesh axis whose devices exchange tokens for heads, or None.
+      head_parallel_size: how many devices lie along it; 1 without the axis.
+      implementation: the local attention, or None for the fastest that can run.
+      rotation: what travels for the gradients: the argument ``backward`` of the public functions.
+    """
+
+    spec: AttentionSpec
+    layout: Layout
+    ring_axes: tuple[str, ...]
+    ring_sizes: tuple[int, ...]
+    head_parallel_axis: str | None
+    head_parallel_size: int
+    implementation: Implementation | None
+    rotation: RotationChoice
+
+    @classmethod
+    def parse(
+        cls,
+        axis_argument: str,
+        axes: AxisNames,
+        head_parallel_axis: str | None,
+        size_of: Callable[[str, str], int],
+        *,
+        head_dim: int,
+        layout: Layout = "contiguous",
+        is_causal: bool = False,
+        scale: float | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: str | Implementation | None = None,
+        backward: RotationChoice = "auto",
+    ) -> Request:
+        """The request of a call's arguments.
+
+        An argument that is not described here has the name, the default and the meaning that it has
+        in :func:`burst_jax.burst_attention`.
+
+        Args:
+          axis_argument: what the caller's argument with the ring's axes is called.
+          axes: its value.
+          head_parallel_axis: the mesh axis of the exchange of heads, or None.
+          size_of: ``(argument, axis) -> devices along it``; raises for an axis that is not there.
+          head_dim: H, for the default scale.
+
+        Raises:
+          ValueError: an argument is wrong.
+        """
+        check_layout(layout)
+        check_rotation(backward)
+        ring_axes = check_seq_axes(axis_argument, axes, head_parallel_axis)
+        head_parallel_size = 1
+        if head_parallel_axis is not None:
+            head_parallel_size = size_of("head_parallel_axis", head_parallel_axis)
+        return cls(
+            spec=make_spec(head_dim, is_causal, scale, local_window_size, logits_soft_cap),
+            layout=layout,
+            ring_axes=ring_axes,
+            ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
+            head_parallel_axis=head_parallel_axis,
+            head_parallel_size=head_parallel_size,
+            implementation=find(implementation),
+            rotation=backward,
+        )
+
+    @property
+    def ring_size(self) -> int:
+        """How many shards the layout counts."""
+        return math.prod(self.ring_sizes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that a sequence is split over: the ring's, and inside them the heads'."""
+        return flat_names(self.ring_axes, self.head_parallel_axis)
+
+    @property
+    def token_devices(self) -> int:
+        """How many devices a sequence is split over."""
+        return self.ring_size * self.head_parallel_size
+
+    @property
+    def checks_vma(self) -> bool:
+        """Whether the implementation can be traced inside ``shard_map(check_vma=True)``."""
+        return self.implementation is None or self.implementation.checks_vma
+
+    def resolve(
+        self,
+        target: Target,
+        query: jax.Array,
+        kv: tuple[jax.Array, jax.Array],
+        per_head: PerHead,
+        *,
+        backward: bool = False,
+    ) -> Implementation:
+        """The local attention that runs on ``target`` for these arrays."""
+        return resolve(
+            self.implementation,
+            platform=target.platform,
+            compute_capability=target.compute_capability,
+            operands=Operands(query, *kv, _NO_TOKENS, _NO_TOKENS, per_head),
+            backward=backward,
+        )
+
+    def differentiating(self, names: Container[str]) -> Request:
+        """The request whose backward also makes the gradients of these numbers of each head."""
+        wanted = tuple(name for name in LOGITS_NUMBERS if name in names)
+        score = dataclasses.replace(self.spec.score, differentiated=wanted)
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, score=score))
+
+    def ring_mask(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> RingMask:
+        """Which scores the mask keeps at each stop, for shards of these lengths."""
+        mask = self.spec.mask
+        return RingMask(self.ring_sizes, self.layout, q_length, kv_length, mask, queries_travel)
+
+    def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:
+        """The stops that shards of these lengths need."""
+        mask = self.ring_mask(q_length, kv_length, queries_travel=queries_travel)
+        return make_route(self.ring_axes, mask)
+
+    def tokens(
+        self,
+        route: Route,
+        length: int,
+        stop: Stop | jax.Array,
+        segment_ids: jax.Array | None,
+    ) -> Tokens:
+        """The tokens of the block that is here at ``stop``."""
+        shard = route.source(stop)
+        return Tokens(shard_positions(self.layout, length, route.size, shard), segment_ids)

@@ -1,0 +1,1 @@
+"""The ring: what travels when, the forward, the two backwards, and their ``custom_vjp``."""

@@ -1,0 +1,95 @@
+"""Which side travels in the backward, and how many bytes that is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from burst_jax.ring.schedule import Hops
+
+# Which side travels: K and V with their gradients, or the queries with theirs.
+Rotation = Literal["rotate_kv", "rotate_query"]
+ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
+# What callers may ask for by the argument ``backward``: a rotation, or the one of fewer bytes.
+RotationChoice = Literal["auto", "rotate_kv", "rotate_query"]
+ROTATION_CHOICES: tuple[RotationChoice, ...] = get_args(RotationChoice)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardShape:
+    """The sizes of one device's queries, keys and values.
+
+    Attributes:
+      q_length: query tokens.
+      kv_length: key tokens.
+      heads: N, on this device.
+      kv_heads: K, on this device.
+      head_dim: H.
+      itemsize: bytes per element of the activations.
+      batch: batch rows on this device.
+    """
+
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    batch: int = 1
+
+
+def hop_bytes(rotation: Rotation, shape: ShardShape) -> tuple[int, int]:
+    """Bytes of a block and of a gradient sum, which the backward sends.
+
+    A block is K and V for ``rotate_kv``; and Q, dO, float32 lse and delta for ``rotate_query``
+    (BurstAttention, arXiv 2403.09347, section 3.1). The sum is of dK and dV, or of dQ, in float32.
+    """
+    if rotation == "rotate_kv":
+        elements = 2 * shape.batch * shape.kv_length * shape.kv_heads * shape.head_dim
+        return elements * shape.itemsize, elements * 4
+    rows = shape.batch * shape.q_length * shape.heads
+    return rows * 2 * (shape.head_dim * shape.itemsize + 4), rows * shape.head_dim * 4
+
+
+def forward_bytes(hops: Hops, shape: ShardShape) -> int:
+    """Bytes that one device sends in the forward: K and V, on every hop of a block.
+
+    Args:
+      hops: of the route of K and V, :func:`burst_jax.ring.schedule.count_hops`.
+      shape: of this device's arrays.
+    """
+    block, _ = hop_bytes("rotate_kv", shape)
+    return hops.blocks * block
+
+
+def backward_bytes(rotation: Rotation, hops: Hops, shape: ShardShape) -> int:
+    """Bytes that one device sends in the backward: blocks, and the sums of their gradients.
+
+    Args:
+      rotation: which side travels.
+      hops: of that side's route, :func:`burst_jax.ring.schedule.count_hops`.
+      shape: of this device's arrays.
+    """
+    block, gradient = hop_bytes(rotation, shape)
+    return hops.blocks * block + hops.sums * gradient
+
+
+def choose_rotation(
+    choice: RotationChoice, shape: ShardShape, *, kv_hops: Hops, query_hops: Hops
+) -> Rotation:
+    """``choice`` itself, or for "auto" the rotation that sends fewer bytes.
+
+    With 16-bit activations that is ``rotate_query`` for N = K, and ``rotate_kv`` once two or more
+    query heads share a key head.
+
+    Args:
+      choice: the argument ``backward`` of a call.
+      shape: of this device's arrays.
+      kv_hops: hops of K and V; with windows they may differ from the queries'.
+      query_hops: hops of the queries.
+    """
+    if choice != "auto":
+        return choice
+    kv = backward_bytes("rotate_kv", kv_hops, shape)
+    query = backward_bytes("rotate_query", query_hops, shape)
+    return "rotate_kv" if kv <= query else "rotate_query"

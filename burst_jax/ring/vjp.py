@@ -1,0 +1,238 @@
+"""One device's attention with its gradient: the ring forward and backward, as a ``custom_vjp``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+
+from burst_jax.platform import Target, current_target
+from burst_jax.request import Request
+from burst_jax.ring.backward import backward
+from burst_jax.ring.derivatives import into_kernels, out_of_loops, reverse_mode_only
+from burst_jax.ring.exchange import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
+from burst_jax.ring.forward import forward
+from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.rotation import ShardShape, choose_rotation
+from burst_jax.ring.schedule import count_hops
+from pallas_kernels import vary, varying_axes
+from pallas_kernels.operands import PerHead
+from pallas_kernels.score import START_NUMBER, start_gradients
+
+# The names under which a remat policy can keep a ring's results, so that no ring runs twice:
+# jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
+CHECKPOINT_NAMES = ("burst_out", "burst_lse")
+
+
+def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
+    """What a request asks for, on one device's arrays, inside a ``shard_map``.
+
+    Args:
+      request: checked, as the arrays are.
+      shard: the arrays.
+
+    Returns:
+      ``(out, lse)``: out ``[B, T, N, H]`` in the query's dtype, lse float32 ``[B, T, N]``.
+    """
+    target = current_target()
+    # Every array is marked as varying over the ring's axes, and over each further manual axis that
+    # one of them varies over. The mark's transpose sums the gradient of an array that was the same
+    # on all devices of such an axis.
+    manual = [lax.axis_index(axis) for axis in request.token_axes]
+    queries, keys, per_head = vary(shard, varying_axes(shard, manual))
+    query, key, value, *marked = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
+    axis = request.head_parallel_axis
+    per_head = {name: own_heads(x, axis) for name, x in zip(per_head, marked, strict=True)}
+    shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head)
+    ring = _ring_with_numbers if per_head else _ring
+    out, lse = ring(request, target, key.shape[2], shard)
+    return out, lse.swapaxes(1, 2)
+
+
+def _run_ring(
+    request: Request, target: Target, kv_heads: int, shard: Shard
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`attend_shard` on marked arrays, with lse ``[B, N, T]``.
+
+    ``kv_heads`` is K, which the gradient has to know. ``shard.per_head`` has the heads that this
+    device has after the exchange.
+    """
+    del kv_heads
+    out, lse, _ = _exchange_and_attend(request, target, shard)
+    return out, to_tokens(lse, request.head_parallel_axis, tokens=2, heads=1)
+
+
+def _exchange_and_attend(
+    request: Request, target: Target, shard: Shard
+) -> tuple[jax.Array, jax.Array, Shard]:
+    """``(out, lse, exchanged)``: lse ``[B, N, T]`` with the ring's tokens and heads.
+
+    ``exchanged`` is what the ring ran on, with the tokens and heads that this device has after the
+    exchange.
+    """
+    axis, (queries, keys, per_head) = request.head_parallel_axis, shard
+    query = _without_padding(queries.q, queries.segment_ids)
+    key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
+    query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
+    q_ids, kv_ids = (all_tokens(x.segment_ids, axis) for x in (queries, keys))
+    exchanged = Shard(Queries(query, q_ids), Keys(key, value, kv_ids), per_head)
+    implementation = request.resolve(target, query, (key, value), per_head)
+    out, lse = forward(request, implementation, into_kernels(implementation, exchanged))
+    out, lse = out_of_loops(implementation, (out, lse))
+    return to_tokens(out, axis, tokens=1, heads=2), lse, exchanged
+
+
+def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
+    """``x`` with zeros where its tokens, along the axis ``tokens``, are padding.
+
+    The masks give padding the weight 0, and 0 times infinity or NaN is NaN. So whatever a caller
+    left in the padding is taken out before it is multiplied with anything.
+    """
+    if segment_ids is None:
+        return x
+    others = [axis for axis in range(1, x.ndim) if axis != tokens]
+    live = lax.expand_dims(segment_ids != 0, others)
+    return jnp.where(live, x, jnp.zeros((), x.dtype))
+
+
+class _Residuals(NamedTuple):
+    """What the gradient needs of the forward, whichever implementation made it.
+
+    Attributes:
+      exchanged: what the ring ran on, after the exchange.
+      out: ``[B, T, N, H]``, this device's tokens before the exchange.
+      lse: ``[B, N, T]``, with the ring's tokens and heads.
+      q_segment_ids: of this device's tokens before the exchange.
+      differentiated: which numbers of each head need a gradient, said by an array's length
+        (:func:`_marked`). JAX keeps one tree structure of residuals for all traces of a custom_vjp,
+        so a structure may not say what differs from trace to trace. None without numbers.
+    """
+
+    exchanged: Shard
+    out: jax.Array
+    lse: jax.Array
+    q_segment_ids: jax.Array | None
+    differentiated: jax.Array | None
+
+
+def _ring_fwd(
+    request: Request,
+    target: Target,
+    kv_heads: int,
+    shard: Shard,
+    differentiated: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    del kv_heads
+    out, lse, exchanged = _exchange_and_attend(request, target, shard)
+    out = checkpoint_name(out, CHECKPOINT_NAMES[0])
+    lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
+    lse_here = to_tokens(lse, request.head_parallel_axis, tokens=2, heads=1)
+    ids = shard.queries.segment_ids
+    return (out, lse_here), _Residuals(exchanged, out, lse, ids, differentiated)
+
+
+def _ring_with_numbers_fwd(
+    request: Request, target: Target, kv_heads: int, primals: Any
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    """:func:`_ring_fwd` on a shard of primals that know which of them are differentiated."""
+    differentiated = [name for name, x in primals.per_head.items() if x.perturbed]
+    shard = custom_vjp_primal_tree_values(primals)
+    marked = _marked(differentiated, shard.per_head)
+    return _ring_fwd(request, target, kv_heads, shard, marked)
+
+
+def _marked(differentiated: list[str], per_head: PerHead) -> jax.Array:
+    """An array whose length says which numbers are differentiated: 1, and 2^i for the i-th name."""
+    names = sorted(per_head)
+    return jnp.zeros((1 + sum(2 ** names.index(name) for name in differentiated),), bool)
+
+
+def _names_of(marked: jax.Array | None, per_head: PerHead) -> list[str]:
+    """The inverse of :func:`_marked`."""
+    bits = 0 if marked is None else marked.shape[0] - 1
+    return [name for i, name in enumerate(sorted(per_head)) if bits >> i & 1]
+
+
+def _instantiated(cotangent: jax.Array | SymbolicZero, like: jax.Array) -> jax.Array:
+    """A cotangent as an array, which varies from device to device as ``like`` does."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(like))
+
+
+def _ring_bwd(
+    request: Request,
+    target: Target,
+    kv_heads: int,
+    residuals: _Residuals,
+    cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
+) -> tuple[Shard]:
+    (queries, keys, per_head), out, lse, segment_ids_here, marked = residuals
+    differentiated = _names_of(marked, per_head)
+    do, dlse = (_instantiated(x, out) for x in cotangents)
+    do = _without_padding(do, segment_ids_here)
+    axis = request.head_parallel_axis
+    # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
+    wide = (x.astype(jnp.float32) for x in (do, out))
+    products = jnp.einsum("btnh,btnh->bnt", *wide, precision=lax.Precision.HIGHEST)
+    delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
+    do = to_heads(do, axis, tokens=1, heads=2)
+    delta = to_heads(delta, axis, tokens=2, heads=1)
+    # A row that sees no key has no weights, and 0 times what is not a number is not a number.
+    delta = jnp.where(lse == -jnp.inf, 0, delta)
+    # The backward ring starts when all of its inputs are there. XLA would otherwise hoist a permute
+    # of it into the forward ring, where it takes the link from one that the forward waits for.
+    query, kv = queries.q, (keys.k, keys.v)
+    query, do, kv, lse, delta = lax.optimization_barrier((query, do, kv, lse, delta))
+    lengths = query.shape[1], kv[0].shape[1]
+    rotation = choose_rotation(
+        request.rotation,
+        ShardShape(
+            *lengths,
+            heads=query.shape[2],
+            kv_heads=kv[0].shape[2],
+            head_dim=query.shape[3],
+            itemsize=query.dtype.itemsize,
+        ),
+        kv_hops=count_hops(request.route(*lengths)),
+        query_hops=count_hops(request.route(*lengths, queries_travel=True)),
+    )
+    request = request.differentiating(differentiated)
+    implementation = request.resolve(target, query, kv, per_head, backward=True)
+    shard = Shard(
+        Queries(query, queries.segment_ids, do, jnp.stack([lse, delta])),
+        keys._replace(k=kv[0], v=kv[1]),
+        per_head,
+    )
+    results = backward(request, implementation, into_kernels(implementation, shard), rotation)
+    dq, dkv, gradients = out_of_loops(implementation, results)
+    dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(kv))
+    dq = gradient_to_tokens(dq, query.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
+    dk, dv = (
+        gradient_to_tokens(x, query.dtype, axis, heads_before=kv_heads, tokens=1, heads=2)
+        for x in dkv
+    )
+    if START_NUMBER in per_head:
+        # The lse of padding is its head's sink, so its gradient is a part of the sink's.
+        of_all = to_heads(products - dlse, axis, tokens=2, heads=1)
+        gradients |= start_gradients(per_head, lse, of_all)
+    wanted: dict[str, Any] = dict.fromkeys(per_head)
+    for name in differentiated:
+        wanted[name] = vary(gradients[name], varying_axes(per_head[name]))
+    return (Shard(Queries(dq, None), Keys(dk, dv, None), wanted),)
+
+
+_ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
+_ring.defvjp(_ring_fwd, _ring_bwd)
+
+# The gradients of the numbers of each head cost time, so they are made only if somebody takes them.
+# Symbolic zeros tell. In a shard_map outside of any jax.jit, JAX cannot call a custom_vjp that has
+# them, but it can call a jax.jit around one.
+_differentiated = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
+_differentiated.defvjp(_ring_with_numbers_fwd, _ring_bwd, symbolic_zeros=True)
+_ring_with_numbers = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)
