@@ -1,207 +1,97 @@
 """A decoder language model whose attention is a ring: RMSNorm, RoPE, SwiGLU, GQA.
 
-All layers' weights are stacked and run by one ``lax.scan``, each under ``jax.checkpoint``. The
-ring's outputs are kept, so that the backward pass recomputes a layer's matrix products but never
-communicates for its forward a second time.
+The weights of all layers are stacked, and one ``lax.scan`` runs the layers, each under
+``jax.checkpoint``. The results of a layer's ring are kept, so the backward pass recomputes the
+layer's matrix products but does not send keys and values around the ring a second time.
+
+All of it runs in one ``shard_map``: a device sees its own rows and tokens, gathers the weights of
+one layer after the other, and makes every sum over devices itself. So the compiler decides nothing
+about what travels, and a mesh with Auto axes and one with Explicit axes run the same program.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from burst_jax.flax_layer import BurstAttention
-from burst_jax.norm import RMSNorm
+from burst_jax.attention_options import AttentionOptions
+from burst_jax.flax.norm import RMSNorm
+from burst_jax.flax.rope import rope_table
+from burst_jax.models.config import DecoderConfig, Remat
+from burst_jax.models.layers import DecoderLayer
+from burst_jax.models.parts import Parts, embed, parts_of
+from burst_jax.models.pipeline import pipelined
+from burst_jax.models.stack import run_ahead, run_layers
 from burst_jax.order import refuse_wrong_order
-from burst_jax.ring import CHECKPOINT_NAMES
-from burst_jax.rope import RopeTable, rope_table
-from burst_jax.sharding import flat_names, gathered, lookup, sequence_axes, token_spec
-
-Remat = Literal["none", "keep_attention", "full"]
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and dtypes of a :class:`Decoder`; checks itself.
-
-    Attributes:
-      vocab_size: number of token ids, V.
-      num_layers: L.
-      embed_dim: features of the residual stream, D.
-      num_heads: query heads, N.
-      num_kv_heads: key/value heads, K, a divisor of N.
-      head_dim: H, even; N H need not equal D.
-      mlp_dim: hidden features of SwiGLU.
-      rope_theta: RoPE's base.
-      logits_soft_cap: soft cap of the attention logits, or None.
-      qk_norm: RMS norm of every query and key head.
-      dtype: dtype of the computation and of the residual stream.
-      param_dtype: dtype of the weights.
-      remat: what a layer's backward pass recomputes. "none": nothing. "keep_attention": all but
-        the ring, whose out and lse are kept. "full": all, the ring included.
-
-    Raises:
-      ValueError: sizes that do not fit together, an unknown remat.
-    """
-
-    vocab_size: int = 256
-    num_layers: int = 4
-    embed_dim: int = 256
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    mlp_dim: int = 768
-    rope_theta: float = 10000.0
-    logits_soft_cap: float | None = None
-    qk_norm: bool = True
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
-    remat: Remat = "keep_attention"
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-        ):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be a positive integer")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}: num_heads must "
-                "be a multiple of num_kv_heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta is {self.rope_theta}: it must be positive")
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(
-                f"logits_soft_cap is {self.logits_soft_cap}: it must be positive, or None"
-            )
-        for name in ("dtype", "param_dtype"):
-            dtype = getattr(self, name)
-            if not jnp.issubdtype(dtype, jnp.floating):
-                raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
-        if self.remat not in get_args(Remat):
-            raise ValueError(
-                f"remat is {self.remat!r}: use one of {', '.join(map(repr, get_args(Remat)))}"
-            )
-
-    @property
-    def num_matmul_params(self) -> int:
-        """Weights that multiply every token: all kernels, the output projection included."""
-        attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.embed_dim * self.mlp_dim
-        return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
-
-    def train_flops_per_token(self, length: int) -> float:
-        """Floating point operations per token of one forward and backward pass.
-
-        6 per weight, and for causal attention ``6 N H length`` a layer: two products of
-        ``2 N H length / 2`` forward, twice that backward. Recomputed work does not count.
-        """
-        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * length
-        return 6.0 * self.num_matmul_params + attention
-
-
-class SwiGLU(nnx.Module):
-    """``(silu(x Wgate) * x Wup) Wdown`` (Shazeer 2020)."""
-
-    def __init__(
-        self, config: DecoderConfig, *, down_init: nnx.Initializer, rngs: nnx.Rngs
-    ) -> None:
-        def linear(features: int, out: int, init: nnx.Initializer) -> nnx.Linear:
-            return nnx.Linear(
-                features,
-                out,
-                use_bias=False,
-                dtype=config.dtype,
-                param_dtype=config.param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
-        self.gate = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.up = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.down = linear(config.mlp_dim, config.embed_dim, down_init)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., D]`` to ``[..., D]``."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class DecoderLayer(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **options: Any) -> None:
-        # 2L outputs are added to the residual stream: scaled so that their sum has variance 1.
-        out_init = nnx.initializers.variance_scaling(
-            1 / (2 * config.num_layers), "fan_in", "truncated_normal"
-        )
-        self.attention_norm = RMSNorm(config.embed_dim, param_dtype=config.param_dtype)
-        self.attention = BurstAttention(
-            config.embed_dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rope_theta=config.rope_theta,
-            qk_norm=config.qk_norm,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            out_kernel_init=out_init,
-            rngs=rngs,
-            logits_soft_cap=config.logits_soft_cap,
-            is_causal=True,
-            **options,
-        )
-        self.mlp_norm = RMSNorm(config.embed_dim, param_dtype=config.param_dtype)
-        self.mlp = SwiGLU(config, down_init=out_init, rngs=rngs)
-
-    def __call__(
-        self, x: jax.Array, rope: RopeTable, segment_ids: jax.Array | None = None
-    ) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, D]``."""
-        x = x + self.attention.attend(self.attention_norm(x), rope, segment_ids)
-        return x + self.mlp(self.mlp_norm(x))
+from burst_jax.ring.vjp import CHECKPOINT_NAMES
+from burst_jax.rules import ShardingRules
+from burst_jax.sharding import AxisNames, flat_names, gathered, pinned, place_explicit, resolve_mesh
+from burst_jax.weights import gather_weights
+from pallas_kernels.arrays import as_int32, vary
 
 
 class Decoder(nnx.Module):
-    """Token ids to final hidden states, tokens sharded over a mesh all the way.
+    """Token ids to final hidden states; tokens stay sharded over a mesh from first to last layer.
 
-    The output projection is separate (:meth:`unembed`), because a loss over long sequences applies
-    it in chunks.
+    The output projection is a method of its own, :meth:`unembed`, because a loss over long
+    sequences applies it to one chunk of tokens at a time.
 
     Args:
       config: sizes and dtypes.
-      rngs: for the initializers (stream "params").
-      **options: keyword arguments of :func:`burst_attention` but is_causal and logits_soft_cap,
-        which are set here: mesh, seq_axis, batch_axis, layout, implementation, ...
+      rngs: random numbers for the initializers (stream "params").
+      rules: the mesh axes that split weights and activations, see
+        :class:`burst_jax.ShardingRules`. None: the options ``batch_axis``, ``seq_axis`` and
+        ``head_axis`` split the activations, and weights are whole but for their heads, hidden
+        features and vocabulary, which ``head_axis`` splits. Weights that lie split over other Auto
+        axes are then made whole, all layers at once: pass rules instead. Over Explicit axes
+        that split rows or tokens weights may be split as they are; they stay so, and one layer's
+        are gathered at a time. Over other Explicit axes they are made whole, too.
+      microbatches: with a pipeline the number of microbatches in which each device's rows pass
+        through the stages; None is the number of stages.
+      **options: keyword arguments of :func:`burst_attention` (mesh, seq_axis, batch_axis, layout,
+        implementation, ...) but is_causal and logits_soft_cap, which the decoder sets itself, those
+        that ``rules`` say, and those that :class:`burst_jax.BurstAttention` does not take.
 
     Raises:
-      TypeError: an unknown option, or one that is set here.
-      ValueError: an option that the layer does not take.
+      TypeError: an unknown option, or one that the decoder sets itself.
+      ValueError: an option that :class:`burst_jax.BurstAttention` does not take, or that ``rules``
+        say.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **options: Any) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        rules: ShardingRules | None = None,
+        microbatches: int | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
         for name in ("is_causal", "logits_soft_cap"):
             if name in options:
                 raise TypeError(
                     f"Decoder sets {name} itself: it is always causal, and the soft cap is "
                     "DecoderConfig's"
                 )
+        if rules is not None:
+            options = _with_rules(options, rules)
+        if microbatches is not None and microbatches < 1:
+            raise ValueError(f"microbatches is {microbatches}: it must be at least 1")
+        if microbatches is not None and (rules is None or rules.stage is None):
+            raise ValueError(
+                f"microbatches is {microbatches}: they are a pipeline's; pass rules with a stage"
+            )
         self.config = config
-        self.options = tuple(sorted(options.items()))
+        self.rules = rules
+        self.microbatches = microbatches
+        self.options: tuple[tuple[str, Any], ...] = tuple(sorted(options.items()))
         self.embedding = nnx.Param(
             nnx.initializers.normal(0.02)(
                 rngs.params(), (config.vocab_size, config.embed_dim), config.param_dtype
@@ -235,74 +125,219 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 ``[B, T]`` in the order of the option ``layout``.
-          positions: int32 ``[B, T]`` or ``[T]`` in that order (:func:`burst_jax.positions` makes
-            it), never an ``arange`` unless the layout is contiguous.
-          segment_ids: int32 ``[B, T]`` in that order, or None. 0 is padding; documents count from
-            1.
+          positions: int32 ``[B, T]`` or ``[T]`` in the order of the tokens. Make them with
+            :func:`burst_jax.positions`; an ``arange`` is right for the contiguous layout only.
+          segment_ids: int32 ``[B, T]`` in the order of the tokens, or None for one segment per row.
+            0 is padding; documents count from 1.
 
         Returns:
-          Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. Those of padding
-          mean nothing. A token id of V or more gives NaN, and so does a row whose positions are in
-          another order than its tokens (:mod:`burst_jax.order`), like an ``arange``.
+          Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. The hidden states
+          of padding mean nothing. A token id of V or more gives NaN. Under ``jit`` a row whose
+          positions are in another order than its tokens (:mod:`burst_jax.order`) is NaN too.
 
         Raises:
-          ValueError: such positions, where their values are known: outside ``jit``, or in NumPy.
+          ValueError: positions in another order than the tokens, if their values are known: outside
+            ``jit``, or in NumPy.
+        """
+        options = dict(self.options)
+        graphdef, weights = nnx.split(self)
+        parts = self.parts(weights)
+        parts.check_rows(tokens)
+        _check_stacked(weights["layers"], parts)
+        positions_in = jnp.asarray(as_int32("positions", positions))
+        arrays = [tokens, positions_in, *([] if segment_ids is None else [segment_ids])]
+        specs = [parts.tokens(array.ndim) for array in arrays]
+        given = [
+            place_explicit(array, parts.mesh, spec)
+            for array, spec in zip(arrays, specs, strict=True)
+        ]
+        weights = jax.tree.map(
+            lambda w, spec: place_explicit(w, parts.mesh, spec), weights, parts.tree(weights)
+        )
+        hidden = _run(graphdef, parts, weights, *given)
+        options |= {"is_causal": True, "batch_axis": parts.out_batch_axes}
+        return refuse_wrong_order(hidden, positions, segment_ids, options)
+
+    def parts(self, weights: Any = None) -> Parts:
+        """How this decoder's arrays are split.
+
+        Args:
+          weights: its state; None reads it.
+        """
+        if weights is None:
+            weights = nnx.state(self)
+        return parts_of(weights, self.config, dict(self.options), self.rules, self.microbatches)
+
+    def head_parts(self) -> tuple[Parts, P]:
+        """How this decoder's arrays are split, and how the kernel of its head is."""
+        weights = nnx.state(self)
+        parts = self.parts(weights)
+        return parts, parts.tree(weights)["head"]["kernel"].get_value()
+
+    def local(
+        self, parts: Parts, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """One device's part of the call, inside a ``shard_map``; this decoder has its weights.
+
+        Args:
+          parts: how the arrays are split.
+          tokens: int32, this device's tokens ``[B, T]``.
+          positions: int32 ``[B, T]`` or ``[T]``.
+          segment_ids: int32 ``[B, T]``, or None.
+
+        Returns:
+          ``[B, T, D]``; with a pipeline the rows of this device's stage.
         """
         config = self.config
-        options = dict(self.options)
-        mesh = options.get("mesh")
-        spec = token_spec(options.get("batch_axis"), sequence_axes(options), ndim=3)
-        rope = rope_table(positions, config.head_dim, config.rope_theta)
-        x = lookup(gathered(self.embedding[...]), tokens, mesh, spec).astype(config.dtype)
+        specs = parts.tree(nnx.state(self))
+        whole = partial(gather_weights, over=parts.over, keep=parts.tensor_axes, dtype=config.dtype)
+        table = whole(self.embedding[...], specs["embedding"].get_value(), widen=True)
+        x = embed(table, tokens, parts.tensor_axes).astype(config.dtype)
         graphdef, stacked = nnx.split(self.layers)
-        _check_stacked(stacked)
+        # The scan takes the first dimension off, which counts the layers.
+        layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"])
 
-        def layer(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, gathered(state))(x, rope, segment_ids), None
+        def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
+            return nnx.merge(graphdef, weights)(x, *sides)
 
-        x, _ = jax.lax.scan(_remat(layer, config.remat), x, stacked)
-        x = gathered(self.final_norm)(x)
-        return refuse_wrong_order(x, positions, segment_ids, options | {"is_causal": True})
+        def gather(weights: nnx.State) -> nnx.State:
+            return whole(weights, layer_specs)
+
+        def run(x: jax.Array, sides: Any) -> jax.Array:
+            positions, segment_ids = sides
+            rope = rope_table(positions, config.head_dim, config.rope_theta)
+            run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
+            return run_stack(_remat(layer, config.remat), gather, x, stacked, (rope, segment_ids))
+
+        x = vary(x, frozenset(parts.over))
+        sides = positions, segment_ids
+        if parts.stage_axis is None:
+            x = run(x, sides)
+        else:
+            rows = jnp.broadcast_to(positions, tokens.shape)
+            x = pipelined(run, x, (rows, segment_ids), parts.stage_axis, parts.microbatches)
+        norm, scale = nnx.split(self.final_norm)
+        return nnx.merge(norm, whole(scale, specs["final_norm"]))(x)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Logits ``[..., V]``, float32, of hidden states ``[..., D]``."""
+        """Logits ``[..., V]``, float32, of hidden states ``[..., D]``.
+
+        With rules V is split as they split the vocabulary.
+        """
+        kernel = self.head.kernel[...].astype(hidden.dtype)
+        if self.rules is not None:
+            mesh, spec = resolve_mesh(dict(self.options).get("mesh")), P(None, self.rules.tensor)
+            kernel = pinned(kernel, mesh, spec)
         return jnp.einsum(
             "...d,dv->...v",
             hidden,
-            gathered(self.head.kernel[...]).astype(hidden.dtype),
+            gathered(kernel) if self.rules is None else kernel,
             preferred_element_type=jnp.float32,
         )
 
-    def with_attention(self, config: DecoderConfig | None = None, **options: Any) -> Decoder:
-        """A decoder over these same weights with other attention options, and another dtype.
+    def with_attention(
+        self,
+        config: DecoderConfig | None = None,
+        *,
+        rules: ShardingRules | None = None,
+        microbatches: int | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> Decoder:
+        """A decoder with the weights of this one, and other attention options or another dtype.
 
-        The arrays are shared, not copied; put them on the other mesh's devices with
-        ``jax.device_put`` if it has others.
+        The weights are shared, not copied. If the new mesh has other devices, put the weights on
+        them with ``jax.device_put``.
 
         Args:
-          config: None for this one's; it may differ in dtypes and remat, not in sizes.
-          **options: all attention options of the new one (none is taken over).
+          config: sizes and dtypes of the new decoder, which may differ in dtypes and remat, not in
+            sizes; None is the config of this one.
+          rules: the mesh axes of the new decoder, or None.
+          microbatches: of the new decoder's pipeline, or None.
+          **options: all attention options of the new decoder; none of this decoder is kept.
         """
         config = self.config if config is None else config
-        graphdef, _ = abstract_decoder(config, **options)
+        graphdef, _ = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
         return nnx.merge(graphdef, nnx.state(self))
 
 
-def abstract_decoder(config: DecoderConfig, **options: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    """A decoder without weights: ``(graphdef, shapes of the parameters)``.
+def abstract_decoder(
+    config: DecoderConfig,
+    *,
+    rules: ShardingRules | None = None,
+    microbatches: int | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """A decoder without weights.
 
-    ``nnx.merge(graphdef, params)`` is the model. Two graphdefs with different options serve the
-    same ``params``.
+    Args:
+      config: sizes and dtypes.
+      rules: the mesh axes that split weights and activations, or None, see :class:`Decoder`.
+      microbatches: of a pipeline, see :class:`Decoder`.
+      **options: attention options, see :class:`Decoder`.
+
+    Returns:
+      ``(graphdef, shapes)``: the graph definition, and a ``jax.ShapeDtypeStruct`` for each weight.
+      ``nnx.merge(graphdef, params)`` is the model. Graph definitions that differ in options only
+      take the same ``params``.
     """
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
+    model = nnx.eval_shape(
+        lambda: Decoder(config, rngs=nnx.Rngs(0), rules=rules, microbatches=microbatches, **options)
+    )
     return nnx.split(model)
 
 
-def _check_stacked(stacked: Any) -> None:
-    """Raises ValueError where the axis of the layers is split over Explicit mesh axes."""
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(
+    graphdef: nnx.GraphDef,
+    parts: Parts,
+    weights: nnx.State,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """The decoder on every device's part of the arrays."""
+
+    def local(weights: nnx.State, *arrays: jax.Array | None) -> jax.Array:
+        return nnx.merge(graphdef, weights).local(parts, *arrays)
+
+    arrays = tokens, positions, segment_ids
+    return jax.shard_map(
+        local,
+        mesh=parts.mesh,
+        in_specs=(
+            parts.tree(weights),
+            *(None if a is None else parts.tokens(a.ndim) for a in arrays),
+        ),
+        out_specs=P(parts.out_batch_axes or None, parts.token_axes or None),
+        check_vma=parts.check_vma,
+    )(weights, *arrays)
+
+
+def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
+    """The attention options with the mesh axes that the rules say."""
+    if not isinstance(rules, ShardingRules):
+        raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
+    if rules.seq is None:
+        raise ValueError(
+            "ShardingRules' seq is None: the decoder's attention is a ring; make a mesh axis for "
+            "it, which may have size 1"
+        )
+    said: dict[str, AxisNames] = {
+        "seq_axis": rules.seq,
+        "batch_axis": rules.batch_axes or None,
+        "head_axis": rules.tensor,
+    }
+    for name in said:
+        if name in options:
+            raise ValueError(f"{name} is given beside rules: the rules say it; leave it out")
+    return options | said  # pyrefly: ignore
+
+
+def _check_stacked(stacked: nnx.State, parts: Parts) -> None:
+    """Raises ValueError if a weight's first axis, which counts the layers, is split wrongly."""
     for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
         spec = jax.typeof(weight).sharding.spec
-        if flat_names(*spec[:1]):
+        if set(flat_names(*spec[:1])) - set(flat_names(parts.stage_axis)):
             raise ValueError(
                 f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is split as {spec} "
                 "over Explicit mesh axes: the first axis counts the layers, which run one after "
@@ -310,11 +345,13 @@ def _check_stacked(stacked: Any) -> None:
             )
 
 
-def _remat(layer: Any, remat: str) -> Any:
+def _remat[**P, R](layer: Callable[P, R], remat: Remat) -> Callable[P, R]:
+    """``layer``, whose backward pass recomputes what ``remat`` says."""
     if remat == "none":
         return layer
     policy = None
     if remat == "keep_attention":
         policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
-    # Inside a scan nothing can be eliminated across iterations, so the barriers would only cost.
+    # prevent_cse puts barriers against merging the recomputation with the forward pass. A scan
+    # keeps the two apart anyway, so barriers would only cost time.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)

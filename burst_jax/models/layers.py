@@ -1,0 +1,102 @@
+"""The layers of a decoder: attention, SwiGLU, and their norms."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import jax
+from flax import nnx
+
+from burst_jax.attention_options import AttentionOptions
+from burst_jax.flax.layer import BurstAttention
+from burst_jax.flax.norm import RMSNorm
+from burst_jax.flax.rope import RopeTable
+from burst_jax.models.config import DecoderConfig
+from burst_jax.sharding import AxisNames
+from burst_jax.weights import sum_over
+
+
+class SwiGLU(nnx.Module):
+    """``(silu(x Wgate) * x Wup) Wdown`` (Shazeer 2020).
+
+    Args:
+      config: sizes and dtypes.
+      down_init: initializer of ``Wdown``.
+      hidden_axis: mesh axis, or axes, that split the hidden features, or None. Inside a
+        ``shard_map`` each device has its features of the three matrices; the results are summed.
+      rngs: random numbers for the initializers (stream "params").
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        down_init: nnx.Initializer,
+        hidden_axis: AxisNames = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        def linear(features: int, out: int, init: nnx.Initializer) -> nnx.Linear:
+            return nnx.Linear(
+                features,
+                out,
+                use_bias=False,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.gate = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
+        self.up = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
+        self.down = linear(config.mlp_dim, config.embed_dim, down_init)
+        self.hidden_axis = hidden_axis
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., D]`` to ``[..., D]``."""
+        out = self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return sum_over(out, self.hidden_axis)
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
+
+    Args:
+      config: sizes and dtypes.
+      rngs: random numbers for the initializers (stream "params").
+      **options: attention options, see :class:`burst_jax.models.Decoder`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, **options: Unpack[AttentionOptions]
+    ) -> None:
+        # 2L outputs are added to the residual stream. This scale gives their sum variance 1.
+        out_init = nnx.initializers.variance_scaling(
+            1 / (2 * config.num_layers), "fan_in", "truncated_normal"
+        )
+        self.attention_norm = RMSNorm(config.embed_dim, param_dtype=config.param_dtype)
+        self.attention = BurstAttention(
+            config.embed_dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            qk_norm=config.qk_norm,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            out_kernel_init=out_init,
+            rngs=rngs,
+            logits_soft_cap=config.logits_soft_cap,
+            is_causal=True,
+            **options,
+        )
+        self.mlp_norm = RMSNorm(config.embed_dim, param_dtype=config.param_dtype)
+        self.mlp = SwiGLU(
+            config, down_init=out_init, hidden_axis=options.get("head_axis"), rngs=rngs
+        )
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """``[B, T, D]`` to ``[B, T, D]``."""
+        x = x + self.attention.attend(self.attention_norm(x), rope, segment_ids)
+        return x + self.mlp(self.mlp_norm(x))

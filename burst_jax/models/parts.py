@@ -1,0 +1,193 @@
+"""``Parts``: how a decoder's arrays are split over a mesh, and what follows for one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.models.config import DecoderConfig
+from burst_jax.models.weight_axes import weight_specs
+from burst_jax.rules import ShardingRules, check_divides
+from burst_jax.sharding import (
+    AxisNames,
+    axes_size,
+    flat_names,
+    only,
+    resolve_mesh,
+    sequence_axes,
+    size_on_mesh,
+    split_as_it_is,
+)
+from pallas_kernels import find
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the arrays of a decoder are split over a mesh.
+
+    Attributes:
+      mesh: the devices.
+      batch_axes: the mesh axes that rows are split over.
+      token_axes: the mesh axes that a row's tokens are split over.
+      tensor_axes: the mesh axes that heads, hidden features and the vocabulary are split over.
+      stage_axis: the mesh axis that the layers are split over, or None.
+      microbatches: the number of microbatches in which rows go through the stages.
+      specs: how each weight is split, in the order of the leaves of the decoder's state.
+      check_vma: whether JAX checks which values vary from device to device.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch_axes: tuple[str, ...]
+    token_axes: tuple[str, ...]
+    tensor_axes: tuple[str, ...]
+    stage_axis: str | None
+    microbatches: int
+    specs: tuple[P, ...]
+    check_vma: bool
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh axes that a layer's input varies over."""
+        return flat_names(self.batch_axes, self.token_axes, self.stage_axis)
+
+    @property
+    def out_batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rows of hidden states are split over: a stage keeps its part."""
+        return flat_names(self.batch_axes, self.stage_axis)
+
+    def tokens(self, ndim: int) -> P:
+        """How ``[T]``, ``[B, T]`` or ``[B, T, ...]`` of ``ndim`` dimensions is split."""
+        rows = (self.batch_axes or None,) if ndim > 1 else ()
+        return P(*rows, self.token_axes or None, *[None] * (ndim - 2))
+
+    def tree(self, weights: Any) -> Any:
+        """``specs`` as a tree like ``weights``, the decoder's state."""
+        return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
+
+    def gathers(self, specs: Any) -> bool:
+        """Whether weights that are split so are gathered where they are used."""
+        leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+        split = {name for spec in leaves for name in flat_names(*spec)}
+        return bool(split.difference(self.tensor_axes))
+
+    def check_rows(self, tokens: jax.Array) -> None:
+        """Raises ValueError if the mesh cannot split tokens ``[B, T]``."""
+        check_divides("tokens", tokens.shape, self.tokens(2), self.mesh)
+        rows = tokens.shape[0] // axes_size(self.mesh, self.batch_axes)
+        stages = axes_size(self.mesh, self.stage_axis)
+        for name, count in (("stages", stages), ("microbatches", self.microbatches)):
+            if rows % count:
+                raise ValueError(
+                    f"tokens has shape {tokens.shape}, {rows} rows a device, which {count} {name} "
+                    f"do not divide: use a batch of a multiple of "
+                    f"{count * axes_size(self.mesh, self.batch_axes)} rows"
+                )
+
+
+def parts_of(
+    weights: Any,
+    config: DecoderConfig,
+    options: Mapping[str, Any],
+    rules: ShardingRules | None,
+    microbatches: int | None,
+) -> Parts:
+    """How a decoder's arrays are split.
+
+    Args:
+      weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
+      config: its sizes.
+      options: its attention options.
+      rules: which mesh axes split the weights; None splits them over ``head_axis`` alone, but for
+        weights that are split over Explicit axes, which stay so.
+      microbatches: the number of microbatches; None is the number of stages.
+
+    Raises:
+      ValueError: no mesh, axes that it lacks, sizes that do not divide.
+    """
+    mesh = resolve_mesh(options.get("mesh"))
+    _check_axes(mesh, options, rules)
+    token_axes = sequence_axes(options)
+    if rules is None:
+        axes = ShardingRules(
+            data=options.get("batch_axis"), fsdp=None, seq=None, tensor=options.get("head_axis")
+        )
+        more_axes: AxisNames = None
+    else:
+        axes, more_axes = rules, options.get("head_parallel_axis")
+    specs = jax.tree.leaves(weight_specs(weights, config, mesh, axes, more_axes=more_axes))
+    if rules is None:
+        over = flat_names(axes.batch_axes, token_axes)
+        pairs = zip(jax.tree.leaves(weights), specs, strict=True)
+        specs = [_with_explicit(weight, spec, over) for weight, spec in pairs]
+    implementation = find(options.get("implementation"))
+    return Parts(
+        mesh=mesh,
+        batch_axes=axes.batch_axes,
+        token_axes=token_axes,
+        tensor_axes=flat_names(axes.tensor),
+        stage_axis=axes.stage,
+        microbatches=axes_size(mesh, axes.stage) if microbatches is None else microbatches,
+        specs=tuple(specs),
+        check_vma=implementation is None or implementation.checks_vma,
+    )
+
+
+def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
+    """``spec``, and where it names no axis the Explicit axes that are gathered layer by layer.
+
+    These are the axes in ``over``. They split rows or tokens, so gradients are summed over them.
+    Over other axes the whole stack is gathered before the first layer.
+    """
+    as_it_is = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
+    return P(*(rule or given for rule, given in zip(spec, as_it_is, strict=True)))
+
+
+def _check_axes(
+    mesh: Mesh | AbstractMesh, options: Mapping[str, Any], rules: ShardingRules | None
+) -> None:
+    """Raises ValueError for a mesh axis that is not there, or that two arguments name."""
+    names = ("head_parallel_axis",)
+    used: dict[str, str] = {}
+    if rules is None:
+        names = ("seq_axis", "batch_axis", "head_axis", "head_parallel_axis")
+    else:
+        rules.check_mesh(mesh)
+        used = dict.fromkeys(flat_names(*dataclasses.asdict(rules).values()), "rules")
+    for name in names:
+        for axis in flat_names(options.get(name, "seq" if name == "seq_axis" else None)):
+            size_on_mesh(mesh, name, axis)
+            if axis in used:
+                raise ValueError(
+                    f"{name} is {axis!r}, and so is one of {used[axis]}: use different mesh axes"
+                )
+            used[axis] = name
+
+
+def embed(table: jax.Array, tokens: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+    """``table[tokens]`` inside a ``shard_map``, the rows of the table split over ``vocab_axes``.
+
+    Args:
+      table: ``[V / devices, D]``, this device's rows.
+      tokens: int32 ``[B, T]``, ids of the whole vocabulary.
+      vocab_axes: mesh axes.
+
+    Returns:
+      ``[B, T, D]``; NaN where an id is negative, or V or more.
+    """
+    here = table.shape[0]
+    size = here * lax.axis_size(vocab_axes) if vocab_axes else here
+    if not vocab_axes:
+        index = jnp.where((tokens >= 0) & (tokens < size), tokens, size)
+        return table.at[index].get(mode="fill", fill_value=jnp.nan)
+    index = tokens - here * lax.axis_index(vocab_axes)
+    present = (index >= 0) & (index < here)
+    rows = jnp.where(present[..., None], table[jnp.clip(index, 0, here - 1)], 0)
+    known = (tokens >= 0) & (tokens < size)
+    return jnp.where(known[..., None], lax.psum(rows, vocab_axes), jnp.nan)

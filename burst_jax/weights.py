@@ -1,0 +1,101 @@
+"""Weights inside a ``shard_map``: gathered where a layer uses them, their gradients scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from burst_jax.sharding import AxisNames, flat_names
+from pallas_kernels.arrays import vary
+
+# For each split dimension of a weight the mesh axes that split it.
+Split = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+def gather_weights(
+    weights: Any,
+    specs: Any,
+    *,
+    over: tuple[str, ...],
+    keep: Container[str] = (),
+    dtype: DTypeLike | None = None,
+    widen: bool = False,
+) -> Any:
+    """The weights of a pytree, whole but for the mesh axes in ``keep``, inside a ``shard_map``.
+
+    A weight that is split travels in ``dtype``. Its gradient is summed in float32: over the axes
+    that split the weight by a reduce-scatter, which leaves each device the gradient of its own
+    part, and over the other axes of ``over`` by a sum of these parts.
+
+    Args:
+      weights: one device's parts.
+      specs: for each weight how it is split.
+      over: the mesh axes that activations vary over, those in ``keep`` left out.
+      keep: mesh axes along which weights stay split.
+      dtype: floating dtype in which split weights travel, and which they have then; None keeps each
+        weight's.
+      widen: whether they have their own dtype again after they have travelled. A weight whose
+        gradient is a sum of many parts, like an embedding's over tokens, needs it: the sum has the
+        dtype of the weight that is used, and in bfloat16 a sum of some hundred terms stops growing.
+
+    Returns:
+      Weights of the same tree.
+    """
+
+    def gather(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
+        entries = (tuple(n for n in flat_names(entry) if n not in keep) for entry in spec)
+        split = tuple((dim, names) for dim, names in enumerate(entries) if names)
+        # The transpose of this mark sums over the axes that do not split the weight. It stands
+        # before the gather, so it sums parts, not whole gradients.
+        weight = vary(weight, frozenset(over))
+        if not split:
+            return weight
+        travels = jnp.dtype(weight.dtype if dtype is None else dtype)
+        return _gather(weight, split, travels, weight.dtype if widen else travels)
+
+    return jax.tree.map(gather, weights, specs)
+
+
+def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """``x`` summed over those of the mesh axes that are manual here: inside a ``shard_map``.
+
+    Over Auto and Explicit axes arrays are global, and a product of them is a whole sum already.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    names = tuple(name for name in flat_names(axes) if name in manual)
+    return lax.psum(x, names) if names else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype) -> jax.Array:
+    weight = weight.astype(travels)
+    for dim, names in split:
+        weight = lax.all_gather(weight, names, axis=dim, tiled=True)
+    return weight.astype(used)
+
+
+def _gather_fwd(
+    weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    # The residual, which holds nothing, has the dtype of the weight.
+    return _gather(weight, split, travels, used), jnp.zeros((0,), weight.dtype)
+
+
+def _gather_bwd(
+    split: Split, travels: jnp.dtype, used: jnp.dtype, empty: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del travels, used
+    gradient = gradient.astype(jnp.float32)
+    for dim, names in reversed(split):
+        gradient = lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
+    return (gradient.astype(empty.dtype),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
