@@ -1,0 +1,24 @@
+"""Rows of tokens for training: read, packed, shuffled, shared by processes, resumed exactly.
+
+It needs the extra ``data``: ``pip install 'burst-jax[data]'``.
+"""
+
+try:
+    import grain as _grain  # noqa: F401 - says what to install, before a module below fails
+except ImportError as error:
+    raise ImportError(
+        "burst_jax.data needs grain, which is not installed: pip install 'burst-jax[data]'"
+    ) from error
+
+from burst_jax.data.corpus import Corpus as Corpus
+from burst_jax.data.corpus import open_corpus as open_corpus
+from burst_jax.data.corpus import python_source as python_source
+from burst_jax.data.loader import Loader as Loader
+from burst_jax.data.loader import Rows as Rows
+from burst_jax.data.rows import Packing as Packing
+from burst_jax.data.save import save_tokens as save_tokens
+from burst_jax.data.states import gather_state as gather_state
+from burst_jax.data.states import merge_states as merge_states
+from burst_jax.data.states import rows_of_process as rows_of_process
+from burst_jax.data.tokens import ByteTokens as ByteTokens
+from burst_jax.data.tokens import TokenizerFile as TokenizerFile

@@ -1,0 +1,240 @@
+"""Documents to train on: found on the disk, and split into a training and a held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from burst_jax.data.readers import OFFSETS, JsonLines, Reader, TextFiles, TokenArrays
+
+_JSON_LINES = {".jsonl", ".ndjson"}
+_ARRAYS = {".npy"}
+# What is surely no text, and would train a byte model on noise.
+_REFUSED = {
+    ".arrow", ".bin", ".bz2", ".gz", ".h5", ".hdf5", ".idx", ".json", ".npz", ".parquet", ".pdf",
+    ".pickle", ".pkl", ".pt", ".pth", ".pyc", ".safetensors", ".tar", ".tfrecord", ".xz", ".zip",
+    ".zst",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents on the disk, or parts of them, that are read when they are needed.
+
+    :func:`open_corpus` and :func:`python_source` make one. Its ``len`` is the number of documents.
+
+    Attributes:
+      reader: reads the documents.
+      documents: int64 ``[documents]``, which of the reader's documents these are.
+      starts: int64 ``[documents]``, the first byte or token of each that belongs to this corpus.
+      stops: int64 ``[documents]``, the end of what belongs to it.
+      description: where the documents come from, in words.
+    """
+
+    reader: Reader
+    documents: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    description: str
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.description}: {len(self)} documents)"
+
+    @property
+    def size(self) -> int:
+        """The documents' bytes, or tokens if they are arrays of tokens, all together."""
+        return int((self.stops - self.starts).sum())
+
+    def split(self, held_out: float) -> tuple[Corpus, Corpus]:
+        """Splits the documents into a part to train on and a part that training never sees.
+
+        The held-out documents are evenly spread: with 0.05 it is every 20th. They depend on nothing
+        but the number of documents, so every run on the same files holds out the same ones. Of a
+        single document, if it is a text file or an array, the end is held out.
+
+        Args:
+          held_out: the fraction to hold out, from 0 up to, not including, 1. At least one document
+            is held out unless it is 0, and at least one is left.
+
+        Returns:
+          The training part and the held-out part, which with ``held_out=0`` is empty.
+
+        Raises:
+          ValueError: ``held_out`` is not such a fraction, or there is a single JSON line.
+        """
+        if isinstance(held_out, bool) or not 0 <= held_out < 1:
+            raise ValueError(
+                f"held_out is {held_out}: it must be a fraction of the documents, at least 0 and "
+                "below 1, like 0.05"
+            )
+        if len(self) == 1 and held_out > 0:
+            return self._split_single(held_out)
+        count = min(max(1, round(len(self) * held_out)), len(self) - 1) if held_out else 0
+        held = np.zeros(len(self), bool)
+        held[((np.arange(count) + 1) * len(self)) // max(count, 1) - 1] = True
+        return self._part(~held, "training part"), self._part(held, "held-out part")
+
+    def _split_single(self, held_out: float) -> tuple[Corpus, Corpus]:
+        if not self.reader.divisible:
+            raise ValueError(
+                f"held_out is {held_out}, but {self.description} has a single document, which "
+                "cannot be cut: add documents, or use held_out=0"
+            )
+        cut = self.stops - np.round((self.stops - self.starts) * held_out).astype(np.int64)
+        both = np.ones(1, bool)
+        return (
+            self._part(both, "training part", stops=cut),
+            self._part(both, "held-out part", starts=cut),
+        )
+
+    def _part(
+        self,
+        chosen: np.ndarray,
+        what: str,
+        starts: np.ndarray | None = None,
+        stops: np.ndarray | None = None,
+    ) -> Corpus:
+        return Corpus(
+            self.reader,
+            self.documents[chosen],
+            (self.starts if starts is None else starts)[chosen],
+            (self.stops if stops is None else stops)[chosen],
+            f"{what} of {self.description}",
+        )
+
+    def fingerprint(self) -> str:
+        """Changes with the documents' number, order and sizes, and with what part of them this is.
+
+        It is made of no file's contents, because reading them all would take too long, and of no
+        path, so a folder may move.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.reader.sizes, self.documents, self.starts, self.stops):
+            digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()
+
+
+def open_corpus(
+    path: str | Path | None = None, *, pattern: str = "**/*", key: str = "text"
+) -> Corpus:
+    """Opens a file, or the files of a folder, as documents.
+
+    The files' endings say what they hold, and all files of a folder must hold the same:
+
+    - ``.jsonl``, ``.ndjson``: a JSON object a line, whose ``key`` holds a text, the document.
+    - ``.npy``: token ids, integers ``[documents, tokens]``, or ``[tokens]``, which are one document
+      unless :func:`burst_jax.data.save_tokens` has written them, with offsets beside them.
+    - Any other ending: text; the file is a document.
+
+    Nothing but the documents' places and sizes is held in memory, about 90 bytes a document. The
+    lines of a JSON lines file are counted here, and parsed when they are read.
+
+    Args:
+      path: a file or a folder, or None for Python's own source, see :func:`python_source`.
+      pattern: which files of a folder to take, as in ``pathlib.Path.glob``. Hidden files and empty
+        files are passed over. Files are taken in the order of their names, so the same folder gives
+        the same documents anywhere.
+      key: of a JSON line, what holds the text.
+
+    Returns:
+      The documents.
+
+    Raises:
+      ValueError: there is no such path, no document in it, files of several kinds or of a kind that
+        cannot be read, a first line that is no JSON object with that key, an array that does not
+        hold token ids.
+    """
+    if path is None:
+        return python_source()
+    path = Path(path)
+    if path.is_dir():
+        files = _files_in(path, pattern)
+    elif path.is_file():
+        files = [path]
+    else:
+        raise ValueError(f"path is {path}: there is no such file or folder")
+    kinds: dict[str, Path] = {}
+    for file in files:
+        kinds.setdefault(_kind(file), file)
+    if len(kinds) > 1:
+        (first, one), (second, other) = list(kinds.items())[:2]
+        raise ValueError(
+            f"path is {path}, which holds {first} ({one.name}) and {second} ({other.name}): choose "
+            "files of one kind with pattern=, like '**/*.txt'"
+        )
+    match next(iter(kinds)):
+        case "JSON lines":
+            reader = JsonLines(files, key)
+        case "token arrays":
+            reader = TokenArrays(files)
+        case _:
+            reader = TextFiles(files)
+    return _whole(reader, str(path))
+
+
+def python_source() -> Corpus:
+    """The source files of the running Python, a document each: text that every machine has.
+
+    Files that are not UTF-8, which are a few of Python's tests, are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
+        if "site-packages" not in file.parts and _is_utf8(file)
+    ]
+    return _whole(TextFiles(files), f"Python's own source files in {root}")
+
+
+def _is_utf8(file: Path) -> bool:
+    try:
+        file.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _files_in(folder: Path, pattern: str) -> list[Path]:
+    try:
+        found = [file for file in folder.glob(pattern) if file.is_file()]
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"pattern is {pattern!r}: {error}; write it like '**/*.txt'") from None
+    names = {file.relative_to(folder): file for file in found}
+    names = {
+        name: file
+        for name, file in names.items()
+        if not any(part.startswith(".") for part in name.parts) and not name.name.endswith(OFFSETS)
+    }
+    if not names:
+        raise ValueError(
+            f"path is {folder}: no file in it has a name like {pattern!r}; hidden files are "
+            "passed over"
+        )
+    return [names[name] for name in sorted(names, key=Path.as_posix)]
+
+
+def _kind(file: Path) -> str:
+    suffix = file.suffix.lower()
+    if suffix in _REFUSED:
+        raise ValueError(
+            f"{file} ends in {suffix}, which cannot be read: use text files, JSON lines (.jsonl) "
+            "or arrays of token ids (.npy), or choose files with pattern="
+        )
+    if suffix in _JSON_LINES:
+        return "JSON lines"
+    return "token arrays" if suffix in _ARRAYS else "text"
+
+
+def _whole(reader: Reader, description: str) -> Corpus:
+    stops = np.asarray(reader.sizes)
+    if not stops.sum():
+        raise ValueError(f"{description} holds no document: all of its files are empty")
+    return Corpus(reader, np.arange(len(stops)), np.zeros_like(stops), stops, description)
