@@ -1,4 +1,4 @@
-"""How far apart the losses of two train_lm.py runs are, step by step.
+"""Prints how far apart the losses of two runs of train_lm.py are, step by step.
 
 python examples/compare_runs.py out/ring out/one_gpu
 """
@@ -20,7 +20,7 @@ def losses(folder: Path) -> np.ndarray:
 
 
 def main() -> None:
-    """Prints the largest and the RMS difference over the steps that both runs made."""
+    """Prints the RMS, the largest and the mean difference over the steps that both runs made."""
     parser = argparse.ArgumentParser(description="Compare the loss curves of two runs.")
     parser.add_argument("runs", nargs=2, type=Path, help="--out folders of train_lm.py")
     first, second = (losses(folder) for folder in parser.parse_args().runs)

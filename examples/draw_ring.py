@@ -2,8 +2,8 @@
 
 python examples/draw_ring.py docs/images
 
-ring.png: what travels, and who works when under a causal mask. schedule.svg: which kernel runs on
-which device at which step, and what its links carry beside it.
+ring.png: what travels, and how much each device works at each step under a causal mask.
+schedule.svg: which kernel runs on which device at which step, and what the links carry meanwhile.
 """
 
 import argparse
@@ -18,15 +18,19 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from burst_jax import positions
+from burst_jax.ring.route import RingMask, make_route
+from burst_jax.ring.schedule import Schedule, backward_schedule, forward_schedule
+from pallas_kernels.mask import Mask
 
 N, LENGTH = 4, 256
+ROUTE = make_route(("seq",), RingMask((N,), "contiguous", LENGTH // N, LENGTH // N, Mask()))
 STAY, TRAVEL, GRADIENT = "#3b6ea8", "#b56a10", "#a8325a"
-# A colour a block of keys and values: along a diagonal one sees it travel.
+# A colour for each block of keys and values; the block travels along a diagonal of the picture.
 SHADES = ("#cfe0f3", "#fbe3c0", "#d5ecd2", "#e6d9f2")
 
 
 def draw_ring(axes: Axes) -> None:
-    """Four devices; Q, out and lse stay, K and V go round."""
+    """Draws four devices: Q, out and lse stay, K and V go round."""
     centres = [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)]
     for device, (x, y) in enumerate(centres):
         box = FancyBboxPatch((x - 0.3, y - 0.26), 0.6, 0.52, boxstyle="round,pad=0.03", fc="white")
@@ -54,7 +58,7 @@ def draw_ring(axes: Axes) -> None:
 
 
 def causal_work(layout: str) -> np.ndarray:
-    """``[step, device]``: the share of its scores that a device computes at a step."""
+    """The share of a block's scores that each device computes at each step, ``[step, device]``."""
     shards = positions(layout, LENGTH, N).reshape(N, -1)  # pyrefly: ignore[bad-argument-type]
     return np.array(
         [
@@ -65,7 +69,7 @@ def causal_work(layout: str) -> np.ndarray:
 
 
 def draw_work(axes: Axes, layout: str) -> None:
-    """A cell a step and device; a step lasts as long as its busiest device."""
+    """Draws a cell for each step and device; a step lasts as long as its busiest device works."""
     work = causal_work(layout)
     axes.imshow(work, cmap="Blues", vmin=0, vmax=1.3)
     for (step, device), share in np.ndenumerate(work):
@@ -76,40 +80,39 @@ def draw_work(axes: Axes, layout: str) -> None:
     axes.set_title(f"{layout}\n{work.max(1).sum():.2f} blocks of time", fontsize=10)
 
 
-def forward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """``(kernel, sends)`` of one device at each step of the forward pass."""
+def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
+    """``(kernel, sends)`` of one device at each step, K and V travelling.
+
+    At stop s the block of the device s places before is here; a send from one stop to another goes
+    as many devices on as the stops lie apart.
+    """
     steps = []
-    for step in range(N):
-        block = (device - step) % N
-        sends = [f"K{block} V{block} → dev {(device + 1) % N}"] if step < N - 1 else []
-        steps.append((f"Q{device} · K{block} V{block}", sends))
+    for step in schedule:
+        (here,) = step.stop
+        block = (device - here) % N
+        sends = []
+        for send in sorted(step.all_sends, key=lambda send: send.what):
+            (start,), (end,) = send.start, send.end
+            sent, to = (device - start) % N, (device + end - start) % N
+            names = f"K{sent} V{sent}" if send.what == "block" else f"dK{sent} dV{sent}"
+            sends.append(f"{names} → dev {to}")
+        half = {"whole": "", "first": ", half 1", "second": ", half 2"}[step.part]
+        steps.append((f"Q{device} · K{block} V{block}{half}", sends))
     return steps
 
 
-def backward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """The same of the backward pass, K and V travelling, where one kernel makes all gradients.
+def forward_steps(device: int) -> list[tuple[str, list[str]]]:
+    """What one device does in the forward pass."""
+    return drawn(device, forward_schedule(ROUTE))
 
-    A sum that a step has made is sent beside the next step's kernel, to where the kernel after that
-    one adds to it, or home. Half of the work at home is left for the end, beside the last send.
-    """
-    blocks = [(device - step) % N for step in range(N)]
-    steps = []
-    for step, block in enumerate(blocks):
-        sends = [f"K{block} V{block} → dev {(device + 1) % N}"] if step < N - 1 else []
-        if step >= 2:
-            # From the stop before this one: two stops on, or home if there is no such stop.
-            sent, reach = blocks[step - 1], step + 1
-            to = (sent + reach) % N if reach < N else sent
-            sends.append(f"dK{sent} dV{sent} → dev {to}")
-        half = ", half 1" if step == 0 else ""
-        steps.append((f"Q{device} · K{block} V{block}{half}", sends))
-    last = blocks[-1]
-    home = f"Q{device} · K{device} V{device}, half 2"
-    return [*steps, (home, [f"dK{last} dV{last} → dev {last}"])]
+
+def backward_steps(device: int) -> list[tuple[str, list[str]]]:
+    """What one device does in the backward pass, where one kernel makes all gradients."""
+    return drawn(device, backward_schedule(ROUTE, fused=True))
 
 
 def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]]]) -> None:
-    """A row a device, time to the right: kernels above, what the links carry beside them below."""
+    """Draws a row for each device, time to the right: its kernels, and below what it sends."""
     width, height = 1.0, 1.0
     for device, row in enumerate(steps):
         top = -device * height
@@ -150,7 +153,7 @@ def main() -> None:
         draw_work(figure.add_subplot(grid[column]), layout)
     figure.savefig(folder / "ring.png", dpi=110)
 
-    # The same bytes from the same code: no date, and ids that are no random numbers.
+    # Without a date and with ids from a fixed salt the file is the same at every run.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7.2), layout="constrained")
     forward = [forward_steps(device) for device in range(N)]

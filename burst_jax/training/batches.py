@@ -1,24 +1,43 @@
-"""From rows of token ids to a batch: shifted, padded and permuted on the host, then placed."""
+"""From rows of token ids to a batch: shifted, padded, permuted on the host, put onto a mesh."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
-from burst_jax.sharding import AxisNames, flat_names, token_spec
+from burst_jax.sharding import AxisNames, axes_size, flat_names, token_spec
 from pallas_kernels.arrays import as_int32
 
-Batch = dict[str, Any]
 
-# Meshes, and whether rows are a process's own, whose first batches were compared.
-_COMPARED: set[tuple[Any, bool]] = set()
+class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
+    """A next-token batch in the order of a layout, each entry ``[B, T]``: see :func:`make_batch`.
+
+    ``Batch[np.ndarray]`` is on the host, ``Batch[jax.Array]`` on a mesh.
+
+    Attributes:
+      inputs: int32, token ids.
+      targets: int32, the token id that follows each input.
+      positions: int32, index of each token in its row.
+      weights: float32, 1 where the target counts in the loss, else 0. Change them as you like: the
+        loss is the weighted mean.
+      segment_ids: int32, 0 for padding; None if there is no padding and one segment a row.
+    """
+
+    inputs: Array
+    targets: Array
+    positions: Array
+    weights: Array
+    segment_ids: Array | None
+
+
+# Each (mesh, process_local) for which place_batch has compared the processes' batches.
+_COMPARED: set[tuple[Mesh, bool]] = set()
 
 
 def make_batch(
@@ -28,11 +47,11 @@ def make_batch(
     num_shards: int = 1,
     segment_ids: np.ndarray | None = None,
     multiple_of: int = 1,
-) -> Batch:
+) -> Batch[np.ndarray]:
     """Makes a next-token batch from rows of T + 1 tokens.
 
-    Targets are shifted first, while a token's neighbour is still beside it. Then everything is
-    padded to a length that the layout can split, and permuted together::
+    Targets are shifted first, while the next token still stands beside each token. Then all arrays
+    are padded to a length that the layout can split, and permuted together::
 
         rows      a b c d e          inputs   a b c d     targets  b c d e
         zigzag, 2 shards             inputs   a d b c     targets  b e c d
@@ -40,22 +59,24 @@ def make_batch(
     Args:
       rows: integers ``[B, T + 1]``.
       layout: order of the tokens, see :func:`burst_jax.to_layout`.
-      num_shards: shards of the ring, see :func:`burst_jax.positions`.
+      num_shards: number of shards on the ring, see :func:`burst_jax.positions`.
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
-        Count documents from 1: where another library counts them from 0, add 1, or each row's
-        first document would be padding, which nothing attends to and no loss counts.
-      multiple_of: as in :func:`burst_jax.pad_to_layout`: with a ``head_parallel_axis`` the devices
+        Count documents from 1. Where another library counts them from 0, add 1: otherwise each
+        row's first document would be padding, which nothing attends to and no loss counts.
+      multiple_of: a second number that must divide the padded length, as in
+        :func:`burst_jax.pad_to_layout`; with a ``head_parallel_axis`` it is the number of devices
         on the ring and on that axis together.
 
     Returns:
       A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:
 
       - ``inputs``, ``targets``: int32.
-      - ``positions``: int32, the index in the row (RoPE needs differences only, so it need not
-        restart with a segment).
-      - ``segment_ids``: int32, 0 for padding; None if there is no padding and none were given.
-      - ``weights``: float32, 1 where the target counts: the token and its target are of the same
-        segment, and it is not 0.
+      - ``positions``: int32, the index in the row. It does not restart with a segment, because RoPE
+        depends on differences of positions only.
+      - ``segment_ids``: int32, 0 for padding; None if there is no padding and no ``segment_ids``
+        were given.
+      - ``weights``: float32, 1 where the target counts, else 0. A target counts if it and its token
+        are of one segment other than 0.
 
     Raises:
       ValueError: rows of another rank or dtype or shorter than 2, segment ids of another shape or
@@ -78,33 +99,37 @@ def make_batch(
     if segment_ids is not None:
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
-    batch = {
+    arrays: dict[str, np.ndarray] = {
         "inputs": rows[:, :-1].astype(np.int32),
         "targets": rows[:, 1:].astype(np.int32),
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (batch_size, length)),
         "weights": weights,
     }
-    batch, padded_segments = pad_to_layout(
-        batch, layout, num_shards, segments, multiple_of=multiple_of
+    arrays, padded_segments = pad_to_layout(
+        arrays, layout, num_shards, segments, multiple_of=multiple_of
     )
-    if segments is not None or padded_segments.shape[1] != length:
-        batch["segment_ids"] = padded_segments
-    batch = to_layout(batch, layout, num_shards)
-    batch.setdefault("segment_ids", None)
-    return batch
+    needed = segments is not None or padded_segments.shape[1] != length
+    batch: Batch[np.ndarray] = {
+        "inputs": arrays["inputs"],
+        "targets": arrays["targets"],
+        "positions": arrays["positions"],
+        "weights": arrays["weights"],
+        "segment_ids": np.asarray(padded_segments) if needed else None,
+    }
+    return to_layout(batch, layout, num_shards)
 
 
 def place_batch(
-    batch: Batch,
+    batch: Any,
     mesh: Mesh,
     *,
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
     process_local: bool = False,
-) -> Batch:
-    """Puts a batch of ``[B, T]`` host arrays onto the mesh, every device its own tokens only.
+) -> Any:
+    """Puts a batch of ``[B, T]`` host arrays onto the mesh: every device gets its own tokens only.
 
-    With several processes there are two ways to have a batch, and ``process_local`` says which::
+    With several processes there are two ways to pass a batch, and ``process_local`` says which::
 
         2 processes of 4 devices, mesh ("data", "seq") of (2, 4), batch_axis="data", B = 4 rows
 
@@ -112,27 +137,30 @@ def place_batch(
         False           rows 0 1 2 3        rows 0 1 2 3        each copies its devices' part
         True            rows 0 1            rows 2 3            a loader per process
 
-    A row is always passed whole, all T tokens of it, because its layout was made of the whole row.
-    So processes whose devices share rows (the seq axis goes through both) pass the same rows in
-    both ways.
+    A row is always passed whole, with all its T tokens, because its layout was made of the whole
+    row. So processes whose devices share rows (the seq axis goes through both) pass the same rows
+    in both ways.
 
-    Passing the wrong kind would train on rows that nobody meant. So with several processes the
-    first call for a mesh and a ``process_local`` compares a hash of the batches. That is a
-    collective of a few bytes: every process that has devices of the mesh must make this call, in
-    the same order among its other programs (not in a loader's thread while a step is started), and
-    it waits for the work that the devices have in hand. Later calls compare nothing, so they may
-    come from any thread.
+    Passing a batch in the other way than ``process_local`` says would train on the wrong rows
+    unnoticed. So with several processes the first call for a mesh and a value of ``process_local``
+    compares a hash of the batches between processes. That is a collective of a few bytes: every
+    process that has devices of the mesh must make this call, in the same order among its other
+    programs (not in a loader's thread while a step is started), and it waits until the devices have
+    finished the programs that they were given before. Later calls compare nothing, so they may come
+    from any thread.
 
     Args:
-      batch: of :func:`make_batch`, or any pytree of arrays ``[B, T]``.
-      mesh: the mesh to put them on.
-      seq_axis: mesh axis, or axes, of T; :func:`make_batch`'s ``num_shards`` is the ring's size.
-      batch_axis: mesh axis, or axes, of B, or None.
+      batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
+      mesh: the mesh to put the arrays on.
+      seq_axis: mesh axis, or axes, that T is split over. With a ``head_parallel_axis`` it includes
+        that axis, which the ``num_shards`` of :func:`make_batch` does not count.
+      batch_axis: mesh axis, or axes, that B is split over, or None.
       process_local: False: every process passes the same whole batch. True: every process passes
-        the rows that its own devices hold, in the order of the mesh; B is their sum.
+        the rows that its own devices hold, in the order of the mesh; B is the number of rows of all
+        processes together.
 
     Returns:
-      The batch as global ``jax.Array``, ``[B, T]``.
+      The batch with every array as a global ``jax.Array`` ``[B, T]``, in its dtype.
 
     Raises:
       ValueError: arrays that are not all ``[B, T]``, B or T that the mesh axes do not divide, or
@@ -140,9 +168,7 @@ def place_batch(
     """
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
     row_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
-    row_shards, token_shards = (
-        math.prod(mesh.shape[axis] for axis in axes) for axes in (row_axes, token_axes)
-    )
+    row_shards, token_shards = axes_size(mesh, row_axes), axes_size(mesh, token_axes)
     of_process = _row_shards_by_process(sharding, row_shards, token_shards)
     mine = of_process.get(jax.process_index(), ())
     if process_local and not mine:
@@ -172,26 +198,58 @@ def place_batch(
     return jax.tree.map(place, batch)
 
 
+def rows_here(mesh: Mesh, batch: int, *, batch_axis: AxisNames = None) -> list[int]:
+    """Which rows of a batch the devices of this process hold, for a loader that makes these alone.
+
+    Pass what it makes to :func:`place_batch` with ``process_local=True``. Processes whose devices
+    share rows, because the sequence axis goes through both, get the same ones.
+
+    Args:
+      mesh: the mesh of the batch.
+      batch: number of rows, on all devices together.
+      batch_axis: mesh axis, or axes, that the rows are split over, or None.
+
+    Returns:
+      Row numbers, ascending.
+
+    Raises:
+      ValueError: the axes do not divide the rows.
+    """
+    split = axes_size(mesh, batch_axis)
+    if batch % split:
+        raise ValueError(
+            f"batch is {batch}: it must be a multiple of {split}, the size of mesh axes "
+            f"{flat_names(batch_axis)}"
+        )
+    sharding = NamedSharding(mesh, PartitionSpec(batch_axis or None))
+    parts = _row_shards_by_process(sharding, split)[jax.process_index()]
+    rows = batch // split
+    return [row for part in parts for row in range(part * rows, (part + 1) * rows)]
+
+
 def _row_shards_by_process(
-    sharding: NamedSharding, row_shards: int, token_shards: int
+    sharding: NamedSharding, row_shards: int, token_shards: int | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """Which parts of B the devices of each process hold."""
-    places = sharding.devices_indices_map((row_shards, token_shards))
+    """For each process the parts of B that its devices hold, out of ``row_shards`` parts."""
+    shape = (row_shards,) if token_shards is None else (row_shards, token_shards)
     held: dict[int, set[int]] = {}
-    for device, (rows, _) in places.items():
+    for device, (rows, *_) in sharding.devices_indices_map(shape).items():
         held.setdefault(device.process_index, set()).update(range(*rows.indices(row_shards)))
     return {process: tuple(sorted(parts)) for process, parts in held.items()}
 
 
 def _wrong_shape(
-    batch: Batch,
+    batch: Any,
     split: int,
     row_axes: tuple[str, ...],
     token_shards: int,
     token_axes: tuple[str, ...],
     hint: bool,
 ) -> str | None:
-    """What is wrong with the arrays' shapes, or None; ``hint``: rows may be meant as local."""
+    """What is wrong with the arrays' shapes, or None if nothing is.
+
+    With ``hint`` the message about too few rows mentions ``process_local=True``.
+    """
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
@@ -219,13 +277,17 @@ def _wrong_shape(
 
 def _check_processes(
     mesh: Mesh,
-    batch: Batch,
+    batch: Any,
     wrong: str | None,
     split: int,
     of_process: dict[int, tuple[int, ...]],
     process_local: bool,
 ) -> None:
-    """Raises on every process unless all processes' batches fit together."""
+    """Raises on every process unless all processes' batches fit together.
+
+    Every process tells the others two hashes, of its batch's form (names, dtypes, shapes and what
+    is wrong with them) and of its contents.
+    """
     leaves, tree = jax.tree.flatten(batch)
     arrays = [np.asarray(leaf) for leaf in leaves]
     kinds = [(str(x.dtype), *(size / split for size in x.shape[:1]), x.shape[1:]) for x in arrays]
@@ -259,8 +321,8 @@ def _check_processes(
         )
 
 
-def _hash(parts: Iterable[Any]) -> np.ndarray:
-    """64 bits as uint32 ``[2]``: devices have no wider integers by default."""
+def _hash(parts: Iterable[bytes | np.ndarray]) -> np.ndarray:
+    """64 bits as uint32 ``[2]``, because JAX has no wider integers by default."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -268,10 +330,17 @@ def _hash(parts: Iterable[Any]) -> np.ndarray:
 
 
 def _of_all_devices(words: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Every device's process's words, ``[devices, words]``, in the mesh's order, on all processes.
+    """For every device of the mesh the ``words`` of its process, on all processes.
 
-    ``multihost_utils.process_allgather`` does it for all processes that there are; here only those
-    with devices of this mesh take part.
+    ``multihost_utils.process_allgather`` would need every process of the program; this needs only
+    the processes that have devices of the mesh.
+
+    Args:
+      words: uint32 ``[words]``, what this process tells.
+      mesh: the mesh.
+
+    Returns:
+      uint32 ``[devices, words]``, in the order of the mesh's devices.
     """
     flat = Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
     split, whole = (NamedSharding(flat, spec) for spec in (PartitionSpec("all"), PartitionSpec()))

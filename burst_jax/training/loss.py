@@ -1,26 +1,28 @@
-"""Cross entropy computed where the tokens are, a chunk of them at a time."""
+"""Cross entropy: every device computes the loss of its own tokens, a chunk at a time."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.models.decoder import Decoder
+from burst_jax.rules import check_divides
 from burst_jax.sharding import (
     AxisNames,
     flat_names,
-    gathered,
     place_explicit,
     resolve_mesh,
-    sequence_axes,
+    split_as_it_is,
     token_spec,
 )
 from burst_jax.training.batches import Batch
+from burst_jax.weights import gather_weights
+from pallas_kernels.arrays import vary
 
 
 def chunked_cross_entropy(
@@ -29,87 +31,83 @@ def chunked_cross_entropy(
     targets: jax.Array,
     weights: jax.Array | None = None,
     *,
-    mesh: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
+    vocab_axis: AxisNames = None,
+    kernel_spec: PartitionSpec | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of ``weights * (logsumexp(logits) - logits[target])`` with ``logits = hidden kernel``.
 
-    Every device takes its own tokens through a scan over chunks; a chunk's logits are recomputed in
-    the backward pass. So ``[chunk_size, V]`` per device is the most that ever exists, forward or
-    backward. Sums, and the gradient of the kernel, are added over the mesh once.
+    Every device takes its own tokens through a scan over chunks, and the backward pass recomputes
+    each chunk's logits. So no device ever holds more logits than ``[chunk_size, V]``, forward or
+    backward. The sums and the gradient of the kernel are added up over the mesh once.
 
     B batch, T length, D features, V vocabulary.
 
     Args:
-      hidden: ``[B, T, D]``, B sharded over ``batch_axis`` and T over ``seq_axis``, in any order.
-      kernel: ``[D, V]``; gathered to every device if it is split. Multiplied in hidden's dtype,
-        accumulated in float32; its gradient is float32 until it takes the kernel's dtype.
-      targets: int32 ``[B, T]``. Not read where the weight is 0.
-      weights: float32 ``[B, T]``, 0 for padding; None is 1 everywhere. Constants: they get no
-        gradient.
+      hidden: ``[B, T, D]`` of any floating dtype, B sharded over ``batch_axis`` and T over
+        ``seq_axis``, tokens in any order.
+      kernel: ``[D, V]`` of any floating dtype. The product is multiplied in hidden's dtype and
+        accumulated in float32. The kernel's gradient is accumulated in float32 over the chunks and
+        converted to the kernel's dtype at the end.
+      targets: int32 ``[B, T]``. A target whose weight is 0 is not read.
+      weights: float32 ``[B, T]``, 0 for padding; None is 1 everywhere. They are constants and get
+        no gradient.
       mesh: None is the mesh of ``jax.set_mesh``.
-      seq_axis: mesh axis, or axes, of T.
-      batch_axis: mesh axis, or axes, of B, or None.
-      chunk_size: tokens per device and chunk; it need not divide their number.
+      seq_axis: mesh axis, or axes, that T is split over.
+      batch_axis: mesh axis, or axes, that B is split over, or None.
+      vocab_axis: mesh axis, or axes, that V is split over, or None. Each device then computes the
+        logits of its part of the vocabulary, and the devices add up their sums of exponentials.
+      kernel_spec: how the kernel is split; it is gathered over all axes but ``vocab_axis``. None is
+        over ``vocab_axis`` alone, but over Explicit axes as it is split.
+      chunk_size: number of tokens in one device's chunk; it need not divide the device's tokens.
 
     Returns:
       ``(sum of losses in nats, sum of weights)``, float32 scalars.
 
     Raises:
-      ValueError: no mesh, a chunk_size below 1, shapes or dtypes that are not the above.
+      ValueError: no mesh, a chunk_size below 1, sizes that a mesh axis does not divide, or shapes
+        and dtypes other than these.
     """
     mesh = resolve_mesh(mesh)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
     _check(hidden, kernel, targets, weights, chunk_size)
-    kernel = gathered(kernel)
-    names = flat_names(batch_axis, seq_axis)
+    if kernel_spec is None:
+        kernel_spec = split_as_it_is(kernel, PartitionSpec(None, vocab_axis))
+    check_divides("kernel", kernel.shape, kernel_spec, mesh)
     tokens = token_spec(batch_axis, seq_axis)
-    # Hidden states that are split otherwise are the caller's to move: that would cost much.
+    # Hidden states are not moved here: that would cost much, so the caller must split them so.
     targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
-
-    # check_vma (the default): transposing the cast of the replicated kernel is the psum over all
-    # axes that its gradient needs, and float32 because the kernel is cast below, not before.
-    @partial(
-        jax.shard_map,
+    axes = _Axes(flat_names(batch_axis, seq_axis), flat_names(vocab_axis), kernel_spec)
+    local = jax.shard_map(
+        partial(_local_loss, axes=axes, chunk_size=chunk_size),
         mesh=mesh,
-        in_specs=(token_spec(batch_axis, seq_axis, ndim=3), PartitionSpec(), tokens, tokens),
+        in_specs=(token_spec(batch_axis, seq_axis, ndim=3), kernel_spec, tokens, tokens),
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
-    def local(
-        hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        # Before the scan, or its transpose would sum over the mesh once per chunk.
-        kernel = lax.pcast(kernel, names, to="varying")
-        chunks = jax.tree.map(
-            partial(_split, chunk_size=chunk_size),
-            (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)),
-        )
-
-        @partial(jax.checkpoint, prevent_cse=False)
-        def chunk(_: None, xs: Any) -> tuple[None, jax.Array]:
-            return None, _chunk_loss(xs[0], kernel, xs[1], xs[2])
-
-        _, losses = lax.scan(chunk, None, chunks)
-        return lax.psum((jnp.sum(losses), jnp.sum(weights)), names)
-
+    kernel = place_explicit(kernel, mesh, kernel_spec)
     return local(hidden, kernel, targets, lax.stop_gradient(weights))
 
 
 def next_token_loss(
-    model: Decoder, batch: Batch, *, chunk_size: int = 1024, token_axes: AxisNames = None
+    model: Decoder, batch: Batch[jax.Array], *, chunk_size: int = 1024
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`chunked_cross_entropy` of a decoder on a batch of :func:`make_batch`.
 
-    Mesh and axes are those of the decoder's attention options; ``token_axes`` are the mesh axes
-    that the loss splits T over, if they are others.
+    The decoder's attention options say the mesh and its axes.
+
+    Args:
+      model: the decoder.
+      batch: int32 and float32 arrays ``[B, T]``.
+      chunk_size: number of tokens in one device's chunk.
 
     Returns:
       ``(sum of losses in nats, number of targets)``, float32 scalars.
     """
-    options = dict(model.options)
+    parts, kernel_spec = model.head_parts()
     hidden = model(batch["inputs"], batch["positions"], batch["segment_ids"])
     return chunked_cross_entropy(
         hidden,
@@ -117,14 +115,62 @@ def next_token_loss(
         batch["targets"],
         batch["weights"],
         chunk_size=chunk_size,
-        mesh=options.get("mesh"),
-        seq_axis=sequence_axes(options) if token_axes is None else token_axes,
-        batch_axis=options.get("batch_axis"),
+        mesh=parts.mesh,
+        seq_axis=parts.token_axes,
+        batch_axis=parts.out_batch_axes,
+        vocab_axis=parts.tensor_axes,
+        kernel_spec=kernel_spec,
     )
 
 
+class _Axes(NamedTuple):
+    """The mesh axes of a loss.
+
+    Attributes:
+      tokens: those that rows and tokens are split over.
+      vocab: those that the vocabulary is split over.
+      kernel: how the kernel is split.
+    """
+
+    tokens: tuple[str, ...]
+    vocab: tuple[str, ...]
+    kernel: PartitionSpec
+
+
+def _local_loss(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    axes: _Axes,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """One device's chunks, and the sums of loss and weight over the mesh axes of the tokens."""
+    # Before the scan, or the transpose would sum the kernel's gradient over the mesh once a chunk.
+    kernel = gather_weights(
+        kernel, axes.kernel, over=axes.tokens, keep=axes.vocab, dtype=hidden.dtype, widen=True
+    )
+    hidden = vary(hidden, frozenset(axes.vocab))
+    chunks = jax.tree.map(
+        partial(_split, chunk_size=chunk_size),
+        (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)),
+    )
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def chunk(_: None, xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        hidden, targets, weights = xs
+        return None, _chunk_loss(hidden, kernel, targets, weights, axes.vocab)
+
+    _, losses = lax.scan(chunk, None, chunks)
+    return lax.psum((jnp.sum(losses), jnp.sum(weights)), axes.tokens)
+
+
 def _split(x: jax.Array, chunk_size: int) -> jax.Array:
-    """``[t, ...]`` to ``[chunks, size, ...]``; zeros fill the last, and their weight is 0."""
+    """``[tokens, ...]`` to ``[chunks, size, ...]``, size at most ``chunk_size``.
+
+    Zeros fill the last chunk; their weight is 0 too, so they add nothing.
+    """
     chunks = -(-x.shape[0] // chunk_size)
     size = -(-x.shape[0] // chunks)
     x = jnp.pad(x, [(0, chunks * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
@@ -132,28 +178,60 @@ def _split(x: jax.Array, chunk_size: int) -> jax.Array:
 
 
 def _chunk_loss(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    vocab: tuple[str, ...],
 ) -> jax.Array:
+    """The weighted sum of one chunk's losses, ``hidden`` ``[size, D]``; a float32 scalar."""
     logits = _logits(hidden, kernel)
     counts = weights != 0
-    index = jnp.where(counts, targets, 0)[:, None]
-    picked = jnp.take_along_axis(logits, index, axis=-1, mode="fill")[:, 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - picked
+    index = jnp.where(counts, targets, 0)
+    if not vocab:
+        picked = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="fill")[:, 0]
+        nll = jax.nn.logsumexp(logits, axis=-1) - picked
+    else:
+        nll = _nll_of_parts(logits, index, vocab)
     return jnp.sum(jnp.where(counts, weights * nll, 0.0))
+
+
+def _nll_of_parts(logits: jax.Array, index: jax.Array, vocab: tuple[str, ...]) -> jax.Array:
+    """``logsumexp(logits) - logits[index]`` of logits that are split over the mesh axes ``vocab``.
+
+    Args:
+      logits: ``[size, V / devices]``, this device's part of the vocabulary.
+      index: int32 ``[size]``, ids of the whole vocabulary.
+      vocab: mesh axes.
+    """
+    here = logits.shape[-1]
+    largest = lax.pmax(jnp.max(lax.stop_gradient(logits), axis=-1), vocab)
+    total = lax.psum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), vocab)
+    index = index - here * lax.axis_index(vocab)
+    present = (index >= 0) & (index < here)
+    picked = jnp.take_along_axis(logits, jnp.clip(index, 0, here - 1)[:, None], axis=-1)[:, 0]
+    # No device has a target beyond the vocabulary: its count is 0, which shows as NaN.
+    count, picked = lax.psum((present.astype(jnp.int32), jnp.where(present, picked, 0.0)), vocab)
+    picked = jnp.where(count == 1, picked, jnp.nan)
+    return jnp.log(total) + largest - picked
 
 
 @jax.custom_vjp
 def _logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Float32 ``hidden kernel``, multiplied in hidden's dtype."""
+    """``hidden kernel`` ``[size, V]`` in float32, its factors multiplied in hidden's dtype."""
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def _logits_fwd(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+def _logits_fwd(
+    hidden: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _logits(hidden, kernel), (hidden, kernel)
 
 
-def _logits_bwd(residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The transpose that JAX would write multiplies float32 by bfloat16: off the tensor cores.
+def _logits_bwd(
+    residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # JAX's own transpose would multiply float32 by bfloat16, which no tensor core does.
     hidden, kernel = residuals
     grad = grad.astype(hidden.dtype)
     matmul = partial(jnp.matmul, preferred_element_type=jnp.float32)

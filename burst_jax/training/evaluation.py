@@ -1,0 +1,73 @@
+"""Held-out evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from burst_jax.training.batches import Batch
+from burst_jax.training.loss import next_token_loss
+
+# (params, batch) -> (sum of losses in nats, number of targets).
+EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
+
+
+class Evaluation(NamedTuple):
+    """What :func:`evaluate` measures.
+
+    Attributes:
+      nll: mean negative log-likelihood in nats per target.
+      perplexity: its exponential.
+      tokens: number of targets that were counted.
+    """
+
+    nll: float
+    perplexity: float
+    tokens: int
+
+
+def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = 1024) -> EvalStep:
+    """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
+
+    Args:
+      graphdef: graph definition of the decoder, see :func:`init_train_state`.
+      chunk_size: number of tokens that the loss takes at a time on each device.
+
+    Returns:
+      The function; both its results are float32 scalars.
+    """
+
+    @jax.jit
+    def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
+
+    return eval_step
+
+
+def evaluate(
+    eval_step: EvalStep,
+    params: nnx.State,
+    batches: Iterable[Batch[jax.Array]],
+) -> Evaluation:
+    """Mean loss over all targets of all batches, each target counted once.
+
+    Args:
+      eval_step: what :func:`make_eval_step` returns.
+      params: weights of the decoder.
+      batches: batches of :func:`place_batch`.
+
+    Raises:
+      ValueError: no batch has a target.
+    """
+    total, count = 0.0, 0.0
+    for batch in batches:
+        batch_total, batch_count = eval_step(params, batch)
+        total += float(batch_total)
+        count += float(batch_count)
+    if not count:
+        raise ValueError("batches hold no targets: there is nothing to evaluate")
+    return Evaluation(nll=total / count, perplexity=math.exp(total / count), tokens=round(count))

@@ -1,0 +1,98 @@
+"""AdamW and its schedule. Any optax transformation can take its place in a training step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Optimizer(NamedTuple):
+    """An optax transformation and its schedule.
+
+    Attributes:
+      transform: turns gradients into updates; its state counts the steps.
+      schedule: the learning rate of each step, a float32 scalar.
+    """
+
+    transform: optax.GradientTransformation
+    schedule: optax.Schedule
+
+
+def make_optimizer(
+    learning_rate: float,
+    steps: int,
+    *,
+    warmup_steps: int | None = None,
+    final_fraction: float = 0.1,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+) -> Optimizer:
+    """AdamW with linear warm-up, cosine decay and clipping by global norm.
+
+    Weight decay applies to matrices only, not to norms, biases and embeddings. A parameter's name
+    decides (``kernel`` decays), because the layers are stacked, and a stack of norm scales has two
+    axes, as a matrix has.
+
+    Args:
+      learning_rate: the schedule's peak.
+      steps: number of steps of the schedule, which ends at ``final_fraction * learning_rate``.
+      warmup_steps: number of steps in which the learning rate rises; None is a tenth of ``steps``,
+        at most 1000.
+      final_fraction: last learning rate as a share of the peak.
+      weight_decay: each step takes ``weight_decay * learning_rate`` times the weight off it.
+      clip_norm: largest global norm of the gradient; a longer gradient is scaled down to it.
+      b1: decay of Adam's first moment.
+      b2: decay of Adam's second moment.
+
+    Returns:
+      The transformation and its schedule.
+
+    Raises:
+      ValueError: a learning rate or clip_norm that is not positive, steps below 1, a warm-up that
+        is not shorter than the schedule.
+    """
+    if warmup_steps is None:
+        warmup_steps = min(steps // 10, 1000)
+    for name, value in (("learning_rate", learning_rate), ("clip_norm", clip_norm)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value}: it must be positive")
+    if steps < 1:
+        raise ValueError(f"steps is {steps}: it must be at least 1")
+    if not 0 <= warmup_steps < steps:
+        raise ValueError(
+            f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
+        )
+    curve = optax.warmup_cosine_decay_schedule(
+        init_value=learning_rate / (warmup_steps + 1),
+        peak_value=learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
+        end_value=final_fraction * learning_rate,
+    )
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        # optax mixes dtypes, which JAX refuses where the caller has set strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.asarray(curve(count), jnp.float32)
+
+    transform = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.scale_by_adam(b1=b1, b2=b2),
+        optax.add_decayed_weights(weight_decay, mask=decay_mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return Optimizer(transform, schedule)
+
+
+def decay_mask(params: Any) -> Any:
+    """A pytree like ``params``: True where weight decay applies, on parameters named ``kernel``."""
+
+    def is_kernel(path: tuple[Any, ...], _: Any) -> bool:
+        return any(getattr(entry, "key", None) == "kernel" for entry in path)
+
+    return jax.tree_util.tree_map_with_path(is_kernel, params)

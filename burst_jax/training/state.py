@@ -1,0 +1,144 @@
+"""A run's state: weights and optimizer, how they are split, and how they are made split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.rules import ShardingRules
+from burst_jax.training.optimizer import Optimizer
+
+
+def init_train_state(
+    config: DecoderConfig,
+    optimizer: Optimizer | optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    *,
+    rules: ShardingRules | None = None,
+    microbatches: int | None = None,
+    **options: Any,
+) -> tuple[nnx.GraphDef, nnx.State, optax.OptState]:
+    """Weights and optimizer state, made on the mesh: each device makes its own parts only.
+
+    The same seed gives the same weights on every mesh.
+
+    Args:
+      config: sizes and dtypes of the decoder.
+      optimizer: what :func:`make_optimizer` returns, or any optax transformation.
+      mesh: the mesh of the weights and of the decoder's attention.
+      seed: seed of the random weights.
+      rules: how weights and optimizer state are split; None keeps them whole on every device, but
+        for the heads, hidden features and vocabulary that ``head_axis`` splits.
+      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
+      **options: attention options of the decoder beside ``mesh``, see
+        :class:`burst_jax.models.Decoder`.
+
+    Returns:
+      ``(graphdef, params, opt_state)``; ``nnx.merge(graphdef, params)`` is the decoder.
+
+    Raises:
+      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+    """
+    options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
+    graphdef, params, opt_state = abstract_train_state(config, optimizer, **options)
+    shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+
+    def init() -> tuple[nnx.State, optax.OptState]:
+        params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=seed), **options))
+        return params, transform_of(optimizer).init(params)
+
+    params, opt_state = jax.jit(init, out_shardings=shardings)()
+    return graphdef, params, opt_state
+
+
+def abstract_train_state(
+    config: DecoderConfig,
+    optimizer: Optimizer | optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    rules: ShardingRules | None = None,
+    microbatches: int | None = None,
+    **options: Any,
+) -> tuple[nnx.GraphDef, nnx.State, optax.OptState]:
+    """What :func:`init_train_state` makes, without arrays: for restoring, and for compiling ahead.
+
+    The arguments are those of :func:`init_train_state`.
+
+    Returns:
+      ``(graphdef, params, opt_state)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
+
+    Raises:
+      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+    """
+    options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
+    graphdef, params = abstract_decoder(config, **options)
+    specs = nnx.merge(graphdef, params).parts(params).tree(params)
+    opt_state = jax.eval_shape(transform_of(optimizer).init, params)
+    return graphdef, *placed((params, opt_state), params, specs, mesh)
+
+
+def placed(tree: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Shapes with shardings for weights, and for whatever an optimizer keeps for each of them.
+
+    An array of an optimizer's state belongs to the weight whose path its own path ends with. If it
+    has the weight's shape, it is split as the weight is. If it lacks some of the weight's
+    dimensions, as the factors of Adafactor do, it is split as the remaining ones are. All other
+    arrays are whole on every device.
+
+    Args:
+      tree: arrays or shapes, like an optimizer's state.
+      params: the weights, arrays or shapes.
+      specs: how each weight is split.
+      mesh: the devices.
+
+    Returns:
+      ``jax.ShapeDtypeStruct`` with a sharding in place of each array of ``tree``.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path
+    weights = [
+        (_names(path), weight.shape, spec)
+        for (path, weight), spec in zip(leaves(params), jax.tree.leaves(specs), strict=True)
+    ]
+
+    def place(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+        names = _names(path)
+        spec = PartitionSpec()
+        for weight, shape, of_weight in weights:
+            if names[-len(weight) :] == weight:
+                spec = _of_dimensions_left(shape, of_weight, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def transform_of(
+    optimizer: Optimizer | optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """The optax transformation of an optimizer."""
+    return optimizer.transform if isinstance(optimizer, Optimizer) else optimizer
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,)) for key in path)
+
+
+def _of_dimensions_left(
+    shape: tuple[int, ...], spec: PartitionSpec, left: tuple[int, ...]
+) -> PartitionSpec:
+    """``spec`` of those dimensions of ``shape`` that an array of shape ``left`` has kept."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    kept, dim = [], 0
+    for size in left:
+        while dim < len(shape) and shape[dim] != size:
+            dim += 1
+        if dim == len(shape):
+            return PartitionSpec()
+        kept.append(entries[dim])
+        dim += 1
+    return PartitionSpec(*kept)

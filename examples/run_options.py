@@ -1,0 +1,275 @@
+"""The command line of a training run: its flags, their defaults, and the mesh, model and text.
+
+The flags are those of ``train_lm.py``; what they say is checked before anything is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import NoReturn, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+
+from burst_jax import ShardingRules
+from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
+from burst_jax.layout import Layout, padded_length
+from burst_jax.models import DecoderConfig
+from burst_jax.models.config import Remat
+
+AXES = ("data", "fsdp", "stage", "seq", "tensor")
+DEFAULTS = {
+    "cpu": {
+        "seq_len": 512,
+        "batch": 2,
+        "layers": 4,
+        "embed_dim": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "steps": 1000,
+        "lr": 4e-3,
+        "dtype": "float32",
+        "eval_batches": 32,
+    },
+    "gpu": {
+        "seq_len": 16384,
+        "batch": 2,
+        "layers": 6,
+        "embed_dim": 1024,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "steps": 300,
+        "lr": 5e-4,
+        "dtype": "bfloat16",
+        "eval_batches": 4,
+    },
+}
+AT_LEAST_1 = (
+    "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
+)  # fmt: skip
+AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
+HELD_OUT = 0.05
+# Tokens of held-out text that the sample starts from.
+SAMPLE_CONTEXT = 256
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that prints errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message without the usage and exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
+    """Reads the command line; a default that depends on the devices stays None."""
+
+    def default(name: str) -> str:
+        cpu, gpu = DEFAULTS["cpu"][name], DEFAULTS["gpu"][name]
+        return f"(default: {cpu} on CPU, {gpu} on GPUs)"
+
+    parser = Parser(description="Train a language model on a mesh of devices.")
+    group = parser.add_argument_group
+    add = group("text").add_argument
+    add("--data", type=Path, help="text files, JSON lines or arrays (default: Python's source)")
+    add("--tokenizer", type=Path, help="a tokenizer.json (default: bytes)")
+    add("--packing", choices=get_args(Packing), default="first_fit", help="of documents into rows")
+    add("--seq-len", type=int, help=f"tokens per row {default('seq_len')}")
+    add("--batch", type=int, help=f"rows per step, on all devices {default('batch')}")
+    add = group("devices").add_argument
+    add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all devices on seq)")
+    add("--layout", choices=get_args(Layout), default="zigzag", help="order of the tokens")
+    add("--microbatches", type=int, help="of a pipeline (default: as many as stages)")
+    add("--implementation", choices=("xla", "triton", "mosaic_gpu"), help="local attention")
+    add("--coordinator", help="host:port of process 0, for several processes")
+    add("--num-processes", type=int, help="number of processes (default: the cluster's)")
+    add("--process-id", type=int, help="number of this process (default: the cluster's)")
+    add = group("model").add_argument
+    add("--vocab-size", type=int, help="needed for arrays of tokens (default: the tokenizer's)")
+    add("--layers", type=int, help=f"number of layers {default('layers')}")
+    add("--embed-dim", type=int, help=f"width {default('embed_dim')}")
+    add("--heads", type=int, help=f"query heads {default('heads')}")
+    add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
+    add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
+    add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
+    add("--remat", choices=get_args(Remat), default="keep_attention", help="what is recomputed")
+    add = group("training").add_argument
+    add("--steps", type=int, help=f"optimizer steps {default('steps')}")
+    add("--lr", type=float, help=f"peak learning rate {default('lr')}")
+    add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
+    add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
+    add("--seed", type=int, default=0, help="of weights, data and sample (default: 0)")
+    add = group("end").add_argument
+    add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="of the end")
+    add("--eval-batches", type=int, help=f"held-out batches {default('eval_batches')}")
+    add("--sample-tokens", type=int, default=200, help="length of the sample (default: 200)")
+    add = group("files").add_argument
+    add("--out", type=Path, default=Path("out/train_lm"), help="folder (default: out/train_lm)")
+    add("--checkpoint-dir", type=Path, help="folder of checkpoints (default: OUT/checkpoints)")
+    add("--checkpoint-every", type=int, help="steps; 0 for none (default: a fifth of the steps)")
+    add("--keep", type=int, default=2, help="number of checkpoints that stay (default: 2)")
+    add("--resume", choices=("auto", "never"), default="auto", help="go on from a checkpoint")
+    add("--stall-timeout", type=float, default=1800, help="seconds without a step that end it")
+    add("--tensorboard", action="store_true", help="write curves for TensorBoard")
+    add("--profile", type=int, default=0, metavar="N", help="trace N steps")
+    return parser.parse_args(argv), parser
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a command line asks for.
+
+    Attributes:
+      mesh: the devices, with all of AXES.
+      rules: what the axes split.
+      config: the model.
+      tokens: makes token ids of text; None if the text is arrays of them.
+      text: the documents to train on.
+      held_out: the documents to evaluate on.
+    """
+
+    mesh: Mesh
+    rules: ShardingRules
+    config: DecoderConfig
+    tokens: ByteTokens | TokenizerFile | None
+    text: Corpus
+    held_out: Corpus
+
+
+def prepare(args: argparse.Namespace) -> Run:
+    """Fills in the defaults that depend on the devices, and checks the arguments.
+
+    Raises:
+      ValueError: the arguments do not fit each other, the devices or the text.
+    """
+    for name, value in DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.checkpoint_dir is None:
+        args.checkpoint_dir = args.out / "checkpoints"
+    for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is {value}: it must be at least {least}")
+    if args.checkpoint_every is None:
+        args.checkpoint_every = -(-args.steps // 5)
+    mesh = make_mesh(args.mesh)
+    rules = ShardingRules.of(mesh)
+    seq, rows = mesh.shape["seq"], mesh.shape["data"] * mesh.shape["fsdp"]
+    fit = padded_length(args.layout, args.seq_len, seq)
+    if fit != args.seq_len:
+        raise ValueError(
+            f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices cannot "
+            f"split it; use {fit}"
+        )
+    stages = mesh.shape["stage"]
+    if args.microbatches is not None and stages == 1:
+        raise ValueError(
+            f"--microbatches is {args.microbatches}: they are a pipeline's; give --mesh a stage"
+        )
+    multiple = rows * args.accumulate * math.lcm(stages, args.microbatches or stages)
+    if args.batch % multiple:
+        raise ValueError(
+            f"--batch is {args.batch}: use a multiple of {multiple}, the mesh's data and fsdp axes "
+            f"times --accumulate and the microbatches of a pipeline, like "
+            f"{-(-args.batch // multiple) * multiple}"
+        )
+    corpus = open_corpus(args.data)
+    text, held_out = corpus.split(HELD_OUT)
+    shortest = min(text.size, held_out.size)
+    if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
+        raise ValueError(
+            f"--seq-len is {args.seq_len}: the text's shorter part (training, held out) has "
+            f"{shortest} bytes or tokens; use a shorter length or more --data"
+        )
+    tokens = make_tokens(args, corpus)
+    return Run(mesh, rules, make_config(args, tokens), tokens, text, held_out)
+
+
+def make_mesh(text: str | None) -> Mesh:
+    """The mesh that ``--mesh`` describes, over as many of the devices as it needs."""
+    devices = jax.devices()
+    sizes = dict.fromkeys(AXES, 1)
+    if text is None:
+        sizes["seq"] = len(devices)
+    else:
+        try:
+            given = {
+                name: int(size) for name, size in (axis.split("=") for axis in text.split(","))
+            }
+        except ValueError:
+            raise ValueError(f"--mesh is {text!r}: write it like fsdp=2,seq=4") from None
+        if not set(given) <= set(sizes) or min(given.values()) < 1:
+            raise ValueError(
+                f"--mesh is {text!r}: its axes are {', '.join(AXES)}, of size 1 or more"
+            )
+        sizes |= given
+    count = math.prod(sizes.values())
+    if count > len(devices):
+        raise ValueError(
+            f"--mesh is {text!r}: it needs {count} devices, there are {len(devices)}; "
+            f"use for example seq={len(devices)}"
+        )
+    if jax.process_count() > 1 and count != len(devices):
+        raise ValueError(
+            f"--mesh is {text!r}: {count} devices, and the processes have {len(devices)}: with "
+            "several processes use all of them"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=devices[:count],
+    )
+
+
+def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:
+    """What makes token ids of the text.
+
+    Raises:
+      ValueError: a tokenizer for arrays of tokens, or no tokenizer.
+    """
+    if not corpus.reader.is_text:
+        if args.tokenizer is not None:
+            raise ValueError(f"--tokenizer is {args.tokenizer}, but --data holds tokens already")
+        return None
+    # A byte that no text has, so that a model sees where a document ends.
+    return ByteTokens(separator=0) if args.tokenizer is None else TokenizerFile(args.tokenizer)
+
+
+def make_config(
+    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | None
+) -> DecoderConfig:
+    """The model's sizes and dtype.
+
+    Raises:
+      ValueError: nothing says the vocabulary's size, or sizes do not fit together.
+    """
+    mlp_dim = args.mlp_dim
+    if mlp_dim is None:
+        mlp_dim = -(-args.embed_dim * 8 // (3 * 64)) * 64
+    vocabulary = args.vocab_size
+    if vocabulary is None:
+        if tokens is None:
+            raise ValueError("--vocab-size is missing: --data holds tokens, and says no vocabulary")
+        vocabulary = tokens.vocab_size
+    return DecoderConfig(
+        # A multiple of 128, which every tensor axis in use divides.
+        vocab_size=-(-vocabulary // 128) * 128,
+        num_layers=args.layers,
+        embed_dim=args.embed_dim,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        mlp_dim=mlp_dim,
+        dtype=jnp.dtype(args.dtype),
+        remat=args.remat,
+    )
