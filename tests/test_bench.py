@@ -17,6 +17,8 @@ SMALL = kernels.Case("small", 2, 128, 4, 2, 16, is_causal=True)
 PACKED = kernels.Case("packed", 1, 128, 4, 2, 16, is_causal=True, documents=3)
 WINDOW = kernels.Case("window", 1, 128, 4, 2, 16, is_causal=True, window=20)
 FULL = kernels.Case("full", 1, 128, 4, 4, 16)
+SINKS = kernels.Case("sinks", 1, 128, 4, 2, 16, is_causal=True, sinks=True)
+SLOPES = kernels.Case("slopes", 1, 128, 4, 2, 16, is_causal=True, slopes=True)
 
 
 def kept(case):
@@ -33,20 +35,25 @@ def test_scores_are_those_that_count(case):
     assert case.scores() == kept(case).sum() - diagonal
 
 
-@pytest.mark.parametrize("case", [SMALL, PACKED, WINDOW, FULL], ids=lambda case: case.name)
+EVERY = [SMALL, PACKED, WINDOW, FULL, SINKS, SLOPES]
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def test_truth_is_dense_attention(case, monkeypatch):
     monkeypatch.setattr(truth, "_ROWS", 32)
     rng, groups = np.random.default_rng(0), 2
     q, do = rng.normal(size=(2, case.length, groups, case.head_dim)).astype(np.float32)
     k, v = rng.normal(size=(2, case.length, case.head_dim)).astype(np.float32)
     left, right = case.options["local_window_size"] or (None, None)
-    spec = AttentionSpec(case.head_dim**-0.5, left, 0 if case.is_causal else right)
+    spec = AttentionSpec.of(case.head_dim**-0.5, left, 0 if case.is_causal else right)
     ids = case.segment_ids()
     tokens = Tokens(jnp.arange(case.length, dtype=jnp.int32), None if ids is None else ids[:1])
-    got = truth.attention_and_gradients(spec, tokens, q, k, v, do)
+    numbers = {name: x[:groups] for name, x in case.per_head().items()}
+    got = truth.attention_and_gradients(spec, tokens, q, k, v, do, numbers)
     dlse = np.zeros((1, case.length, groups), np.float32)
     args = q[None], k[None, :, None], v[None, :, None], kept(case)[None], do[None], dlse, None
-    out, _, dq, dk, dv = dense.truth(*args)
+    distance = dense.distances(case.length, case.length)
+    out, _, dq, dk, dv, *_ = dense.truth(*args, numbers, distance)
     for name, want in (("out", out[0]), ("dq", dq[0]), ("dk", dk[0, :, 0]), ("dv", dv[0, :, 0])):
         assert got[name].dtype == np.float64
         np.testing.assert_allclose(got[name], want, rtol=1e-10, atol=1e-12)
@@ -56,7 +63,7 @@ def test_truth_needs_whole_blocks_of_rows():
     x = jnp.zeros((1500, 1, 16))
     tokens = Tokens(jnp.arange(1500, dtype=jnp.int32))
     with pytest.raises(ValueError, match="the length is 1500: it must be a multiple of 1024"):
-        truth.attention_and_gradients(AttentionSpec(1.0), tokens, x, x[:, 0], x[:, 0], x)
+        truth.attention_and_gradients(AttentionSpec.of(1.0), tokens, x, x[:, 0], x[:, 0], x)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,16 @@ HUGE = 2**31 - 1
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def tables(spec, q_tokens, kv_tokens, tiles):
     """Query bounds, key bounds, and the query bounds for the whole batch."""
-    by_query = query_bounds(spec, q_tokens, kv_tokens, tiles)
-    return by_query, key_bounds(spec, q_tokens, kv_tokens, tiles), over_batch(by_query)
+    by_query = query_bounds(spec.mask, q_tokens, kv_tokens, tiles)
+    return by_query, key_bounds(spec.mask, q_tokens, kv_tokens, tiles), for_the_batch(by_query)
+
+
+def for_the_batch(bounds):
+    """Bounds for all rows of the batch: what :func:`over_batch` says, and what is full in each."""
+    first, end = jnp.moveaxis(over_batch(bounds), -1, 0)
+    full_first = jnp.clip(bounds[..., 1].max(0), first, end)
+    full_end = jnp.clip(bounds[..., 2].min(0), full_first, end)
+    return jnp.stack([first, full_first, full_end, end], axis=-1)
 
 
 def tokens(at, segment_ids=None):
@@ -33,10 +41,10 @@ def mask_of(spec, q_tokens, kv_tokens):
     q, kv = (np.asarray(side.positions, np.int64) for side in (q_tokens, kv_tokens))
     ahead = kv[None, :] - q[:, None]
     keep = np.ones_like(ahead, bool)
-    if spec.left is not None:
-        keep &= ahead >= -spec.left
-    if spec.right is not None:
-        keep &= ahead <= spec.right
+    if spec.mask.left is not None:
+        keep &= ahead >= -spec.mask.left
+    if spec.mask.right is not None:
+        keep &= ahead <= spec.mask.right
     keep = keep[None]
     if q_tokens.segment_ids is not None:
         q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
@@ -135,7 +143,7 @@ def test_bounds_cover_the_mask(shape, window, segments):
     rng = np.random.default_rng([len(shape), len(window), segments])
     t, s, tiles = SHAPES[shape]
     left, right = WINDOWS[window]
-    spec, n = AttentionSpec(scale=1.0, left=left, right=right), 3
+    spec, n = AttentionSpec.of(scale=1.0, left=left, right=right), 3
     for layout in ("contiguous", "zigzag", "striped"):
         q_all, kv_all = (positions(layout, n * size, n).reshape(n, size) for size in (t, s))
         ids = packed(rng, n * max(t, s))
@@ -150,7 +158,7 @@ def test_bounds_cover_the_mask(shape, window, segments):
 @pytest.mark.parametrize("window", WINDOWS)
 def test_any_order_of_positions_is_right(window):
     rng = np.random.default_rng(len(window))
-    spec = AttentionSpec(scale=1.0, left=WINDOWS[window][0], right=WINDOWS[window][1])
+    spec = AttentionSpec.of(scale=1.0, left=WINDOWS[window][0], right=WINDOWS[window][1])
     for _ in range(6):
         q_at, kv_at = rng.integers(0, 60, 26), rng.integers(0, 60, 38)
         ids = rng.integers(0, 3, (3, 60)).astype(np.int32)
@@ -161,7 +169,7 @@ def test_any_order_of_positions_is_right(window):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_every_pair_of_causal_shards_is_tight(layout):
     """Ascending positions: a causal mask starts no work in a tile that has none."""
-    spec, n, c = AttentionSpec(scale=1.0, right=0), 4, 24
+    spec, n, c = AttentionSpec.of(scale=1.0, right=0), 4, 24
     at = positions(layout, n * c, n).reshape(n, c)
     for q_at in at:
         for kv_at in at:
@@ -174,7 +182,8 @@ def test_every_pair_of_causal_shards_is_tight(layout):
 def test_causal_table():
     """Sixteen tokens, tiles of 4 x 2: query tile i sees 2 (i + 1) key tiles, 2 i of them full."""
     side = tokens(np.arange(16))
-    by_query, by_key = check(AttentionSpec(scale=1.0, right=0), side, side, Tiles(4, 2), tight=True)
+    spec, tiles = AttentionSpec.of(scale=1.0, right=0), Tiles(4, 2)
+    by_query, by_key = check(spec, side, side, tiles, tight=True)
     np.testing.assert_array_equal(
         by_query[0], [[0, 2, 2, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
     )
@@ -194,7 +203,7 @@ def test_causal_table():
 
 
 def test_earlier_and_later_shards():
-    spec, near, far = AttentionSpec(scale=1.0, right=0), np.arange(16), np.arange(16, 32)
+    spec, near, far = AttentionSpec.of(scale=1.0, right=0), np.arange(16), np.arange(16, 32)
     by_query, by_key = check(spec, tokens(far), tokens(near), Tiles(4, 2), tight=True)
     np.testing.assert_array_equal(by_query[0], [[0, 0, 8, 8]] * 4)
     np.testing.assert_array_equal(by_key[0], [[0, 0, 4, 4]] * 8)
@@ -206,7 +215,7 @@ def test_earlier_and_later_shards():
 def test_sliding_window_table():
     """A query sees itself and seven back: three tiles of four, the middle one full."""
     side = tokens(np.arange(24))
-    spec = AttentionSpec(scale=1.0, left=7, right=0)
+    spec = AttentionSpec.of(scale=1.0, left=7, right=0)
     by_query, by_key = check(spec, side, side, Tiles(4, 4), tight=True)
     np.testing.assert_array_equal(
         by_query[0],
@@ -217,7 +226,7 @@ def test_sliding_window_table():
 
 @pytest.mark.parametrize("window", [None, HUGE], ids=["no_window", "huge_window"])
 def test_full_attention_is_all_full(window):
-    spec = AttentionSpec(scale=1.0, left=window, right=window)
+    spec = AttentionSpec.of(scale=1.0, left=window, right=window)
     q, kv = tokens(np.arange(32)), tokens(np.arange(18))
     by_query, by_key = check(spec, q, kv, Tiles(8, 6), tight=True)
     np.testing.assert_array_equal(by_query[0], [[0, 0, 3, 3]] * 4)
@@ -225,7 +234,7 @@ def test_full_attention_is_all_full(window):
 
 
 def test_ragged_tiles_are_never_full():
-    spec = AttentionSpec(scale=1.0)
+    spec = AttentionSpec.of(scale=1.0)
     by_query, by_key = check(spec, tokens(np.arange(30)), tokens(np.arange(17)), Tiles(8, 6))
     np.testing.assert_array_equal(np.asarray(by_query)[0, :3], [[0, 0, 2, 3]] * 3)
     np.testing.assert_array_equal(np.asarray(by_key)[0, :2], [[0, 0, 3, 4]] * 2)
@@ -240,7 +249,7 @@ def test_ragged_tiles_are_never_full():
     "sides", [(HUGE, 0), (0, HUGE), (HUGE, HUGE), (HUGE, None)], ids=lambda sides: f"{sides}"
 )
 def test_huge_windows_do_not_overflow(far, sides):
-    spec = AttentionSpec(scale=1.0, left=sides[0], right=sides[1])
+    spec = AttentionSpec.of(scale=1.0, left=sides[0], right=sides[1])
     near, there = tokens(np.arange(16)), tokens(far + np.arange(16))
     for q, kv in ((near, there), (there, near), (there, there)):
         check(spec, q, kv, Tiles(4, 4), tight=True)
@@ -249,7 +258,7 @@ def test_huge_windows_do_not_overflow(far, sides):
 def test_one_document_is_full_and_its_neighbour_is_skipped():
     ids = np.array([[1] * 8 + [2] * 8 + [0] * 4 + [3] * 4], np.int32)
     side = tokens(np.arange(24), ids)
-    by_query, _ = check(AttentionSpec(scale=1.0), side, side, Tiles(4, 4), tight=True)
+    by_query, _ = check(AttentionSpec.of(scale=1.0), side, side, Tiles(4, 4), tight=True)
     np.testing.assert_array_equal(
         by_query[0],
         [[0, 0, 2, 2], [0, 0, 2, 2], [2, 2, 4, 4], [2, 2, 4, 4], [0, 0, 0, 0], [5, 5, 6, 6]],
@@ -260,7 +269,7 @@ def test_segments_of_the_largest_and_smallest_id():
     """Ids at int32's ends are segments like others; padding still overlaps none of them."""
     ids = np.array([[HUGE] * 4 + [0] * 4 + [-HUGE - 1] * 4], np.int32)
     side = tokens(np.arange(12), ids)
-    check(AttentionSpec(scale=1.0), side, side, Tiles(4, 4), tight=True)
+    check(AttentionSpec.of(scale=1.0), side, side, Tiles(4, 4), tight=True)
 
 
 # --- over the batch ------------------------------------------------------------------------------
@@ -278,9 +287,10 @@ def test_segments_of_the_largest_and_smallest_id():
     ids=["overlapping", "disjoint", "one_empty", "all_empty", "single"],
 )
 def test_over_batch(rows, joint):
-    got = over_batch(jnp.asarray(rows, jnp.int32)[:, None])
-    assert got.dtype == jnp.int32
-    np.testing.assert_array_equal(got, [joint])
+    bounds = jnp.asarray(rows, jnp.int32)[:, None]
+    for got, want in ((for_the_batch(bounds), joint), (over_batch(bounds), joint[::3])):
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, [want])
 
 
 def test_halves_have_all_of_the_work_between_them():
@@ -295,9 +305,9 @@ def test_halves_have_all_of_the_work_between_them():
 
 def test_the_brute_force_notices():
     """The guard: bounds that leave a tile out, or unmask one, fail."""
-    spec, side, tiles = AttentionSpec(scale=1.0, right=0), tokens(np.arange(16)), Tiles(4, 4)
+    spec, side, tiles = AttentionSpec.of(scale=1.0, right=0), tokens(np.arange(16)), Tiles(4, 4)
     some, whole = by_tile(mask_of(spec, side, side), 4, 4)
-    good = np.asarray(query_bounds(spec, side, side, tiles))
+    good = np.asarray(query_bounds(spec.mask, side, side, tiles))
     assert_right(good, some, whole)
     late, early, unmasked = good.copy(), good.copy(), good.copy()
     late[0, 3, 0:2] += 1

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 from compiled import KERNELS, gradient
 from jax.sharding import PartitionSpec as P
+from routes import hops_of_turns
 
 import burst_jax
-from burst_jax.rotation import backward_bytes, choose_rotation, forward_bytes
-from burst_jax.route import count_hops
-from pallas_kernels import AttentionSpec, Tokens, resolve, triton, triton_forward
-from pallas_kernels.triton_configs import SHARED_MEMORY, TritonConfig, triton_configs
+from burst_jax.ring.rotation import ShardShape, backward_bytes, choose_rotation, forward_bytes
+from pallas_kernels import AttentionSpec, Operands, Tokens, resolve, triton
+from pallas_kernels.pallas_triton.configs import SHARED_MEMORY, TritonConfig, triton_configs
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -62,8 +62,9 @@ def wires(rotation, n, tokens, heads, kv_heads, dim):
         "rotate_query": 2 * hops * c * heads * (h * s + 4) + hops * c * heads * h * t,
     }[rotation]
     # The library's own arithmetic, which `auto` decides by, says the same.
-    assert forward_bytes(count_hops([n]), c, k, h, s) == forward
-    assert backward_bytes(rotation, count_hops([n]), c, c, heads, k, h, s) == backward
+    shape = ShardShape(c, c, heads, k, h, s)
+    assert forward_bytes(hops_of_turns(n), shape) == forward
+    assert backward_bytes(rotation, hops_of_turns(n), shape) == backward
     return forward, backward
 
 
@@ -160,26 +161,25 @@ def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
     kv, q = 2 * tokens * kv_heads * dim, tokens * heads * dim
     backward = {"rotate_kv": kv * (2 + 4), "rotate_query": q * (2 * 2 + 4) + 2 * tokens * heads * 4}
     assert compiled.permuted_bytes(program) == 2 * kv + backward[rotation]
-    hops, shape = count_hops([2]), (tokens, tokens, heads, kv_heads, dim, 2)
-    assert backward_bytes(rotation, hops, *shape) == backward[rotation]
+    shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
+    assert backward_bytes(rotation, hops_of_turns(2), shape) == backward[rotation]
     assert all(compiled.beside(compiled.schedule(program)))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=["gqa1", "gqa2"])  # where it turns
 def test_auto_moves_the_fewest_bytes(heads):
     """Of the formulas', which the test above reads out of both rotations' programs."""
-    mesh, hops = compiled.gpu_mesh("a100", 4), count_hops([4])
+    mesh, hops = compiled.gpu_mesh("a100", 4), hops_of_turns(4)
     program = compiled.compile_for(gradient(attend(mesh)), *compiled.inputs(mesh, 256, *heads))
-    shape = {"q_length": 256, "kv_length": 256, "head_dim": 128, "itemsize": 2}
-    shape |= {"heads": heads[0], "kv_heads": heads[1]}
+    shape = ShardShape(256, 256, *heads, head_dim=128, itemsize=2)
     backward = {
-        rotation: backward_bytes(rotation, hops, **shape)
+        rotation: backward_bytes(rotation, hops, shape)
         for rotation in ("rotate_kv", "rotate_query")
     }
-    forward = forward_bytes(hops, 256, heads[1], 128, 2)
+    forward = forward_bytes(hops, shape)
     assert compiled.permuted_bytes(program) == forward + min(backward.values())
     assert backward["rotate_kv"] != backward["rotate_query"]
-    chosen = choose_rotation("auto", kv_hops=hops, query_hops=hops, **shape)
+    chosen = choose_rotation("auto", shape, kv_hops=hops, query_hops=hops)
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
@@ -255,12 +255,50 @@ def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim)
         assert events.count(("kernel", kernel)) == count
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sinks_and_slopes_spill_no_registers(gpu, head_dim):
+    """Triton's kernels, with the gradients of both, in whole tiles without segments."""
+    mesh = compiled.gpu_mesh(gpu, 2)
+    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim)
+    numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def run(query, key, value, sinks, slopes):
+        def attention(query, key, value, sinks, slopes):
+            return attend(mesh, implementation="triton", sink_logits=sinks, alibi_slopes=slopes)(
+                query, key, value
+            )
+
+        out, vjp = jax.vjp(attention, query, key, value, sinks, slopes)
+        return vjp(out)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, numbers, numbers, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
+@compiled.KERNELS
+def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do(gpu, kernels):
+    """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""
+    mesh = compiled.gpu_mesh(gpu, 2)
+    arrays = compiled.inputs(mesh, 256, 4, 2)
+    numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def loss(query, key, value, sinks, slopes):
+        numbers = {"sink_logits": sinks, "alibi_slopes": slopes}
+        out = attend(mesh, implementation=kernels, **numbers)(query, key, value)
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (3, 4))).trace(*arrays, numbers, numbers)
+    assert [x.shape for x in jax.tree.leaves(traced.out_info)] == [(4,), (4,)]
+
+
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shipped_tiles_fit_the_shared_memory_of_every_gpu_they_are_for(capability, dtype):
     itemsize = jnp.dtype(dtype).itemsize
     for head_dim, packed in itertools.product((32, 64, 96, 128, 256), (False, True)):
-        spec = AttentionSpec(1.0)
+        spec = AttentionSpec.of(1.0)
         configs = triton_configs(capability, head_dim, dtype, 4096, 4096, spec, packed)
         for kernel, config in configs._asdict().items():
             size = config.shared_memory(kernel, head_dim, itemsize) + 2048
@@ -275,17 +313,18 @@ def test_computed_shared_memory_is_what_xla_says(kernel, stages):
     config = TritonConfig(128, 128, 8, 2 + stages)
     arrays = compiled.inputs(mesh, 1024, 2, 2, dim)
     local = triton(config=config)
-    spec, tokens = AttentionSpec(0.1, right=0), Tokens(jnp.arange(1024, dtype=jnp.int32))
-    stats = jnp.zeros((1, 2, 1024), jnp.float32)
+    spec, tokens = AttentionSpec.of(0.1, right=0), Tokens(jnp.arange(1024, dtype=jnp.int32))
+    stats = jnp.zeros((2, 1, 2, 1024), jnp.float32)
 
     def run(q, k, v):
+        operands = Operands(q, k, v, tokens, tokens)
         if kernel == "forward":
-            bounds = local.forward_bounds(spec, q, (k, v), tokens, tokens)
-            return local.forward(q, (k, v), tokens, tokens, bounds, spec=spec)[0]
-        bounds = local.backward_bounds(spec, q, (k, v), tokens, tokens)
+            bounds = local.forward_bounds(operands, spec=spec)
+            return local.forward(operands.replace(bounds=bounds), spec=spec)[0]
+        bounds = local.backward_bounds(operands, spec=spec)
         half = {"dq": local.backward_dq, "dkv": local.backward_dkv}[kernel]
         assert half is not None
-        return half((q, q), (k, v), (stats, stats), tokens, tokens, bounds, spec=spec)
+        return half(operands.replace(bounds=bounds, do=q, stats=stats), spec=spec)[0]
 
     run = jax.shard_map(run, mesh=mesh, in_specs=(P(),) * 3, out_specs=P(), check_vma=False)
     with pytest.raises(Exception, match="Shared memory size limit exceeded") as caught:
@@ -304,9 +343,9 @@ def test_spilling_tiles_are_refused():
     def local(query, key, value):
         tokens = Tokens(jnp.arange(512, dtype=jnp.int32))
         bounds = jnp.zeros((1, 4, 4), jnp.int32)
-        spec = AttentionSpec(0.1, right=0)
-        kv = (key, value)
-        return triton_forward.forward(query, kv, tokens, tokens, bounds, spec=spec, config=config)
+        spec = AttentionSpec.of(0.1, right=0)
+        operands = Operands(query, key, value, tokens, tokens, bounds=bounds)
+        return triton(config=config).forward(operands, spec=spec)
 
     specs = (jax.P(None, "seq"),) * 3
     outs = (jax.P(None, "seq"), jax.P(None, None, "seq"))
@@ -333,6 +372,7 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     )
     assert seen[0] == ("gpu", capability)
     query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
-    where = {"platform": "gpu", "compute_capability": capability, "q": query, "kv": (query, query)}
+    operands = Operands(query, query, query, Tokens(jnp.arange(8)), Tokens(jnp.arange(8)))
+    where = {"platform": "gpu", "compute_capability": capability, "operands": operands}
     hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
     assert resolve(None, **where).name == ("mosaic_gpu" if hopper else "triton")

@@ -11,12 +11,13 @@ import pytest
 from compiled import KERNELS, gradient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from routes import hops_of_turns
 
 import burst_jax
+from burst_jax.attention_options import AttentionOptions
 from burst_jax.models import DecoderConfig
 from burst_jax.models.decoder import abstract_decoder
-from burst_jax.rotation import backward_bytes, forward_bytes
-from burst_jax.route import count_hops
+from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
 from burst_jax.training import make_optimizer, make_train_step
 
 pytestmark = pytest.mark.cuda_compiler
@@ -43,17 +44,17 @@ def test_two_level_ring_of_two_nodes_of_eight(gpu, kernels, rotation):
     # backward, and the gradient of the first turn in sevenths.
     outer = compiled.permutes_between_hosts(program, gpus)
     assert len(outer) == gpus + gpus + (gpus - 1) + 1
-    hops = count_hops([gpus] * hosts)
-    forward = forward_bytes(hops, tokens, kv_heads, dim, 2)
-    shape = (tokens, tokens, heads, kv_heads, dim, 2)
-    assert compiled.permuted_bytes(program) == forward + backward_bytes(rotation, hops, *shape)
+    hops = hops_of_turns(*[gpus] * hosts)
+    shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
+    forward = forward_bytes(hops, shape)
+    assert compiled.permuted_bytes(program) == forward + backward_bytes(rotation, hops, shape)
     # Of it, between the hosts: a block forward, a block and two gradients backward.
-    between = hops._replace(data=hops.outer_data, gradient=hops.outer_gradient)
+    between = hops.between_turns
     assert compiled.permuted_bytes(program, between_hosts_of=gpus) == forward_bytes(
-        between, tokens, kv_heads, dim, 2
-    ) + backward_bytes(rotation, between, *shape)
+        between, shape
+    ) + backward_bytes(rotation, between, shape)
     # On one level every hop of two neighbours on different hosts would cross: 15, 15 and 15.
-    assert between.data + between.gradient < (hops.data + hops.gradient) / 6
+    assert between.blocks + between.sums < (hops.blocks + hops.sums) / 6
 
 
 def test_memory_does_not_grow_with_the_number_of_nodes():
@@ -80,11 +81,11 @@ def test_a_window_sends_only_what_it_needs(rotation):
     )  # fmt: skip
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
     program = compiled.compile_for(gradient(attention), *shapes)
-    hops = count_hops([3])
+    hops = hops_of_turns(3)
     assert hops[:2] == (2, 2)
-    forward = forward_bytes(hops, tokens, kv_heads, dim, 2)
-    shape = (tokens, tokens, heads, kv_heads, dim, 2)
-    assert compiled.permuted_bytes(program) == forward + backward_bytes(rotation, hops, *shape)
+    shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
+    forward = forward_bytes(hops, shape)
+    assert compiled.permuted_bytes(program) == forward + backward_bytes(rotation, hops, shape)
     events = compiled.schedule(program)
     assert events.count(("kernel", "burst_forward")) == 3
     assert all(compiled.beside(events))
@@ -106,7 +107,7 @@ def test_heads_are_exchanged_inside_a_node_and_the_ring_goes_between(kv_heads):
     exchanged = [
         *[tokens * heads * dim * 2] * 4,  # q, out, do, dq
         *[tokens * copied * dim * 2] * 2,  # k, v
-        2 * tokens * copied * dim * itemsize,  # dk, dv
+        *[tokens * copied * dim * itemsize] * 2,  # dk, dv
         tokens * heads * 4,  # delta
     ]
     assert sorted(compiled.exchanged_bytes(program)) == sorted(exchanged)
@@ -124,7 +125,9 @@ def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
         num_layers=2, embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128, mlp_dim=1024,
         dtype=jnp.bfloat16,
     )  # fmt: skip
-    options = {"implementation": kernels, "layout": "zigzag", "backward": rotation}
+    options: AttentionOptions = {
+        "implementation": kernels, "layout": "zigzag", "backward": rotation
+    }  # fmt: skip
     graphdef, params = abstract_decoder(config, mesh=mesh, **options)
     optimizer = make_optimizer(1e-3, 10)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,27 +11,12 @@ import pytest
 from flax import nnx
 from implementations import IMPLEMENTATIONS, QUICK, quick_jit
 from meshes import assert_close, make_mesh, random_like
-from ring_cases import case_id, make_inputs, ring_results
+from ring_cases import a_case, case_id, make_inputs, ring_results
 
 import burst_jax
 from burst_jax.models import DecoderConfig
 from burst_jax.training import init_train_state, make_batch, make_optimizer, make_train_step
 from pallas_kernels.arrays import as_int32
-
-
-def a_case(ring, layout, mask, backward="rotate_kv", implementation="xla"):
-    return {
-        "ring": ring,
-        "layout": layout,
-        "mask": mask,
-        "heads": (4, 2),
-        "backward": backward,
-        "shard": "even",
-        "head_dim": 16,
-        "dtype": "float32",
-        "implementation": implementation,
-    }
-
 
 # Every layout, both rotations, two levels, heads exchanged, windows, packed rows, each
 # implementation.
@@ -129,7 +116,7 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
         vocab_size=61, num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48
     )
     rows = np.random.default_rng(0).integers(0, 61, (2, LENGTH + 1))
-    batch = make_batch(rows, layout="striped", num_shards=2)
+    batch: Any = make_batch(rows, layout="striped", num_shards=2)
     mesh, optimizer = make_mesh(seq=2), make_optimizer(1e-2, 10)
     with jax.enable_x64(True):
         graphdef, *state = init_train_state(config, optimizer, mesh, seed=0, layout="striped")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
-from burst_jax.sharding import flat_names, sequence_axes
+from burst_jax.sharding import axes_size, flat_names, sequence_axes
 from burst_jax.training import make_batch, place_batch
 
 CONFIG = DecoderConfig(
@@ -51,7 +51,7 @@ def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, weights=Non
     they are not the defaults.
     """
     ring = flat_names(axes.get("seq_axis", "seq"))
-    n = math.prod(mesh.shape[axis] for axis in ring)
+    n = axes_size(mesh, ring)
     graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis="data", layout=layout, **axes)
     batch = make_batch(ROWS, layout=layout, num_shards=n, segment_ids=segments)
     cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), config.dtype), 3)
@@ -260,11 +260,12 @@ def test_other_attention_over_the_same_weights():
 
 
 def test_options_set_here_or_unknown_raise():
+    make: Any = Decoder
     for name in ("is_causal", "logits_soft_cap"):
         with pytest.raises(TypeError, match=f"Decoder sets {name} itself"):
-            Decoder(CONFIG, rngs=nnx.Rngs(0), **{name: True})
+            make(CONFIG, rngs=nnx.Rngs(0), **{name: True})
     with pytest.raises(TypeError, match="unknown option 'axis'"):
-        Decoder(CONFIG, rngs=nnx.Rngs(0), axis="seq")
+        make(CONFIG, rngs=nnx.Rngs(0), axis="seq")
 
 
 @pytest.mark.parametrize(

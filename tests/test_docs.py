@@ -63,7 +63,9 @@ def test_blocks_run_one_after_the_other_and_print_what_they_say(page):
     )
     assert run.returncode == 0, run.stderr
     said = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
-    assert run.stdout.splitlines() == said
+    # The progress of a run says speeds, which differ each time.
+    shown = [line for line in run.stdout.splitlines() if not re.match(r"step \d+/\d+  ", line)]
+    assert shown == said
 
 
 def test_code_is_found():
@@ -207,7 +209,7 @@ def literals(tree):
 
 
 def test_messages_in_troubleshooting_are_the_library_s():
-    sources = [*ROOT.glob("burst_jax/**/*.py"), *ROOT.glob("pallas_kernels/*.py")]
+    sources = [*ROOT.glob("burst_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
     said = [text for path in sources for text in literals(ast.parse(path.read_text()))]
     said += [(ROOT / ".ci" / "find-python").read_text()]
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -241,7 +243,7 @@ def test_the_drawn_schedule_is_the_ring_s():
     steps = (*draw_ring.forward_steps(0), *draw_ring.backward_steps(0))
     drawn = [text for _, sends in steps for text in sends]
     # K and V, or their gradients, in so many permutes each.
-    for dtype, first, arrays in (("bf16", "K", 2), ("f32", "dK", 1)):
+    for dtype, first, arrays in (("bf16", "K", 2), ("f32", "dK", 2)):
         shown = [int(text[-1]) for text in drawn if text.startswith(first)]
         assert [distance for kind, distance in sent if kind == dtype][::arrays] == shown
         assert sum(kind == dtype for kind, _ in sent) == arrays * len(shown)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -158,8 +160,40 @@ def test_bias_and_mask_by_position():
         "takes query, key and value by position, and 2 more came: .* bias and mask, .* say a mask "
         "by is_causal, local_window_size or query_segment_ids .*, and leave them out if .* None"
     )
+    call: Any = burst_jax.burst_attention  # its type says that there are three
     with pytest.raises(TypeError, match=message):
-        burst_jax.burst_attention(*arrays, None, None, **arguments)
+        call(*arrays, None, None, **arguments)
+
+
+@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_bias_and_mask_by_keyword(function, name):
+    message = (
+        f"_attention has no argument '{name}': there are no dense bias and mask, .* say a mask by "
+        "is_causal, local_window_size or query_segment_ids .*, and leave them out if .* None"
+    )
+    for value in (None, np.ones((B, N, T, T), bool)):
+        with pytest.raises(TypeError, match=message):
+            function(**good() | {name: value})
+
+
+@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
+def test_lengths_by_keyword(function):
+    message = (
+        "_attention has no argument 'query_seq_lengths': say lengths by query_segment_ids and "
+        "key_value_segment_ids, 1 for a token and 0 for padding"
+    )
+    with pytest.raises(TypeError, match=message):
+        function(**good() | {"query_seq_lengths": np.array([3, 4])})
+
+
+@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
+def test_an_unknown_keyword(function):
+    message = r"_attention\(\) got an unexpected keyword argument 'is_casual'. Did you mean 'is_c"
+    with pytest.raises(TypeError, match=message):
+        function(**good() | {"is_casual": True})
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'zzz'(?!\. Did)"):
+        function(**good() | {"zzz": True})
 
 
 @pytest.mark.parametrize("context", [False, True], ids=["mesh", "set_mesh"])

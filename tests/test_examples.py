@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import reporting  # noqa: E402 - the examples are scripts, not a package
-import text_data  # noqa: E402
+import run_options  # noqa: E402
 import train_lm  # noqa: E402
 
 from burst_jax.platform import peak_flops  # noqa: E402
+from burst_jax.training import RunLog  # noqa: E402
 
 TINY = [
     "--layers=1",
@@ -33,7 +35,7 @@ TINY = [
     "--seq-len=32",
     "--batch=2",
     "--eval-batches=1",
-    "--sample-bytes=5",
+    "--sample-tokens=5",
 ]
 
 
@@ -78,7 +80,7 @@ def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_pat
         result = train(corpus, out, "--steps=4", f"--mesh={mesh}")
         assert result.returncode == 0, result.stderr
         assert "step 4/4  loss " in result.stdout
-        assert "held-out perplexity of 64 bytes, in float32:" in result.stdout
+        assert "held-out perplexity of 64 tokens, in float32:" in result.stdout
         assert "[sample starts]" in result.stdout
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         summary = json.loads((out / "summary.json").read_text())
@@ -90,6 +92,97 @@ def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_pat
     assert len(curves[0]) == 4
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-3)
     assert curves[0][-1] < curves[0][0] - 0.01
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_where_it_was(corpus, tmp_path):
+    """On the same mesh to the same bits, on another one to the same losses; a damaged checkpoint is
+    passed over."""
+    every = ["--steps=9", "--checkpoint-every=2", "--keep=4"]
+    whole, killed, moved = tmp_path / "whole", tmp_path / "killed", tmp_path / "moved"
+    for out in (whole, killed):
+        result = train(corpus, out, *every, "--mesh=fsdp=2,seq=2")
+        assert result.returncode == 0, result.stderr
+    shutil.rmtree(killed / "checkpoints" / "9")  # As if it was killed before the last one.
+    shutil.copytree(killed, moved)
+    result = train(corpus, killed, *every, "--mesh=fsdp=2,seq=2")
+    assert "going on from step 8" in result.stdout
+    assert losses(killed) == losses(whole)
+    newest = max((moved / "checkpoints" / "8").rglob("*"), key=lambda file: file.stat().st_size)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    result = train(corpus, moved, *every, "--mesh=seq=4")
+    assert result.returncode == 0, result.stderr
+    assert "going on from step 6" in result.stdout
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
+    other = train(corpus, killed, *every, "--mesh=seq=2", "--seed=1")
+    assert other.returncode == 2
+    assert "--seed is 1: the checkpoints in" in other.stderr
+    never = train(corpus, killed, *every, "--mesh=seq=2", "--resume=never")
+    assert never.returncode == 2
+    assert "--resume is never, and " in never.stderr
+    assert len(losses(killed)) == 9  # As it was.
+
+
+BY_GLOO = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize("127.0.0.1:{port}", num_processes=1, process_id=0)
+"""
+
+
+ON_ALL = ["--steps=3", "--checkpoint-every=2", "--mesh=fsdp=2,seq=4", "--sample-tokens=0"]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(corpus, tmp_path_factory):
+    """The losses of one process, by XLA's own collectives and by gloo's."""
+    found = {}
+    for name, before in (("own", ""), ("gloo", BY_GLOO.format(port=free_port()))):
+        out = tmp_path_factory.mktemp(name)
+        code = f"{before}\nimport sys, train_lm; sys.exit(train_lm.main(sys.argv[1:]))"
+        given = ["--data", corpus, "--out", out, *TINY, *ON_ALL]
+        ended = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code, *map(str, given)],
+            capture_output=True, text=True, env=environment(), cwd=EXAMPLES,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        found[name] = losses(out)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_take_the_same_steps_as_one(corpus, tmp_path, of_one_process, processes):
+    """To the same bits as one process that adds up in the same order."""
+    port, running = free_port(), []
+    for index in range(processes):
+        options = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", processes]
+        options += ["--process-id", index, "--data", corpus, "--out", tmp_path]
+        running.append(
+            subprocess.Popen(
+                command("train_lm.py", *options, *TINY, *ON_ALL),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment() | {"JAX_NUM_CPU_DEVICES": str(8 // processes)},
+            )
+        )
+    try:
+        ends = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * processes, ends
+    assert losses(tmp_path) == of_one_process["gloo"]
+    np.testing.assert_allclose(losses(tmp_path), of_one_process["own"], rtol=1e-6)
+    # One log, by the first process.
+    assert "step 3/3" in ends[0][0]
+    assert "held-out perplexity" in ends[0][0]
+    assert not any("step" in out for out, _ in ends[1:])
+    if processes == 2:  # One checkpoint, which a single process can go on from.
+        again = train(corpus, tmp_path, *ON_ALL)
+        assert "going on from step 3" in again.stdout, again.stderr
 
 
 @pytest.mark.slow
@@ -116,6 +209,8 @@ def test_ctrl_c_finishes_the_step_and_plots(corpus, tmp_path):
     assert f"interrupted after step {len(losses(tmp_path))}, loss " in out
     assert len(losses(tmp_path)) >= 1
     assert (tmp_path / "loss.png").exists()
+    # What it had reached is saved.
+    assert str(len(losses(tmp_path))) in os.listdir(tmp_path / "checkpoints")
 
 
 def test_bad_arguments_are_one_line():
@@ -123,35 +218,44 @@ def test_bad_arguments_are_one_line():
     assert result.returncode == 2
     assert result.stderr == (
         "train_lm.py: error: --mesh is 'seq=9': it needs 9 devices, there are 8; "
-        "use for example data=1,seq=8\n"
+        "use for example seq=8\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh=data=3,seq=3"], "it needs 9 devices, there are 8; use for example data=1,seq=8"),
-        (["--mesh=seq"], "--mesh is 'seq': write it like data=1,seq=8"),
+        (["--mesh=data=3,seq=3"], "it needs 9 devices, there are 8; use for example seq=8"),
+        (["--mesh=seq"], "--mesh is 'seq': write it like fsdp=2,seq=4"),
         (["--mesh=seq=x"], "--mesh is 'seq=x': write it like"),
-        (["--mesh=ring=8"], "--mesh is 'ring=8': its axes are data and seq"),
-        (["--mesh=seq=0"], "--mesh is 'seq=0': its axes are data and seq, of size 1 or more"),
+        (["--mesh=ring=8"], "--mesh is 'ring=8': its axes are data, fsdp, stage, seq, tensor"),
+        (["--mesh=seq=0"], "--mesh is 'seq=0': its axes are data, .* tensor, of size 1 or more"),
         (["--seq-len=100"], "--seq-len is 100: the zigzag layout over 8 devices.*; use 112"),
         (["--seq-len=100", "--layout=striped"], "the striped layout over 8 devices.*; use 104"),
         (["--mesh=data=4,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
+        (["--mesh=data=2,fsdp=2,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
+        (["--accumulate=4"], "--batch is 2: use a multiple of 4, .* --accumulate .* like 4"),
+        (["--mesh=stage=2,seq=2", "--microbatches=3"], "--batch is 2: use a multiple of 6"),
+        (["--microbatches=2"], "--microbatches is 2: they are a pipeline's; give --mesh a stage"),
         (["--steps=0"], "--steps is 0: it must be at least 1"),
+        (["--keep=0"], "--keep is 0: it must be at least 1"),
+        (["--accumulate=0"], "--accumulate is 0: it must be at least 1"),
         (["--eval-batches=0"], "--eval-batches is 0"),
-        (["--sample-bytes=-1"], "--sample-bytes is -1: it must be at least 0"),
+        (["--checkpoint-every=-1"], "--checkpoint-every is -1: it must be at least 0"),
+        (["--profile=-1"], "--profile is -1: it must be at least 0"),
+        (["--sample-tokens=-1"], "--sample-tokens is -1: it must be at least 0"),
         (["--seed=-1"], "--seed is -1: it must be at least 0"),
         (["--heads=3", "--kv-heads=2"], "num_heads is 3, num_kv_heads 2"),
         (["--seq-len=16000"], "--seq-len is 16000: the text's shorter part .* has [0-9]+ bytes"),
-        (["--data=nowhere"], "--data is nowhere: there is no such file or folder"),
+        (["--data=nowhere"], "path is nowhere: there is no such file or folder"),
+        (["--tokenizer=nowhere"], "path is nowhere: there is no such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_arguments_that_do_not_fit(corpus, arguments, message):
-    args, _ = train_lm.parse_args(["--data", str(corpus), *TINY, *arguments])
+    args, _ = run_options.parse_args(["--data", str(corpus), *TINY, *arguments])
     with pytest.raises(ValueError, match=message):
-        train_lm.prepare(args)
+        run_options.prepare(args)
 
 
 def no_training(monkeypatch):
@@ -215,47 +319,24 @@ def test_flax_attention_example():
     assert "relative difference to Flax's own attention: " in result.stdout
 
 
-def test_text_is_split_by_file_and_always_the_same(corpus, tmp_path):
-    text = text_data.load_text(corpus)
-    files = [(corpus / f"{index}.txt").read_bytes() for index in range(4)]
-    assert bytes(text.train) == b"\0".join(files[:3])
-    assert bytes(text.held_out) == files[3]
-    single = text_data.load_text(corpus / "0.txt", held_out_fraction=0.25)
-    assert bytes(single.train) + bytes(single.held_out) == files[0]
-    assert len(single.held_out) == round(len(files[0]) / 4)
-    with pytest.raises(ValueError, match="no text in it"):
-        text_data.load_text(tmp_path)
-
-
-def test_default_text_is_pythons_source():
-    text = text_data.load_text()
-    assert sysconfig.get_paths()["stdlib"] in text.source
-    assert len(text.train) > 10 * len(text.held_out) > 1e6
-    assert b"def " in bytes(text.train[:100_000])
-
-
-def test_rows_depend_on_seed_and_step_only():
-    text = np.arange(1000).astype(np.uint8)
-    rows = text_data.training_rows(text, 3, 10, seed=1, step=2)
-    assert rows.shape == (3, 10)
-    assert (np.diff(rows.astype(int)) % 256 == 1).all()
-    np.testing.assert_array_equal(rows, text_data.training_rows(text, 3, 10, seed=1, step=2))
-    for other in ({"seed": 2, "step": 2}, {"seed": 1, "step": 3}):
-        assert (text_data.training_rows(text, 3, 10, **other) != rows).any()
-    held_out = text_data.held_out_rows(text[:100], 2, 10, 3)
-    assert [row.shape for row in held_out] == [(2, 10)] * 3
-    assert (held_out[0][0, 0], held_out[-1][-1, -1]) == (0, 99)
+def test_linen_model_example():
+    result = run("linen_model.py", "--steps=8")
+    assert result.returncode == 0, result.stderr
+    assert "8 x cpu, mesh data=2,seq=4, 128 tokens" in result.stdout
+    losses = [float(line.split()[-1]) for line in result.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 8
+    assert losses[0] == pytest.approx(np.log(256), abs=0.5)
+    assert losses[-1] < losses[0] - 1
 
 
 def test_known_peaks_and_mfu(tmp_path, capsys):
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("cpu") is None
-    reporter = reporting.Reporter(tmp_path, 2, tokens_per_step=10, flops_per_step=1e3, peak=1e12)
-    with reporter:
+    with RunLog(tmp_path, 2, tokens_per_step=10, flops_per_step=1e3, peak=1e12) as log:
         for step in (1, 2):
-            reporter.step(step, {"loss": 1.0, "grad_norm": 2.0})
-    first, second = reporter.history
+            log.step(step, {"loss": 1.0, "grad_norm": 2.0})
+    first, second = log.history
     assert "mfu" not in first
     assert second["mfu"] == pytest.approx(second["tokens_per_second"] * 100 / 1e12)
     assert "MFU 0.0%" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
-from burst_jax.flax_adapters import linen_attention_fn, nnx_attention_fn
+from burst_jax.flax.adapters import linen_attention_fn, nnx_attention_fn
 from burst_jax.layout import from_layout, to_layout
 
 FEATURES = 32
@@ -187,7 +187,8 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded(case, kind):
     (batch, t, s), options, axes = PADDED[case]
     mesh = make_mesh(axes.get("data", 1), axes["seq"], kind=kind)
     options: dict[str, Any] = dict(options)
-    ids, keep, row = {}, None, np.ones((batch, t), np.int32)
+    ids: dict[str, Any] = {}
+    keep, row = None, np.ones((batch, t), np.int32)
     if options.pop("ids", False):
         row = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
         ids = {"query_segment_ids": jnp.asarray(row), "key_value_segment_ids": jnp.asarray(row)}
@@ -307,5 +308,9 @@ def test_flax_passes_what_we_refuse():
 def test_options_are_checked_at_once(adapter):
     with pytest.raises(TypeError, match=r"unknown option 'causal': use mesh, seq_axis.*is_causal"):
         adapter(causal=True)
+    with pytest.raises(TypeError, match=r"_fn got an unknown .*\. Did you mean 'is_causal'\?"):
+        adapter(is_casual=True)
+    with pytest.raises(TypeError, match=r"unknown option 'pads': .* Did you mean 'pad'\?"):
+        adapter(pads=True)
     with pytest.raises(ValueError, match=f"{adapter.__name__} does not take return_residual"):
         adapter(return_residual=True)

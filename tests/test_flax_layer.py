@@ -11,13 +11,14 @@ import plain_model
 import pytest
 from flax import nnx
 from implementations import quick_jit
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
-from burst_jax.flax_layer import BurstAttention
+from burst_jax.flax.layer import BurstAttention
+from burst_jax.flax.norm import RMSNorm
+from burst_jax.flax.rope import apply_rope, rope_table
 from burst_jax.layout import from_layout, positions, to_layout
-from burst_jax.norm import RMSNorm
-from burst_jax.rope import apply_rope, rope_table
 
 B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
 
@@ -115,8 +116,15 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights():
     ("options", "error", "message"),
     [
         ({"causal": True}, TypeError, r"BurstAttention got an unknown option 'causal': use mesh"),
+        ({"causal": True}, TypeError, r"BurstAttention got .* Did you mean 'is_causal'\?"),
+        ({"qk_norms": True}, TypeError, r"unknown option 'qk_norms': .* Did you mean 'qk_norm'\?"),
         ({"return_residual": True}, ValueError, "does not take return_residual: .*burst_attention"),
         ({"query_segment_ids": None}, ValueError, "query_segment_ids: pass segment_ids to the cal"),
+        (
+            {"alibi_slopes": None},
+            ValueError,
+            "not take alibi_slopes: options hold no arrays",
+        ),
         ({"num_kv_heads": 3}, ValueError, "num_heads is 4, num_kv_heads 3: .*multiple"),
         ({"num_kv_heads": 0}, ValueError, "num_heads is 4, num_kv_heads 0"),
         ({"head_dim": 5}, ValueError, "head_dim is 5: RoPE rotates pairs"),
@@ -210,3 +218,63 @@ def test_what_a_submodule_writes_is_kept():
     for _ in range(2):
         layer(jnp.ones((1, 4, 8)), jnp.arange(4, dtype=jnp.int32))
     assert counted.calls[...] == 2
+
+
+@pytest.mark.parametrize(("kv_heads", "devices"), [(2, 2), (2, 4), (1, 2)], ids=str)
+def test_in_the_callers_shard_map(kv_heads, devices):
+    """With a device's heads of the weights, or all key heads where there are fewer than devices."""
+    mesh = mesh_of(seq=2, model=devices)
+    options: Any = {"num_kv_heads": kv_heads, "layout": "zigzag", "is_causal": True}
+    options |= {"use_bias": True, "qk_norm": True}
+    layer = make_layer(mesh_of(seq=2), **options)
+    graphdef, params = nnx.split(make_layer(mesh, head_axis="model", **options))
+    params = jax.tree.map(lambda w: w + 0.1 * random_like(w, 7), params)
+    x, cotangent = (random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), s) for s in (1, 2))
+    pos = jnp.asarray(positions("zigzag", T, 2))
+    heads = {"query": N, "key": kv_heads, "value": kv_heads, "out": N}
+
+    def spec(path, weight):
+        name, kind = (key.key for key in path[:2])
+        if heads.get(name, 0) % devices or name not in heads or (name, kind) == ("out", "bias"):
+            return P()
+        return P("model") if name == "out" else P(*[None] * (weight.ndim - 2), "model")
+
+    specs = jax.tree_util.tree_map_with_path(spec, params)
+    tokens = P(None, "seq")
+
+    @quick_jit
+    def split(params, x):
+        def local(params, x, pos):
+            return nnx.merge(graphdef, params)(x, pos)
+
+        run = jax.shard_map(local, mesh=mesh, in_specs=(specs, tokens, P("seq")), out_specs=tokens)
+        out, vjp = jax.vjp(lambda params, x: run(params, x, pos), params, x)
+        return out, vjp(jnp.asarray(cotangent))
+
+    @quick_jit
+    def whole(params, x):
+        def run(params, x):
+            return nnx.merge(nnx.graphdef(layer), params)(x, pos)
+
+        out, vjp = jax.vjp(run, params, x)
+        return out, vjp(jnp.asarray(cotangent))
+
+    def place(tree, specs):
+        return jax.tree.map(lambda w, s: jax.device_put(w, NamedSharding(mesh, s)), tree, specs)
+
+    with jax.set_mesh(mesh):
+        cotangent = place(cotangent, tokens)
+        got = split(place(params, specs), place(x, tokens))
+    cotangent = np.asarray(cotangent)
+    assert_close(jax.device_get(got), jax.device_get(whole(params, x)), 1e-5)
+
+
+def test_heads_that_devices_share_are_refused_inside_a_shard_map():
+    mesh = mesh_of(seq=2, model=2)
+    layer = make_layer(mesh, head_axis="model", is_causal=True)
+    run = jax.shard_map(
+        lambda x, pos: layer(x, pos), mesh=mesh, in_specs=(P(None, "seq"), P("seq")),
+        out_specs=P(None, "seq"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"head_axis is \('model',\), 2 devices, and each has the"):
+        run(jnp.ones((2, 8, D)), jnp.arange(8, dtype=jnp.int32))

@@ -94,7 +94,7 @@ def test_any_axis(layout, axis, kind):
 
 @every_layout
 def test_pytrees_keep_types_and_dtypes(layout):
-    tree = {
+    tree: dict[str, Any] = {
         "tokens": RNG.integers(0, 9, (2, 12)).astype(np.uint16),
         "more": [jnp.ones((1, 12, 3), jnp.bfloat16), np.zeros((2, 12), bool)],
         "absent": None,
@@ -252,7 +252,7 @@ WRONG = {
         "segment_ids has dtype float64: convert it to int32",
     ),
     "padding-segments-list": (
-        lambda: pad_to_layout(np.ones((1, 2)), "zigzag", 2, [[1, 1]]),
+        lambda: pad_to_layout(np.ones((1, 2)), "zigzag", 2, cast(Any, [[1, 1]])),
         "segment_ids .*list: .*int32",
     ),
 }

@@ -10,6 +10,7 @@ import compare
 import dense
 import jax
 import jax.numpy as jnp
+import local
 import numpy as np
 import pytest
 from cases import all_pairs, few_of, packed_segments
@@ -17,7 +18,8 @@ from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK
 
 from burst_jax import positions
-from pallas_kernels import REFERENCE, AttentionSpec, Tokens
+from pallas_kernels import REFERENCE, AttentionSpec, Mask, Score, Tokens
+from pallas_kernels.score import start_gradients
 
 MASKS = {
     "full": dense.Mask(),
@@ -33,11 +35,11 @@ FACTORS: dict[str, tuple] = {
     "mask": tuple(MASKS),
     "order": ("contiguous", "zigzag", "striped"),
     "blocks": (1, 2),
-    "pair": ("packed", "tuple"),
     "heads": ((4, 4), (8, 2), (8, 1)),
     "lengths": ((48, 48), (63, 45), (20, 57), (9, 7)),
     "head_dim": (16, 40, 33),
     "dtype": ("float32", "bfloat16", "float16"),
+    "numbers": ("none", "sinks", "slopes", "both"),
 }
 if ON_GPU:
     # Many shipped tiles, whole and ragged.
@@ -51,7 +53,7 @@ if IMPLEMENTATION == "mosaic_gpu":
 CASES = all_pairs(FACTORS)
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 # Interpreted kernels compile slowly: every other case, which still meets every level.
-CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(1, len(CASES), 2)}
+CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(0, len(CASES), 2)}
 if ON_GPU:
     KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_gpu": ("mosaic_gpu",)}
     CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
@@ -71,8 +73,9 @@ if ON_GPU:
 def case_id(case):
     (heads, kv_heads), (t, s) = case["heads"], case["lengths"]
     return (
-        f"{case['mask']}-{case['order']}-{case['blocks']}block-{case['pair']}"
+        f"{case['mask']}-{case['order']}-{case['blocks']}block"
         f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}-{case['dtype']}"
+        f"-{case['numbers']}"
     )
 
 
@@ -88,6 +91,8 @@ class Inputs:
     keep: np.ndarray  # bool [B or 1, T, all keys]
     spec: AttentionSpec
     soft_cap: float | None
+    numbers: dict[str, np.ndarray]  # of each head
+    distance: np.ndarray  # [T, all keys]
 
     def all_keys(self):
         """K and V of all shards."""
@@ -126,18 +131,19 @@ def make_inputs(index):
             rng.normal(size=(BATCH, t, heads)).astype(np.float32),
         ),
         keep=keep[:, q_at][:, :, np.concatenate(kv_at)],
-        spec=spec_of(mask, dim),
+        spec=spec_of(mask, dim, case["numbers"]),
         soft_cap=mask.soft_cap,
+        numbers=dense.per_head(case["numbers"], heads, index),
+        distance=np.abs(q_at[:, None] - np.concatenate(kv_at)[None, :]),
     )
 
 
-def spec_of(mask, dim):
+def spec_of(mask, dim, numbers):
     left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
+    differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
     return AttentionSpec(
-        scale=dim**-0.5,
-        left=left,
-        right=0 if mask.is_causal else right,
-        logits_soft_cap=mask.soft_cap,
+        Mask(left, 0 if mask.is_causal else right),
+        Score(dim**-0.5, mask.soft_cap, differentiated),
     )
 
 
@@ -146,55 +152,65 @@ def oracle(index):
     """``(truth, one device's results)``."""
     inputs = make_inputs(index)
     args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
+    args += inputs.numbers, inputs.distance
     return dense.truth(*args), dense.one_device(*args)
 
 
-def attend(implementation, spec, pair, q, kvs, q_tokens, kv_tokens, cotangents):
-    """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype."""
+def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers):
+    """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
+
+    Behind them the gradients of the numbers of each head, in the order of their names.
+    """
     do, dlse = cotangents
-    pack = jnp.stack if pair == "packed" else lambda pair: tuple(pair)
     carry: Any = None
     dq: Any = None
-    dkvs = []
+    dkvs, of_numbers = [], {}
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
-        bounds = implementation.forward_bounds(spec, q, pack(kv), q_tokens, tokens)
-        carry = implementation.forward(q, pack(kv), q_tokens, tokens, bounds, carry, spec=spec)
+        arrays = q, kv, q_tokens, tokens
+        carry = local.forward(implementation, *arrays, carry, spec=spec, numbers=numbers)
     o, lse = carry
     out = o.astype(q.dtype)
     wide = o.dtype
     delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
-        bounds = implementation.backward_bounds(spec, q, pack(kv), q_tokens, tokens)
-        sides = pack((q, do)), pack(kv), pack((lse, delta))
-        dq, dkv = implementation.backward(*sides, q_tokens, tokens, bounds, dq, spec=spec)
+        arrays = (q, do), kv, (lse, delta), q_tokens, tokens
+        dq, dkv, parts = local.gradients(implementation, *arrays, dq, spec=spec, numbers=numbers)
         dkvs.append(dkv)
+        of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
     dk, dv = jnp.concatenate(dkvs, axis=2)
-    return out, lse.swapaxes(1, 2), *(x.astype(q.dtype) for x in (dq, dk, dv))
+    if "sink_logits" in numbers:
+        of_numbers |= start_gradients(numbers, lse, delta)
+    gradients = *(x.astype(q.dtype) for x in (dq, dk, dv)), *map(of_numbers.get, sorted(numbers))
+    return out, lse.swapaxes(1, 2), *gradients
 
 
-_attend = jax.jit(attend, static_argnums=(0, 1, 2), compiler_options=QUICK)
+_attend = jax.jit(attend, static_argnums=(0, 1), compiler_options=QUICK)
 
 
 def results(implementation, index, dtype=None):
     """What ``attend`` makes of a case, as NumPy arrays; ``dtype`` instead of the case's own."""
     inputs = make_inputs(index)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    arrays += (inputs.numbers,)
     if dtype is not None:
         arrays = jax.tree.map(
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays
         )
-    return [
-        np.asarray(x) for x in _attend(implementation, inputs.spec, CASES[index]["pair"], *arrays)
-    ]
+    return [np.asarray(x) for x in _attend(implementation, inputs.spec, *arrays)]
 
 
-def assert_zero_where_blind(got, keep):
-    """Rows that see nothing and keys that nothing sees: exactly zero, lse exactly -inf."""
-    out, lse, dq, dk, dv = got
+def assert_zero_where_blind(got, inputs):
+    """Rows that see nothing and keys that nothing sees: exactly zero, lse -inf or a sink."""
+    out, lse, dq, dk, dv, *_ = got
+    keep, sinks = inputs.keep, inputs.numbers.get("sink_logits")
     blind = ~np.broadcast_to(keep.any(2), out.shape[:2])
     unseen = ~np.broadcast_to(keep.any(1), dk.shape[:2])
     assert (out[blind] == 0).all()
-    assert (lse[blind] == -np.inf).all()
+    if sinks is None:
+        assert (lse[blind] == -np.inf).all()
+    else:
+        sinks = np.broadcast_to(sinks, lse.shape)[blind]
+        np.testing.assert_allclose(lse[blind], sinks, rtol=1e-6, atol=1e-6)
     assert (dq[blind] == 0).all()
     assert (dk[unseen] == 0).all()
     assert (dv[unseen] == 0).all()
@@ -224,7 +240,7 @@ def test_as_exact_as_dense(index, name):
     dtype = CASES[index]["dtype"]
     factor = ERROR_FACTOR[name] if dtype == "float32" else 1.5
     compare.assert_as_good_as(got, one_device, truth, dtype, factor)
-    assert_zero_where_blind(got, make_inputs(index).keep)
+    assert_zero_where_blind(got, make_inputs(index))
 
 
 @pytest.mark.parametrize(
@@ -239,12 +255,12 @@ def test_reference_equals_autodiff_in_float64(index):
     truth, _ = oracle(index)
     with jax.enable_x64(True):
         got = results(REFERENCE, index, np.float64)
-    for name, g, t in zip(compare.NAMES, got, truth, strict=True):
+    for name, g, t in zip((*compare.NAMES, "number", "number"), got, truth, strict=False):
         assert g.dtype == np.float64, name
         worst, rms = compare.errors(g, t)
         assert rms < 1e-13, name
         assert worst < 1e-12 * max(1, np.abs(t[np.isfinite(t)]).max(initial=0)), name
-    assert_zero_where_blind(got, make_inputs(index).keep)
+    assert_zero_where_blind(got, make_inputs(index))
 
 
 @pytest.mark.parametrize("tier", [CASES_BY_NAME, QUICK_BY_NAME], ids=["all", "quick"])
@@ -264,9 +280,13 @@ def test_cases_have_rows_and_keys_that_see_nothing():
 
 def test_zeros_fail():
     """The guard: a comparison that all-zero results pass would prove nothing."""
-    index = next(i for i, case in enumerate(CASES) if case["dtype"] == "bfloat16")
+    cases = [(case["dtype"], case["numbers"]) for case in CASES]
+    index = cases.index(("bfloat16", "both"))
     truth, one_device = oracle(index)
-    for zero in ("out", "dq", "dk", "dv"):
-        broken = [x * 0 if n == zero else x for n, x in zip(compare.NAMES, truth, strict=True)]
+    names = *compare.NAMES, "number 0", "number 1"
+    # In float32, as gradients of numbers are in every case.
+    truth[5:] = [x.astype(np.float32) for x in truth[5:]]
+    for zero in ("out", "dq", "dk", "dv", "number 0", "number 1"):
+        broken = [x * 0 if n == zero else x for n, x in zip(names, truth, strict=True)]
         with pytest.raises(AssertionError, match=zero):
             compare.assert_as_good_as(broken, one_device, truth, "bfloat16")

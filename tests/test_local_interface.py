@@ -6,19 +6,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import local
 import numpy as np
 import pytest
 from implementations import IMPLEMENTATIONS, QUICK, SMALL
 from jax.experimental import pallas as pl
 from jaxprs import equations
 
-from pallas_kernels import REFERENCE, XLA, AttentionSpec, Tiles, Tokens, triton, xla
+from pallas_kernels import REFERENCE, XLA, AttentionSpec, Operands, Tiles, Tokens, triton, xla
 
 # Mosaic GPU takes no float32: tests/test_local_mosaic.py asks it the same.
 every_implementation = pytest.mark.parametrize(
     "name", [name for name in IMPLEMENTATIONS if name != "mosaic_gpu"]
 )
-SPEC = AttentionSpec(scale=0.25, right=0)
+SPEC = AttentionSpec.of(scale=0.25, right=0)
 
 
 def small(seed=0, t=40, s=50, heads=4, kv_heads=2, dim=16, batch=2):
@@ -45,8 +46,7 @@ def forward(implementation, q, kv, q_tokens, kv_tokens, carry=None, spec=SPEC):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def _forward(implementation, spec, q, kv, q_tokens, kv_tokens, carry):
-    bounds = implementation.forward_bounds(spec, q, kv, q_tokens, kv_tokens)
-    return implementation.forward(q, kv, q_tokens, kv_tokens, bounds, carry, spec=spec)
+    return local.forward(implementation, q, kv, q_tokens, kv_tokens, carry, spec=spec)
 
 
 def backward(implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, spec=SPEC):
@@ -56,8 +56,7 @@ def backward(implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=N
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def _backward(implementation, spec, qdo, kv, stats, tokens, sums):
-    bounds = implementation.backward_bounds(spec, qdo[0], kv, *tokens)
-    return implementation.backward(qdo, kv, stats, *tokens, bounds, *sums, spec=spec)
+    return local.backward(implementation, qdo, kv, stats, *tokens, *sums, spec=spec)
 
 
 @every_implementation
@@ -74,25 +73,6 @@ def test_results_are_float32(name):
         assert [x.dtype for x in results] == [np.float32, np.float32]
     o, lse = forward(implementation, half_q, half_kv, *tokens)
     assert (o.shape, lse.shape) == (q.shape, (2, 4, 40))
-
-
-@every_implementation
-def test_packed_and_tuple_give_the_same_bits(name):
-    q, kv, stats, carry, _, _ = small()
-    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
-    implementation = IMPLEMENTATIONS[name]
-    for a, b in zip(
-        forward(implementation, q, kv, *tokens, carry),
-        forward(implementation, q, tuple(kv), *tokens, carry),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
-    qdo = jnp.stack([q, q[::-1]])
-    packed = backward(implementation, qdo, kv, jnp.stack(stats), *tokens)
-    for a, b in zip(
-        packed, backward(implementation, tuple(qdo), tuple(kv), stats, *tokens), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
@@ -124,7 +104,7 @@ def test_gradients_are_added_to_what_is_given(name, given):
     ],
 )
 def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
-    implementation, spec = IMPLEMENTATIONS[name], AttentionSpec(scale=0.25, right=right)
+    implementation, spec = IMPLEMENTATIONS[name], AttentionSpec.of(scale=0.25, right=right)
     q, kv, _, _, _, _ = small(t=64, s=96)
     tokens = tokens_at(np.arange(64) + 32), tokens_at(np.arange(96))
     _, lse = forward(implementation, q, kv, *tokens, spec=spec)
@@ -133,11 +113,7 @@ def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
     whole = backward(implementation, *arguments, spec=spec)
 
     def part(which, *sums):
-        bounds = implementation.backward_bounds(spec, q, kv, *tokens)
-        assert implementation.split_backward is not None
-        assert implementation.backward is not None
-        cut = implementation.split_backward(bounds)[which]
-        return implementation.backward(*arguments, cut, *sums, spec=spec)
+        return local.backward(implementation, *arguments, *sums, spec=spec, part=which)
 
     first, second = part(0), part(1)
     for sums in (part(1, *first), part(0, *second)):
@@ -154,7 +130,7 @@ def test_a_carry_that_gets_nothing_new_comes_back_bit_for_bit(name, hidden):
     q, kv, _, (o, lse), _, _ = small(s=40)
     lse = (30 * lse).at[:, 1, 5].set(-jnp.inf)
     o = o.at[:, 5, 1].set(0)
-    at, spec = np.arange(40), AttentionSpec(scale=0.25, left=50, right=0)
+    at, spec = np.arange(40), AttentionSpec.of(scale=0.25, left=50, right=0)
     q_tokens, kv_tokens = tokens_at(at), tokens_at(at + 100)
     if hidden == "by_mask":
         # Every query tile reaches from before the keys to behind them: visited in vain.
@@ -188,9 +164,8 @@ def test_the_last_call_rounds_out_and_nothing_else(name, carried):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def last(q, kv, carry):
-        bounds = implementation.forward_bounds(SPEC, q, kv, *tokens)
-        run = functools.partial(implementation.forward, spec=SPEC, out_dtype=jnp.bfloat16)
-        return run(q, kv, *tokens, bounds, carry)
+        options = {"spec": SPEC, "out_dtype": jnp.bfloat16}
+        return local.forward(implementation, q, kv, *tokens, carry, **options)
 
     o, lse = forward(implementation, q, kv, *tokens, carry)
     rounded, same_lse = last(q, kv, carry)
@@ -212,7 +187,7 @@ def test_every_element_of_the_results_is_written():
     assert np.isnan(poison).all()
     q, kv, stats, *_ = small(t=45, s=70)
     interpreted = triton(interpret=True, config=SMALL)
-    spec = AttentionSpec(scale=0.25, left=3, right=0)
+    spec = AttentionSpec.of(scale=0.25, left=3, right=0)
     tokens = tokens_at(np.arange(45) + 60), tokens_at(np.arange(70))
     o, lse = forward(interpreted, q, kv, *tokens, spec=spec)
     dq, dkv = backward(interpreted, (q, q), kv, (lse, stats[1]), *tokens, spec=spec)
@@ -227,7 +202,7 @@ def test_every_element_of_the_results_is_written():
 def test_large_logits_do_not_overflow(name):
     q, kv, *_ = small()
     tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
-    spec = AttentionSpec(scale=100.0)
+    spec = AttentionSpec.of(scale=100.0)
     got = forward(IMPLEMENTATIONS[name], 10 * q, 10 * kv, *tokens, spec=spec)
     want = forward(REFERENCE, 10 * q, 10 * kv, *tokens, spec=spec)
     assert np.abs(want[1]).max() > 1e4
@@ -236,7 +211,7 @@ def test_large_logits_do_not_overflow(name):
     np.testing.assert_allclose(got[0], want[0], rtol=0.05, atol=0.05)
 
 
-POISON_SPEC = AttentionSpec(scale=0.25, left=30, right=0)
+POISON_SPEC = AttentionSpec.of(scale=0.25, left=30, right=0)
 
 
 @pytest.mark.parametrize("name", ["xla", "triton"])
@@ -284,14 +259,12 @@ def test_float32_products_are_not_rounded_to_tf32(name, dtype):
     """As a GPU's matrix instructions would by default, where a CPU's results show nothing of it."""
     q, kv, stats, *_ = small()
     q, kv = q.astype(dtype), kv.astype(dtype)
-    tokens, local = (tokens_at(np.arange(40)), tokens_at(np.arange(50))), IMPLEMENTATIONS[name]
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
 
     def both(q, kv):
-        bounds = local.forward_bounds(SPEC, q, kv, *tokens)
-        tables = local.backward_bounds(SPEC, q, kv, *tokens)
-        out = local.forward(q, kv, *tokens, bounds, spec=SPEC)
-        assert local.backward is not None
-        return out, local.backward((q, q), kv, stats, *tokens, tables, spec=SPEC)
+        out = local.forward(IMPLEMENTATIONS[name], q, kv, *tokens, spec=SPEC)
+        arrays = (q, q), kv, stats, *tokens
+        return out, local.backward(IMPLEMENTATIONS[name], *arrays, spec=SPEC)
 
     products = [
         equation
@@ -317,7 +290,10 @@ def test_float32_products_are_not_rounded_to_tf32(name, dtype):
     ids=str,
 )
 def test_xla_chooses_even_tiles(t, s, tiles):
-    assert xla.tiles(t, s) == tiles
+    shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32) for length in (t, s, s)]
+    nobody = tokens_at(np.arange(1))
+    operands = jax.eval_shape(lambda q, k, v: Operands(q, k, v, nobody, nobody), *shapes)
+    assert xla.even_tiles(operands) == tiles
 
 
 def test_default_tiles_agree_with_small_ones():

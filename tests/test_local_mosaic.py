@@ -13,36 +13,49 @@ import compare
 import dense
 import jax
 import jax.numpy as jnp
+import local as local_calls
 import numpy as np
 import pytest
 from conftest import IMPLEMENTATION
 
-from pallas_kernels import MOSAIC_GPU, REFERENCE, AttentionSpec, Tokens, mosaic_gpu, resolve
-from pallas_kernels.mosaic_configs import (
+from pallas_kernels import (
+    MOSAIC_GPU,
+    REFERENCE,
+    AttentionSpec,
+    Operands,
+    Tokens,
+    mosaic_gpu,
+    resolve,
+)
+from pallas_kernels.pallas_mosaic.configs import (
     MosaicConfig,
     backward_config,
-    chunk,
+    float32_lanes,
     forward_config,
-    out_chunk,
+    result_lanes,
 )
+from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
 
 DIMS = range(16, 257, 16)
-SPEC = AttentionSpec(scale=0.1, left=200, right=0)
+LEFT = 200
+SPEC = AttentionSpec.of(scale=0.1, left=LEFT, right=0)
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "float32"])
+@pytest.mark.parametrize("float32", [False, True], ids=["rounded", "float32"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_forward_tiles_fit(dim, wide):
-    config = forward_config(dim)
-    assert config.forward_memory(dim, wide, carried=True) <= 227 * 1024
-    assert dim % out_chunk(dim, wide) == 0
-    assert out_chunk(dim, wide) % chunk(dim) == 0
-    assert chunk(dim) <= 64
+def test_forward_tiles_fit(dim, float32):
+    out_dtype = jnp.float32 if float32 else jnp.bfloat16
+    memory = ForwardMemory.of(forward_config(dim), dim, jnp.bfloat16, out_dtype, carried=True)
+    assert memory.nbytes <= 227 * 1024
+    assert dim % result_lanes(dim, float32) == 0
+    assert result_lanes(dim, float32) % float32_lanes(dim) == 0
+    assert float32_lanes(dim) <= 64
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_backward_tiles_fit(dim):
-    assert backward_config(dim).backward_memory(dim) <= 227 * 1024
+    memory = BackwardMemory.of(backward_config(dim), dim, jnp.bfloat16)
+    assert memory.nbytes <= 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -84,7 +97,10 @@ def test_a_kernel_refuses_tiles_that_are_not_its_own():
 def test_what_it_does_not_take(shape, kv_length, dtype, backward, message):
     q: Any = jax.ShapeDtypeStruct(shape, dtype)
     k: Any = jax.ShapeDtypeStruct((1, kv_length, 2, shape[-1]), dtype)
-    where = {"platform": "gpu", "compute_capability": 9.0, "q": q, "kv": (k, k)}
+    positions: Any = jax.ShapeDtypeStruct(shape[1:2], "int32")
+    tokens = Tokens(positions)
+    operands = Operands(q, k, k, tokens, tokens)
+    where = {"platform": "gpu", "compute_capability": 9.0, "operands": operands}
     with pytest.raises(NotImplementedError, match=f"'mosaic_gpu' cannot run: .*{message}"):
         resolve("mosaic_gpu", **where, backward=backward)
     assert resolve(None, **where, backward=backward).name in ("triton", "xla")
@@ -107,16 +123,16 @@ def problem(dim=64, t=200, s=328, heads=4, kv_heads=2):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("spec", "out_dtype"))
 def forward(implementation, q, kv, tokens, carry=None, *, spec=SPEC, out_dtype=None):
-    bounds = implementation.forward_bounds(spec, q, kv, *tokens)
-    return implementation.forward(q, kv, *tokens, bounds, carry, spec=spec, out_dtype=out_dtype)
+    return local_calls.forward(
+        implementation, q, kv, tokens[0], tokens[1], carry, spec=spec, out_dtype=out_dtype
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="half")
 def backward(implementation, qdo, kv, stats, tokens, dq=None, dkv=None, half=None):
-    bounds = implementation.backward_bounds(SPEC, qdo[0], kv, *tokens)
-    if half is not None:
-        bounds = implementation.split_backward(bounds)[half]
-    return implementation.backward(qdo, kv, stats, *tokens, bounds, dq, dkv, spec=SPEC)
+    return local_calls.backward(
+        implementation, qdo, kv, stats, tokens[0], tokens[1], dq, dkv, spec=SPEC, part=half
+    )
 
 
 def equal(got, want):
@@ -131,12 +147,12 @@ if IMPLEMENTATION == "mosaic_gpu":
         _, q, do, kv, tokens = problem(dim)
         positions = [np.asarray(side.positions) for side in tokens]
         distance = positions[0][:, None] - positions[1][None, :]
-        keep = ((distance >= 0) & (distance <= SPEC.left))[None]
-        scaled = q * (SPEC.scale * dim**0.5)  # dense's scale is dim^-0.5
+        keep = ((distance >= 0) & (distance <= LEFT))[None]
+        scaled = q * (SPEC.score.scale * dim**0.5)  # dense's scale is dim^-0.5
         dlse = np.zeros((2, 200, 4), np.float32)
         arrays = [np.asarray(x) for x in (scaled, kv[0], kv[1])]
         args = (*arrays, keep, np.asarray(do), dlse, None)
-        spec = AttentionSpec(scale=dim**-0.5, left=SPEC.left, right=0)
+        spec = AttentionSpec.of(scale=dim**-0.5, left=LEFT, right=0)
         o, lse = forward(MOSAIC_GPU, scaled, kv, tokens, spec=spec)
         got = [np.asarray(o.astype(q.dtype)), np.asarray(lse.swapaxes(1, 2))]
         pairs = zip(got, dense.one_device(*args), dense.truth(*args), strict=False)
@@ -145,18 +161,6 @@ if IMPLEMENTATION == "mosaic_gpu":
             largest = np.abs(np.where(np.isfinite(truth), truth, 0)).max()
             assert worst <= 1.5 * one_worst + 4 * eps * largest
             assert rms <= 1.5 * one_rms + eps
-
-    def test_packed_and_tuple_agree():
-        rng, q, do, kv, tokens = problem()
-        carry = normal(rng, *q.shape, dtype=jnp.float32), normal(rng, 2, 4, 200, dtype=jnp.float32)
-        packed = forward(MOSAIC_GPU, q, kv, tokens, carry)
-        equal(packed, forward(MOSAIC_GPU, q, tuple(kv), tokens, carry))
-        stats = packed[1], normal(rng, 2, 4, 200, dtype=jnp.float32)
-        dq, dkv = backward(MOSAIC_GPU, jnp.stack([q, do]), kv, jnp.stack(stats), tokens)
-        dq2, dkv2 = backward(MOSAIC_GPU, (q, do), tuple(kv), stats, tokens)
-        equal(dkv, dkv2)
-        # dQ is added up in the order in which programs come.
-        np.testing.assert_allclose(np.asarray(dq), np.asarray(dq2), rtol=1e-4, atol=1e-5)
 
     def test_nothing_new_leaves_everything_as_it_was():
         rng, q, do, kv, _ = problem()
@@ -205,7 +209,7 @@ if IMPLEMENTATION == "mosaic_gpu":
 
     def test_large_logits_do_not_overflow():
         _, q, _, kv, tokens = problem()
-        spec = AttentionSpec(scale=100.0)
+        spec = AttentionSpec.of(scale=100.0)
         wide = [x.astype(jnp.float32) for x in (q, kv)]
         got = forward(MOSAIC_GPU, q, kv, tokens, spec=spec)
         want = forward(REFERENCE, *wide, tokens, spec=spec)

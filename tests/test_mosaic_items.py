@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic_items import Items
+from pallas_kernels.pallas_mosaic.items import Items
 
 MIB = 2**20
 
 
 def order(items):
-    """``(row, head, tile)`` of every item, as they are taken, ``[count, 3]``."""
-    at = jax.vmap(lambda number: jnp.stack([jnp.int32(x) for x in items.at(number)]))
+    """``(batch row, head, tile)`` of every item, as they are taken, ``[count, 3]``."""
+    at = jax.vmap(lambda number: jnp.stack([jnp.int32(x) for x in items.place_of(number)]))
     return np.asarray(at(jnp.arange(items.count, dtype=jnp.int32)))
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from burst_jax import positions
-from pallas_kernels import AttentionSpec, Tiles, Tokens, mosaic_items, query_bounds
-from pallas_kernels.mosaic_items import Items, each_item
-from pallas_kernels.mosaic_tiles import Walk
+from pallas_kernels import Mask, Tiles, Tokens, query_bounds
+from pallas_kernels.pallas_mosaic import items as mosaic_items
+from pallas_kernels.pallas_mosaic.items import Items, each_item
+from pallas_kernels.pallas_mosaic.walk import Walk
 
 # --- the walk over one item's tiles --------------------------------------------------------------
 
@@ -65,22 +66,22 @@ def test_a_walk_reads_its_own_row_of_the_table():
 
 
 class Tickets:
-    """In a Line's place: the numbers that one program draws, in order."""
+    """In a TicketCounter's place: the tickets that one program draws, in order."""
 
     def __init__(self, numbers):
         self.numbers, self.drawn, self.read_by = numbers, 0, 0
-        self.opened = 0
+        self.offered = 0
 
-    def open(self):
-        self.opened += 1
+    def offer_slots(self):
+        self.offered += 1
 
-    def take(self, slot):
+    def draw(self, slot):
         assert int(slot) == self.drawn % mosaic_items.SLOTS
         self.drawn += 1
 
-    def read(self, slot, taker):
+    def read(self, slot, draws):
         assert int(slot) == self.read_by % mosaic_items.SLOTS
-        assert not taker or self.read_by < self.drawn
+        assert not draws or self.read_by < self.drawn
         self.read_by += 1
         return jnp.int32(self.numbers[self.read_by - 1])
 
@@ -88,7 +89,7 @@ class Tickets:
 def draw(items, rng):
     """Numbers from one counter, drawn by programs in a random order until all have come to an end.
 
-    A program ends when its number is that of no item: the first ``programs`` are taken already.
+    A program ends when its number is that of no item: the first ``programs`` are given out already.
     """
     numbers = {program: [] for program in range(items.programs)}
     alive, counter = set(numbers), itertools.count()
@@ -108,37 +109,37 @@ def run_programs(monkeypatch):
     """
     monkeypatch.setattr(mosaic_items, "_multiprocessors", lambda: 3)
 
-    def run(items, tables, *, leave_empty, steps_per_tile=1, taker=True, seed=0):
+    def run(items, tables, *, leave_empty, steps_per_tile=1, draws=True, seed=0):
         visited, empty = [], []
         numbers = draw(items, np.random.default_rng(seed))
         for program in range(items.programs):
             monkeypatch.setattr(jax.lax, "axis_index", lambda _, p=program: jnp.int32(p))
-            line, begun = Tickets(numbers[program]), 0
-            in_its_place: Any = line
+            tickets, steps_before = Tickets(numbers[program]), 0
+            in_its_place: Any = tickets
 
             def write(into, item, program=program):
-                nonlocal begun
-                place = tuple(int(x) for x in (item.row, item.head, item.tile))
-                assert place == tuple(int(x) for x in item.again())
-                assert int(item.begun) == begun
-                begun += int(item.steps)
+                nonlocal steps_before
+                place = tuple(int(x) for x in (item.batch_row, item.head, item.tile))
+                assert place == tuple(int(x) for x in item.recompute_place())
+                assert int(item.steps_before) == steps_before
+                steps_before += int(item.steps)
                 into.append((program, place, int(item.steps), int(item.walk.total)))
 
             with jax.disable_jit():
                 each_item(
                     items,
                     in_its_place,
-                    lambda row, tile: Walk(tables, row, tile, last=99),
+                    lambda batch_row, tile: Walk(tables, batch_row, tile, last=99),
                     functools.partial(write, visited),
-                    taker=taker,
+                    draws=draws,
                     steps_per_tile=steps_per_tile,
                     leave_empty=leave_empty,
                     empty=functools.partial(write, empty),
                 )
             looped = not items.one_each
-            assert line.read_by == looped * len(numbers[program])
-            assert line.drawn == (looped and taker) * len(numbers[program])
-            assert line.opened == (looped and not taker)
+            assert tickets.read_by == looped * len(numbers[program])
+            assert tickets.drawn == (looped and draws) * len(numbers[program])
+            assert tickets.offered == (looped and not draws)
         return visited, empty
 
     return run
@@ -171,9 +172,9 @@ def test_programs_visit_every_item_once(run_programs, shape, options, leave_empt
     assert totals.any() == (tiles > 1)  # some have tiles to visit
     assert not totals.all()  # others do not
     everything = set(itertools.product(range(batch), range(heads), range(tiles)))
-    for seed, taker in ((0, True), (1, False)):
+    for seed, draws in ((0, True), (1, False)):
         visited, empty = run_programs(
-            items, tables, leave_empty=leave_empty, steps_per_tile=2, taker=taker, seed=seed
+            items, tables, leave_empty=leave_empty, steps_per_tile=2, draws=draws, seed=seed
         )
         places = [place for _, place, *_ in visited + empty]
         assert collections.Counter(places) == collections.Counter(everything)
@@ -192,7 +193,7 @@ def test_a_causal_kernel_walks_every_tile_that_has_a_score(run_programs, layout)
     n, length, tiles = 3, 24, Tiles(8, 4)
     at = positions(layout, n * length, n).reshape(n, length)
     q_tokens, kv_tokens = (Tokens(jnp.asarray(at[shard], jnp.int32)) for shard in (1, 0))
-    tables = query_bounds(AttentionSpec(1.0, right=0), q_tokens, kv_tokens, tiles)
+    tables = query_bounds(Mask(right=0), q_tokens, kv_tokens, tiles)
     keep = (at[1][:, None] >= at[0][None, :]).reshape(3, 8, 6, 4)
     items = Items(1, 2, 3, last_first=True, shared_bytes=2**20)
     visited, _ = run_programs(items, tables, leave_empty=True)

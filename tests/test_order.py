@@ -10,7 +10,8 @@ from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
 
-from burst_jax.flax_layer import BurstAttention
+from burst_jax.attention_options import AttentionOptions
+from burst_jax.flax.layer import BurstAttention
 from burst_jax.layout import positions, to_layout
 from burst_jax.models import Decoder, DecoderConfig
 from burst_jax.order import refuse_wrong_order
@@ -141,11 +142,16 @@ def test_what_no_mask_looks_at_is_not_refused():
     x, arange = jnp.ones((B, T, 2)), np.arange(T, dtype=np.int32)
     zigzag = {"mesh": mesh_of(4), "layout": "zigzag"}
     assert refuse_wrong_order(x, arange, None, zigzag) is x
-    for known in (zigzag | {"is_causal": True}, zigzag | {"local_window_size": 8}):
+    looks = {"is_causal": True}, {"local_window_size": 8}, {"alibi_slopes": jnp.ones(2)}
+    for known in (zigzag | option for option in looks):
         with pytest.raises(
             ValueError, match="positions of row 0 are in another order than its tokens"
         ):
             refuse_wrong_order(x, arange, None, known)
+        traced = nan_rows(jnp.asarray(arange), None, **{"is_causal": False} | known)
+        assert traced.all()
+    sinks = zigzag | {"sink_logits": jnp.ones(2), "alibi_slopes": None}
+    assert refuse_wrong_order(x, arange, None, sinks) is x
     for fine in ({"layout": "contiguous"}, {"layout": "zigzag", "mesh": mesh_of(1)}):
         assert refuse_wrong_order(x, arange, None, zigzag | {"is_causal": True} | fine) is x
 
@@ -157,7 +163,7 @@ CONFIG = DecoderConfig(
 
 @pytest.mark.slow
 def test_decoder_and_layer_refuse_an_arange():
-    options = {"mesh": mesh_of(2), "layout": "zigzag"}
+    options: AttentionOptions = {"mesh": mesh_of(2), "layout": "zigzag"}
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), **options)
     layer = BurstAttention(8, 2, rngs=nnx.Rngs(0), is_causal=True, **options)
     tokens, x = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8, 8))

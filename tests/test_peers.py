@@ -7,6 +7,8 @@ tests/test_flax_adapters.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import compare
 import dense
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def assert_as_good_as_dense(mesh, shapes, mask, layout, dtype, **options):
     segments = (None, None)
     if mask.segments:
         segments = (packed_segments(rng, *q.shape[:2]),) * 2
-    ids = dict(zip(("query_segment_ids", "key_value_segment_ids"), segments, strict=True))
+    ids: dict[str, Any] = dict(
+        zip(("query_segment_ids", "key_value_segment_ids"), segments, strict=True)
+    )
 
     def run(*arrays):
         given, permuted = burst_jax.to_layout((arrays, ids), layout, n)

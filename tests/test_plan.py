@@ -19,15 +19,16 @@ import pytest
 from compiled import gradient
 from jax.sharding import AxisType
 from ring_cases import kept_scores
+from routes import hops_of_turns
 
 import burst_jax
 from burst_jax.bench.results import gib
 from burst_jax.plan import ACCURACY, GPUS, Gpu, measured
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.work import scores_by_stop
-from burst_jax.rotation import backward_bytes, forward_bytes
-from burst_jax.route import count_hops, make_route
-from pallas_kernels import AttentionSpec
+from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
+from burst_jax.ring.route import RingMask, make_route
+from pallas_kernels.mask import Mask
 
 SHAPE = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}
 # Links that take no time, kernels that start at once: what is left is the balance of the work.
@@ -52,9 +53,9 @@ def test_scores_are_counted_as_the_mask_has_them(layout, queries_travel):
     for sizes, window, lengths in itertools.product(
         [(4,), (2, 3)], [(None, None), (None, 0), (9, 0), (5, 3), (0, 2)], [(6, 6), (4, 8)]
     ):
-        spec = AttentionSpec(1.0, *window)
-        route = make_route(("a", "b")[: len(sizes)], sizes, layout, *lengths, spec, queries_travel)
-        got = scores_by_stop(route, layout, *lengths, spec, queries_travel)
+        mask = RingMask(sizes, layout, *lengths, Mask(*window), queries_travel)
+        route = make_route(("a", "b")[: len(sizes)], mask)
+        got = scores_by_stop(route, mask)
         assert tuple(got) == route.stops
         for stop, (most, mean) in got.items():
             kept = kept_scores(sizes, layout, lengths, window, queries_travel, stop)
@@ -79,20 +80,20 @@ def test_zigzag_halves_the_contiguous_ring(n, ratio):
 
 def test_bytes_are_the_formulas():
     plan = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=8)
-    c, wide, end = 65536 // 16, (32, 8), (128, 2)
+    c = 65536 // 16
+    shape = ShardShape(c, c, 32, 8, 128, 2)
     for backward in ("rotate_kv", "rotate_query"):
-        hops = count_hops([16])
+        hops = hops_of_turns(16)
         flat = one(plan, "ring", backward=backward)
-        assert flat.forward_bytes == forward_bytes(hops, c, 8, *end)
-        assert flat.backward_bytes == backward_bytes(backward, hops, c, c, *wide, *end)
+        assert flat.forward_bytes == forward_bytes(hops, shape)
+        assert flat.backward_bytes == backward_bytes(backward, hops, shape)
         assert flat.host_bytes == flat.forward_bytes + flat.backward_bytes
         levels = one(plan, "two-level ring", backward=backward)
         assert levels.forward_bytes == flat.forward_bytes
         assert levels.backward_bytes == flat.backward_bytes
-        between = count_hops([8, 8])
-        between = between._replace(data=between.outer_data, gradient=between.outer_gradient)
-        assert levels.host_bytes == forward_bytes(between, c, 8, *end) + backward_bytes(
-            backward, between, c, c, *wide, *end
+        between = hops_of_turns(8, 8).between_turns
+        assert levels.host_bytes == forward_bytes(between, shape) + backward_bytes(
+            backward, between, shape
         )
     assert one(plan, "two-level ring").seconds < 0.8 * one(plan, "ring").seconds
 
@@ -125,11 +126,12 @@ def test_heads_are_exchanged_once():
     """Two hosts of four: q, k, v, out, and do, delta, dq, dk, dv, three quarters of each sent."""
     plan = burst_jax.plan(**SHAPE, hosts=2, gpus_per_host=4)
     hybrid = one(plan, "ring of 2, heads by 4")
-    c, ring = 65536 // 8, count_hops([2])
+    c, ring = 65536 // 8, hops_of_turns(2)
     arrays = 2 * c * 32 * 128 * 2 + 2 * c * 8 * 128 * 2
-    ring_forward = forward_bytes(ring, 4 * c, 2, 128, 2)
+    shape = ShardShape(4 * c, 4 * c, 8, 2, 128, 2)
+    ring_forward = forward_bytes(ring, shape)
     assert hybrid.forward_bytes == ring_forward + arrays * 3 // 4
-    ring_backward = backward_bytes("rotate_kv", ring, 4 * c, 4 * c, 8, 2, 128, 2)
+    ring_backward = backward_bytes("rotate_kv", ring, shape)
     assert hybrid.backward_bytes == ring_backward + (arrays + c * 32 * 4) * 3 // 4
     assert hybrid.host_bytes == ring_forward + ring_backward
     # Alone over both hosts: of each device's seven peers four are on the other one.
@@ -146,7 +148,9 @@ def test_a_window_is_cheaper_where_tokens_lie_together():
         length=131072, num_heads=32, num_kv_heads=8, gpus_per_host=16, local_window_size=(4096, 0)
     )
     near = one(plan, "ring", "contiguous")
-    assert near.forward_bytes == forward_bytes(count_hops([2]), 131072 // 16, 8, 128, 2)
+    c = 131072 // 16
+    shape = ShardShape(c, c, 32, 8, 128, 2)
+    assert near.forward_bytes == forward_bytes(hops_of_turns(2), shape)
     assert plan.best is not None
     assert plan.best.seconds <= near.seconds
     assert near.seconds < 0.8 * one(plan, "ring", "striped").seconds

@@ -16,6 +16,7 @@ from pallas_kernels import (
     TRITON,
     XLA,
     AttentionSpec,
+    Operands,
     SlowerKernelsWarning,
     Tiles,
     Tokens,
@@ -23,8 +24,11 @@ from pallas_kernels import (
     triton,
     xla,
 )
-from pallas_kernels import local_attention as local_attention_module
-from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels import choice as local_attention_module
+from pallas_kernels.pallas_triton.configs import TritonConfig
+
+SPEC = AttentionSpec.of
+NO_TOKENS = Tokens(jnp.zeros((0,), jnp.int32))
 
 
 def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
@@ -33,8 +37,7 @@ def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat
         implementation,
         platform=platform,
         compute_capability=capability,
-        q=q,
-        kv=(q, q),
+        operands=Operands(q, q, q, NO_TOKENS, NO_TOKENS),
         **options,
     )
 
@@ -135,13 +138,14 @@ def test_other_devices_are_not_warned(jax_version, platform, capability):
 
 
 def test_triton_takes_the_tiles_of_the_gpu():
-    q = jax.ShapeDtypeStruct((1, 4096, 2, 128), "bfloat16")
+    q: Any = jax.ShapeDtypeStruct((1, 4096, 2, 128), "bfloat16")
     tokens = Tokens(jnp.arange(4096, dtype=jnp.int32))
-    spec = AttentionSpec(1.0)
+    spec = AttentionSpec.of(1.0)
 
     def tables_of(capability):
         local = choose("triton", capability=capability)
-        return jax.eval_shape(lambda: local.backward_bounds(spec, q, (q, q), tokens, tokens))
+        operands = Operands(q, q, q, tokens, tokens)
+        return jax.eval_shape(lambda: local.backward_bounds(operands, spec=spec))
 
     tables = {capability: tables_of(capability) for capability in (8.0, 9.0, 12.0)}
     shapes = {tuple(table.shape for table in pair) for pair in tables.values()}
@@ -225,14 +229,20 @@ def test_resolve_refuses(arguments, error, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AttentionSpec(scale=float("nan")), "scale is nan: it must be a finite number"),
-        (lambda: AttentionSpec(scale=float("inf")), "scale is inf: it must be a finite number"),
-        (lambda: AttentionSpec(scale=1.0, left=-1), "window's left is -1: it must be from 0 to"),
-        (lambda: AttentionSpec(scale=1.0, left=2**31), "window's left is 2147483648: .* or None"),
-        (lambda: AttentionSpec(scale=1.0, right=-7), "window's right is -7: .* or None"),
-        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=0.0), "soft_cap is 0.0: .* positive"),
-        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=-2.0), "soft_cap is -2.0: .* positive"),
-        (lambda: AttentionSpec(scale=1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
+        (lambda: SPEC(scale=float("nan")), "scale is nan: it must be a finite number"),
+        (lambda: SPEC(scale=float("inf")), "scale is inf: it must be a finite number"),
+        (lambda: SPEC(scale=1.0, left=-1), "window's left is -1: it must be from 0 to"),
+        (
+            lambda: SPEC(scale=1.0, left=2**31),
+            "window's left is 2147483648: .* or None",
+        ),
+        (lambda: SPEC(scale=1.0, right=-7), "window's right is -7: .* or None"),
+        (lambda: SPEC(scale=1.0, logits_soft_cap=0.0), "soft_cap is 0.0: .* positive"),
+        (
+            lambda: SPEC(scale=1.0, logits_soft_cap=-2.0),
+            "soft_cap is -2.0: .* positive",
+        ),
+        (lambda: SPEC(scale=1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
         (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
         (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
         (lambda: TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
@@ -263,8 +273,8 @@ def test_configs_check_themselves(make, message):
 
 
 def test_configs_are_hashable_values():
-    assert AttentionSpec(scale=1.0, left=3) == AttentionSpec(scale=1.0, left=3)
-    assert len({AttentionSpec(scale=1.0), AttentionSpec(scale=1.0, right=0)}) == 2
+    assert AttentionSpec.of(scale=1.0, left=3) == AttentionSpec.of(scale=1.0, left=3)
+    assert len({AttentionSpec.of(scale=1.0), AttentionSpec.of(scale=1.0, right=0)}) == 2
     assert hash(Tiles(8, 16)) == hash(Tiles(8, 16))
     assert {XLA: 1}[XLA] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):

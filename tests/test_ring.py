@@ -21,6 +21,7 @@ FACTORS = {
     "shard": ("even", "63", "100", "longer_keys", "longer_queries"),
     "head_dim": (16, 40, 33),
     "dtype": ("float32", "bfloat16", "float16"),
+    "numbers": ("none", "sinks", "slopes", "both"),
 }
 
 
@@ -51,12 +52,12 @@ def _halves():
     small = IMPLEMENTATIONS["xla"]
     both: Any = small.backward
 
-    def dq_half(*arrays_and_dq, **options):
-        return both(*arrays_and_dq, None, **options)[0]
+    def dq_half(operands, dq, **options):
+        dq, _, per_head = both(operands, dq, None, **options)
+        return dq, per_head
 
-    def dkv_half(*arrays_and_dkv, **options):
-        *arrays, dkv = arrays_and_dkv
-        return both(*arrays, None, dkv, **options)[1]
+    def dkv_half(operands, dkv, **options):
+        return both(operands, None, dkv, **options)[1]
 
     return dataclasses.replace(small, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
 

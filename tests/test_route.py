@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import mesh_of
 from ring_cases import kept_scores
+from routes import hops_of_turns
 
 import burst_jax
-from burst_jax.route import count_hops, cut, make_route, paste
-from pallas_kernels import AttentionSpec
+from burst_jax.ring.route import RingMask, cut, make_route, paste
+from burst_jax.ring.schedule import count_hops
+from pallas_kernels.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 AXES = {0: (), 1: ("seq",), 2: ("outer", "inner")}
@@ -26,8 +28,9 @@ WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (3, 2), (0, 7), (None, 3), (
 
 
 def route_of(sizes, layout, lengths, window, queries_travel=False):
-    spec = AttentionSpec(scale=1.0, left=window[0], right=window[1])
-    return make_route(AXES[len(sizes)], sizes, layout, *lengths, spec, queries_travel)
+    (q_length, kv_length), (left, right) = lengths, window
+    mask = RingMask(sizes, layout, q_length, kv_length, Mask(left, right), queries_travel)
+    return make_route(AXES[len(sizes)], mask)
 
 
 def needed(sizes, layout, lengths, window, queries_travel):
@@ -57,7 +60,7 @@ def test_stops_are_those_that_a_score_needs(sizes, layout, queries_travel):
 
 def test_no_axis_is_one_stop():
     route = route_of((), "contiguous", (4, 4), (None, 0))
-    assert (route.size, route.stops, route.hops) == (1, ((),), count_hops([1]))
+    assert (route.size, route.stops, count_hops(route)) == (1, ((),), hops_of_turns(1))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +76,19 @@ def test_no_axis_is_one_stop():
     ids=str,
 )
 def test_hops(turns, hops):
-    assert count_hops(turns) == hops
+    assert hops_of_turns(*turns) == hops
 
 
+@pytest.mark.parametrize("inner_first", [False, True], ids=["mesh-order", "inner-first"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)], ids=str)
-def test_moves_bring_the_block_of_the_source(sizes):
-    """What a device holds at a stop is the block of ``route.source(stop)``."""
+def test_moves_bring_the_block_of_the_source(sizes, inner_first):
+    """What a device holds at a stop is the block of ``route.source(stop)``.
+
+    The outer axis need not be the first one of the mesh.
+    """
     n, axes = math.prod(sizes), AXES[len(sizes)]
-    mesh = mesh_of(**dict(zip(axes, sizes, strict=True)))
+    along = list(zip(axes, sizes, strict=True))
+    mesh = mesh_of(**dict(along[::-1] if inner_first else along))
     route = route_of(sizes, "contiguous", (1, 1), (None, None))
 
     @jax.jit
@@ -135,15 +143,15 @@ def permutes(window, layout="contiguous", n=8, **options):
 
 def test_a_window_makes_few_hops():
     """16 tokens a device: 33 tokens back reach the third device back, 5 ahead the next one."""
-    # K and V, and backward their gradient, which is one array.
-    assert permutes((33, 0), backward="rotate_kv") == [2 * 3, 2 * 3 + 2 * 3 + 3]
+    # K and V, and backward dK and dV.
+    assert permutes((33, 0), backward="rotate_kv") == [2 * 3, 2 * 3 + 2 * 3 + 2 * 3]
     # Q, dO and (lse, delta).
     assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 3]
-    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 4]
+    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 2 * 4]
     assert permutes((0, 0), backward="rotate_kv") == [0, 0]
     # A zigzag shard has two neighbours on either side; striped shards have tokens everywhere.
-    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2]
-    assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 7]
+    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2 * 2]
+    assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 2 * 7]
 
 
 def test_segment_ids_do_not_shorten_the_way():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
@@ -14,24 +11,21 @@ import plain_model
 import pytest
 from flax import nnx
 from implementations import QUICK, quick_jit
-from jax.sharding import AxisType
 from jaxprs import equations
 from meshes import assert_close, make_mesh
+from trainings import CONFIG, ROWS, B, D, T, V, dense_results, loss_inputs, trained
 
 from burst_jax.layout import from_layout, positions
-from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
 from burst_jax.training import (
     chunked_cross_entropy,
     evaluate,
     init_train_state,
     make_batch,
-    make_eval_step,
     make_optimizer,
     make_train_step,
-    next_token_loss,
     place_batch,
 )
-from burst_jax.training.step import decay_mask
+from burst_jax.training.optimizer import decay_mask
 
 RNG = np.random.default_rng(0)
 
@@ -59,6 +53,7 @@ def test_padding_and_documents_weigh_nothing():
     segments[0, 5:], segments[1, 9:] = 2, 0
     batch = make_batch(rows, layout="zigzag", num_shards=4, segment_ids=segments)
     natural = from_layout(batch, "zigzag", 4)
+    assert natural["segment_ids"] is not None
     assert natural["inputs"].shape == (2, 16)
     np.testing.assert_array_equal(natural["inputs"][:, :13], rows[:, :-1])
     np.testing.assert_array_equal(natural["targets"][:, :13], rows[:, 1:])
@@ -133,30 +128,6 @@ def test_batches_that_do_not_fit_the_mesh_raise(arrays, message):
 
 # The loss.
 
-B, T, D, V = 2, 24, 8, 30
-
-
-def loss_inputs(dtype=jnp.float32):
-    hidden, kernel = (
-        jnp.asarray(RNG.standard_normal(shape), kind)
-        for shape, kind in (((B, T, D), dtype), ((D, V), jnp.float32))
-    )
-    targets = RNG.integers(0, V, (B, T)).astype(np.int32)
-    weights = RNG.uniform(0.5, 2.0, (B, T)).astype(np.float32)
-    weights[0, 3:7], weights[1, 20:] = 0, 0
-    targets[weights == 0] = -7  # Never read.
-    return hidden, kernel, jnp.asarray(targets), jnp.asarray(weights)
-
-
-def dense_results(hidden, kernel, targets, weights, cotangent):
-    arrays = [np.asarray(x, np.float64) for x in (hidden, kernel)]
-    others = np.asarray(targets), np.asarray(weights, np.float64)
-    with jax.enable_x64(True):
-        total, vjp = jax.vjp(
-            lambda h, k: plain_model.cross_entropy(h @ k, *others), *map(jnp.asarray, arrays)
-        )
-        return jax.device_get((total, vjp(jnp.float64(cotangent))))
-
 
 @pytest.mark.parametrize(
     ("data", "seq", "chunk_size"),
@@ -201,19 +172,8 @@ def test_what_is_no_array_of_numbers_is_refused():
 
 def test_segment_ids_of_any_integers_make_a_batch():
     batch = make_batch(np.zeros((1, 9), int), segment_ids=np.ones((1, 9), np.int64))
+    assert batch["segment_ids"] is not None
     assert batch["segment_ids"].dtype == np.int32
-
-
-def test_loss_over_explicit_axes_takes_targets_from_anywhere():
-    hidden, kernel, targets, _ = loss_inputs()
-    targets = jnp.maximum(targets, 0)
-    mesh = make_mesh(2, 4, kind=AxisType.Explicit)
-    placed = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P("data", "seq")))
-    split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, "data")))
-    with jax.set_mesh(mesh):
-        total, _ = chunked_cross_entropy(placed, split, targets, batch_axis="data")
-    ones = jnp.ones((B, T), jnp.float32)
-    np.testing.assert_allclose(total, dense_results(hidden, kernel, targets, ones, 1)[0], rtol=1e-6)
 
 
 def test_bfloat16_loss_accumulates_in_float32():
@@ -274,7 +234,7 @@ def test_no_chunk_too_many_logits_and_no_sum_per_chunk():
         ({"targets": jnp.zeros((B, 5), jnp.int32)}, r"targets has shape \(2, 5\): hidden's"),
         ({"targets": jnp.zeros((B, T))}, "targets has dtype float32: convert it to int32"),
         ({"weights": jnp.zeros((B, T), jnp.int32)}, "weights has dtype int32: convert it to float"),
-        ({"mesh": None}, r"no mesh: pass mesh=jax.make_mesh\(...\)"),
+        ({"mesh": None}, "mesh is None and no mesh is set: pass mesh=, or enter"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -336,32 +296,6 @@ def test_only_matrices_decay_and_the_norm_is_clipped():
 
 
 # The step.
-
-CONFIG = DecoderConfig(
-    vocab_size=20, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24
-)
-ROWS = np.random.default_rng(5).integers(0, 20, (2, 31))
-
-
-@functools.cache
-def trained(data, seq, dtype="float32", steps=12, kind=AxisType.Auto):
-    mesh = make_mesh(data, seq, kind=kind)
-    optimizer = make_optimizer(1e-2, steps, warmup_steps=2)
-    config = dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
-    graphdef, params, opt_state = init_train_state(
-        config, optimizer, mesh, 0, batch_axis="data", layout="zigzag"
-    )
-    first = params
-    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
-    batch = make_batch(ROWS, layout="zigzag", num_shards=seq)
-    batch = place_batch(batch, mesh, batch_axis="data")
-    eval_step = make_eval_step(graphdef, chunk_size=3)
-    before = evaluate(eval_step, params, [batch])
-    history = []
-    for _ in range(steps):
-        params, opt_state, metrics = step(params, opt_state, batch)
-        history.append({name: float(value) for name, value in metrics.items()})
-    return first, params, opt_state, before, history, evaluate(eval_step, params, [batch, batch])
 
 
 @pytest.mark.slow
@@ -446,114 +380,18 @@ def test_bfloat16_step_follows_float32():
     assert got != want
 
 
-@pytest.mark.slow
-def test_explicit_axes_train_too():
-    explicit = trained(2, 2, steps=3, kind=AxisType.Explicit)[4]
-    auto = trained(2, 2)[4]
-    assert explicit[0]["loss"] == pytest.approx(auto[0]["loss"], rel=1e-6)
-    assert explicit[0]["grad_norm"] == pytest.approx(auto[0]["grad_norm"], rel=1e-5)
-
-
 def test_evaluation_counts_every_target_once():
     """The mean is over targets, not over batches, which may have different numbers of them."""
     sums = iter(((6.0, 4.0), (30.0, 8.0), (0.0, 0.0)))
     eval_step: Any = lambda params, batch: next(sums)  # noqa: E731 - to be called once a batch
-    result = evaluate(eval_step, None, [{}] * 3)
+    params: Any = None
+    batches: Any = [{}] * 3
+    result = evaluate(eval_step, params, batches)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
 
 
-def split_over(axis, mesh, tree):
-    """The arrays, each split along the last dimension that the mesh axis divides."""
-
-    def place(x):
-        spec = [None] * x.ndim
-        fits = [d for d in range(x.ndim) if d > 0 and x.shape[d] % mesh.shape[axis] == 0]
-        for dim in fits[-1:]:
-            spec[dim] = axis
-        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-
-    return jax.tree.map(place, tree)
-
-
-@functools.cache
-def whole_weights():
-    return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
-
-
-def loss_and_gradients(names, sizes, kinds, batch_axis, split_axis):
-    mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
-    config = dataclasses.replace(CONFIG, remat="none")
-    graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis=batch_axis, layout="zigzag")
-    params = split_over(split_axis, mesh, whole_weights())
-    batch = make_batch(ROWS, layout="zigzag", num_shards=mesh.shape["seq"])
-    batch = place_batch(batch, mesh, batch_axis=batch_axis)
-
-    @quick_jit
-    @jax.value_and_grad
-    def loss(params):
-        return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=7)[0]
-
-    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(params)}
-    return *jax.device_get(loss(params)), specs
-
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-SPLITS = {
-    "seq": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "data", "seq"),
-    "fsdp-beside-auto": (
-        ("data", "fsdp", "seq"), (1, 2, 2), (AUTO, EXPLICIT, AUTO), "data", "fsdp",
-    ),
-}  # fmt: skip
-
-
-@functools.cache
-def one_device_gradients():
-    return loss_and_gradients(("data", "seq"), (1, 1), (AUTO, AUTO), "data", "data")
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        pytest.param(split, id=name, marks=() if name == "fsdp" else pytest.mark.slow)
-        for name, split in SPLITS.items()
-    ],
-)
-def test_weights_may_be_split_over_explicit_axes(split):
-    loss, gradients, specs = loss_and_gradients(*split)
-    want, want_gradients, _ = one_device_gradients()
-    assert any(split[-1] in spec for spec in specs)
-    assert loss == pytest.approx(want, rel=1e-6)
-    assert_close(gradients, want_gradients, 1e-5)
-
-
-@pytest.mark.slow
-def test_split_weights_take_the_step_and_stay_split():
-    mesh = make_mesh(2, 2, kind=EXPLICIT)
-    optimizer = make_optimizer(1e-2, 12, warmup_steps=2)
-    options = {"batch_axis": "data", "layout": "zigzag"}
-    graphdef, *states = init_train_state(CONFIG, optimizer, mesh, 0, **options)
-    params, opt_state = split_over("data", mesh, states)
-    before = jax.tree.map(lambda x: x.sharding, params)
-    batch = place_batch(make_batch(ROWS, layout="zigzag", num_shards=2), mesh, batch_axis="data")
-    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
-    params, _, metrics = step(params, opt_state, batch)
-    assert jax.tree.map(lambda x: x.sharding, params) == before
-    want = trained(2, 2)[4][0]
-    for name in ("loss", "grad_norm"):
-        assert float(metrics[name]) == pytest.approx(want[name], rel=1e-5)
-
-
-def test_the_axis_of_the_layers_is_not_to_be_split():
-    mesh = make_mesh(2, 2, kind=EXPLICIT)
-    graphdef, _ = abstract_decoder(CONFIG, mesh=mesh)
-    params = jax.device_put(whole_weights(), jax.NamedSharding(mesh, jax.P()))
-    params["layers"] = jax.device_put(params["layers"], jax.NamedSharding(mesh, jax.P("data")))
-    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    with pytest.raises(ValueError, match=r"layers\['attention'\].* first axis counts the layers"):
-        jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x, x), params, tokens)
-
-
 def test_nothing_to_evaluate_raises():
+    params: Any = None
     with pytest.raises(ValueError, match="batches hold no targets"):
-        evaluate(lambda params, batch: (jnp.zeros(()), jnp.zeros(())), None, [])
+        evaluate(lambda params, batch: (jnp.zeros(()), jnp.zeros(())), params, [])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels import AttentionSpec
-from pallas_kernels.triton_configs import TritonConfig, triton_configs
+from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 
-PLAIN = AttentionSpec(1.0, right=0)
+PLAIN = AttentionSpec.of(1.0, right=0)
 
 
 def configs(capability=9.0, dim=128, dtype="bfloat16", length=4096, spec=PLAIN, packed=False):
@@ -32,13 +32,13 @@ def test_each_table_is_for_its_gpu():
     [
         {"length": 4000},
         {"packed": True},
-        {"spec": AttentionSpec(1.0, right=0, logits_soft_cap=30.0)},
+        {"spec": AttentionSpec.of(1.0, right=0, logits_soft_cap=30.0)},
     ],
     ids=["ragged", "packed", "cap"],
 )
 def test_what_takes_registers_gets_tiles_that_leave_them(capability, what):
     assert configs(capability, **what) != configs(capability)
-    assert configs(capability, spec=AttentionSpec(1.0, left=99, right=0)) == configs(capability)
+    assert configs(capability, spec=AttentionSpec.of(1.0, left=99, right=0)) == configs(capability)
 
 
 def test_shared_memory_counts_what_is_walked_over_in_every_stage():

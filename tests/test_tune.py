@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_configs, triton, tune
-from pallas_kernels.mosaic_configs import MosaicConfig
+from pallas_kernels import Operands, Tokens, triton, tune
+from pallas_kernels.pallas_mosaic import configs as mosaic_configs
+from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
-from pallas_kernels.triton_configs import TritonConfig, triton_configs
 
 KERNELS = [(name, kernel) for name, b in tune.BACKENDS.items() for kernel in b.matmuls]
 SMALL = ["--shape", "1", "64", "2", "1", "16", "--causal", "--dtype", "float32"]
@@ -24,7 +27,7 @@ SMALL = ["--shape", "1", "64", "2", "1", "16", "--causal", "--dtype", "float32"]
 def test_each_triton_config_is_tried_once(kernel):
     space = list(tune.triton_space(kernel, 128))
     assert len(space) == len(set(space)) >= 20
-    spec = tune.AttentionSpec(1.0, right=0)
+    spec = tune.AttentionSpec.of(1.0, right=0)
     shipped = {
         getattr(triton_configs(capability, 128, "bfloat16", 4096, 4096, spec, False), kernel)
         for capability in (8.0, 9.0)
@@ -38,9 +41,11 @@ def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim):
     space = list(tune.mosaic_space(kernel, dim))
     assert len(space) == len(set(space))
     for config in space:
-        forward = kernel == "forward"
-        memory = config.forward_memory(dim, False, True) if forward else config.backward_memory(dim)
-        assert memory <= mosaic_configs.SHARED_MEMORY
+        if kernel == "forward":
+            memory = ForwardMemory.of(config, dim, jnp.bfloat16, jnp.bfloat16, carried=True)
+        else:
+            memory = BackwardMemory.of(config, dim, jnp.bfloat16)
+        assert memory.nbytes <= mosaic_configs.SHARED_MEMORY
     if kernel == "forward" or dim <= 128:
         assert getattr(mosaic_configs, f"{kernel}_config")(dim) in space
 
@@ -167,8 +172,8 @@ def test_a_fused_backward_is_held_to_both_gradients():
     """The Triton kernels, whose two halves together are what Mosaic's one kernel is."""
     small, config = problem(), TritonConfig(16, 32, 4, 1)
     assert small.measure("backward", config, limit=1e-5) > 0
-    dq, dkv = small.want["backward"]
-    for wrong in ((dq * 1.1, dkv), (dq, dkv * 1.1)):
+    dq, (dk, dv) = small.want["backward"]
+    for wrong in ((dq * 1.1, (dk, dv)), (dq, (dk * 1.1, dv)), (dq, (dk, dv * 1.1))):
         small.want["backward"] = wrong
         with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
             small.measure("backward", config, limit=1e-5)
@@ -189,8 +194,11 @@ class TestSearch:
             def __init__(self, args):
                 self.backend = tune.BACKENDS[args.implementation]
                 batch, length, heads, kv_heads, dim = args.shape
-                self.q = jax.ShapeDtypeStruct((batch, length, heads, dim), args.dtype)
-                self.kv = (jax.ShapeDtypeStruct((batch, length, kv_heads, dim), args.dtype),) * 2
+                q: Any = jax.ShapeDtypeStruct((batch, length, heads, dim), args.dtype)
+                k: Any = jax.ShapeDtypeStruct((batch, length, kv_heads, dim), args.dtype)
+                positions: Any = jax.ShapeDtypeStruct((length,), "int32")
+                tokens = Tokens(positions)
+                self.operands = Operands(q, k, k, tokens, tokens)
 
             def measure(self, kernel, config, limit):
                 if config.stages == 3:

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+# Of the numbers of each head, whose gradients are single sums over all scores of a head: the error
+# of one sum is luck, so several times one device's is allowed.
+NUMBER_FACTOR = 4
 # Relative RMS that rounding alone explains: a few units in the last place of each dtype.
 RELATIVE_RMS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
@@ -28,7 +31,13 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5):
     Below the rounding of the result itself the worst single element is luck, and float32 sums in
     another order differ by a few units in the last place: both are allowed on top.
     """
-    for name, g, d, t in zip(NAMES, got, one_device, truth, strict=True):
+    numbers = [f"number {i}" for i in range(len(truth) - len(NAMES))]
+    # Slopes make logits larger, and so their rounding, which is luck in single elements.
+    factor *= 1.5 if numbers else 1
+    for name, g, d, t in zip((*NAMES, *numbers), got, one_device, truth, strict=True):
+        if name in numbers:
+            _assert_number_gradient(name, g, d, t, dtype)
+            continue
         kind = "float32" if name == "lse" else dtype
         eps = float(jnp.finfo(kind).eps)
         worst, rms = errors(g, t)
@@ -39,4 +48,17 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5):
         assert worst <= allowed, f"{name}: error {worst:.3g}, one device's {dense_worst:.3g}"
         allowed_rms = factor * dense_rms + (eps if kind == "float32" else 0)
         assert rms <= allowed_rms, f"{name}: relative RMS {rms:.3g}, one device's {dense_rms:.3g}"
-        assert rms <= RELATIVE_RMS[kind], f"{name}: relative RMS {rms:.3g}"
+        assert rms <= RELATIVE_RMS[kind] * (2 if numbers else 1), f"{name}: relative RMS {rms:.3g}"
+
+
+def _assert_number_gradient(name, got, one_device, truth, dtype):
+    """A float32 gradient ``[N]`` that is one sum for each head."""
+    assert got.dtype == np.float32, name
+    worst, _ = errors(got, truth)
+    dense_worst, _ = errors(one_device, truth)
+    # In 16 bits out is rounded before delta is made of it: a unit in its last place moves the sum.
+    eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
+    largest = np.abs(truth).max()
+    assert largest > 0, name
+    allowed = NUMBER_FACTOR * dense_worst + eps * largest
+    assert worst <= allowed, f"{name}: error {worst:.3g}, one device's {dense_worst:.3g}"

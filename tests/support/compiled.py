@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
@@ -51,6 +52,13 @@ def gpu_mesh(target, *shape):
         platform="cuda", target_config=description.read_text(), topology=f"1x{hosts}x{gpus}"
     )
     return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+
+
+def named_mesh(target, **sizes):
+    """A mesh of one host's GPUs with an axis of each name and size."""
+    flat = gpu_mesh(target, math.prod(sizes.values()))
+    kinds = (AxisType.Auto,) * len(sizes)
+    return Mesh(flat.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
 
 
 def inputs(mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batch=1):
@@ -183,6 +191,41 @@ def beside(events):
         for i, (what, hop) in enumerate(events)
         if what == "start"
     ] + [[] for kind, _ in events if kind == "sync"]
+
+
+def gathers(program):
+    """Of every all-gather of the program the shapes that it takes, and what runs beside it.
+
+    What runs beside it are the matrix products and the library's kernels between its start and its
+    end; an empty list where it is not hidden.
+    """
+    found, fused = [], _fused_kernels(program)
+    for computation in computations(program):
+        open_ones: dict[str, tuple[list, list]] = {}
+        for name, result, opcode, operands, rest in operations(program, computation):
+            if opcode in ("all-gather", "all-gather-start"):
+                shapes = _SHAPE.findall(result)
+                half = len(shapes) // 2 if opcode.endswith("start") else 0
+                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[: half or None]]
+                found.append((taken, []))
+                open_ones[name] = found[-1]
+            elif opcode == "all-gather-done":
+                del open_ones[operands.strip().lstrip("%")]
+            elif _works(name, opcode, rest, fused):
+                for _, beside_it in open_ones.values():
+                    beside_it.append(name)
+    return found
+
+
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+def _works(name, opcode, rest, fused):
+    """Whether an operation is a matrix product or one of the library's kernels."""
+    called = _CALLS.search(rest) if opcode == "fusion" else None
+    if called and called.group(1) in fused:
+        return True
+    return "gemm" in name or "__cublas" in rest or bool(_kernel(opcode, rest))
 
 
 def _bytes(type_text):

@@ -62,17 +62,42 @@ def _capped(products, dim, soft_cap):
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def attention(query, key, value, keep, soft_cap=None):
+def distances(q_length, kv_length):
+    """``|p_q - p_k|`` of tokens in natural order, ``[T, S]``."""
+    return np.abs(np.arange(q_length)[:, None] - np.arange(kv_length)[None, :])
+
+
+def per_head(kind, heads, seed=0):
+    """The numbers of each head that a test's case names: "none", "sinks", "slopes" or "both"."""
+    rng = np.random.default_rng(seed + 77)
+    sinks = rng.normal(size=heads).astype(np.float32)
+    # Slopes of both signs: small ones, so that many keys count, and some that are large.
+    slopes = (rng.normal(size=heads) * np.where(np.arange(heads) % 4, 0.01, 0.05)).astype(
+        np.float32
+    )
+    given = {"sinks": {"sink_logits": sinks}, "slopes": {"alibi_slopes": slopes}}
+    return {"none": {}, "both": given["sinks"] | given["slopes"], **given}[kind]
+
+
+def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None):
     """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated."""
+    numbers = numbers or {}
     keep = jnp.asarray(keep)[:, None]
     some = keep.any(-1, keepdims=True)
     logits = _capped(_einsum("btnh,bsnh->bnts", query, key), query.shape[-1], soft_cap)
+    if "alibi_slopes" in numbers:
+        slopes = numbers["alibi_slopes"].astype(logits.dtype)[None, :, None, None]
+        logits -= slopes * jnp.asarray(distance, logits.dtype)[None, None]
     logits = jnp.where(keep, logits, jnp.where(some, -jnp.inf, 0).astype(logits.dtype))
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    if "sink_logits" in numbers:
+        sinks = numbers["sink_logits"].astype(logits.dtype)[None, :, None, None]
+        lse = jnp.where(some, jnp.logaddexp(lse, sinks), sinks)
     p = jnp.where(some, jnp.exp(logits - lse), 0)
     out = _einsum("bnts,bsnh->btnh", p.astype(value.dtype), value).astype(query.dtype)
-    lse = jnp.where(some, lse, -jnp.inf)[..., 0]
-    return out, lse.swapaxes(1, 2), p
+    if "sink_logits" not in numbers:
+        lse = jnp.where(some, lse, -jnp.inf)
+    return out, lse[..., 0].swapaxes(1, 2), p
 
 
 def repeat_heads(key, heads):
@@ -80,39 +105,49 @@ def repeat_heads(key, heads):
     return jnp.repeat(key, heads // key.shape[2], axis=2)
 
 
-def truth(query, key, value, keep, do, dlse, soft_cap=None):
+def truth(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None):
     """``(out, lse, dq, dk, dv)`` in float64, gradients by autodiff, as NumPy arrays.
 
-    Rows that see nothing have lse -inf; its cotangent is dropped there, as it carries nothing.
+    Behind them the gradients of the numbers of each head, in the order of their names. Rows that
+    see nothing have lse -inf; its cotangent is dropped there, as it carries nothing.
     """
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, value, do, dlse)]
-        return [np.asarray(x) for x in _truth(*arrays, jnp.asarray(keep), soft_cap)]
+        numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), numbers or {})
+        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, soft_cap)
+        return [np.asarray(x) for x in results]
 
 
 @functools.partial(quick_jit, static_argnames="soft_cap")
-def _truth(query, key, value, do, dlse, keep, soft_cap):
-    def run(query, key, value):
+def _truth(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
+    def run(query, key, value, numbers):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        out, lse, _ = attention(query, key, value, keep, soft_cap)
+        out, lse, _ = attention(query, key, value, keep, soft_cap, numbers, distance)
         seen = keep.any(-1)[..., None]
+        if "sink_logits" in numbers:
+            seen = True
         return (out, jnp.where(seen, lse, jnp.zeros_like(lse))), lse
 
-    (out, _), vjp, lse = jax.vjp(run, query, key, value, has_aux=True)
-    return out, lse, *vjp((do, dlse))
+    (out, _), vjp, lse = jax.vjp(run, query, key, value, numbers, has_aux=True)
+    *gradients, of_numbers = vjp((do, dlse))
+    return out, lse, *gradients, *(of_numbers[name] for name in sorted(numbers))
 
 
-def one_device(query, key, value, keep, do, dlse, soft_cap=None):
-    """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64."""
+def one_device(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None):
+    """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64.
+
+    Behind them the gradients of the numbers of each head, as :func:`truth` has them.
+    """
     arrays = [jnp.asarray(x) for x in (query, key, value, do, dlse, keep)]
-    return [np.asarray(x, np.float64) for x in _one_device(*arrays, soft_cap)]
+    results = _one_device(*arrays, numbers or {}, distance, soft_cap)
+    return [np.asarray(x, np.float64) for x in results]
 
 
 @functools.partial(quick_jit, static_argnames="soft_cap")
-def _one_device(query, key, value, do, dlse, keep, soft_cap):
+def _one_device(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    out, lse, p = attention(query, key, value, keep, soft_cap)
+    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance)
     delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
     dp = _einsum("btnh,bsnh->bnts", do, value)
     dlogits = p * (dp - delta.swapaxes(1, 2)[..., None])
@@ -124,4 +159,10 @@ def _one_device(query, key, value, do, dlse, keep, soft_cap):
     dk = _einsum("bnts,btnh->bsnh", ds, query) * scale
     dv = _einsum("bnts,btnh->bsnh", p.astype(dtype), do)
     dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, dim).sum(3) for x in (dk, dv))
-    return out, lse, *(x.astype(dtype) for x in (dq, dk, dv))
+    of_numbers = []
+    if "alibi_slopes" in numbers:
+        of_numbers.append(-(dlogits * jnp.asarray(distance, jnp.float32)).sum((0, 2, 3)))
+    if "sink_logits" in numbers:
+        weight = jnp.exp(numbers["sink_logits"] - lse)
+        of_numbers.append(-(weight * delta).sum((0, 1)))
+    return out, lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -11,40 +10,21 @@ from conftest import IMPLEMENTATION, ON_GPU
 from pallas_kernels import (
     MOSAIC_GPU,
     REFERENCE,
-    XLA,
-    Implementation,
     Tiles,
-    query_bounds,
     triton,
     xla,
 )
-from pallas_kernels.triton_configs import TritonConfig
+from pallas_kernels.pallas_triton.configs import TritonConfig
 
 # Most of these tests' time is compile time, for programs that run once.
 QUICK = None if ON_GPU else {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-def xla_in(tiles: Tiles) -> Implementation:
-    """The xla implementation in tiles of a given size."""
-
-    def bounds(spec, q, kv, q_tokens, kv_tokens):
-        del q, kv
-        return query_bounds(spec, q_tokens, kv_tokens, tiles)
-
-    return dataclasses.replace(
-        XLA,
-        forward=functools.partial(xla.forward, tiles=tiles),
-        backward=functools.partial(xla.backward, tiles=tiles),
-        forward_bounds=bounds,
-        backward_bounds=bounds,
-    )
-
-
 SMALL = TritonConfig(16, 32, num_warps=4, num_stages=1)
 IMPLEMENTATIONS = {
     "reference": REFERENCE,
-    "xla": xla_in(Tiles(16, 24)),
+    "xla": xla.in_tiles(Tiles(16, 24)),
     "triton": triton(interpret=not ON_GPU, config=SMALL),
 }
 if IMPLEMENTATION == "triton":

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from meshes import make_mesh
 
 
@@ -27,6 +28,10 @@ def good() -> dict[str, Any]:
         "value": zeros(*KV),
         "mesh": make_mesh(seq=4),
     }
+
+
+def arrays_of_numpy() -> dict[str, Any]:
+    return {name: np.zeros(KV, np.float32) for name in ("query", "key", "value")}
 
 
 def ids(*shape, dtype=np.int32):
@@ -50,6 +55,19 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "value-number": (lambda: {"value": 3.0}, "value is a float: it must be an array"),
     "key-none": (lambda: {"key": None}, "key is a NoneType: it must be an array"),
+    "query-struct": (
+        lambda: {"query": jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)},
+        "query is a ShapeDtypeStruct: it must be an array",
+    ),
+    "key-class": (lambda: {"key": np.ndarray}, "key is a type: it must be an array"),
+    "query-random-keys": (
+        lambda: {"query": jax.random.split(jax.random.key(0), (B, T, N, H))},
+        "query has dtype key<fry>: cast it to one of bfloat16, float16, float32",
+    ),
+    "value-byte-order": (
+        lambda: {"value": np.zeros(KV, ">f4")},
+        "value has dtype >f4: cast it to one of bfloat16, float16, float32",
+    ),
     "query-int": (
         lambda: {"query": zeros(B, T, N, H, dtype=jnp.int32)},
         "query has dtype int32: cast it to one of bfloat16, float16, float32",
@@ -61,6 +79,45 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "value-complex": (
         lambda: {"value": zeros(*KV, dtype=jnp.complex64)},
         "value has dtype complex64: cast it",
+    ),
+    "query-variable": (
+        lambda: {"query": nnx.Param(zeros(B, T, N, H))},
+        r"query is a Param: pass the array in it, query=the_variable\[...\]",
+    ),
+    "query-ids-variable": (
+        lambda: {
+            "query_segment_ids": nnx.Variable(ids(B, T)),
+            "key_value_segment_ids": ids(B, T),
+        },
+        r"query_segment_ids is a Variable: pass the array in it",
+    ),
+    "sinks-ref": (
+        lambda: {"sink_logits": jax.new_ref(zeros(N))},
+        r"sink_logits is a Ref: pass the array in it, sink_logits=the_variable\[...\]",
+    ),
+    "slopes-variable-dtype": (
+        lambda: {"alibi_slopes": nnx.Param(zeros(N, dtype=jnp.bfloat16))},
+        "alibi_slopes has dtype bfloat16: cast it to float32",
+    ),
+    "slopes-variable-shape": (
+        lambda: {"alibi_slopes": nnx.Param(zeros(K))},
+        r"alibi_slopes has shape \(2,\): it must be \[N\], \(4,\)",
+    ),
+    "sinks-list": (
+        lambda: {"sink_logits": [0.0] * N},
+        "sink_logits is a list: it must be a float32 array",
+    ),
+    "slopes-dtype": (
+        lambda: {"alibi_slopes": zeros(N, dtype=jnp.bfloat16)},
+        "alibi_slopes has dtype bfloat16: cast it to float32",
+    ),
+    "sinks-shape": (
+        lambda: {"sink_logits": zeros(K)},
+        r"sink_logits has shape \(2,\): it must be \[N\], \(4,\)",
+    ),
+    "slopes-rank": (
+        lambda: {"alibi_slopes": zeros(1, N)},
+        r"alibi_slopes has shape \(1, 4\): it must be \[N\], \(4,\)",
     ),
     "dtypes": (
         lambda: {"key": zeros(*KV, dtype=jnp.bfloat16)},
@@ -98,6 +155,14 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"layout": "zig-zag"},
         "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped'",
     ),
+    "layout-array": (
+        lambda: {"layout": np.array(["zigzag"])},
+        r"layout is array\(\['zigzag'\].*\): use one of 'contiguous'",
+    ),
+    "backward-array": (
+        lambda: {"backward": np.array("auto")},
+        r"backward is array\('auto'.*\): use one of 'auto'",
+    ),
     "layout-none": (lambda: {"layout": None}, "layout is None: use one of 'contiguous'"),
     "backward": (
         lambda: {"backward": "rotate_q"},
@@ -120,6 +185,14 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "causal-int": (lambda: {"is_causal": 1}, "is_causal is 1: it must be True or False"),
     "scale-nan": (lambda: {"scale": float("nan")}, "scale is nan: it must be a finite number"),
     "scale-inf": (lambda: {"scale": float("inf")}, "scale is inf: it must be a finite number"),
+    "scale-too-large-for-a-float": (
+        lambda: {"scale": -(10**400)},
+        "scale is -inf: it must be a finite number",
+    ),
+    "scale-too-large-for-float32": (
+        lambda: {"scale": 1e39},
+        r"scale is 1e\+39: float32 cannot hold such logits; it must lie between -2\*\*127 and 2",
+    ),
     "scale-string": (lambda: {"scale": "auto"}, "scale is 'auto': it must be a Python number or"),
     "scale-array": (
         lambda: {"scale": jnp.float32(0.5)},
@@ -168,6 +241,26 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cap-inf": (
         lambda: {"logits_soft_cap": float("inf")},
         "logits_soft_cap is inf: it must be positive and finite, or None",
+    ),
+    "cap-too-large-for-a-float": (
+        lambda: {"logits_soft_cap": 10**400},
+        "logits_soft_cap is inf: it must be positive and finite, or None",
+    ),
+    "cap-too-large-for-float32": (
+        lambda: {"logits_soft_cap": 1e39},
+        r"logits_soft_cap is 1e\+39, scale .*: float32 must hold the cap and scale / logits",
+    ),
+    "cap-too-small": (
+        lambda: {"logits_soft_cap": 1e-40, "scale": 1.0},
+        r"logits_soft_cap is 1e-40, scale 1.0: float32 must hold .*; neither may exceed 2\*\*127",
+    ),
+    "residual-none": (
+        lambda: {"return_residual": None},
+        "return_residual is None: it must be True or False",
+    ),
+    "residual-string": (
+        lambda: {"return_residual": "lse"},
+        "return_residual is 'lse': it must be True or False",
     ),
     "cap-string": (
         lambda: {"logits_soft_cap": "30"},
@@ -352,6 +445,10 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "mesh-devices": (
         lambda: {"mesh": jax.devices()},
         "mesh is a list: it must be a jax.sharding.Mesh",
+    ),
+    "mesh-abstract": (
+        lambda: {"mesh": make_mesh(seq=4).abstract_mesh} | arrays_of_numpy(),
+        r"mesh is an AbstractMesh, and neither it nor an array names devices: pass a jax.sharding",
     ),
     "mesh-string": (lambda: {"mesh": "seq"}, "mesh is a str: it must be a jax.sharding.Mesh"),
 }

@@ -73,11 +73,26 @@ class Ring:
         return mesh_of(AxisType.Auto, **dict(zip(self.names, shape, strict=True)))
 
 
+def a_case(ring, layout, mask, backward="rotate_kv", implementation="xla", shard="even"):
+    return {
+        "ring": ring,
+        "layout": layout,
+        "mask": mask,
+        "heads": (4, 2),
+        "backward": backward,
+        "shard": shard,
+        "head_dim": 16,
+        "dtype": "float32",
+        "implementation": implementation,
+    }
+
+
 def case_id(case):
     heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
     return (
         f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
         f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
+        f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
     )
 
 
@@ -115,7 +130,7 @@ def make_inputs(case, seed=0, scale=1.0):
 
 
 def ring_results(case, arrays, cotangents, segments, **options: Any):
-    """(out, lse, dq, dk, dv) in natural order.
+    """(out, lse, dq, dk, dv) in natural order, then gradients of the numbers of each head.
 
     In small tiles unless ``options`` names another implementation: in the tiles that ship a shard
     here is one tile, so that the second half of the work at home would be empty.
@@ -132,9 +147,11 @@ def ring_results(case, arrays, cotangents, segments, **options: Any):
     }
     options = ring.options | MASKS[case["mask"]].options | defaults | options
 
+    numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
+
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(arrays, cotangents, segments):
-        def attend(query, key, value):
+    def run(arrays, cotangents, segments, numbers):
+        def attend(query, key, value, numbers):
             return burst_jax.burst_attention(
                 query,
                 key,
@@ -144,14 +161,17 @@ def ring_results(case, arrays, cotangents, segments, **options: Any):
                 query_segment_ids=segments[0],
                 key_value_segment_ids=segments[1],
                 return_residual=True,
+                **numbers,
                 **options,
             )
 
-        primal, vjp = jax.vjp(attend, *arrays)
-        return *primal, *vjp(cotangents)
+        primal, vjp = jax.vjp(attend, *arrays, numbers)
+        *gradients, of_numbers = vjp(cotangents)
+        return (*primal, *gradients), of_numbers
 
-    results = run(arrays, cotangents, segments)
-    return [burst_jax.from_layout(np.asarray(x), layout, n) for x in results]
+    results, of_numbers = run(arrays, cotangents, segments, numbers)
+    results = [burst_jax.from_layout(np.asarray(x), layout, n) for x in results]
+    return [*results, *(np.asarray(of_numbers[name]) for name in sorted(numbers))]
 
 
 def oracle(case, arrays, cotangents, segments):
@@ -159,7 +179,9 @@ def oracle(case, arrays, cotangents, segments):
     mask = MASKS[case["mask"]]
     q_ids, kv_ids = segments
     keep = mask.dense(q_ids, kv_ids, arrays[0].shape[1], arrays[1].shape[1])
-    args = (*arrays, keep, *cotangents, mask.soft_cap)
+    numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
+    distance = dense.distances(arrays[0].shape[1], arrays[1].shape[1])
+    args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
     return dense.truth(*args), dense.one_device(*args), keep
 
 
@@ -169,13 +191,18 @@ def assert_exact(case, **options):
     got = ring_results(case, *inputs, **options)
     truth, one_device, keep = oracle(case, *inputs)
     kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
-    assert tuple(x.dtype.name for x in got) == kinds
+    assert tuple(x.dtype.name for x in got[:5]) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
     blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
     unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])
-    out, lse, dq, dk, dv = got
+    out, lse, dq, dk, dv, *_ = got
     assert (out[blind_queries] == 0).all()
-    assert (lse[blind_queries] == -np.inf).all()
+    sinks = dense.per_head(case.get("numbers", "none"), case["heads"][0]).get("sink_logits")
+    if sinks is None:
+        assert (lse[blind_queries] == -np.inf).all()
+    else:
+        sinks = np.broadcast_to(sinks, lse.shape)[blind_queries]
+        np.testing.assert_allclose(lse[blind_queries], sinks, rtol=1e-6, atol=1e-6)
     assert (dq[blind_queries] == 0).all()
     assert (dk[unseen_keys] == 0).all()
     assert (dv[unseen_keys] == 0).all()

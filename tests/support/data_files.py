@@ -1,0 +1,91 @@
+"""Documents on the disk for the tests of burst_jax.data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from burst_jax.data import Loader
+
+# Tokens of each document: shorter than a row, a row, many rows, and a single one.
+LENGTHS = [1, 2, 5, 16, 17, 18, 33, 100, 900, 3, 7, 40, 12, 12, 12, 64, 31, 8]
+SEQ_LEN = 16
+
+
+def write(folder, files):
+    """Files by name: text, bytes, or arrays for ``numpy.save``; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / name).write_text(content)
+        elif isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            np.save(folder / name, content)
+    return folder
+
+
+def write_arrays(folder):
+    """Documents whose token ids say where they stand: 1000 * document + position."""
+    return write(
+        folder,
+        {
+            f"{document:02}.npy": 1000 * document + np.arange(length, dtype="u4")
+            for document, length in enumerate(LENGTHS)
+        },
+    )
+
+
+def write_lines(file):
+    """JSON lines of texts of many lengths; with an empty line, which is no document."""
+    with file.open("w") as out:
+        for document, length in enumerate(LENGTHS):
+            text = f"{document:02} é " + "x" * length
+            line = json.dumps({"text": text, "n": document}, ensure_ascii=document % 2 == 0)
+            out.write(line + "\n")
+            out.write("\r\n" * (document == 3))
+    return file
+
+
+def write_tokenizer(file, text):
+    """A tokenizer of 400 tokens, whose file asks for truncation and padding too."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=7)
+    tokenizer.save(str(file))
+    return file
+
+
+def loader_of(corpus, *, seq_len: int = SEQ_LEN, batch: int = 4, **options: Any):
+    """A loader of short rows."""
+    return Loader(corpus, seq_len=seq_len, batch=batch, **options)
+
+
+def taken(loader, count=None):
+    """``count`` batches, or all, and the loader's threads ended."""
+    with loader:
+        return [next(loader) for _ in range(count)] if count is not None else list(loader)
+
+
+def reads_of(corpus, monkeypatch):
+    """A list that every later read of a document is added to."""
+    reads, read = [], corpus.reader.read
+
+    def noted(document, start, stop):
+        reads.append(document)
+        return read(document, start, stop)
+
+    monkeypatch.setattr(corpus.reader, "read", noted)
+    return reads

@@ -1,0 +1,41 @@
+"""Calls of local attention as tests write them: bounds made, both gradients of K and V stacked."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels import Operands
+
+
+def forward(
+    implementation, q, kv, q_tokens, kv_tokens, carry=None, *, spec, numbers=None, **options
+):
+    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head."""
+    operands = Operands(q, *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {})
+    bounds = implementation.forward_bounds(operands, spec=spec)
+    return implementation.forward(operands.replace(bounds=bounds), carry, spec=spec, **options)
+
+
+def gradients(
+    implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, *, spec, part=None,
+    numbers=None,
+):  # fmt: skip
+    """``(dq, dkv, those of the numbers)``, dK and dV stacked, as ``dkv`` may be given.
+
+    ``part`` of the work is 0 or 1, None for all of it.
+    """
+    operands = Operands(qdo[0], *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {})
+    bounds = implementation.backward_bounds(operands, spec=spec)
+    if part is not None:
+        bounds = implementation.split_backward(bounds)[part]
+    operands = operands.replace(bounds=bounds, do=qdo[1], stats=jnp.stack(stats))
+    sums = dq, None if dkv is None else tuple(dkv)
+    dq, dkv, of_numbers = implementation.backward(operands, *sums, spec=spec)
+    return dq, jnp.stack(dkv), of_numbers
+
+
+def backward(*args, **options):
+    """``(dq, dkv)`` of :func:`gradients`, where there are no numbers of each head."""
+    dq, dkv, of_numbers = gradients(*args, **options)
+    assert of_numbers == {}
+    return dq, dkv

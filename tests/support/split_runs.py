@@ -1,0 +1,101 @@
+"""Training runs on meshes of every kind, for the tests of split weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+from implementations import QUICK
+from jax.sharding import AxisType
+from meshes import mesh_of
+
+import burst_jax
+from burst_jax.models import DecoderConfig
+from burst_jax.training import (
+    init_train_state,
+    make_batch,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+)
+
+AXES = ("data", "fsdp", "stage", "seq", "tensor")
+MESHES = [
+    (1, 1, 1, 8, 1),
+    (2, 1, 1, 4, 1),
+    (1, 2, 1, 2, 2),
+    (2, 1, 1, 2, 2),
+    (1, 2, 1, 4, 1),
+    (1, 1, 1, 3, 2),
+    (1, 1, 2, 4, 1),
+    (1, 2, 2, 2, 1),
+]
+# Two key heads, which tensor axes of 2 split.
+CONFIG = DecoderConfig(
+    vocab_size=48, num_layers=4, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=96
+)
+B, T, STEPS = 4, 48, 20
+
+
+def rows(step: int) -> np.ndarray:
+    """``[B, T + 1]`` tokens with something to learn: each is a function of the one before."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 48, (B, 1))
+    for _ in range(T):
+        tokens = np.concatenate([tokens, (5 * tokens[:, -1:] + 7) % 48], axis=1)
+    return tokens
+
+
+def segments(step: int) -> np.ndarray:
+    """Documents of odd lengths, padding at the end of some rows and inside one."""
+    ids = np.ones((B, T + 1), np.int32)
+    ids[0, 11 + step % 3 :], ids[1, 41:], ids[2, 7:], ids[2, 8 : 10 + step % 2] = 2, 0, 3, 0
+    return ids
+
+
+def sized(sizes: tuple[int, ...], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return mesh_of(kind, **dict(zip(AXES, sizes, strict=True)))
+
+
+@functools.cache
+def losses(
+    sizes: tuple[int, ...],
+    kind: AxisType = AxisType.Auto,
+    packed: bool = True,
+    steps: int = STEPS,
+    accumulate: int = 1,
+    config: DecoderConfig = CONFIG,
+) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each step, on a mesh of AXES of these sizes."""
+    mesh = sized(sizes, kind)
+    rules = burst_jax.ShardingRules.of(mesh)
+    optimizer = make_optimizer(2e-3, STEPS, warmup_steps=2)
+    graphdef, params, state = init_train_state(
+        config, optimizer, mesh, 0, rules=rules, layout="zigzag"
+    )
+    step = make_train_step(
+        graphdef, optimizer, chunk_size=7, compiler_options=QUICK, accumulate=accumulate
+    )
+    history = []
+    with jax.set_mesh(mesh):
+        for index in range(steps):
+            ids = segments(index) if packed else None
+            batch = make_batch(
+                rows(index), layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=ids
+            )
+            placed = place_batch(batch, mesh, batch_axis=rules.batch_axes)
+            params, state, metrics = step(params, state, placed)
+            history.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    assert all(map(math.isfinite, np.ravel(history)))
+    return [loss for loss, _ in history], [norm for _, norm in history]
+
+
+def bytes_per_device(tree) -> int:
+    """The largest sum of a device's parts of the arrays."""
+    held: dict = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values())

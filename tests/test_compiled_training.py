@@ -1,0 +1,90 @@
+"""What XLA makes of training steps whose weights are split: what travels, when, and the memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import compiled
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import burst_jax
+from burst_jax import ShardingRules
+from burst_jax.models import DecoderConfig
+from burst_jax.training import abstract_train_state, make_optimizer, make_train_step
+
+pytestmark = pytest.mark.cuda_compiler
+
+CONFIG = DecoderConfig(
+    vocab_size=512, num_layers=3, embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128,
+    mlp_dim=1024, dtype=jnp.bfloat16,
+)  # fmt: skip
+TOKENS = 4096
+SIZES = {
+    "fsdp2-seq4": {"data": 1, "fsdp": 2, "seq": 4, "tensor": 1},
+    "data2-seq2-tensor2": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
+}
+
+
+def compile_step(gpu, kernels, sizes):
+    """A step of ``TOKENS`` tokens a device, and the weights' and the state's shapes."""
+    mesh = compiled.named_mesh(gpu, **sizes)
+    rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
+    graphdef, params, state = abstract_train_state(
+        CONFIG, optimizer, mesh, rules=rules, layout="zigzag", implementation=kernels
+    )
+    tokens = NamedSharding(mesh, P(rules.batch_axes, "seq"))
+    shape = sizes["data"] * sizes["fsdp"], TOKENS * sizes["seq"]
+    batch: Any = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=tokens)
+        for name, dtype in (
+            ("inputs", jnp.int32), ("targets", jnp.int32), ("positions", jnp.int32),
+            ("weights", jnp.float32),
+        )
+    }  # fmt: skip
+    step = make_train_step(graphdef, optimizer, compiler_options=burst_jax.compiler_options("gpu"))
+    traced = step.trace(params, state, batch | {"segment_ids": None})
+    return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
+
+
+def parts_of(tree):
+    """The shapes of a device's parts, layers counted one by one."""
+    return [
+        x.sharding.shard_shape(x.shape)[("layers" in jax.tree_util.keystr(path)) :]
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "sizes", "hidden"),
+    [
+        ("a100", "triton", "fsdp2-seq4", 2),
+        ("h100", "mosaic_gpu", "fsdp2-seq4", 1),
+        ("a100", "triton", "data2-seq2-tensor2", 0),
+    ],
+)
+def test_weights_are_gathered_beside_work_and_activations_never(gpu, kernels, sizes, hidden):
+    """``hidden``: in how many of the two loops, forward and backward, the next layer's weights
+    travel beside kernels or matrix products. Elsewhere XLA puts their gather beside another
+    transfer, like the sum over the tensor axis."""
+    program, params, state = compile_step(gpu, kernels, SIZES[sizes])
+    elements = {math.prod(shape) for shape in parts_of(params)}
+    gathers = compiled.gathers(program)
+    for taken, _ in gathers:
+        # Every array that is gathered is a device's part of a weight, in some order of dimensions.
+        assert {math.prod(shape) for shape in taken} <= elements
+    # The seven matrices of a layer travel together.
+    in_loops = [beside for taken, beside in gathers if len(taken) == 7]
+    assert len(in_loops) == 2
+    assert sum(map(bool, in_loops)) >= hidden
+    assert "reduce-scatter" in compiled.text_of(program)
+    memory: Any = program.memory_analysis()
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((params, state))
+    )
+    assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * TOKENS + 2**16
