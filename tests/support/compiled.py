@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -95,8 +96,9 @@ def compile_for(function, *shapes, **options):
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
+@functools.lru_cache(maxsize=2)
 def text_of(program) -> str:
-    """The optimized program."""
+    """The optimized program. Writing it out takes seconds, so the latest texts are kept."""
     text = program.as_text()
     assert text is not None
     return text
@@ -109,6 +111,7 @@ def find(pattern: str, text: str) -> re.Match[str]:
     return found
 
 
+@functools.lru_cache(maxsize=2)
 def computations(program):
     """``{name: lines}`` of every scheduled computation, lines in the order they run."""
     text = text_of(program)
