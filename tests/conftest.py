@@ -5,6 +5,8 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 """
 
 import argparse
+import gc
+import pathlib
 import sys
 
 import compiled
@@ -113,3 +115,19 @@ def pytest_terminal_summary(terminalreporter, config):
         if count:
             reason, remedy = TIERS[marker]
             terminalreporter.write_line(f"{count} tests marked {marker} ({reason}): {remedy}.")
+
+
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mappings_stay_few():
+    """Frees compiled programs between modules once a process holds many.
+
+    Every program takes some memory mappings, and JAX keeps all programs. Linux gives a process
+    65,530 mappings by default; the program that finds none left crashes the process.
+    """
+    yield
+    if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
