@@ -187,6 +187,12 @@ def schedule(program, computation="ENTRY"):
     return events
 
 
+def step_names(program, opcode):
+    """What profiles call the operations of a ring's steps, the primitive left out, in order."""
+    path = rf'\b{opcode}\(.*op_name="[^"]*/(ring_\w+_step_\d+(?:/[^"]*)?)/\w+"'
+    return re.findall(path, text_of(program))
+
+
 def beside(events):
     """For every permute, in order, the kernels that run while it is on its way."""
     return [
