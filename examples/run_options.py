@@ -90,6 +90,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--coordinator", help="host:port of process 0, for several processes")
     add("--num-processes", type=int, help="number of processes (default: the cluster's)")
     add("--process-id", type=int, help="number of this process (default: the cluster's)")
+    add("--heartbeat-timeout", type=int, default=30, help="seconds that a process may be silent")
     add = group("model").add_argument
     add("--vocab-size", type=int, help="needed for arrays of tokens (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
