@@ -57,6 +57,19 @@ def pytest_addoption(parser):
         choices=_GPU,
         help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often tests/test_kills.py kills a training run (default: 3)",
+    )
+
+
+@pytest.fixture
+def kills(request):
+    """How often a training run is killed, see ``--kills``."""
+    return request.config.getoption("--kills")
 
 
 def pytest_configure(config):
