@@ -98,7 +98,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
-    add("--remat", choices=get_args(Remat), default="keep_attention", help="what is recomputed")
+    add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
     add("--lr", type=float, help=f"peak learning rate {default('lr')}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-Remat = Literal["none", "keep_attention", "full"]
+from burst_jax.models.remat import Remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,10 @@ class DecoderConfig:
       qk_norm: whether every query and key head is RMS-normalised.
       dtype: floating dtype of the computation and of the residual stream.
       param_dtype: floating dtype of the weights.
-      remat: what a layer's backward pass recomputes. "none": nothing. "keep_attention": all but
-        the ring, whose out and lse are kept. "full": all, the ring included.
+      remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
+        "selective", "attention", "full" and "offload" (:mod:`burst_jax.models.remat`).
+      mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
+        features are in memory at a time. It must divide the tokens of a row that a device has.
 
     Raises:
       ValueError: sizes that do not fit together, an unknown remat.
@@ -47,7 +49,8 @@ class DecoderConfig:
     qk_norm: bool = True
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
-    remat: Remat = "keep_attention"
+    remat: Remat = "attention"
+    mlp_chunks: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -58,6 +61,7 @@ class DecoderConfig:
             "num_kv_heads",
             "head_dim",
             "mlp_dim",
+            "mlp_chunks",
         ):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:

@@ -11,7 +11,6 @@ about what travels, and a mesh with Auto axes and one with Explicit axes run the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
@@ -24,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.rope import rope_table
-from burst_jax.models.config import DecoderConfig, Remat
+from burst_jax.models.config import DecoderConfig
 from burst_jax.models.layers import DecoderLayer
 from burst_jax.models.parts import Parts, embed, parts_of
 from burst_jax.models.pipeline import pipelined
+from burst_jax.models.remat import rematerialised
 from burst_jax.models.stack import run_ahead, run_layers
 from burst_jax.order import refuse_wrong_order
-from burst_jax.ring.vjp import CHECKPOINT_NAMES
 from burst_jax.rules import ShardingRules
 from burst_jax.sharding import AxisNames, flat_names, gathered, pinned, place_explicit, resolve_mesh
 from burst_jax.weights import gather_weights
@@ -207,7 +206,8 @@ class Decoder(nnx.Module):
             positions, segment_ids = sides
             rope = rope_table(positions, config.head_dim, config.rope_theta)
             run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
-            return run_stack(_remat(layer, config.remat), gather, x, stacked, (rope, segment_ids))
+            kept = rematerialised(layer, config.remat)
+            return run_stack(kept, gather, x, stacked, (rope, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids
@@ -343,15 +343,3 @@ def _check_stacked(stacked: nnx.State, parts: Parts) -> None:
                 "over Explicit mesh axes: the first axis counts the layers, which run one after "
                 "the other; split another axis, like PartitionSpec(None, ...), or use Auto axes"
             )
-
-
-def _remat[**P, R](layer: Callable[P, R], remat: Remat) -> Callable[P, R]:
-    """``layer``, whose backward pass recomputes what ``remat`` says."""
-    if remat == "none":
-        return layer
-    policy = None
-    if remat == "keep_attention":
-        policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
-    # prevent_cse puts barriers against merging the recomputation with the forward pass. A scan
-    # keeps the two apart anyway, so barriers would only cost time.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -1,4 +1,4 @@
-"""The layers of a decoder: attention, SwiGLU, and their norms."""
+"""One layer of a decoder: attention, feed-forward, and their norms."""
 
 from __future__ import annotations
 
@@ -6,55 +6,15 @@ from typing import Unpack
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.layer import BurstAttention
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.rope import RopeTable
 from burst_jax.models.config import DecoderConfig
-from burst_jax.sharding import AxisNames
-from burst_jax.weights import sum_over
-
-
-class SwiGLU(nnx.Module):
-    """``(silu(x Wgate) * x Wup) Wdown`` (Shazeer 2020).
-
-    Args:
-      config: sizes and dtypes.
-      down_init: initializer of ``Wdown``.
-      hidden_axis: mesh axis, or axes, that split the hidden features, or None. Inside a
-        ``shard_map`` each device has its features of the three matrices; the results are summed.
-      rngs: random numbers for the initializers (stream "params").
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        down_init: nnx.Initializer,
-        hidden_axis: AxisNames = None,
-        rngs: nnx.Rngs,
-    ) -> None:
-        def linear(features: int, out: int, init: nnx.Initializer) -> nnx.Linear:
-            return nnx.Linear(
-                features,
-                out,
-                use_bias=False,
-                dtype=config.dtype,
-                param_dtype=config.param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
-        self.gate = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.up = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.down = linear(config.mlp_dim, config.embed_dim, down_init)
-        self.hidden_axis = hidden_axis
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., D]`` to ``[..., D]``."""
-        out = self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-        return sum_over(out, self.hidden_axis)
+from burst_jax.models.feed_forward import SwiGLU
+from burst_jax.models.remat import ATTENTION_SUM, LAYER_INPUT
 
 
 class DecoderLayer(nnx.Module):
@@ -98,5 +58,7 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, rope: RopeTable, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """``[B, T, D]`` to ``[B, T, D]``."""
+        x = checkpoint_name(x, LAYER_INPUT)
         x = x + self.attention.attend(self.attention_norm(x), rope, segment_ids)
+        x = checkpoint_name(x, ATTENTION_SUM)
         return x + self.mlp(self.mlp_norm(x))
