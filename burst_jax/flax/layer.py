@@ -317,6 +317,6 @@ def project(
     if linear.bias is None:
         return sum_over(linear(x), summed_over)
     kernel = nnx.merge(*nnx.split(linear))
-    kernel.bias = None
+    kernel.bias, kernel.use_bias = None, False
     out = sum_over(kernel(x), summed_over)
     return out + linear.bias[...].astype(out.dtype)
