@@ -157,12 +157,19 @@ class DecoderConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, whose RoPE is never None."""
+        kinds, ropes = self._given_kinds, self.layer_ropes
+        return tuple(LayerKind(kind.window, rope) for kind, rope in zip(kinds, ropes, strict=True))
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        """The RoPE of each layer."""
         default = Rope(self.rope_theta) if self.rope is None else self.rope
-        kinds = [
-            LayerKind(kind.window, default if kind.rope is None else kind.rope)
-            for kind in self.layer_pattern
-        ]
-        return tuple(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+        return tuple(default if kind.rope is None else kind.rope for kind in self._given_kinds)
+
+    @property
+    def _given_kinds(self) -> list[LayerKind]:
+        count = len(self.layer_pattern)
+        return [self.layer_pattern[layer % count] for layer in range(self.num_layers)]
 
     @property
     def num_matmul_params(self) -> int:

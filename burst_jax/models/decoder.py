@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.rope import rope_table
-from burst_jax.flax.rope_variants import DynamicRope
+from burst_jax.flax.rope_variants import DynamicRope, Rope
 from burst_jax.models.config import DecoderConfig, LayerKind, Remat
 from burst_jax.models.layers import DecoderLayer, norm_of
 from burst_jax.models.parts import Parts, embed, parts_of
@@ -216,7 +216,8 @@ class Decoder(nnx.Module):
         layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"])
 
         kinds = _kinds_of_a_stage(config.layer_kinds, parts)
-        ropes = list(dict.fromkeys(kind.rope for kind in kinds))
+        ropes = list(dict.fromkeys(config.layer_ropes))
+        table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
         length = None
         if any(isinstance(rope, DynamicRope) for rope in ropes):
             # Of the whole batch, wherever its rows and tokens are.
@@ -226,7 +227,7 @@ class Decoder(nnx.Module):
         def layer_of(kind: LayerKind) -> Layer:
             def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
                 tables, segment_ids = sides
-                rope = tables[ropes.index(kind.rope)]
+                rope = tables[table_of[kind.rope]]
                 return nnx.merge(graphdef, weights)(x, rope, segment_ids, kind.window)
 
             return _remat(layer, config.remat)

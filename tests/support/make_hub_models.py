@@ -3,9 +3,9 @@
 No test imports this: it needs torch and transformers, in an environment of their own::
 
     python3 -m venv /tmp/peer
-    /tmp/peer/bin/pip install torch transformers safetensors numpy      # torch for the CPU is enough
+    /tmp/peer/bin/pip install torch transformers safetensors numpy    # torch for the CPU is enough
     /tmp/peer/bin/python tests/support/make_hub_models.py make [NAME ...]
-    /tmp/peer/bin/python tests/support/make_hub_models.py check FOLDER  # of tests' save_all
+    /tmp/peer/bin/python tests/support/make_hub_models.py check FOLDER    # has NAME.anything, ...
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import hub_models
 import numpy as np
-import torch
-import transformers
+import torch  # pyrefly: ignore (in an environment of its own)
+import transformers  # pyrefly: ignore
 
 SIZES = {
     "vocab_size": hub_models.VOCAB,
@@ -175,7 +175,7 @@ def make(name):
         from safetensors import safe_open
 
         with safe_open(Path(folder, "model.safetensors"), framework="numpy") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
         np.savez_compressed(
             hub_models.FOLDER / f"{name}.npz",
             config=json.dumps(config, sort_keys=True),
@@ -190,7 +190,9 @@ def make(name):
         shapes=json.dumps(shapes),
         **found,
     )
-    print(f"{name}: logits of {found['row'].std():.2f}, {sum(map(np.prod, shapes.values()))} weights")
+    print(
+        f"{name}: logits of {found['row'].std():.2f}, {sum(map(np.prod, shapes.values()))} weights"
+    )
 
 
 def check(folder):

@@ -18,14 +18,18 @@ from burst_jax.models.hub.families import FAMILIES, Family
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 # Keys that say nothing about the computation of hidden states and logits.
 _IGNORED = frozenset(
-    """
-    architectures model_type transformers_version _name_or_path dtype torch_dtype
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class
-    initializer_range use_cache cache_implementation attn_implementation _attn_implementation
-    output_attentions output_hidden_states return_dict use_return_dict
-    id2label label2id problem_type task_specific_params finetuning_task
-    pretraining_tp hidden_act sliding_window_size
-    """.split()
+    (
+        *("architectures", "model_type", "transformers_version", "_name_or_path"),
+        *("dtype", "torch_dtype", "initializer_range", "tokenizer_class"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+        *("use_cache", "cache_implementation", "attn_implementation", "_attn_implementation"),
+        *("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
+        *("id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task"),
+        # Of Llama: how its products were cut in training; the sums are the same.
+        "pretraining_tp",
+        # Of Gemma 2, beside the keys that transformers reads. Other families know hidden_act.
+        *("hidden_act", "sliding_window_size"),
+    )
 )
 # Keys of which one value alone, or its absence, is what a decoder here computes.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -72,7 +76,9 @@ def read_config(
     stored = given.get("dtype") or given.get("torch_dtype") or "float32"
     if dtype is None:
         if stored not in _DTYPES:
-            raise NotImplementedError(f"{path} has dtype {stored!r}: pass dtype=, like jnp.bfloat16")
+            raise NotImplementedError(
+                f"{path} has dtype {stored!r}: pass dtype=, like jnp.bfloat16"
+            )
         dtype = _DTYPES[stored]
     config = dataclasses.replace(
         family.read(values),
@@ -105,7 +111,7 @@ def config_json(
     if config.hub_config is not None:
         given = json.loads(config.hub_config)
         family = FAMILIES[given["model_type"]]
-        known = {key: value for key, value in given.items() if key in family.defaults | _sizes()}
+        known = {key: value for key, value in given.items() if key in {*family.defaults, *_sizes()}}
         if _same(family.read({**family.defaults, **known}), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family

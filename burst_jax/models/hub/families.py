@@ -132,7 +132,7 @@ class Family:
         head_dim = values["head_dim"]
         bias = bool(values.get("attention_bias", False))
         scalar = values.get("query_pre_attn_scalar")
-        fields = {
+        fields: dict[str, Any] = {
             "vocab_size": values["vocab_size"],
             "num_layers": values["num_hidden_layers"],
             "embed_dim": values["hidden_size"],
@@ -156,10 +156,10 @@ class Family:
     def write(self, config: DecoderConfig, max_length: int) -> dict[str, Any]:
         """A ``config.json`` that :meth:`read` reads as ``config``, if this family can say it."""
         kinds = config.layer_kinds
-        windows = {kind.window for kind in kinds} - {None}
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        types = [FULL if kind.window is None else SLIDING for kind in kinds]
         ropes = {
-            SLIDING if kind.window is not None else FULL: rope_json(kind.rope)
-            for kind in kinds
+            kind: rope_json(rope) for kind, rope in zip(types, config.layer_ropes, strict=True)
         }
         scale = config.attention_scale
         activations = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish"}
@@ -174,11 +174,11 @@ class Family:
             "mlp_bias": config.mlp_bias,
             "use_sliding_window": bool(windows),
             "sliding_window": min(windows, default=None),
-            "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+            "layer_types": types,
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
             "attn_logit_softcapping": config.logits_soft_cap,
             "final_logit_softcapping": config.final_soft_cap,
-            "rope_parameters": ropes if len(self.thetas_apart) > 1 else [*ropes.values()][0],
+            "rope_parameters": ropes if len(self.thetas_apart) > 1 else next(iter(ropes.values())),
         }
         return {
             "architectures": [self.architecture],

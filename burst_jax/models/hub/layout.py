@@ -3,8 +3,8 @@
 A matrix lies in the files as ``[outputs, inputs]``, heads and their features being one dimension.
 Here it is ``[inputs, outputs]``, heads and features apart, and layers are stacked::
 
-    model.layers.0.self_attn.q_proj.weight  [N H, D]  ...  layers.attention.query.kernel [L, D, N, H]
-    model.layers.0.self_attn.o_proj.weight  [D, N H]  ...  layers.attention.out.kernel   [L, N, H, D]
+    model.layers.0.self_attn.q_proj.weight  [N H, D]    layers.attention.query.kernel [L, D, N, H]
+    model.layers.0.self_attn.o_proj.weight  [D, N H]    layers.attention.out.kernel   [L, N, H, D]
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Weight(NamedTuple):
         if self.path == ("embedding",):
             return index
         if self.inputs is None:
-            return (_flat(self.shape, index),)
+            return (_flat_part(self.shape, index),)
         cut = self.inputs
-        return _flat(self.shape[cut:], index[cut:]), _flat(self.shape[:cut], index[:cut])
+        return _flat_part(self.shape[cut:], index[cut:]), _flat_part(self.shape[:cut], index[:cut])
 
     def from_tensor(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """A part of a tensor as a part, of this shape, of one layer's weight."""
@@ -74,26 +74,23 @@ def weights_of(shapes: Any, family: Family, num_layers: int) -> list[Weight]:
       num_layers: number of layers.
     """
     weights = []
-    for path, leaf in nnx.to_flat_state(shapes):
+    for path, leaf in flat(shapes).items():
         stacked = path[0] == "layers"
         name = family.names[path]
         names = [name.format(layer=i) for i in range(num_layers)] if stacked else [name]
         inputs = None if path[-1] != "kernel" else 2 if path[-2] == "out" else 1
-        shape = tuple(leaf.get_value().shape)
-        weights.append(
-            Weight(path, tuple(names), stacked, shape[1:] if stacked else shape, inputs)
-        )
+        shape = tuple(leaf.shape)
+        weights.append(Weight(path, tuple(names), stacked, shape[1:] if stacked else shape, inputs))
     return weights
 
 
 def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """An array's part with all starts and stops written out."""
-    return tuple(
-        slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)
-    )
+    """An array's part with all starts and stops written out; () is the whole array."""
+    index = index or (slice(None),) * len(shape)
+    return tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
 
 
-def _flat(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
+def _flat_part(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
     """The part of flattened dimensions; all but the first must be whole, as no mesh splits them."""
     first, *rest = index
     whole = math.prod(shape[1:])
@@ -101,7 +98,15 @@ def _flat(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
     return slice(first.start * whole, first.stop * whole)
 
 
+def flat(state: Any) -> dict[tuple[str, ...], Any]:
+    """The arrays of a decoder's state, or what stands for them, by path."""
+    leaves = nnx.to_flat_state(state)
+    return {tuple(map(str, path)): leaf.get_value() for path, leaf in leaves}
+
+
 def tree_of(state: Any, values: dict[tuple[str, ...], jax.Array]) -> Any:
     """A state like ``state`` that holds ``values``, by path."""
-    flat = [(path, leaf.replace(values[path])) for path, leaf in nnx.to_flat_state(state)]
-    return nnx.from_flat_state(flat)
+    leaves = nnx.to_flat_state(state)
+    return nnx.from_flat_state(
+        [(path, leaf.replace(values[tuple(map(str, path))])) for path, leaf in leaves]
+    )

@@ -20,7 +20,7 @@ from burst_jax.models.config import Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hub.config import read_config
 from burst_jax.models.hub.files import TensorFiles
-from burst_jax.models.hub.layout import Weight, index_of, tree_of, weights_of
+from burst_jax.models.hub.layout import Weight, flat, index_of, tree_of, weights_of
 from burst_jax.rules import ShardingRules
 
 # Old Llama folders have RoPE's frequencies, which config.json says, once more for each layer.
@@ -71,17 +71,15 @@ def load(
     folder = Path(folder)
     config, family = read_config(folder, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
     config = dataclasses.replace(config, remat=remat)
-    graphdef, shapes = abstract_decoder(
-        config, rules=rules, microbatches=microbatches, **options
-    )
+    graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
-    specs = dict(nnx.to_flat_state(parts.tree(shapes)))
+    specs = flat(parts.tree(shapes))
     files = TensorFiles(folder)
     weights = weights_of(shapes, family, config.num_layers)
     _check(folder, files, weights, ignore)
     values = {}
     for weight in weights:
-        sharding = NamedSharding(parts.mesh, specs[weight.path].get_value())
+        sharding = NamedSharding(parts.mesh, specs[weight.path])
         values[weight.path] = _read(files, weight, sharding, np.dtype(config.param_dtype))
     return nnx.merge(graphdef, tree_of(shapes, values))
 
@@ -94,8 +92,8 @@ def _read(
     # Devices that keep the same part share what is read for the first of them.
     found: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        index = index_of(index, shape)
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index_of(index or (), shape)
         key = tuple((one.start, one.stop, one.step) for one in index)
         if key not in found:
             found[key] = _part(files, weight, index, dtype)

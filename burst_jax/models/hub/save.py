@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hub.config import config_json
 from burst_jax.models.hub.files import INDEX, SINGLE, safetensors
-from burst_jax.models.hub.layout import Weight, weights_of
+from burst_jax.models.hub.layout import Weight, flat, weights_of
 
 
 def save(
@@ -71,7 +71,7 @@ def save(
     try:
         if writes:
             new.mkdir()
-        arrays = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+        arrays = flat(state)
         for file, tensors in plan.items():
             content = {}
             for name, weight, layer in tensors:
