@@ -75,9 +75,10 @@ class DynamicRope(Rope):
         s = max(1, factor * length / max_positions - (factor - 1))
         f_i * s ** (-2 i / (H - 2))
 
-    ``length`` is the largest position of all rows, plus 1. So a row's result depends on the rows
-    beside it, as it does in transformers, whose models these are. It is known only when the program
-    runs; the angles are float32 products then, with errors near ``1e-7 * position`` rad.
+    ``length`` is the largest position of all rows, plus 1, padding left out. So a row's result
+    depends on the rows beside it, as it does in transformers, whose models these are. It is known
+    only when the program runs; the angles are float32 products then, with errors near
+    ``1e-7 * position`` rad.
 
     Attributes:
       factor: how steeply the base grows with the length.

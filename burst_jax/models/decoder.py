@@ -220,8 +220,10 @@ class Decoder(nnx.Module):
         table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
         length = None
         if any(isinstance(rope, DynamicRope) for rope in ropes):
-            # Of the whole batch, wherever its rows and tokens are.
-            length = vary(jnp.max(positions) + 1, frozenset(parts.over))
+            # Of the whole batch, wherever its rows and tokens are, padding left out.
+            here = True if segment_ids is None else segment_ids != 0
+            present = jnp.where(here, positions, 0)
+            length = vary(jnp.max(present) + 1, frozenset(parts.over))
             length = lax.pmax(length, parts.over) if parts.over else length
 
         def layer_of(kind: LayerKind) -> Layer:
