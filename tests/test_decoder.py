@@ -311,7 +311,7 @@ def test_unembed_is_float32_and_a_token_outside_the_vocabulary_shows():
     hidden = model(jnp.array([[1, 2, 3, 4]], jnp.int32), pos)
     logits = model.unembed(hidden)
     assert logits.dtype == jnp.float32
-    want = np.asarray(hidden, np.float64) @ np.asarray(model.head.kernel[...], np.float64)
+    want = np.asarray(hidden, np.float64) @ np.asarray(model.head_kernel(), np.float64)
     assert relative_rms(logits, want) < 1e-6
     assert model.unembed(hidden.astype(jnp.bfloat16)).dtype == jnp.float32
     assert np.isnan(model(jnp.array([[1, 2, 3, 40]], jnp.int32), pos)[0, 3]).all()
