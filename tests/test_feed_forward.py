@@ -58,7 +58,9 @@ def dense(config):
     with jax.enable_x64(True):
         x, cotangent = (jnp.asarray(random(B, T, D, seed=s)) for s in (7, 8))
         out, vjp = jax.vjp(
-            lambda *args: formula(*args, config.activation), jax.tree.map(jnp.asarray, weights), x
+            lambda weights, x: formula(weights, x, config.activation),
+            jax.tree.map(jnp.asarray, weights),
+            x,
         )
         return jax.device_get((out, *vjp(cotangent)))
 
