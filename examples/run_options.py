@@ -99,7 +99,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
-    add("--remat", choices=get_args(Remat), default="keep_attention", help="what is recomputed")
+    add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
+    add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
     add("--lr", type=float, help=f"peak learning rate {default('lr')}")
@@ -273,4 +274,5 @@ def make_config(
         mlp_dim=mlp_dim,
         dtype=jnp.dtype(args.dtype),
         remat=args.remat,
+        mlp_chunks=args.mlp_chunks,
     )

@@ -226,6 +226,21 @@ def gathers(program):
     return found
 
 
+def host_copies(program, computation="ENTRY"):
+    """Of every copy between device and host memory its name and the kernels that run meanwhile."""
+    found, open_ones, fused = [], {}, _fused_kernels(program)
+    for name, result, opcode, operands, rest in operations(program, computation):
+        if opcode == "fusion-start" and "S(5)" in result:
+            open_ones[name] = (name, [])
+            found.append(open_ones[name])
+        elif opcode == "fusion-done":
+            open_ones.pop(operands.strip().lstrip("%"), None)
+        elif _works(name, opcode, rest, fused):
+            for _, kernels in open_ones.values():
+                kernels.append(name)
+    return found
+
+
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
