@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels' promises on a Hopper GPU, and what they refuse, anywhere.
 
-They run on the GPU alone (``--implementation mosaic_gpu``): Mosaic's interpreter takes no operand
-of a matrix instruction from registers. tests/test_compiled.py compiles them without a GPU.
+They run on the GPU alone (``--implementation mosaic_gpu``). tests/test_compiled_mosaic.py compiles
+them without a GPU, and tests/test_mosaic_interpreted.py interprets them.
 """
 
 from __future__ import annotations
