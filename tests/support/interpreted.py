@@ -7,7 +7,7 @@ thread, the programs one after the other, and finds data races by vector clocks.
   operands and adds to its accumulator when its warpgroup waits for it, not before, and to overwrite
   an operand earlier is a race;
 - copies to device memory that add, and copies under a condition;
-- the drawing of tickets;
+- the kernels' own PTX: the drawing of tickets, and a fence;
 - that a wait which nobody ends is an error.
 
 It does not show races between the threads of one warpgroup, register layouts, and what the copy
@@ -43,7 +43,7 @@ from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pallas_mosaic import tickets
+from pallas_kernels.pallas_mosaic import tickets, tiles
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Every copy and product has a clock of its own, of so many that are used in turn. Two that share
@@ -296,8 +296,11 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
     def _interpret_inline_mgpu_p(self, eqn, token, get_invals):
         function = eqn.params["mgpu_fn"]
-        drawn = function.__module__ == tickets.__name__ and function.__qualname__ == "_draw"
-        assert drawn, f"what {function} does has to be written here, too"
+        name = function.__module__, function.__qualname__
+        if name == (tiles.__name__, "end_reads"):
+            where = {"mesh_location": self.mesh_location}
+            return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
+        assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
         count, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
         count, slot = zip((count, slot), transforms, strict=True)
