@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from typing import Any, cast
 
 import hub_models
@@ -309,6 +310,13 @@ def test_the_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         save(model, tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["llama2"]
+
+
+def test_without_safetensors_the_message_says_what_to_install(folder, monkeypatch):
+    path = folder("llama2")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'burst-jax\[models\]'"):
+        load(path, mesh=mesh_of(seq=1))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def save(
     written: copy them.
 
     The folder is written under another name and renamed when it is complete. All processes of a run
-    must call this together; the first one writes. Its memory holds one file's tensors, twice while
-    the file is being written.
+    must call this together; the first one writes, and when it returns the folder is complete. Its
+    memory holds one file's tensors, twice while the file is being written.
 
     Args:
       model: the decoder; its weights may be split over any mesh.
