@@ -88,7 +88,7 @@ class Placement:
         """How the argument or result of this name is split."""
         axes = {
             "batch": self.batch_axes or None,
-            "tokens": self.token_axes,
+            "tokens": self.token_axes or None,
             "heads": self.head_axes or None,
             None: None,
         }

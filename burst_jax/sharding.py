@@ -82,9 +82,12 @@ def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def inside_shard_map(axes: AxisNames) -> bool:
-    """Whether one of the mesh axes is manual here, so that arrays are one device's."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(set(manual).intersection(flat_names(axes)))
+    """Whether one of the mesh axes is manual here, so that arrays are one device's.
+
+    Without axes it is whether any mesh axis is manual.
+    """
+    manual, names = jax.sharding.get_abstract_mesh().manual_axes, flat_names(axes)
+    return bool(set(manual).intersection(names) if names else manual)
 
 
 def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:

@@ -317,11 +317,6 @@ def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOpt
     """The attention options with the mesh axes that the rules say."""
     if not isinstance(rules, ShardingRules):
         raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
-    if rules.seq is None:
-        raise ValueError(
-            "ShardingRules' seq is None: the decoder's attention is a ring; make a mesh axis for "
-            "it, which may have size 1"
-        )
     said: dict[str, AxisNames] = {
         "seq_axis": rules.seq,
         "batch_axis": rules.batch_axes or None,

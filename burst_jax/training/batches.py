@@ -152,8 +152,8 @@ def place_batch(
     Args:
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
       mesh: the mesh to put the arrays on.
-      seq_axis: mesh axis, or axes, that T is split over. With a ``head_parallel_axis`` it includes
-        that axis, which the ``num_shards`` of :func:`make_batch` does not count.
+      seq_axis: mesh axis, or axes, that T is split over, or None. With a ``head_parallel_axis`` it
+        includes that axis, which the ``num_shards`` of :func:`make_batch` does not count.
       batch_axis: mesh axis, or axes, that B is split over, or None.
       process_local: False: every process passes the same whole batch. True: every process passes
         the rows that its own devices hold, in the order of the mesh; B is the number of rows of all
