@@ -60,7 +60,7 @@ class DecoderConfig:
             "mlp_dim",
         ):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} is {size!r}: it must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -77,7 +77,11 @@ class DecoderConfig:
             )
         for name in ("dtype", "param_dtype"):
             dtype = getattr(self, name)
-            if not jnp.issubdtype(dtype, jnp.floating):
+            try:
+                floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+            except TypeError:  # NumPy knows no dtype of this name.
+                floating = False
+            if not floating:
                 raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
         if self.remat not in get_args(Remat):
             raise ValueError(
