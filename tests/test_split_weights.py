@@ -349,7 +349,7 @@ MISTAKES = {
     ),
     "accumulate": (
         lambda: make_train_step(nnx.graphdef(nnx.Dict()), OPTIMIZERS["sgd"], accumulate=0),
-        r"accumulate is 0: it must be at least 1",
+        r"accumulate is 0: it must be an integer, at least 1",
     ),
 }  # fmt: skip
 
