@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import signal
 import tempfile
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import FrameType
 from typing import Any, Self
 
 import numpy as np
+
+from burst_jax.training.watch import replace_file
 
 RESULTS = ("metrics.jsonl", "summary.json", "loss.png")
 
@@ -89,5 +92,7 @@ def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None 
     axes.set_ylabel("nats per byte")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=120, format="png")
     pyplot.close(figure)
+    replace_file(path, png.getvalue())

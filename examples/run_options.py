@@ -94,6 +94,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--coordinator", help="host:port of process 0, for several processes")
     add("--num-processes", type=int, help="number of processes (default: the cluster's)")
     add("--process-id", type=int, help="number of this process (default: the cluster's)")
+    add("--heartbeat-timeout", type=int, default=30, help="seconds that a process may be silent")
     add = group("model").add_argument
     add("--vocab-size", type=int, help="needed for arrays of tokens (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
@@ -102,7 +103,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
-    add("--remat", choices=get_args(Remat), default="keep_attention", help="what is recomputed")
+    add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
+    add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
     add("--lr", type=float, help=f"peak learning rate {default('lr')}")
@@ -289,4 +291,5 @@ def make_config(
         mlp_dim=mlp_dim,
         dtype=jnp.dtype(args.dtype),
         remat=args.remat,
+        mlp_chunks=args.mlp_chunks,
     )

@@ -58,6 +58,7 @@ from burst_jax.training import (
     place_batch,
     rows_here,
 )
+from burst_jax.training.watch import replace_file
 
 CPU_DEVICES = 8
 # Largest relative difference of the two held-out perplexities.
@@ -347,7 +348,7 @@ def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -
 
 def write_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
     """Writes ``summary.json``."""
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    replace_file(args.out / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -360,7 +361,12 @@ def main(argv: list[str] | None = None) -> int:
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
     try:
-        processes = initialize(args.coordinator, args.num_processes, args.process_id)
+        processes = initialize(
+            args.coordinator,
+            args.num_processes,
+            args.process_id,
+            heartbeat_timeout=args.heartbeat_timeout,
+        )
     except ValueError as error:
         parser.error(str(error))
     with processes:
@@ -397,7 +403,10 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(f"interrupted after step {reached[0]['step']}, loss {reached[0]['loss']:.4f}")
         plot_loss(log.history, args.out / "loss.png")
         return 130
-    code = finish(args, run, params, log)
+    try:
+        code = finish(args, run, params, log)
+    except OSError as error:
+        parser.error(f"{error}; all steps are done: make room, and the same command does the rest")
     results = "curve and metrics" if can_plot() else "metrics"
     say(f"{time.perf_counter() - start:.0f} s in all; {results} in {args.out}")
     return code

@@ -26,6 +26,9 @@ LOG2_E = math.log2(math.e)
 # The largest factor on a product of which float32 can also hold LOG2_E times as much. An infinite
 # factor would make NaN of a product that is 0.
 _LARGEST = 2.0**127
+# A bias is divided by a scale only if that is larger: then float32 holds the quotient of every bias
+# below 2^64.
+_SMALLEST_DIVISOR = 2.0**-64
 # The names of the per-head arrays: those that make a bias, which reads positions; all that logits
 # are made with; and the one that a softmax starts with.
 BIAS_NUMBERS = ("alibi_slopes",)
@@ -72,6 +75,16 @@ class Score:
         if self.logits_soft_cap is not None:
             return self.logits_soft_cap
         return self.scale if self.scale > 0 else 1.0
+
+    @property
+    def starts_products(self) -> bool:
+        """Whether products that start from the bias over the scale are scores with the bias.
+
+        Then logits are the scale times the products plus the bias, and the scale is
+        :attr:`raw_factor`. A matrix product that adds to such a start does the addition. Where the
+        scale is tiny, float32 cannot hold the bias over it.
+        """
+        return self.logits_soft_cap is None and self.scale > _SMALLEST_DIVISOR
 
     def raw(
         self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh

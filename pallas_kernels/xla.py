@@ -38,6 +38,8 @@ def even_tiles(operands: Operands) -> Tiles:
     return Tiles(even(operands.q_length, _BLOCK_Q), even(operands.kv_length, _BLOCK_KV))
 
 
+# Profiles call the pass as they call the kernels for GPUs.
+@jax.named_scope("burst_forward")
 def forward(
     operands: Operands,
     carry: Carry | None = None,
@@ -79,6 +81,7 @@ def forward(
     return _join_queries(o, q.shape), _join_stats(lse, q.shape)
 
 
+@jax.named_scope("burst_backward")
 def backward(
     operands: Operands,
     dq: jax.Array | None = None,

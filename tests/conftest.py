@@ -5,6 +5,8 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 """
 
 import argparse
+import gc
+import pathlib
 import sys
 
 import compiled
@@ -35,6 +37,10 @@ TIERS = {
         if compiled.cuda_compiler_present()
         else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
     ),
+    "mosaic_interpreter": (
+        "interprets the Hopper kernels, which takes JAX 0.12 or newer",
+        ".ci/run runs them with the newest JAX",
+    ),
     "hopper_kernels": (
         "compiles for H100 and reads what the compiler of one kernel says; JAX before 0.12",
         ".ci/run runs them with the oldest JAX",
@@ -55,6 +61,19 @@ def pytest_addoption(parser):
         choices=_GPU,
         help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often tests/test_kills.py kills a training run (default: 3)",
+    )
+
+
+@pytest.fixture
+def kills(request):
+    """How often a training run is killed, see ``--kills``."""
+    return request.config.getoption("--kills")
 
 
 def pytest_configure(config):
@@ -70,12 +89,16 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(
                 f"--implementation is for tests/test_local_*.py alone, not {elsewhere}"
             )
-    if compiled.cuda_compiler_present():
-        return
-    away = [item for item in items if item.get_closest_marker("cuda_compiler")]
-    if away and config.getoption("--require-cuda-compiler"):
+    present = {
+        "cuda_compiler": compiled.cuda_compiler_present(),
+        "mosaic_interpreter": jax.__version_info__ >= (0, 12),
+    }
+    missing = [marker for marker, is_there in present.items() if not is_there]
+    away = [item for item in items if any(item.get_closest_marker(m) for m in missing)]
+    need_compiler = [item for item in away if item.get_closest_marker("cuda_compiler")]
+    if need_compiler and config.getoption("--require-cuda-compiler"):
         raise pytest.UsageError(
-            f"{len(away)} tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'"
+            f"{len(need_compiler)} tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'"
         )
     config.hook.pytest_deselected(items=away)
     items[:] = [item for item in items if item not in away]
@@ -113,3 +136,19 @@ def pytest_terminal_summary(terminalreporter, config):
         if count:
             reason, remedy = TIERS[marker]
             terminalreporter.write_line(f"{count} tests marked {marker} ({reason}): {remedy}.")
+
+
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mappings_stay_few():
+    """Frees compiled programs between modules once a process holds many.
+
+    Every program takes some memory mappings, and JAX keeps all programs. Linux gives a process
+    65,530 mappings by default; the program that finds none left crashes the process.
+    """
+    yield
+    if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()

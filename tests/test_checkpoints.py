@@ -26,8 +26,6 @@ from burst_jax.training import CheckpointError, Checkpoints, Restored
 from burst_jax.training.checkpoint_files import restore_arrays
 
 WRITER = Path(__file__).parent / "support" / "checkpoint_writer.py"
-RUN = Path(__file__).parent / "support" / "small_run.py"
-STEPS = 60
 
 
 def mesh_of(data: int, seq: int):
@@ -422,47 +420,3 @@ MISTAKES = {
 def test_mistakes_say_what_to_do(saved, call, message):
     with pytest.raises(ValueError, match=message):
         call(Checkpoints(saved[0]))
-
-
-def start(out: Path, devices: int) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(RUN), str(out), str(devices)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-
-
-def finish(out: Path, devices: int) -> list[float]:
-    """Runs to the end, and returns the losses of all steps, each of which stands once."""
-    process = start(out, devices)
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    return [record["loss"] for record in records]
-
-
-def kill_at_work(out: Path, devices: int, draw: random.Random) -> None:
-    """Kills a run soon after one of its first steps."""
-    process = start(out, devices)
-    assert process.stdout is not None
-    for _ in range(draw.randint(1, 3)):  # Lines, each some steps after the one before.
-        assert process.stdout.readline().startswith("step ")
-    time.sleep(draw.uniform(0, 0.1))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-@pytest.mark.slow
-def test_a_run_killed_four_times_has_the_losses_of_one_that_was_not(tmp_path):
-    draw = random.Random(0)
-    uninterrupted = finish(tmp_path / "whole", 4)
-    assert uninterrupted[-1] < 0.7 * uninterrupted[0]
-    for _ in range(4):
-        kill_at_work(tmp_path / "killed", 4, draw)
-    assert finish(tmp_path / "killed", 4) == uninterrupted  # Bit for bit.
-    # And on another mesh, where sums are made in another order.
-    kill_at_work(tmp_path / "moved", 4, draw)
-    assert finish(tmp_path / "moved", 2) == pytest.approx(uninterrupted, rel=1e-5)

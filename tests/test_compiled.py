@@ -49,6 +49,12 @@ def test_every_forward_permute_lies_beside_a_kernel(gpu, kernels, packed):
     assert not [event for event in events if event[0] == "sync"]
     assert events.count(("kernel", "burst_forward")) == 8
     assert compiled.beside(events) == [["burst_forward"]] * 7
+    assert compiled.step_names(program, "custom-call") == [
+        f"ring_forward_step_{step}/jit(forward)/burst_forward" for step in range(8)
+    ]
+    assert compiled.step_names(program, "collective-permute-start") == [
+        f"ring_forward_step_{step}" for step in range(7)
+    ]
 
 
 def wires(rotation, n, tokens, heads, kv_heads, dim):

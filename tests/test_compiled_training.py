@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -30,12 +31,12 @@ SIZES = {
 }
 
 
-def compile_step(gpu, kernels, sizes):
+def compile_step(gpu, kernels, sizes, config=CONFIG):
     """A step of ``TOKENS`` tokens a device, and the weights' and the state's shapes."""
     mesh = compiled.named_mesh(gpu, **sizes)
     rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
     graphdef, params, state = abstract_train_state(
-        CONFIG, optimizer, mesh, rules=rules, layout="zigzag", implementation=kernels
+        config, optimizer, mesh, rules=rules, layout="zigzag", implementation=kernels
     )
     tokens = NamedSharding(mesh, P(rules.batch_axes, "seq"))
     shape = sizes["data"] * sizes["fsdp"], TOKENS * sizes["seq"]
@@ -88,3 +89,20 @@ def test_weights_are_gathered_beside_work_and_activations_never(gpu, kernels, si
         for x in jax.tree.leaves((params, state))
     )
     assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * TOKENS + 2**16
+
+
+def test_what_is_offloaded_travels_to_the_host_beside_kernels():
+    config = dataclasses.replace(CONFIG, remat="offload")
+    sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
+    program, _, _ = compile_step("h100", "triton", sizes, config)
+    memory: Any = program.memory_analysis()
+    # The layer's input, out and lse.
+    lanes = config.embed_dim + config.num_heads * config.head_dim
+    per_token = 2 * lanes + 4 * config.num_heads
+    assert memory.host_temp_size_in_bytes == config.num_layers * TOKENS * per_token
+    copies = [compiled.host_copies(program, name) for name in compiled.computations(program)]
+    (forward,) = (found for found in copies if any("update" in name for name, _ in found))
+    assert len(forward) == 3
+    # A layer's input leaves while its ring runs, out and lse beside the matrix products after it.
+    assert all(works for _, works in forward)
+    assert any("pallas_call" in work for _, works in forward for work in works)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
 from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.models.remat import Remat
 from burst_jax.sharding import axes_size, flat_names, sequence_axes
 from burst_jax.training import make_batch, place_batch
 
@@ -209,12 +210,12 @@ def compiled_gradient(remat):
     return compiled, compiled(replicated, placed, cotangent)
 
 
-# Of these three tests the first that runs compiles three programs, optimized as they ship.
+# Of these three tests the first that runs compiles all programs, optimized as they ship.
 
 
 @functools.cache
 def compiled_gradients():
-    return {remat: compiled_gradient(remat) for remat in ("none", "keep_attention", "full")}
+    return {remat: compiled_gradient(remat) for remat in get_args(Remat)}
 
 
 @pytest.mark.slow
@@ -224,7 +225,8 @@ def test_remat_runs_no_second_forward_ring():
         for remat, (program, _) in compiled_gradients().items()
     }
     # One scan forward and one backward over all layers, so each ring is in the program once.
-    assert permutes["keep_attention"] == permutes["none"]
+    for remat in ("selective", "attention", "offload"):
+        assert permutes[remat] == permutes["none"]
     # K and V make three hops each; backward so do they and their gradient.
     assert permutes["full"] == permutes["none"] + 2 * 3
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
@@ -233,7 +235,7 @@ def test_remat_runs_no_second_forward_ring():
 @pytest.mark.slow
 def test_remat_changes_no_gradient():
     grads = {remat: without_head(g) for remat, (_, g) in compiled_gradients().items()}
-    for remat in ("keep_attention", "full"):
+    for remat in get_args(Remat):
         assert_close(grads[remat], grads["none"], 1e-6)
 
 
@@ -279,7 +281,7 @@ def test_options_set_here_or_unknown_raise():
         ({"rope_theta": 0.0}, "rope_theta is 0.0: it must be positive"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
         ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
-        ({"remat": "some"}, "remat is 'some': use one of 'none', 'keep_attention', 'full'"),
+        ({"remat": "some"}, "remat is 'some': use one of 'none', 'selective'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -309,7 +311,7 @@ def test_unembed_is_float32_and_a_token_outside_the_vocabulary_shows():
     hidden = model(jnp.array([[1, 2, 3, 4]], jnp.int32), pos)
     logits = model.unembed(hidden)
     assert logits.dtype == jnp.float32
-    want = np.asarray(hidden, np.float64) @ np.asarray(model.head.kernel[...], np.float64)
+    want = np.asarray(hidden, np.float64) @ np.asarray(model.head_kernel(), np.float64)
     assert relative_rms(logits, want) < 1e-6
     assert model.unembed(hidden.astype(jnp.bfloat16)).dtype == jnp.float32
     assert np.isnan(model(jnp.array([[1, 2, 3, 40]], jnp.int32), pos)[0, 3]).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -92,35 +91,6 @@ def test_train_lm_ends_with_equal_perplexities_whatever_the_mesh(corpus, tmp_pat
     assert len(curves[0]) == 4
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-3)
     assert curves[0][-1] < curves[0][0] - 0.01
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_where_it_was(corpus, tmp_path):
-    """On the same mesh to the same bits, on another one to the same losses; a damaged checkpoint is
-    passed over."""
-    every = ["--steps=9", "--checkpoint-every=2", "--keep=4"]
-    whole, killed, moved = tmp_path / "whole", tmp_path / "killed", tmp_path / "moved"
-    for out in (whole, killed):
-        result = train(corpus, out, *every, "--mesh=fsdp=2,seq=2")
-        assert result.returncode == 0, result.stderr
-    shutil.rmtree(killed / "checkpoints" / "9")  # As if it was killed before the last one.
-    shutil.copytree(killed, moved)
-    result = train(corpus, killed, *every, "--mesh=fsdp=2,seq=2")
-    assert "going on from step 8" in result.stdout
-    assert losses(killed) == losses(whole)
-    newest = max((moved / "checkpoints" / "8").rglob("*"), key=lambda file: file.stat().st_size)
-    newest.write_bytes(newest.read_bytes()[:-1])
-    result = train(corpus, moved, *every, "--mesh=seq=4")
-    assert result.returncode == 0, result.stderr
-    assert "going on from step 6" in result.stdout
-    np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
-    other = train(corpus, killed, *every, "--mesh=seq=2", "--seed=1")
-    assert other.returncode == 2
-    assert "--seed is 1: the checkpoints in" in other.stderr
-    never = train(corpus, killed, *every, "--mesh=seq=2", "--resume=never")
-    assert never.returncode == 2
-    assert "--resume is never, and " in never.stderr
-    assert len(losses(killed)) == 9  # As it was.
 
 
 BY_GLOO = """

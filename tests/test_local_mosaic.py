@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels' promises on a Hopper GPU, and what they refuse, anywhere.
 
-They run on the GPU alone (``--implementation mosaic_gpu``): Mosaic's interpreter takes no operand
-of a matrix instruction from registers. tests/test_compiled.py compiles them without a GPU.
+They run on the GPU alone (``--implementation mosaic_gpu``). tests/test_compiled_mosaic.py compiles
+them without a GPU, and tests/test_mosaic_interpreted.py interprets them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pallas_kernels import (
     REFERENCE,
     AttentionSpec,
     Operands,
+    Score,
     Tokens,
     mosaic_gpu,
     resolve,
@@ -35,6 +36,7 @@ from pallas_kernels.pallas_mosaic.configs import (
     result_lanes,
 )
 from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.pallas_mosaic.static import ForwardStatic
 
 DIMS = range(16, 257, 16)
 LEFT = 200
@@ -45,8 +47,11 @@ SPEC = AttentionSpec.of(scale=0.1, left=LEFT, right=0)
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward_tiles_fit(dim, float32):
     out_dtype = jnp.float32 if float32 else jnp.bfloat16
-    memory = ForwardMemory.of(forward_config(dim), dim, jnp.bfloat16, out_dtype, carried=True)
-    assert memory.nbytes <= 227 * 1024
+    for bias_in_products in (False, True):
+        memory = ForwardMemory.of(
+            forward_config(dim), dim, jnp.bfloat16, out_dtype, True, bias_in_products
+        )
+        assert memory.nbytes <= 227 * 1024
     assert dim % result_lanes(dim, float32) == 0
     assert result_lanes(dim, float32) % float32_lanes(dim) == 0
     assert float32_lanes(dim) <= 64
@@ -70,6 +75,35 @@ def test_backward_tiles_fit(dim):
 def test_configs_check_themselves(arguments, message):
     with pytest.raises(ValueError, match=message):
         MosaicConfig(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("scale", "soft_cap", "expected"),
+    [
+        (0.1, None, True),
+        (0.1, 30.0, False),
+        (0.0, None, False),
+        (-0.1, None, False),
+        (2.0**-63, None, True),
+        (2.0**-64, None, False),
+    ],
+    ids=["plain", "cap", "zero", "negative", "small", "tiny"],
+)
+def test_which_products_start_from_the_bias(scale, soft_cap, expected):
+    assert Score(scale, soft_cap).starts_products == expected
+    _, q, _, kv, tokens = problem(t=64, s=64)
+    per_head = {"alibi_slopes": jnp.ones(q.shape[2])}
+    operands = Operands(q, kv[0], kv[1], tokens[0], tokens[1], per_head)
+    spec = AttentionSpec.of(scale, right=0, logits_soft_cap=soft_cap)
+    config = forward_config(64)
+    static = ForwardStatic.of(operands, spec, config, out_dtype=jnp.dtype("float32"), carried=False)
+    assert static.bias_in_products == expected
+    assert static.adds_bias != expected
+    without = ForwardStatic.of(
+        operands.replace(per_head={}), spec, config, out_dtype=static.out_dtype, carried=False
+    )
+    assert not without.bias_in_products
+    assert not without.adds_bias
 
 
 def test_a_kernel_refuses_tiles_that_are_not_its_own():

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from ports import free_port
 
 from burst_jax.layout import to_layout
-from burst_jax.training import Checkpoints, barrier, initialize, is_main
+from burst_jax.training import CheckpointError, Checkpoints, barrier, initialize, is_main
+from burst_jax.training.processes import another_may_be_gone
 
 SCRIPT = Path(__file__).parent / "support" / "two_processes.py"
 RUN = Path(__file__).parent / "support" / "processes_of_a_run.py"
@@ -201,6 +202,28 @@ def test_when_one_process_is_gone_the_other_ends_in_time_and_names_it(sent, gone
         assert time.monotonic() - start < 2 * HEARTBEAT
     assert processes[1 - gone].returncode != 0
     assert re.search(message, errors), errors
+
+
+def test_an_error_that_comes_of_a_collective_is_known_as_such(monkeypatch):
+    def chain(*errors):
+        try:
+            try:
+                raise errors[0]
+            except Exception as error:
+                raise errors[1] from error
+        except Exception:
+            try:
+                sys.exit(2)
+            except SystemExit as end:
+                return end
+
+    lost = jax.errors.JaxRuntimeError("Gloo AllGather failed: Connection reset by peer")
+    after_a_collective = chain(lost, CheckpointError("checkpoint 6 could not be written"))
+    after_another = chain(OSError("File too large"), CheckpointError("no checkpoint 6"))
+    assert not another_may_be_gone(after_a_collective)  # There is one process.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert another_may_be_gone(after_a_collective)
+    assert not another_may_be_gone(after_another)
 
 
 @pytest.mark.slow

@@ -117,10 +117,10 @@ def test_the_cut_is_whole_or_not_at_all(tmp_path, monkeypatch):
     path.write_text('{"step": 1}\n{"step": 2}\n')
 
     def fail(*_):
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=f"no space left: '{path}'"):
         watch.cut_metrics(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -246,13 +246,6 @@ def test_a_run_that_ends_early_leaves_its_trace(tmp_path, capsys, monkeypatch):
     with Profile(tmp_path, 0) as profile, profile.step(1):
         pass
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-def test_a_trace_is_written(tmp_path):
-    with Profile(tmp_path, 1, skip=0) as profile, profile.step(7):
-        jnp.ones(8).sum().block_until_ready()
-    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
 
 
 # --- what is shown -------------------------------------------------------------------------------

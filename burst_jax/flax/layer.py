@@ -63,9 +63,12 @@ class BurstAttention(nnx.Module):
       head_dim: number of features of a head, H, even with RoPE; None is
         ``in_features // num_heads``.
       out_features: number of features of the output; None is ``in_features``.
-      use_bias: whether the four projections have biases.
+      use_bias: whether the projections to query, key and value have biases.
+      out_bias: whether the output projection has one; None is ``use_bias``.
       rope_theta: RoPE's base; None applies no RoPE.
       qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
+      norm_epsilon: epsilon of these norms.
+      norm_offset: what these norms add to their scales, see :class:`burst_jax.flax.norm.RMSNorm`.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights.
       kernel_init: initializer of the query, key and value kernels.
@@ -89,8 +92,11 @@ class BurstAttention(nnx.Module):
         head_dim: int | None = None,
         out_features: int | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         rope_theta: float | None = 10000.0,
         qk_norm: bool = False,
+        norm_epsilon: float = 1e-6,
+        norm_offset: float = 0.0,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = KERNEL_INIT,
@@ -125,12 +131,13 @@ class BurstAttention(nnx.Module):
             out: int | tuple[int, ...],
             init: nnx.Initializer,
             axis: int | tuple[int, ...] = -1,
+            bias: bool = use_bias,
         ) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(
                 features,
                 out,
                 axis=axis,
-                use_bias=use_bias,
+                use_bias=bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=init,
@@ -145,9 +152,17 @@ class BurstAttention(nnx.Module):
             in_features if out_features is None else out_features,
             kernel_init if out_kernel_init is None else out_kernel_init,
             axis=(-2, -1),
+            bias=use_bias if out_bias is None else out_bias,
         )
-        self.query_norm = RMSNorm(head_dim, param_dtype=param_dtype) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim, param_dtype=param_dtype) if qk_norm else None
+
+        def norm() -> RMSNorm | None:
+            if not qk_norm:
+                return None
+            return RMSNorm(
+                head_dim, epsilon=norm_epsilon, offset=norm_offset, param_dtype=param_dtype
+            )
+
+        self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(
         self,
@@ -193,7 +208,12 @@ class BurstAttention(nnx.Module):
         return refuse_wrong_order(out, positions, segment_ids, dict(self.options))
 
     def attend(
-        self, x: jax.Array, rope: RopeTable | None, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        rope: RopeTable | None,
+        segment_ids: jax.Array | None = None,
+        *,
+        local_window_size: int | tuple[int, int] | None = None,
     ) -> jax.Array:
         """Attends as the call does, with a RoPE table that layers can share.
 
@@ -204,6 +224,8 @@ class BurstAttention(nnx.Module):
           rope: the table of the tokens' positions, made once for all layers by
             ``burst_jax.flax.rope.rope_table``; None applies no RoPE.
           segment_ids: integers ``[B, T]`` as in the call, or None.
+          local_window_size: the window of this call, for layers that share their weights' stack but
+            not their windows; None is the layer's option.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -213,10 +235,10 @@ class BurstAttention(nnx.Module):
             self._refuse_explicit_heads()
         layer = gathered(self)
         if inside:
-            query = _project(layer.query, x)
+            query = project(layer.query, x)
             self._refuse_heads_twice(query.shape[2])
             mine = (self._of_my_heads(linear, query.shape[2]) for linear in (self.key, self.value))
-            key, value = (_project(linear, x) for linear in mine)
+            key, value = (project(linear, x) for linear in mine)
         else:
             query, key, value = layer.query(x), layer.key(x), layer.value(x)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -228,12 +250,14 @@ class BurstAttention(nnx.Module):
             "key_value_segment_ids": segment_ids,
         }
         options: Any = dict(self.options) | segments
+        if local_window_size is not None:
+            options["local_window_size"] = local_window_size
         if not inside:
             return layer.out(burst_attention(query, key, value, **options))
         for name in ("mesh", "batch_axis", "head_axis"):
             options.pop(name, None)
         out = ring_attention(query, key, value, options.pop("seq_axis", "seq"), **options)
-        return _project(self.out, out, summed_over=dict(self.options).get("head_axis"))
+        return project(self.out, out, summed_over=dict(self.options).get("head_axis"))
 
     def _refuse_heads_twice(self, num_heads: int) -> None:
         """Raises if devices along ``head_axis`` have the same heads: all would be summed."""
@@ -283,7 +307,9 @@ class BurstAttention(nnx.Module):
             )
 
 
-def _project(linear: nnx.LinearGeneral, x: jax.Array, summed_over: AxisNames = None) -> jax.Array:
+def project(
+    linear: nnx.LinearGeneral | nnx.Linear, x: jax.Array, summed_over: AxisNames = None
+) -> jax.Array:
     """``linear(x)`` with whichever features ``linear`` has here, inside a ``shard_map``.
 
     The bias is added apart: nnx adds one of all devices' features only, and where devices' products
@@ -292,6 +318,6 @@ def _project(linear: nnx.LinearGeneral, x: jax.Array, summed_over: AxisNames = N
     if linear.bias is None:
         return sum_over(linear(x), summed_over)
     kernel = nnx.merge(*nnx.split(linear))
-    kernel.bias = None
+    kernel.bias, kernel.use_bias = None, False
     out = sum_over(kernel(x), summed_over)
     return out + linear.bias[...].astype(out.dtype)

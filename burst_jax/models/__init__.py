@@ -1,5 +1,13 @@
 """Models built on sequence-parallel attention."""
 
+from burst_jax.flax.rope_variants import DynamicRope as DynamicRope
+from burst_jax.flax.rope_variants import LinearRope as LinearRope
+from burst_jax.flax.rope_variants import Llama3Rope as Llama3Rope
+from burst_jax.flax.rope_variants import Rope as Rope
+from burst_jax.flax.rope_variants import YarnRope as YarnRope
+from burst_jax.models.config import LayerKind as LayerKind
 from burst_jax.models.decoder import Decoder as Decoder
 from burst_jax.models.decoder import DecoderConfig as DecoderConfig
 from burst_jax.models.decoder import abstract_decoder as abstract_decoder
+from burst_jax.models.hub.load import load as load
+from burst_jax.models.hub.save import save as save

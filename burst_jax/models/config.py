@@ -8,12 +8,39 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-Remat = Literal["none", "keep_attention", "full"]
+from burst_jax.flax.rope_variants import Rope
+from burst_jax.models.remat import Remat
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer; layers of one kind run in one scan.
+
+    Attributes:
+      window: number of tokens that a token attends to at most, itself and those before it, or None
+        for all. (``local_window_size`` is ``(window - 1, 0)`` then.)
+      rope: the layer's RoPE; None is the decoder's.
+
+    Raises:
+      ValueError: a window below 1.
+    """
+
+    window: int | None = None
+    rope: Rope | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+            raise ValueError(f"window is {self.window!r}: it must be a positive integer, or None")
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and dtypes of a :class:`Decoder`.
+
+    The defaults make a decoder like Qwen 3. From ``rope`` on the fields say what other families of
+    models do in another way.
 
     Attributes:
       vocab_size: number of token ids, V.
@@ -22,17 +49,38 @@ class DecoderConfig:
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N.
       head_dim: number of features of a head, H, even; N H need not equal D.
-      mlp_dim: number of hidden features of SwiGLU.
+      mlp_dim: number of hidden features of the feed-forward part.
       rope_theta: RoPE's base.
       logits_soft_cap: soft cap of the attention logits, or None.
       qk_norm: whether every query and key head is RMS-normalised.
       dtype: floating dtype of the computation and of the residual stream.
       param_dtype: floating dtype of the weights.
-      remat: what a layer's backward pass recomputes. "none": nothing. "keep_attention": all but
-        the ring, whose out and lse are kept. "full": all, the ring included.
+      remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
+        "selective", "attention", "full" and "offload" (:mod:`burst_jax.models.remat`).
+      mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
+        features are in memory at a time. It must divide the tokens of a row that a device has.
+      rope: a variant of RoPE for the layers whose kind has none; None is ``Rope(rope_theta)``.
+      layer_pattern: the kinds of the layers, repeated as often as there are layers: layer i has
+        kind ``i % len(layer_pattern)``. The last repetition may be cut off.
+      norm_epsilon: epsilon of all norms.
+      norm_offset: what norms add to their scales, which start at ``1 - norm_offset``: 0, or 1 for
+        weights that are differences from 1.
+      post_norms: whether the outputs of attention and feed-forward part are normalised, too.
+      qkv_bias: whether the projections to query, key and value have biases.
+      out_bias: whether the attention's output projection has one.
+      mlp_bias: whether the three projections of the feed-forward part have biases.
+      activation: of the feed-forward part's gate: "silu" (SwiGLU), "gelu" or, with the tanh
+        approximation, "gelu_tanh" (GeGLU).
+      attention_scale: factor on the attention's logits; None is ``1 / sqrt(head_dim)``.
+      final_soft_cap: c of ``c * tanh(logits / c)`` of the output logits, or None.
+      tie_embeddings: whether the output projection is the embedding's transpose.
+      scale_embeddings: whether embeddings are multiplied by ``sqrt(embed_dim)``, rounded to
+        ``dtype``.
+      hub_config: the text of the ``config.json`` that :func:`burst_jax.models.load` has read, with
+        which :func:`burst_jax.models.save` keeps what no field here says, like token ids.
 
     Raises:
-      ValueError: sizes that do not fit together, an unknown remat.
+      ValueError: sizes that do not fit together, an unknown remat or activation.
     """
 
     vocab_size: int = 256
@@ -47,7 +95,22 @@ class DecoderConfig:
     qk_norm: bool = True
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
-    remat: Remat = "keep_attention"
+    remat: Remat = "attention"
+    mlp_chunks: int = 1
+    rope: Rope | None = None
+    layer_pattern: tuple[LayerKind, ...] = (LayerKind(),)
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    final_soft_cap: float | None = None
+    tie_embeddings: bool = False
+    scale_embeddings: bool = False
+    hub_config: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -58,6 +121,7 @@ class DecoderConfig:
             "num_kv_heads",
             "head_dim",
             "mlp_dim",
+            "mlp_chunks",
         ):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -71,10 +135,19 @@ class DecoderConfig:
             raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta is {self.rope_theta}: it must be positive")
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+        if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
-                f"logits_soft_cap is {self.logits_soft_cap}: it must be positive, or None"
+                f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has a theta of its own; "
+                "leave rope_theta out"
             )
+        for name in ("logits_soft_cap", "final_soft_cap", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive, or None")
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"norm_epsilon is {self.norm_epsilon}: it must be positive")
+        if not self.layer_pattern:
+            raise ValueError("layer_pattern is empty: it must have a LayerKind, or several")
         for name in ("dtype", "param_dtype"):
             dtype = getattr(self, name)
             try:
@@ -83,10 +156,28 @@ class DecoderConfig:
                 floating = False
             if not floating:
                 raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
-        if self.remat not in get_args(Remat):
-            raise ValueError(
-                f"remat is {self.remat!r}: use one of {', '.join(map(repr, get_args(Remat)))}"
-            )
+        for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: use one of {', '.join(map(repr, known))}"
+                )
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, whose RoPE is never None."""
+        kinds, ropes = self._given_kinds, self.layer_ropes
+        return tuple(LayerKind(kind.window, rope) for kind, rope in zip(kinds, ropes, strict=True))
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        """The RoPE of each layer."""
+        default = Rope(self.rope_theta) if self.rope is None else self.rope
+        return tuple(default if kind.rope is None else kind.rope for kind in self._given_kinds)
+
+    @property
+    def _given_kinds(self) -> list[LayerKind]:
+        count = len(self.layer_pattern)
+        return [self.layer_pattern[layer % count] for layer in range(self.num_layers)]
 
     @property
     def num_matmul_params(self) -> int:
@@ -98,12 +189,16 @@ class DecoderConfig:
     def train_flops_per_token(self, length: int) -> float:
         """Floating point operations per token of one forward and backward pass.
 
-        Each weight takes 6: a multiplication and an addition forward, twice that backward. Causal
-        attention takes ``6 N H length`` a layer: two products of ``2 N H length / 2`` forward,
-        twice that backward. Recomputed work does not count.
+        Each weight takes 6: a multiplication and an addition forward, twice that backward. The
+        attention of a layer takes ``12 N H keys``: two products of ``2 N H keys`` forward, twice
+        that backward, where ``keys`` is the mean number of keys of a token: ``length / 2``, and
+        less if the layer has a window. Recomputed work does not count.
 
         Args:
           length: number of tokens in a sequence.
         """
-        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * length
-        return 6.0 * self.num_matmul_params + attention
+        keys = 0.0
+        for kind in self.layer_kinds:
+            seen = length if kind.window is None else min(kind.window, length)
+            keys += seen - seen * seen / (2 * length)
+        return 6.0 * self.num_matmul_params + 12.0 * self.num_heads * self.head_dim * keys

@@ -1,4 +1,4 @@
-"""A decoder language model whose attention is a ring: RMSNorm, RoPE, SwiGLU, GQA.
+"""A decoder language model whose attention is a ring: RMSNorm, RoPE, gated MLP, GQA.
 
 The weights of all layers are stacked, and one ``lax.scan`` runs the layers, each under
 ``jax.checkpoint``. The results of a layer's ring are kept, so the backward pass recomputes the
@@ -11,7 +11,6 @@ about what travels, and a mesh with Auto axes and one with Explicit axes run the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
@@ -19,20 +18,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention_options import AttentionOptions
-from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.rope import rope_table
-from burst_jax.models.config import DecoderConfig, Remat
-from burst_jax.models.layers import DecoderLayer
+from burst_jax.flax.rope_variants import DynamicRope, Rope
+from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.layers import DecoderLayer, norm_of
 from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
-from burst_jax.models.stack import run_ahead, run_layers
+from burst_jax.models.remat import rematerialised
+from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_wrong_order
-from burst_jax.ring.vjp import CHECKPOINT_NAMES
 from burst_jax.rules import ShardingRules
-from burst_jax.sharding import AxisNames, flat_names, gathered, pinned, place_explicit, resolve_mesh
+from burst_jax.sharding import (
+    AxisNames,
+    axes_size,
+    flat_names,
+    gathered,
+    pinned,
+    place_explicit,
+    resolve_mesh,
+)
 from burst_jax.weights import gather_weights
 from pallas_kernels.arrays import as_int32, vary
 
@@ -77,12 +85,7 @@ class Decoder(nnx.Module):
     ) -> None:
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"config is a {type(config).__name__}: it must be a DecoderConfig")
-        for name in ("is_causal", "logits_soft_cap"):
-            if name in options:
-                raise TypeError(
-                    f"Decoder sets {name} itself: it is always causal, and the soft cap is "
-                    "DecoderConfig's"
-                )
+        _refuse_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
         if microbatches is not None and microbatches < 1:
@@ -107,15 +110,19 @@ class Decoder(nnx.Module):
             return DecoderLayer(config, rngs=rngs, **options)
 
         self.layers = stack(rngs)
-        self.final_norm = RMSNorm(config.embed_dim, param_dtype=config.param_dtype)
-        self.head = nnx.Linear(
-            config.embed_dim,
-            config.vocab_size,
-            use_bias=False,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            kernel_init=nnx.initializers.normal(0.02),
-            rngs=rngs,
+        self.final_norm = norm_of(config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(
+                config.embed_dim,
+                config.vocab_size,
+                use_bias=False,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=nnx.initializers.normal(0.02),
+                rngs=rngs,
+            )
         )
 
     def __call__(
@@ -187,11 +194,19 @@ class Decoder(nnx.Module):
             weights = nnx.state(self)
             refuse_split(weights, self.parts(weights))
 
+    def head_kernel(self) -> jax.Array:
+        """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""
+        return self.embedding[...].T if self.head is None else self.head.kernel[...]
+
     def head_parts(self) -> tuple[Parts, P]:
-        """How this decoder's arrays are split, and how the kernel of its head is."""
+        """How this decoder's arrays are split, and how :meth:`head_kernel` is."""
         weights = nnx.state(self)
         parts = self.parts(weights)
-        return parts, parts.tree(weights)["head"]["kernel"].get_value()
+        specs = parts.tree(weights)
+        if self.head is None:
+            vocab, features = specs["embedding"].get_value()
+            return parts, P(features, vocab)
+        return parts, specs["head"]["kernel"].get_value()
 
     def local(
         self, parts: Parts, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
@@ -212,21 +227,42 @@ class Decoder(nnx.Module):
         whole = partial(gather_weights, over=parts.over, keep=parts.tensor_axes, dtype=config.dtype)
         table = whole(self.embedding[...], specs["embedding"].get_value(), widen=True)
         x = embed(table, tokens, parts.tensor_axes).astype(config.dtype)
+        if config.scale_embeddings:
+            x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
         graphdef, stacked = nnx.split(self.layers)
         # The scan takes the first dimension off, which counts the layers.
         layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"])
 
-        def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
-            return nnx.merge(graphdef, weights)(x, *sides)
+        kinds = _kinds_of_a_stage(config.layer_kinds, parts)
+        ropes = list(dict.fromkeys(config.layer_ropes))
+        table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
+        length = None
+        if any(isinstance(rope, DynamicRope) for rope in ropes):
+            # Of the whole batch, wherever its rows and tokens are, padding left out.
+            here = True if segment_ids is None else segment_ids != 0
+            present = jnp.where(here, positions, 0)
+            length = vary(jnp.max(present) + 1, frozenset(parts.over))
+            length = lax.pmax(length, parts.over) if parts.over else length
+
+        def layer_of(kind: LayerKind) -> Layer:
+            def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
+                tables, segment_ids = sides
+                rope = tables[table_of[kind.rope]]
+                return nnx.merge(graphdef, weights)(x, rope, segment_ids, kind.window)
+
+            return rematerialised(layer, config.remat)
+
+        layers = {kind: layer_of(kind) for kind in kinds}
 
         def gather(weights: nnx.State) -> nnx.State:
             return whole(weights, layer_specs)
 
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
-            rope = rope_table(positions, config.head_dim, config.rope_theta)
+            tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
-            return run_stack(_remat(layer, config.remat), gather, x, stacked, (rope, segment_ids))
+            in_order = [layers[kind] for kind in kinds]
+            return run_stack(in_order, gather, x, stacked, (tables, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids
@@ -239,20 +275,22 @@ class Decoder(nnx.Module):
         return nnx.merge(norm, whole(scale, specs["final_norm"]))(x)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Logits ``[..., V]``, float32, of hidden states ``[..., D]``.
+        """Logits ``[..., V]``, float32, of hidden states ``[..., D]``, soft-capped if they are.
 
         With rules V is split as they split the vocabulary.
         """
-        kernel = self.head.kernel[...].astype(hidden.dtype)
+        kernel = self.head_kernel().astype(hidden.dtype)
         if self.rules is not None:
             mesh, spec = resolve_mesh(dict(self.options).get("mesh")), P(None, self.rules.tensor)
             kernel = pinned(kernel, mesh, spec)
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...d,dv->...v",
             hidden,
             gathered(kernel) if self.rules is None else kernel,
             preferred_element_type=jnp.float32,
         )
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def with_attention(
         self,
@@ -332,6 +370,40 @@ def _run(
     )(weights, *arrays)
 
 
+def _refuse_own_options(config: DecoderConfig, options: AttentionOptions) -> None:
+    """Raises TypeError for options that the decoder sets itself, or the config of this one does."""
+    for name in ("is_causal", "logits_soft_cap"):
+        if name in options:
+            raise TypeError(
+                f"Decoder sets {name} itself: it is always causal, and the soft cap is "
+                "DecoderConfig's"
+            )
+    windows = any(kind.window is not None for kind in config.layer_pattern)
+    for name, given, field in (
+        ("scale", config.attention_scale is not None, "attention_scale"),
+        ("local_window_size", windows, "layer_pattern"),
+    ):
+        if given and name in options:
+            raise TypeError(f"{name} is given, and DecoderConfig's {field} says it, too: give one")
+
+
+def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[LayerKind, ...]:
+    """The kinds of the layers of one stage of the pipeline; all layers' where there is none.
+
+    Raises:
+      NotImplementedError: stages differ. All devices run one program.
+    """
+    stages = axes_size(parts.mesh, parts.stage_axis)
+    each = len(kinds) // stages
+    if any(kinds[stage * each : (stage + 1) * each] != kinds[:each] for stage in range(stages)):
+        raise NotImplementedError(
+            f"{len(kinds)} layers in {stages} stages: each stage must have layers of the same "
+            "kinds in the same order, as all devices run one program; use a number of layers a "
+            "stage that is a multiple of layer_pattern's length, or no stage axis"
+        )
+    return kinds[:each]
+
+
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
     """The attention options with the mesh axes that the rules say."""
     if not isinstance(rules, ShardingRules):
@@ -357,15 +429,3 @@ def _check_stacked(stacked: nnx.State, parts: Parts) -> None:
                 "over Explicit mesh axes: the first axis counts the layers, which run one after "
                 "the other; split another axis, like PartitionSpec(None, ...), or use Auto axes"
             )
-
-
-def _remat[**P, R](layer: Callable[P, R], remat: Remat) -> Callable[P, R]:
-    """``layer``, whose backward pass recomputes what ``remat`` says."""
-    if remat == "none":
-        return layer
-    policy = None
-    if remat == "keep_attention":
-        policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
-    # prevent_cse puts barriers against merging the recomputation with the forward pass. A scan
-    # keeps the two apart anyway, so barriers would only cost time.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

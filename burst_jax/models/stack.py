@@ -9,6 +9,14 @@ gathers those of the next layer meanwhile::
     backward    gather 2   | layer 2      | layer 1      | layer 0
                            | gather 1     | gather 0     |
 
+Layers of different kinds have weights of the same shapes, so all weights lie in one stack, and
+kinds differ in code only. Layers of one kind that follow each other are a run, and one scan runs
+them. If the kinds repeat, a scan over the repetitions runs the scans of one period. So the program
+has the code of a layer once for each run of a period, not once for each layer::
+
+    kinds       L L L L L G  L L L L L G  L L
+    blocks      2 x (run of 5 L, run of 1 G), then 1 x (run of 2 L)
+
 JAX would keep a scan's carry for the backward pass: the whole weights of all layers. So the stack
 has a gradient of its own. It keeps what ``jax.vjp`` of a layer keeps, without the weights, and the
 backward pass gathers these again.
@@ -16,8 +24,8 @@ backward pass gathers these again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,25 +36,83 @@ from jax import lax
 Layer = Callable[[jax.Array, Any, Any], jax.Array]
 
 
+class Run(NamedTuple):
+    """Layers of one kind that follow each other.
+
+    Attributes:
+      layer: index of the first of them, in the block's first repetition.
+      count: number of layers.
+    """
+
+    layer: int
+    count: int
+
+
+class Block(NamedTuple):
+    """Runs that follow each other, all of them some times over.
+
+    Attributes:
+      repeats: number of repetitions.
+      runs: the runs of one repetition.
+    """
+
+    repeats: int
+    runs: tuple[Run, ...]
+
+    @property
+    def period(self) -> int:
+        """Number of layers of one repetition."""
+        return sum(run.count for run in self.runs)
+
+
+def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
+    """Layers of these kinds as blocks, with as few runs as a repeating period gives.
+
+    Args:
+      kinds: the kind of each layer.
+    """
+
+    def runs(first: int, stop: int) -> tuple[Run, ...]:
+        starts = [i for i in range(first, stop) if i == first or kinds[i] != kinds[i - 1]]
+        ends = [*starts[1:], stop]
+        return tuple(Run(i, end - i) for i, end in zip(starts, ends, strict=True))
+
+    def cut(period: int) -> tuple[Block, ...]:
+        whole = len(kinds) // period * period
+        rest = (Block(1, runs(whole, len(kinds))),) if whole < len(kinds) else ()
+        return Block(whole // period, runs(0, period)), *rest
+
+    # The longest first, so that of equally good ones the one without a scan over periods is taken.
+    periods = [p for p in range(len(kinds), 0, -1) if kinds[p:] == kinds[: len(kinds) - p]]
+    return min(map(cut, periods), key=lambda blocks: sum(len(block.runs) for block in blocks))
+
+
 def run_layers(
-    layer: Layer, gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
+    layers: Sequence[Layer], gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
 ) -> jax.Array:
-    """:func:`run_ahead` without its schedule, for weights that are whole already."""
+    """:func:`run_ahead` without its schedule, for weights that are whole already.
+
+    Layers of different kinds take :func:`run_ahead` all the same: JAX's own gradient of a scan that
+    reads a part of a stack adds up arrays of the size of the stack.
+    """
+    if any(layer is not layers[0] for layer in layers):
+        return run_ahead(layers, gather, x, stacked, sides)
 
     def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        return layer(x, gather(weights), sides), None
+        return layers[0](x, gather(weights), sides), None
 
     return lax.scan(body, x, stacked)[0]
 
 
 def run_ahead(
-    layer: Layer, gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
+    layers: Sequence[Layer], gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
 ) -> jax.Array:
     """``x`` through all layers, whose weights are gathered one layer ahead.
 
     Args:
-      layer: ``(x, weights, sides) -> x``, one layer with its whole weights. What ``jax.checkpoint``
-        makes of it decides what the backward pass recomputes.
+      layers: for each layer ``(x, weights, sides) -> x``, the layer with its whole weights; layers
+        of one kind have the same function. What ``jax.checkpoint`` makes of it decides what the
+        backward pass recomputes.
       gather: one layer's weights from this device's parts; differentiable.
       x: the first layer's input.
       stacked: pytree of this device's parts, each with a first dimension that counts the layers.
@@ -55,55 +121,105 @@ def run_ahead(
     Returns:
       The last layer's output, as ``x``.
     """
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    layers: Any = np.arange(count, dtype=np.int32)
-    # How the pieces that a layer keeps make its vjp again. It is the same for all layers, and known
-    # once the forward pass has been traced.
-    kept_as: list[_Kept] = []
+    count = len(layers)
+    blocks = blocks_of(layers)
+    # How the pieces that a layer keeps make its vjp again. It is the same for all layers of a run,
+    # and known once the forward pass has been traced.
+    kept_as: dict[Run, _Kept] = {}
 
-    def of_layer(stacked: Any, index: jax.Array) -> Any:
+    def of_layer(stacked: Any, index: Any) -> Any:
         index = jnp.clip(index, 0, count - 1)
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, False), stacked)
 
     @jax.custom_vjp
     def run(x: jax.Array, stacked: Any, sides: Any) -> jax.Array:
-        def body(carry: tuple[jax.Array, Any], index: jax.Array) -> tuple[Any, None]:
+        def body(run: Run, carry: tuple[jax.Array, Any], index: jax.Array, _: None) -> Any:
             x, weights = carry
             ahead = gather(of_layer(stacked, index + 1))
-            return (layer(x, weights, sides), ahead), None
+            return (layers[run.layer](x, weights, sides), ahead), None
 
-        return lax.scan(body, (x, gather(of_layer(stacked, layers[0]))), layers)[0][0]
+        return _walk(blocks, body, (x, gather(of_layer(stacked, np.int32(0)))))[0][0]
 
     def forward(x: jax.Array, stacked: Any, sides: Any) -> tuple[jax.Array, Any]:
-        def body(carry: tuple[jax.Array, Any], index: jax.Array) -> tuple[Any, list[jax.Array]]:
+        def body(run: Run, carry: tuple[jax.Array, Any], index: jax.Array, _: None) -> Any:
             x, weights = carry
             ahead = gather(of_layer(stacked, index + 1))
+            layer = layers[run.layer]
             out, vjp = jax.vjp(lambda x, weights: layer(x, weights, sides), x, weights)
-            kept, pieces = _without(vjp, (weights, sides))
-            kept_as[:] = [kept]
+            kept_as[run], pieces = _without(vjp, (weights, sides))
             return (out, ahead), pieces
 
-        first = gather(of_layer(stacked, layers[0]))
-        (out, _), pieces = lax.scan(body, (x, first), layers)
+        (out, _), pieces = _walk(blocks, body, (x, gather(of_layer(stacked, np.int32(0)))))
         return out, (pieces, stacked, sides)
 
     def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None]:
         pieces, stacked, sides = residuals
 
-        def body(carry: tuple[jax.Array, Any], each: Any) -> tuple[Any, Any]:
-            gradient, weights = carry
-            index, pieces = each
+        def body(run: Run, carry: Any, index: jax.Array, pieces: list[jax.Array]) -> Any:
+            gradient, weights, of_stacked = carry
             ahead = gather(of_layer(stacked, index - 1))
-            gradient, of_weights = kept_as[0].vjp(pieces, (weights, sides))(gradient)
+            gradient, of_weights = kept_as[run].vjp(pieces, (weights, sides))(gradient)
             (of_parts,) = jax.vjp(gather, of_layer(stacked, index))[1](of_weights)
-            return (gradient, ahead), of_parts
+            of_stacked = jax.tree.map(
+                lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
+                of_stacked,
+                of_parts,
+            )
+            return (gradient, ahead, of_stacked), None
 
-        last = gather(of_layer(stacked, layers[-1]))
-        (gradient, _), of_stacked = lax.scan(body, (gradient, last), (layers, pieces), reverse=True)
+        last = gather(of_layer(stacked, np.int32(count - 1)))
+        carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
+        gradient, _, of_stacked = _walk(blocks, body, carry, pieces, reverse=True)[0]
         return gradient, of_stacked, None
 
     run.defvjp(forward, backward)
     return run(x, stacked, sides)
+
+
+def _walk(
+    blocks: Sequence[Block],
+    body: Callable[[Run, Any, jax.Array, Any], tuple[Any, Any]],
+    carry: Any,
+    given: Any = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """Takes ``body`` through all layers, a scan for each run.
+
+    Args:
+      blocks: the layers.
+      body: ``(run, carry, index of the layer, given) -> (carry, out)``.
+      carry: what the first layer that is visited is given.
+      given: for each block and each of its runs what ``body`` is given, stacked; None: nothing.
+      reverse: whether to begin with the last layer.
+
+    Returns:
+      ``(carry, outs)``, the outs stacked as ``given`` is: for each block and run arrays
+      ``[repeats, count, ...]``, of a block that is not repeated ``[count, ...]``.
+    """
+    order = -1 if reverse else 1
+    outs: list[Any] = [None] * len(blocks)
+    for place, block in list(enumerate(blocks))[::order]:
+        into = given[place] if given is not None else (None,) * len(block.runs)
+
+        def repetition(carry: Any, each: Any, block: Block = block) -> tuple[Any, Any]:
+            shift, into = each
+            outs: list[Any] = [None] * len(block.runs)
+            for i, run in list(enumerate(block.runs))[::order]:
+
+                def layer(carry: Any, each: Any, run: Run = run) -> tuple[Any, Any]:
+                    return body(run, carry, *each)
+
+                indices = shift + np.arange(run.layer, run.layer + run.count, dtype=np.int32)
+                carry, outs[i] = lax.scan(layer, carry, (indices, into[i]), reverse=reverse)
+            return carry, tuple(outs)
+
+        if block.repeats == 1:
+            carry, outs[place] = repetition(carry, (np.int32(0), into))
+        else:
+            shifts = np.arange(block.repeats, dtype=np.int32) * np.int32(block.period)
+            carry, outs[place] = lax.scan(repetition, carry, (shifts, into), reverse=reverse)
+    return carry, tuple(outs)
 
 
 class _Kept:

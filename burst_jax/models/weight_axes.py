@@ -12,7 +12,8 @@ from burst_jax.rules import LogicalAxes, ShardingRules, check_divides
 from burst_jax.sharding import AxisNames, axes_size, flat_names
 
 # The dimensions of each weight, by the last two names of its path. The layers' weights are stacked,
-# so they have the dimension "layers" before these. Norms are whole on every device.
+# so they have the dimension "layers" before these. Norms are whole on every device, and so are
+# biases of features that are summed over devices.
 WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
     ("query", "kernel"): ("embed", "heads", None),
     ("key", "kernel"): ("embed", "kv_heads", None),
@@ -22,8 +23,17 @@ WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
     ("up", "kernel"): ("embed", "mlp"),
     ("down", "kernel"): ("mlp", "embed"),
     ("head", "kernel"): ("embed", "vocab"),
+    ("query", "bias"): ("heads", None),
+    ("key", "bias"): ("kv_heads", None),
+    ("value", "bias"): ("kv_heads", None),
+    ("out", "bias"): (None,),
+    ("gate", "bias"): ("mlp",),
+    ("up", "bias"): ("mlp",),
+    ("down", "bias"): (None,),
     ("attention_norm", "scale"): (None,),
+    ("post_attention_norm", "scale"): (None,),
     ("mlp_norm", "scale"): (None,),
+    ("post_mlp_norm", "scale"): (None,),
     ("query_norm", "scale"): (None,),
     ("key_norm", "scale"): (None,),
     ("final_norm", "scale"): (None,),

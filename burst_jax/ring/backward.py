@@ -13,7 +13,7 @@ from burst_jax.request import Request
 from burst_jax.ring.local import Block, LocalBackward, Shard
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Pieces, Stop
-from burst_jax.ring.schedule import Launch, Send, Step, backward_schedule
+from burst_jax.ring.schedule import Launch, Send, Step, backward_schedule, step_name
 from pallas_kernels import Implementation
 from pallas_kernels.operands import PerHead
 
@@ -47,9 +47,11 @@ def backward(
         kernels.route, fused=kernels.fused, cuts_home=kernels.cuts_home
     )
     run = _Run(kernels)
-    for step in steps:
-        run.step(step)
-    run.last_step(last)
+    for index, step in enumerate(steps):
+        with jax.named_scope(step_name("backward", index)):
+            run.step(step)
+    with jax.named_scope(step_name("backward", len(steps))):
+        run.last_step(last)
     dq, dkv = kernels.by_side(run.staying, run.sums[kernels.route.home])
     return dq, dkv, kernels.per_head
 

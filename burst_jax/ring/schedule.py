@@ -206,6 +206,14 @@ def backward_schedule(route: Route, *, fused: bool, cuts_home: bool = True) -> S
     return (*steps, Step(route.home, part, launches, (homeward,), adds))
 
 
+def step_name(direction: Literal["forward", "backward"], index: int) -> str:
+    """What profiles and compiled programs call a step of a schedule; steps count from 0.
+
+    Every operation of the step has the name in its path, the step's sends and kernels among them.
+    """
+    return f"ring_{direction}_step_{index}"
+
+
 def _turns(route: Route) -> Iterator[tuple[tuple[Stop, ...], tuple[Stop, ...] | None]]:
     """Every turn beside the one that follows it."""
     return zip(route.turns, (*route.turns[1:], None), strict=True)

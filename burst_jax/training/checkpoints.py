@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from burst_jax.refusals import check_integer
 from burst_jax.training import checkpoint_files as files
+from burst_jax.training.processes import another_may_be_gone
 
 # So many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
@@ -122,7 +123,10 @@ class Checkpoints:
                 "(restore), use another folder, or remove the checkpoints that you do not want"
             )
         if self._writer is None:
-            self._writer = self._make_writer()
+            try:
+                self._writer = self._make_writer()
+            except OSError as error:
+                raise self._failed(step, error) from error
         try:
             self._writer.save(self.folder / str(step), args=files.SaveArgs(arrays, record))
         except Exception as error:
@@ -284,9 +288,12 @@ class Checkpoints:
                 writer.close()
         latest = self.latest()
         last = "there is none before it" if latest is None else f"the last good one is {latest}"
+        remedy = "Make room there, or use another folder"
+        if another_may_be_gone(error):
+            remedy = "Another process of the run may be gone"
         return CheckpointError(
             f"checkpoint {step} could not be written to {self.folder}: {_reason(error)}; {last}. "
-            "Make room there, or use another folder"
+            f"{remedy}"
         )
 
 

@@ -106,12 +106,20 @@ def next_token_loss(
 
     Returns:
       ``(sum of losses in nats, number of targets)``, float32 scalars.
+
+    Raises:
+      NotImplementedError: a decoder with a soft cap on its output logits.
     """
+    if model.config.final_soft_cap is not None:
+        raise NotImplementedError(
+            f"final_soft_cap is {model.config.final_soft_cap}: the chunked loss has no soft cap; "
+            "take the loss of model.unembed(hidden) instead"
+        )
     parts, kernel_spec = model.head_parts()
     hidden = model(batch["inputs"], batch["positions"], batch["segment_ids"])
     return chunked_cross_entropy(
         hidden,
-        model.head.kernel[...],
+        model.head_kernel(),
         batch["targets"],
         batch["weights"],
         chunk_size=chunk_size,

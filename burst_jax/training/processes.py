@@ -29,8 +29,8 @@ class Processes:
     raises, it prints the error with the number and the host of the process and ends the process
     without waiting, so that the others do not wait for it either: JAX ends them within
     ``heartbeat_timeout`` seconds, with a message that has the number of the one that is gone. Only
-    after a ``JaxRuntimeError``, which may come of another process that is gone, it waits as long
-    for JAX to say so. With one process it does nothing.
+    after an error that came of a ``JaxRuntimeError``, which may come of another process that is
+    gone, it waits as long for JAX to say so. With one process it does nothing.
 
     Attributes:
       index: number of this process, from 0 on.
@@ -59,9 +59,9 @@ class Processes:
         if not isinstance(error, SystemExit):
             traceback.print_exception(error)
         _say(f"process {self.index} of {self.count} on {socket.gethostname()} ends: {error!r}")
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            # Most often a collective whose other end is gone. JAX knows which process that is when
-            # its heartbeats have been missing for long enough, says so and ends this process.
+        if another_may_be_gone(error):
+            # JAX knows which process that is when its heartbeats have been missing for long enough,
+            # says so and ends this process.
             _say(f"waiting up to {self.heartbeat_timeout} s for JAX to say whether another is gone")
             time.sleep(self.heartbeat_timeout + 5)
         # Without JAX's own end, which would wait for the others.
@@ -154,6 +154,16 @@ def initialize(
     # JAX names a process that is gone by its number only.
     _say(f"{here}: process {processes.index} of {processes.count}")
     return processes
+
+
+def another_may_be_gone(error: BaseException) -> bool:
+    """Whether the error is, or came of, one that a collective raises when its other end is gone."""
+    if jax.process_count() == 1:
+        return False
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, jax.errors.JaxRuntimeError):
+        here = here.__cause__ or here.__context__
+    return here is not None
 
 
 def is_main() -> bool:

@@ -116,7 +116,8 @@ class RunLog:
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         self.history = cut_metrics(out / METRICS, start)
-        self._file = (out / METRICS).open("a")
+        self._path = out / METRICS
+        self._file = self._path.open("a")
         self._progress = Progress(steps, start)
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -134,9 +135,13 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         if self._guard is not None:
             self._guard.__exit__()
-        for each in (self._progress, self._file, self._curves):
+        for each in (self._progress, self._curves):
             if each is not None:
                 each.close()
+        if self._file is not None:
+            # All lines are in the file, but one that has raised an error already.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows and writes the metrics of step ``step``, which is finished; steps count from 1.
@@ -147,6 +152,8 @@ class RunLog:
 
         Raises:
           NonFinite: ``loss`` or ``grad_norm`` is infinite or not a number; on all processes.
+          OSError: there is no room for the line; going on from a checkpoint cuts off what is left
+            of it.
           ValueError: the step has been logged; ``loss`` or ``grad_norm`` is missing.
         """
         if not set(_FINITE) <= set(metrics):
@@ -165,8 +172,11 @@ class RunLog:
         self.history.append(record)
         # JSON has no infinity and no NaN.
         line = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _named(error, self._path) from error
         if self._curves is not None:
             for name, value in record.items():
                 if name != "step":
@@ -213,8 +223,7 @@ def device_memory() -> int | None:
 def cut_metrics(path: Path, start: int) -> list[dict[str, Any]]:
     """Cuts the lines after step ``start`` off a ``metrics.jsonl``, and returns those that stay.
 
-    A half line, which a killed run leaves, goes too. The file is replaced as a whole: whoever kills
-    this finds the old file or the new one.
+    A half line, which a killed run leaves, goes too.
     """
     records: dict[int, dict[str, Any]] = {}
     if path.exists():
@@ -224,7 +233,27 @@ def cut_metrics(path: Path, start: int) -> list[dict[str, Any]]:
                 if record["step"] <= start:
                     records[record["step"]] = record
     kept = [records[step] for step in sorted(records)]
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(new, path)
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file as a whole: a run that is killed leaves the old file or the new one.
+
+    Raises:
+      OSError: it cannot be written, for want of room for example; the old file is as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(data)
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The error with the file's name, which the operating system does not say of a write."""
+    return OSError(error.errno, error.strerror, str(path))

@@ -61,7 +61,8 @@ class MosaicConfig:
 def forward_config(head_dim: int, has_cap_or_bias: bool = False) -> MosaicConfig:
     """The forward kernel's tiles.
 
-    A soft cap and a bias take registers that three warpgroups do not have.
+    ``has_cap_or_bias``: there is something that takes registers which three warpgroups do not have:
+    a soft cap, a bias that is added to the scores, or a bias beside segment ids or a window.
     """
     if head_dim <= 64 and not has_cap_or_bias:
         return MosaicConfig(192, 128, 2)

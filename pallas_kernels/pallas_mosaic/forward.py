@@ -51,9 +51,10 @@ def forward(
     static = ForwardStatic.of(operands, spec, config, out_dtype=out_dtype, carried=carried)
     if static.warpgroups not in REGISTERS:
         raise ValueError(f"block_q is {config.block_q}: the forward kernel takes 128 or 192")
-    tokens = token_operands(static, operands)
+    q_tokens, kv_tokens = token_operands(static, operands)
+    k_positions = kv_tokens.positions.astype(jnp.float32) if static.bias_in_products else None
     inputs = ForwardOperands(
-        operands.bounds, operands.q, operands.k, operands.v, *tokens,
+        operands.bounds, operands.q, operands.k, operands.v, q_tokens, kv_tokens, k_positions,
         per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
@@ -85,14 +86,18 @@ def forward_bounds(
 
 
 def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
-    has_cap_or_bias = operands.has_bias or spec.score.logits_soft_cap is not None
-    return forward_config(operands.head_dim, has_cap_or_bias)
+    score = spec.score
+    # A bias that the products start from takes too many registers only beside segment ids or a
+    # window.
+    other_tests = operands.has_segments or spec.mask.left is not None
+    bias_counts = operands.has_bias and (other_tests or not score.starts_products)
+    return forward_config(operands.head_dim, bias_counts or score.logits_soft_cap is not None)
 
 
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
     """One program, which does one item after the other."""
     refs = ForwardRefs(operands, results, memory)
-    counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.tickets)
+    counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots)
 
     def walk_of(batch_row, tile):
         return Walk(operands.bounds, batch_row, tile, last=static.kv_tiles - 1)

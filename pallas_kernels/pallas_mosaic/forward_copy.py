@@ -34,6 +34,11 @@ def copy_item(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:
         values = operands.v.at[item.batch_row, tokens, kv_head]
         was_used = program_step >= static.config.stages
         _copy_tile(keys, stage, was_used, memory.k, memory.k_arrived, memory.k_free)
+        if static.bias_in_products:
+            # The stage is free for the positions when it is for the keys.
+            positions = operands.k_positions.at[tokens]
+            target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
+            plgpu.copy_gmem_to_smem(positions, target, arrived)
         # The queries are copied after the first keys, which have room earlier: the item before
         # frees its queries only with its last scores.
         pl.when(step == 0)(functools.partial(_copy_queries, static, refs, item))

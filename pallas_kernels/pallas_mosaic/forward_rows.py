@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -25,6 +27,8 @@ class QueryRows(NamedTuple):
       item: the item.
       queries: slice of the query axis.
       tokens: positions and segment ids of the queries, in registers along the rows of a tile.
+      positions: float32 ``[64]``, positions of the queries; None unless the products of queries and
+        keys start from the bias.
       per_head: of each per-head array that logits are made with, the number of the item's head.
     """
 
@@ -34,6 +38,7 @@ class QueryRows(NamedTuple):
     item: Item
     queries: Any
     tokens: SideTokens
+    positions: jax.Array | None
     per_head: dict[str, Any]
 
     @classmethod
@@ -42,8 +47,9 @@ class QueryRows(NamedTuple):
         first = item.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
         queries = pl.ds(first, WARPGROUP_ROWS)
         tokens = refs.operands.q_tokens.load(item.batch_row, queries, ROWS)
+        positions = tokens.positions.astype(jnp.float32) if static.bias_in_products else None
         per_head = {name: ref[item.head] for name, ref in refs.operands.per_head.items()}
-        return cls(static, refs, warpgroup, item, queries, tokens, per_head)
+        return cls(static, refs, warpgroup, item, queries, tokens, positions, per_head)
 
     def stage(self, step: Any) -> Any:
         """The stage that holds the keys of a step, or their values."""

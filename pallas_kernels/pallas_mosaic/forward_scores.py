@@ -9,9 +9,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
 from pallas_kernels.pallas_mosaic.tiles import COLUMNS, TILE, along_columns, along_rows, tanh
 from pallas_kernels.pallas_mosaic.tokens import score_mask
+
+
+def start_of_products(rows: QueryRows, stage: Any) -> jax.Array:
+    """float32 ``[64, block_kv]``: the bias over the scale, from which the products start.
+
+    So the matrix instruction adds the bias, and the softmax has nothing to add.
+
+    Args:
+      rows: the queries.
+      stage: the stage that holds the keys.
+    """
+    static = rows.static
+    shape = (WARPGROUP_ROWS, static.config.block_kv)
+    q_positions, k_positions = rows.positions, rows.refs.memory.k_positions.at[stage]
+    assert q_positions is not None
+    q_positions = along_rows(q_positions, shape)
+    k_positions = along_columns(plgpu.load(k_positions, layout=COLUMNS), shape)
+    score = static.spec.score
+    bias = score.bias(q_positions, k_positions, rows.per_head, unit=1 / score.raw_factor)
+    assert bias is not None
+    return bias
 
 
 def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -> jax.Array:
@@ -20,18 +42,18 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
     Args:
       rows: the queries.
       step: the item's step, which says which keys.
-      products: float32 ``[64, block_kv]``, ``q k^T``.
+      products: float32 ``[64, block_kv]``, ``q k^T``, with the bias if it is in the products.
       masked: whether some of the tile's scores may not count.
     """
     static, operands, block_kv = rows.static, rows.refs.operands, rows.static.config.block_kv
     scores = static.spec.score.raw(products, tanh)
-    if not masked and not static.has_bias:
+    if not masked and not static.adds_bias:
         return scores
     first_key = rows.item.walk.tile(step) * block_kv
     keys = pl.ds(first_key, block_kv)
     k_tokens = operands.kv_tokens.load(rows.item.batch_row, keys, COLUMNS)
     shape = scores.shape
-    if static.has_bias:
+    if static.adds_bias:
         q_positions = along_rows(rows.tokens.positions, shape)
         k_positions = along_columns(k_tokens.positions, shape)
         scores, _ = static.spec.score.in_base_2(scores, q_positions, k_positions, rows.per_head)

@@ -17,8 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pallas_mosaic import forward_softmax
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
+from pallas_kernels.pallas_mosaic.forward_scores import start_of_products
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
-from pallas_kernels.pallas_mosaic.tiles import TILE, along_rows, computed_here, constant, i32
+from pallas_kernels.pallas_mosaic.tiles import (
+    TILE,
+    along_rows,
+    computed_here,
+    constant,
+    end_reads,
+    i32,
+)
 
 
 class ForwardSums(NamedTuple):
@@ -43,7 +51,7 @@ class ForwardSums(NamedTuple):
 
 def visit_first_keys(rows: QueryRows) -> ForwardSums:
     """Visits the first tile of keys, which has no tile before it."""
-    static, memory, item = rows.static, rows.refs.memory, rows.item
+    static, item = rows.static, rows.item
     _wait_for_keys(rows, i32(0))
 
     def products(scores_ref):
@@ -51,7 +59,7 @@ def visit_first_keys(rows: QueryRows) -> ForwardSums:
         return scores_ref[...]
 
     scores = pl.run_scoped(products, accumulators(static)[0])
-    plgpu.barrier_arrive(memory.k_free.at[rows.stage(i32(0))])
+    _free_keys(rows, rows.stage(i32(0)))
     _free_queries(rows, item.steps == 1)
     m, total = forward_softmax.start(rows)
     p, m, total, _ = forward_softmax.weigh(rows, i32(0), scores, m, total, masked=True)
@@ -72,7 +80,7 @@ def visit_keys(rows: QueryRows, masked: bool, step: Any, sums: ForwardSums) -> F
         plgpu.barrier_wait(memory.v_arrived.at[earlier_stage])
         plgpu.wgmma(acc_ref, sums.weights, memory.v.at[earlier_stage])
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        plgpu.barrier_arrive(memory.k_free.at[stage])
+        _free_keys(rows, stage)
         _free_queries(rows, step == rows.item.steps - 1)
         p, m, total, shrink = forward_softmax.weigh(rows, step, scores, sums.m, sums.total, masked)
         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
@@ -96,6 +104,8 @@ def accumulators(static: ForwardStatic) -> tuple[Any, Any]:
 def _start_scores(rows: QueryRows, scores_ref: Any, stage: Any) -> None:
     """Starts the product of the queries and the keys of a stage."""
     memory = rows.refs.memory
+    if rows.static.bias_in_products:
+        scores_ref[...] = start_of_products(rows, stage)
     keys_t = memory.k.at[stage].transpose((1, 0))
     # The address of the queries is computed anew for every tile: kept, it would take a register.
     queries = memory.q.at[computed_here(rows.warpgroup)]
@@ -108,6 +118,13 @@ def _wait_for_keys(rows: QueryRows, step: Any) -> None:
     @pl.when(step < rows.item.steps)
     def _():
         plgpu.barrier_wait(rows.refs.memory.k_arrived.at[rows.stage(step)])
+
+
+def _free_keys(rows: QueryRows, stage: Any) -> None:
+    """Says that the keys of a stage have been read, and their positions."""
+    if rows.static.bias_in_products:
+        end_reads()
+    plgpu.barrier_arrive(rows.refs.memory.k_free.at[stage])
 
 
 def _free_queries(rows: QueryRows, condition: Any) -> None:

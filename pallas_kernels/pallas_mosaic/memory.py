@@ -44,8 +44,11 @@ class ForwardMemory(NamedTuple):
       out: ``[W, 64, result_lanes]``, lanes of o on their way to device memory.
       carry_o: float32 ``[W, 64, float32_lanes]``, lanes of the incoming o. None without a carry,
         and where o is float32: the incoming lanes then come to ``out``.
-      lse: float32 ``[W, 64]``, of the carry, then of the result.
-      tickets: float32 ``[SLOTS]``, the slots of a :class:`TicketCounter`.
+      lse: float32 ``[W, 64]``, of the carry, then of the result. With ``k_positions`` there is one
+        row more, for ``ticket_slots``.
+      tickets: float32 ``[SLOTS]``, for ``ticket_slots``; None with ``k_positions``.
+      k_positions: float32 ``[stages, block_kv]``, positions of the keys in ``k``. None unless the
+        products of queries and keys start from the bias.
     """
 
     q: Any
@@ -55,6 +58,7 @@ class ForwardMemory(NamedTuple):
     carry_o: Any
     lse: Any
     tickets: Any
+    k_positions: Any
     q_arrived: Any
     q_free: Any
     k_arrived: Any
@@ -74,6 +78,7 @@ class ForwardMemory(NamedTuple):
         dtype: DTypeLike,
         out_dtype: DTypeLike,
         carried: bool,
+        bias_in_products: bool = False,
     ) -> ForwardMemory:
         """Descriptions.
 
@@ -83,6 +88,7 @@ class ForwardMemory(NamedTuple):
           dtype: of queries, keys and values.
           out_dtype: of the result o.
           carried: whether there is a float32 o to merge with.
+          bias_in_products: whether the products of queries and keys start from the bias.
         """
         block_kv, stages = config.block_kv, config.stages
         warpgroups, rows = config.block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
@@ -91,17 +97,22 @@ class ForwardMemory(NamedTuple):
         carry_o = None
         if carried and not float32:
             carry_o = _matrix((warpgroups, rows, lanes), jnp.float32)
+        tickets, k_positions = plgpu.SMEM((SLOTS,), jnp.float32), None
+        if bias_in_products:
+            tickets, k_positions = None, plgpu.SMEM((stages, block_kv), jnp.float32)
         return cls(
             q=_matrix((warpgroups, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),
             v=_matrix((stages, block_kv, head_dim), dtype),
             out=_matrix((warpgroups, rows, out_lanes), out_dtype, lanes=lanes),
             carry_o=carry_o,
-            lse=plgpu.SMEM((warpgroups, rows), jnp.float32),
-            tickets=plgpu.SMEM((SLOTS,), jnp.float32),
+            lse=plgpu.SMEM((warpgroups + bias_in_products, rows), jnp.float32),
+            tickets=tickets,
+            k_positions=k_positions,
             q_arrived=plgpu.Barrier(num_barriers=warpgroups),
             q_free=plgpu.Barrier(num_barriers=warpgroups),
-            k_arrived=plgpu.Barrier(num_barriers=stages),
+            # A copy of keys arrives, and one of their positions.
+            k_arrived=plgpu.Barrier(num_arrivals=1 + bias_in_products, num_barriers=stages),
             v_arrived=plgpu.Barrier(num_barriers=stages),
             k_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             v_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -110,6 +121,15 @@ class ForwardMemory(NamedTuple):
             ticket_arrived=plgpu.Barrier(num_barriers=SLOTS),
             ticket_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
         )
+
+    @property
+    def ticket_slots(self) -> Any:
+        """An array that begins with the slots of a :class:`TicketCounter`.
+
+        Each array begins at a multiple of a KiB. Beside the largest tiles there is room for two
+        short ones, so the slots share lse's where positions take the other.
+        """
+        return self.lse.at[self.lse.shape[0] - 1] if self.tickets is None else self.tickets
 
     @property
     def nbytes(self) -> int:

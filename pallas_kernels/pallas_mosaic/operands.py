@@ -37,6 +37,8 @@ class ForwardOperands(NamedTuple):
       v: ``[B, S, K, H]``.
       q_tokens: of the queries.
       kv_tokens: of the keys.
+      k_positions: float32 ``[S]``, S rounded up to whole tiles: positions of the keys. None unless
+        the products of queries and keys start from the bias.
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
       sink: float32 ``[N]``, what the softmax starts with; None without sinks, and with a carry.
       carry: what to merge with. None without a carry, and where the results are written over it.
@@ -48,6 +50,7 @@ class ForwardOperands(NamedTuple):
     v: Any
     q_tokens: SideTokens
     kv_tokens: SideTokens
+    k_positions: Any
     per_head: dict[str, Any]
     sink: Any
     carry: ForwardResults | None

@@ -104,12 +104,23 @@ class MosaicStatic:
         return self.has_bias or self.spec.score.logits_soft_cap is not None
 
     @property
+    def bias_in_products(self) -> bool:
+        """Whether the products of queries and keys start from the bias instead of from zero."""
+        return False
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is added to scores after their products have been computed."""
+        return self.has_bias and not self.bias_in_products
+
+    @property
     def base_2_factor(self) -> float:
         """What takes a tile's scores to logits in base 2, inside the softmax's exponent.
 
-        With a bias the scores are in base 2 already: the bias had to be added to them there.
+        With a bias that is added later the scores are in base 2 already: it had to be added to them
+        there.
         """
-        return 1.0 if self.has_bias else self.spec.score.raw_factor * LOG2_E
+        return 1.0 if self.adds_bias else self.spec.score.raw_factor * LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +134,11 @@ class ForwardStatic(MosaicStatic):
 
     out_dtype: np.dtype
     carried: bool
+
+    @property
+    def bias_in_products(self) -> bool:
+        """See :attr:`MosaicStatic.bias_in_products`: where the score lets them."""
+        return self.has_bias and self.spec.score.starts_products
 
     @property
     def warpgroups(self) -> int:
@@ -165,7 +181,9 @@ class ForwardStatic(MosaicStatic):
     @property
     def memory(self) -> ForwardMemory:
         """Descriptions of the shared memory."""
-        return ForwardMemory.of(self.config, self.dim, self.dtype, self.out_dtype, self.carried)
+        return ForwardMemory.of(
+            self.config, self.dim, self.dtype, self.out_dtype, self.carried, self.bias_in_products
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score import LOG2_E
@@ -51,3 +52,14 @@ def computed_here(*values: jax.Array) -> Any:
     """
     computed = lax.optimization_barrier(values)
     return computed[0] if len(values) == 1 else computed
+
+
+@plgpu.inline_mgpu()
+def end_reads(_):
+    """Ends every thread's loads from shared memory before a copy may overwrite what they read.
+
+    A barrier alone does not order a thread's loads and the copy engine's writes. This is
+    ``plgpu.commit_smem()`` without its wait for the other threads of the warpgroup: at the barrier
+    behind it every thread arrives by itself.
+    """
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
@@ -95,8 +96,9 @@ def compile_for(function, *shapes, **options):
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
+@functools.lru_cache(maxsize=2)
 def text_of(program) -> str:
-    """The optimized program."""
+    """The optimized program. Writing it out takes seconds, so the latest texts are kept."""
     text = program.as_text()
     assert text is not None
     return text
@@ -109,6 +111,7 @@ def find(pattern: str, text: str) -> re.Match[str]:
     return found
 
 
+@functools.lru_cache(maxsize=2)
 def computations(program):
     """``{name: lines}`` of every scheduled computation, lines in the order they run."""
     text = text_of(program)
@@ -184,6 +187,12 @@ def schedule(program, computation="ENTRY"):
     return events
 
 
+def step_names(program, opcode):
+    """What profiles call the operations of a ring's steps, the primitive left out, in order."""
+    path = rf'\b{opcode}\(.*op_name="[^"]*/(ring_\w+_step_\d+(?:/[^"]*)?)/\w+"'
+    return re.findall(path, text_of(program))
+
+
 def beside(events):
     """For every permute, in order, the kernels that run while it is on its way."""
     return [
@@ -214,6 +223,21 @@ def gathers(program):
             elif _works(name, opcode, rest, fused):
                 for _, beside_it in open_ones.values():
                     beside_it.append(name)
+    return found
+
+
+def host_copies(program, computation="ENTRY"):
+    """Of every copy between device and host memory its name and the kernels that run meanwhile."""
+    found, open_ones, fused = [], {}, _fused_kernels(program)
+    for name, result, opcode, operands, rest in operations(program, computation):
+        if opcode == "fusion-start" and "S(5)" in result:
+            open_ones[name] = (name, [])
+            found.append(open_ones[name])
+        elif opcode == "fusion-done":
+            open_ones.pop(operands.strip().lstrip("%"), None)
+        elif _works(name, opcode, rest, fused):
+            for _, kernels in open_ones.values():
+                kernels.append(name)
     return found
 
 

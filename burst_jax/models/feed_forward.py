@@ -1,0 +1,204 @@
+"""The feed-forward of a layer, SwiGLU or GeGLU, in chunks of tokens.
+
+The hidden features are some four times as wide as the residual stream, so over a long shard the
+arrays ``[T, M]`` are the largest of a layer. In chunks of tokens only one chunk's are there at a
+time, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from burst_jax.models.config import DecoderConfig
+from burst_jax.models.remat import MLP_PRODUCTS, keeps_mlp_products
+from burst_jax.sharding import AxisNames
+from burst_jax.weights import sum_over
+from pallas_kernels.arrays import vary, varying_axes
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedMLP(nnx.Module):
+    """``(activation(x Wgate) * x Wup) Wdown``: SwiGLU or GeGLU (Shazeer 2020), with biases or none.
+
+    Args:
+      config: sizes and dtypes, the activation, whether there are biases, the number of chunks.
+      down_init: initializer of ``Wdown``.
+      hidden_axis: mesh axis, or axes, that split the hidden features, or None. Inside a
+        ``shard_map`` each device has its features of the three matrices; the results are summed.
+      rngs: random numbers for the initializers (stream "params").
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        down_init: nnx.Initializer,
+        hidden_axis: AxisNames = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        def linear(features: int, out: int, init: nnx.Initializer) -> nnx.Linear:
+            return nnx.Linear(
+                features,
+                out,
+                use_bias=config.mlp_bias,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.gate = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
+        self.up = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
+        self.down = linear(config.mlp_dim, config.embed_dim, down_init)
+        self.hidden_axis = hidden_axis
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[B, T, D]`` to ``[B, T, D]``.
+
+        Raises:
+          ValueError: ``config.mlp_chunks`` does not divide T.
+        """
+        config = self.config
+        if x.shape[1] % config.mlp_chunks:
+            raise ValueError(
+                f"mlp_chunks is {config.mlp_chunks}: it must divide the {x.shape[1]} tokens of a "
+                "row that each device has"
+            )
+        how = _How(config.activation, config.mlp_chunks, keeps_mlp_products(config.remat))
+        weights: Weights = {
+            "gate": self._weights(self.gate),
+            "up": self._weights(self.up),
+            # The bias of the results counts once, whoever sums them.
+            "down": self._weights(self.down)[:1],
+        }
+        x = x.astype(config.dtype)
+        out = _feed_forward(how, *vary((x, weights), varying_axes(x, weights)))
+        out = sum_over(out, self.hidden_axis)
+        bias = self.down.bias
+        return out if bias is None else out + bias[...].astype(out.dtype)
+
+    def _weights(self, linear: nnx.Linear) -> tuple[jax.Array, ...]:
+        """The kernel and, if there is one, the bias."""
+        params = (linear.kernel,) if linear.bias is None else (linear.kernel, linear.bias)
+        return tuple(param[...].astype(self.config.dtype) for param in params)
+
+
+class _How(NamedTuple):
+    """What is static about a call.
+
+    Attributes:
+      activation: name of the activation.
+      chunks: number of chunks of tokens.
+      keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward pass.
+        Else it makes them again, a chunk at a time.
+    """
+
+    activation: str
+    chunks: int
+    keeps_products: bool
+
+    def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+# "gate", "up" and "down": the kernel, and of the first two perhaps the bias.
+Weights = dict[str, tuple[jax.Array, ...]]
+
+
+def _products(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
+    """``x Wgate`` and ``x Wup`` with their biases."""
+
+    def product(kernel: jax.Array, *bias: jax.Array) -> jax.Array:
+        return sum(bias, x @ kernel)
+
+    return product(*weights["gate"]), product(*weights["up"])
+
+
+def _cut(x: jax.Array, chunks: int) -> jax.Array:
+    """``[B, T, ...]`` to ``[chunks, B, T / chunks, ...]``."""
+    batch, tokens, *rest = x.shape
+    return x.reshape(batch, chunks, tokens // chunks, *rest).swapaxes(0, 1)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`_cut`."""
+    chunks, batch, tokens, *rest = x.shape
+    return x.swapaxes(0, 1).reshape(batch, chunks * tokens, *rest)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _feed_forward(how: _How, x: jax.Array, weights: Weights) -> jax.Array:
+    """All arrays have one dtype and vary over the same mesh axes."""
+    return _forward(how, x, weights)[0]
+
+
+def _forward(how: _How, x: jax.Array, weights: Weights) -> Any:
+    def chunk(x: jax.Array) -> Any:
+        products = _products(x, weights)
+        out = how.hidden(*products) @ weights["down"][0]
+        return out, products if how.keeps_products else None
+
+    if how.chunks == 1:
+        out, products = chunk(x)
+    else:
+        out, products = jax.tree.map(_joined, lax.map(chunk, _cut(x, how.chunks)))
+    products = jax.tree.map(lambda product: checkpoint_name(product, MLP_PRODUCTS), products)
+    return out, (x, weights, products)
+
+
+def _backward(how: _How, residuals: Any, dout: jax.Array) -> Any:
+    x, weights, products = residuals
+    (gate, *_), (up, *_), (down,) = (weights[name] for name in ("gate", "up", "down"))
+
+    def chunk(x: jax.Array, dout: jax.Array, products: Any) -> tuple[jax.Array, Weights]:
+        """dx, and the float32 gradients of the weights."""
+        made = _products(x, weights) if products is None else products
+        hidden, vjp = jax.vjp(how.hidden, *made)
+        dgate, dup = vjp(dout @ down.T)
+        dx = dgate @ gate.T + dup @ up.T
+        results = {"gate": (x, dgate), "up": (x, dup), "down": (hidden, dout)}
+        return dx, {
+            name: (_outer(*pair), _total(pair[1]))[: len(weights[name])]
+            for name, pair in results.items()
+        }
+
+    if how.chunks == 1:
+        dx, dweights = chunk(x, dout, products)
+    else:
+
+        def step(sums: Any, inputs: Any) -> tuple[Any, jax.Array]:
+            dx, parts = chunk(*inputs)
+            return jax.tree.map(jnp.add, sums, parts), dx
+
+        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), weights)
+        cut = jax.tree.map(partial(_cut, chunks=how.chunks), (x, dout, products))
+        dweights, dx = lax.scan(step, vary(zeros, varying_axes(x)), cut)
+        dx = _joined(dx)
+    return dx, jax.tree.map(lambda gradient: gradient.astype(x.dtype), dweights)
+
+
+def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x^T y`` over all tokens, summed in float32."""
+    return jnp.einsum("bti,btj->ij", x, y, preferred_element_type=jnp.float32)
+
+
+def _total(y: jax.Array) -> jax.Array:
+    """The sum of all tokens in float32."""
+    return y.sum((0, 1), dtype=jnp.float32)
+
+
+_feed_forward.defvjp(_forward, _backward)

@@ -1,0 +1,1 @@
+"""Model folders as transformers writes and reads them."""

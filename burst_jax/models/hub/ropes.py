@@ -1,0 +1,133 @@
+"""The RoPE that a ``config.json`` says, in the format of transformers before and since version 5.
+
+    before 5    "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}
+    since 5     "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": ...}
+
+With several types of layers ``rope_parameters`` may have one such dictionary for each type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from burst_jax.flax.rope_variants import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Of each type the class, and its fields by their names in config.json.
+_TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
+    "default": (Rope, {}),
+    "linear": (LinearRope, {"factor": "factor"}),
+    "dynamic": (DynamicRope, {"factor": "factor"}),
+    "llama3": (
+        Llama3Rope,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position_embeddings": "old_positions",
+        },
+    ),
+    "yarn": (
+        YarnRope,
+        {
+            "factor": "factor",
+            "original_max_position_embeddings": "old_positions",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "attention_factor": "attention_factor",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
+            "truncate": "truncate",
+        },
+    ),
+}
+
+
+def ropes_of(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """The RoPE of full and of sliding layers.
+
+    Args:
+      values: ``config.json``, with the family's defaults.
+      thetas: for each type of layer the base where ``config.json`` says none.
+
+    Raises:
+      NotImplementedError: another type of RoPE, or one with other options, than there is here.
+      ValueError: an option is missing.
+    """
+    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    nested = FULL in parameters or SLIDING in parameters
+    ropes = {}
+    for kind in (FULL, SLIDING):
+        own = (parameters.get(kind) or {}) if nested else parameters
+        # Gemma 3's old format has one more base, and scales full layers alone.
+        if not nested and kind == SLIDING and "rope_local_base_freq" in values:
+            own = {"rope_theta": values["rope_local_base_freq"]}
+        theta = values.get("rope_theta")
+        ropes[kind] = _rope(own, values, thetas[kind] if theta is None else theta)
+    return ropes
+
+
+def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
+    """One RoPE from its dictionary and, where that says nothing, from ``config.json``."""
+    options = {key: value for key, value in given.items() if value is not None}
+    old_name = options.pop("type", "default")
+    name = options.pop("rope_type", old_name)
+    theta = float(options.pop("rope_theta", theta))
+    if name not in _TYPES:
+        raise NotImplementedError(
+            f"config.json's RoPE has the type {name!r}: there are {', '.join(_TYPES)}"
+        )
+    rope, fields = _TYPES[name]
+    positions = values["max_position_embeddings"]
+    if "original_max_position_embeddings" in fields:
+        options.setdefault(
+            "original_max_position_embeddings",
+            values.get("original_max_position_embeddings") or positions,
+        )
+    if name == "yarn" and "factor" not in options:
+        options["factor"] = positions / options["original_max_position_embeddings"]
+    whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
+    if whole != 1:
+        raise NotImplementedError(
+            f"partial_rotary_factor is {whole}: RoPE rotates all features of a head here, so it "
+            "must be 1"
+        )
+    if name in ("default", "linear", "dynamic"):
+        # transformers reads no old length for these, whatever config.json says.
+        options.pop("original_max_position_embeddings", None)
+    unknown = sorted(set(options) - set(fields))
+    if unknown:
+        raise NotImplementedError(
+            f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: the options known "
+            f"here are {', '.join(fields) or 'none'}"
+        )
+    needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(fields)
+    if missing := sorted(needed - set(options)):
+        raise ValueError(f"config.json's RoPE of the type {name!r} lacks {', '.join(missing)}")
+    if rope is DynamicRope:
+        return DynamicRope(theta, float(options["factor"]), int(positions))
+    numbers = {
+        fields[key]: value if isinstance(value, bool) else _number(key, value)
+        for key, value in options.items()
+    }
+    return rope(theta=theta, **numbers)
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """The dictionary of ``rope_parameters`` that :func:`ropes_of` reads as ``rope``."""
+    for name, (kind, fields) in _TYPES.items():
+        if type(rope) is kind:
+            values = dataclasses.asdict(rope)
+            options = {key: values[field] for key, field in fields.items()}
+            options = {key: value for key, value in options.items() if value is not None}
+            return {"rope_type": name, "rope_theta": rope.theta, **options}
+    raise NotImplementedError(f"rope is {rope}: transformers has no RoPE like it")
+
+
+def _number(key: str, value: Any) -> float | int:
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"config.json's RoPE has {key} {value!r}: it must be a number")
+    return value

@@ -1,0 +1,76 @@
+"""Small models of every family, as folders, with what transformers computes from them.
+
+``tests/golden_models/NAME.npz`` has of each model the ``config.json`` that transformers wrote, the
+names and shapes of its tensors, and some of its logits. Its weights are random numbers, which
+:func:`random_weight` makes again. ``make_hub_models.py`` made the files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent.parent / "golden_models"
+VOCAB, LENGTH = 64, 600
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, LENGTH).astype(np.int32)
+# A packed row is two documents: the first SPLIT tokens, and the others.
+SPLIT = 250
+# The tokens whose logits are kept, of the whole row and of the second document alone.
+KEPT = np.append(np.arange(13, LENGTH, 27), LENGTH - 1)
+KEPT_SECOND = np.append(np.arange(7, LENGTH - SPLIT, 27), LENGTH - SPLIT - 1)
+
+
+def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.ndarray:
+    """The float32 weight of this name.
+
+    ``differences``: whether scales of norms are differences from 1, as Gemma's are.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    weight = rng.standard_normal(shape)
+    if name.endswith("norm.weight"):
+        weight = 0.3 * weight + (0 if differences else 1)
+    elif "embed_tokens" in name or name.endswith(".bias"):
+        weight = 0.5 * weight
+    else:
+        # Large enough that attention is no mean of all keys, so that positions and windows tell.
+        gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+        weight = gain * weight / np.sqrt(shape[1])
+    return weight.astype(np.float32)
+
+
+@functools.cache
+def golden(name: str) -> dict:
+    """``config``, ``shapes``, and the logits ``row`` and ``second`` of a model."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        found = dict(file)
+    texts = {key: json.loads(str(found.pop(key))) for key in ("config", "shapes")}
+    return {**texts, **found}
+
+
+def names() -> list[str]:
+    """All models."""
+    return sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+def tensors(name: str) -> dict[str, np.ndarray]:
+    """All tensors of a model."""
+    model = golden(name)
+    differences = model["config"]["model_type"].startswith("gemma")
+    return {
+        tensor: random_weight(tensor, tuple(shape), differences)
+        for tensor, shape in model["shapes"].items()
+    }
+
+
+def write_folder(name: str, folder: Path) -> Path:
+    """Writes a model's folder, and returns it."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden(name)["config"]))
+    save_file(tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,363 @@
+"""The Mosaic GPU kernels on a CPU: JAX's interpreter for them, and what it lacks for these kernels.
+
+The interpreter (``jax/_src/pallas/mosaic_gpu/interpret``) runs every warpgroup of a program as a
+thread, the programs one after the other, and finds data races by vector clocks. Here it learns:
+
+- matrix products that are asynchronous, with a left operand in registers too: a product reads its
+  operands and adds to its accumulator when its warpgroup waits for it, not before, and to overwrite
+  an operand earlier is a race;
+- copies to device memory that add, and copies under a condition;
+- the kernels' own PTX: the drawing of tickets, and a fence;
+- that a wait which nobody ends is an error.
+
+It does not show races between the threads of one warpgroup, register layouts, and what the copy
+engine does late: copies are made at once (but a read that does not wait for one is a race).
+
+This leans on private names of JAX 0.12. :func:`check_overrides` says which of them have changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import threading
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import callback, source_info_util
+from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import (
+    gpu_callbacks,
+    interpret_pallas_call,
+    jaxpr_interpret,
+    shared_memory,
+)
+from jax._src.state import primitives as state_primitives
+from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.pallas_mosaic import tickets, tiles
+
+_TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
+# Every copy and product has a clock of its own, of so many that are used in turn. Two that share
+# one are not seen to race.
+_CLOCKS = 97
+_DEVICES = 8
+
+
+class _Place(NamedTuple):
+    """Part of a buffer: the buffer's key, and which elements."""
+
+    key: Any
+    access: Any
+
+    @classmethod
+    def of(cls, key: Any, transforms: Any) -> _Place:
+        """From what a callback is given of a reference."""
+        key = shared_memory.HostAllocationKey.from_array(key)
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        return cls(key, _memory().access(key, transforms))
+
+    def read(self, thread: Any) -> np.ndarray:
+        """The elements."""
+        values, *_ = _memory().get_buffer_content(*self, thread)
+        assert values is not None, f"{self} is out of bounds"
+        return values
+
+    def write(self, thread: Any, values: np.ndarray) -> None:
+        """Changes the elements."""
+        _memory().store_buffer_content(*self, values, thread)
+
+
+class _Product(NamedTuple):
+    """A matrix product that has been started: ``acc += a @ b``; ``a``: a place or an array."""
+
+    acc: _Place
+    a: Any
+    b: _Place
+    clock: Any
+
+    def finish(self, thread: Any) -> None:
+        """Computes it. What the warpgroup does from now on comes after its reads."""
+        a = self.a.read(thread) if isinstance(self.a, _Place) else self.a
+        product = a.astype(np.float32) @ self.b.read(thread).astype(np.float32)
+        self.acc.write(thread, self.acc.read(thread) + product)
+        if self.clock is not None:
+            with _memory().lock:
+                _memory().clocks[thread].update(self.clock)
+
+
+class _Memory(shared_memory.GPUSharedMemory):
+    """Also keeps the products that every warpgroup has started and not waited for."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.started = collections.defaultdict(collections.deque)
+        # Held while something in device memory is read and changed in one go.
+        self.atomic = threading.Lock()
+
+    def kernel_thread_finished(self, thread):
+        super().kernel_thread_finished(thread)
+        if self.started[thread]:
+            raise ValueError(f"{thread} ended without waiting for {self.started[thread]}")
+
+
+def _memory() -> Any:
+    return gpu_callbacks._get_shared_memory()
+
+
+class _Impatient(threading.Condition):
+    """A condition that is not waited for without end."""
+
+    patience = 0.0  # Set by :func:`interpreted`.
+
+    def wait(self, timeout=None):
+        if not super().wait(self.patience):
+            raise TimeoutError
+        return True
+
+
+class _Barrier(shared_memory.Barrier):
+    """A barrier that says who waits for it in vain."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.cv = _Impatient()
+
+    def wait(self, thread, logging_info=None):
+        try:
+            super().wait(thread, logging_info)
+        except TimeoutError:
+            where = "an unknown place"
+            if logging_info is not None and logging_info.source_info is not None:
+                where = source_info_util.summarize(logging_info.source_info)
+            raise TimeoutError(
+                f"deadlock: {thread} waited {_Impatient.patience} s for {self} at {where}"
+            ) from None
+
+
+class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
+    """A copy that adds to device memory, as one of many may at the same time."""
+
+    def __call__(self, tma_thread_id):
+        memory = _memory()
+        self.pre_read(tma_thread_id, memory)
+        source = _Place(self.src_allocation_key, self.src_access)
+        added = source.read(self.thread)
+        if memory.detect_races:
+            assert self.clock is not None
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        inside = gpu_callbacks._clip_store_to_shape(self.dst_access, added, shape)
+        if inside is not None:
+            target = _Place(self.dst_allocation_key, inside[0])
+            with memory.atomic:
+                target.write(self.thread, target.read(self.thread) + inside[1])
+        self.post_write(tma_thread_id, memory)
+
+
+# What a kernel's operations do when they are run: callbacks, named and called as JAX's own are.
+
+
+@gpu_callbacks.fail_on_exception
+def _start_product(*, token, thread, acc, a, b, source_info):
+    memory, clock = _memory(), None
+    acc, b = _Place.of(*acc), _Place.of(*b)
+    a = _Place.of(*a) if isinstance(a, tuple) else np.asarray(a)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread)
+        clock.inc(memory.get_next_tma_thread_id())
+        for read in (a, b):
+            if isinstance(read, _Place):
+                gpu_callbacks.get_races().check_read(
+                    thread, clock.async_smem_clock.copy(), *read, source_info=source_info
+                )
+    memory.started[thread].append(_Product(acc, a, b, clock))
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _load_accumulator(*, token, thread, acc, wait_n, source_info):
+    del source_info
+    started = _memory().started[thread]
+    while wait_n is not None and len(started) > wait_n:
+        started.popleft().finish(thread)
+    return token, _Place.of(acc, ()).read(thread)
+
+
+@gpu_callbacks.fail_on_exception
+def _store_accumulator(*, token, thread, acc, value, source_info):
+    del source_info
+    _Place.of(acc, ()).write(thread, np.asarray(value))
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _add_to_gmem(*, token, thread, mesh_location, source, target, source_info):
+    source, target = _Place.of(*source), _Place.of(*target)
+    copy = _AddingCopy(
+        mesh_location, thread, *source, *target, source_info,
+        _memory().incr_clock(thread) if _memory().detect_races else None,
+    )  # fmt: skip
+    _memory().execute_async_task(copy)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _draw_ticket(*, token, thread, count, slot, source_info):
+    memory, count, slot = _memory(), _Place.of(*count), _Place.of(*slot)
+    with memory.atomic:
+        ticket = count.read(thread)
+        count.write(thread, ticket + 1)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, *slot, source_info=source_info)
+    slot.write(thread, ticket.astype(np.float32))
+    return token
+
+
+def _call(interpreter, eqn, function, token, results=_TOKEN, **kwargs):
+    """Has a callback run when the equation is."""
+    run = functools.partial(function, source_info=eqn.source_info)
+    return callback.io_callback(run, results, token=token, thread=interpreter.thread, **kwargs)
+
+
+class _Interpreter(jaxpr_interpret.JaxprInterpreter):
+    """Runs the equations of a kernel, as one of its warpgroups."""
+
+    def interpret(self, jaxpr, token, *args):
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is primitives.wgmma_wait_p:
+                raise NotImplementedError("wait for products by reading an accumulator")
+            if eqn.primitive is primitives.wgmma_accumulator_store_p:
+                # The interpreter does not know it; to it this is a store like others.
+                whole = {"tree": jax.tree.structure(())}
+                eqn = eqn.replace(primitive=state_primitives.swap_p, params=whole)
+            eqns.append(eqn)
+        return super().interpret(jaxpr.replace(eqns=eqns), token, *args)
+
+    def _interpret_swap_p(self, eqn, token, get_invals):
+        if not isinstance(eqn.invars[0].aval, gpu_core.WGMMAAbstractAccumulatorRef):
+            return super()._interpret_swap_p(eqn, token, get_invals)
+        acc, value = get_invals()
+        return _call(self, eqn, _store_accumulator, token, acc=acc, value=value), value
+
+    def _interpret_wgmma_ref_p(self, eqn, token, get_invals):
+        names = "acc", "a", "b"
+        trees = [eqn.params[f"{n}_transforms_tree"] or jax.tree.structure([]) for n in names]
+        values, leaves = get_invals()[:3], get_invals()[3:]
+        transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+        operands: dict[str, Any] = {
+            n: (x, tuple(t)) for n, x, t in zip(names, values, transforms, strict=True)
+        }
+        if not isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+            operands["a"] = values[1]
+        return _call(self, eqn, _start_product, token, **operands), []
+
+    def _interpret_wgmma_accumulator_deref_p(self, eqn, token, get_invals):
+        load = functools.partial(_load_accumulator, wait_n=eqn.params["wait_n"])
+        results = _TOKEN, eqn.outvars[0].aval
+        return _call(self, eqn, load, token, results, acc=get_invals()[0])
+
+    def _interpret_copy_smem_to_gmem_p(
+        self, eqn, token, src, dst, *flat_args, src_transforms_treedef, dst_transforms_treedef,
+        has_user_predicate, **params,
+    ):  # fmt: skip
+        trees = src_transforms_treedef, dst_transforms_treedef
+        if has_user_predicate:
+            *flat_args, predicate = flat_args
+        else:
+            predicate = True
+
+        def add(token):
+            transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), flat_args)
+            source, target = zip((src, dst), transforms, strict=True)
+            where = {"mesh_location": self.mesh_location, "source": source, "target": target}
+            return _call(self, eqn, _add_to_gmem, token, **where)
+
+        def write(token):
+            return super(_Interpreter, self)._interpret_copy_smem_to_gmem_p(
+                eqn, token, src, dst, *flat_args, src_transforms_treedef=trees[0],
+                dst_transforms_treedef=trees[1], has_user_predicate=False, **params,
+            )[0]  # fmt: skip
+
+        assert params["reduction_op"] in (None, "add"), params["reduction_op"]
+        copy = write if params["reduction_op"] is None else add
+        return lax.cond(predicate, copy, lambda token: token, token), []
+
+    def _interpret_inline_mgpu_p(self, eqn, token, get_invals):
+        function = eqn.params["mgpu_fn"]
+        name = function.__module__, function.__qualname__
+        if name == (tiles.__name__, "end_reads"):
+            where = {"mesh_location": self.mesh_location}
+            return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
+        assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
+        count, slot, *leaves = get_invals()
+        transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
+        count, slot = zip((count, slot), transforms, strict=True)
+        return _call(self, eqn, _draw_ticket, token, count=count, slot=slot), []
+
+
+_compiling = threading.Lock()
+
+
+def _run_jaxpr(jaxpr, consts, *args):
+    """One warpgroup. The first one compiles the program that all of them run."""
+    with _compiling:
+        lowered = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args).lower()
+        run = lowered.compile({"xla_backend_optimization_level": 0})
+    run(consts, *args)
+
+
+_OVERRIDES = (_Interpreter, _Memory, _Barrier, _Impatient, _AddingCopy)
+
+
+def check_overrides(classes: tuple[type, ...] = _OVERRIDES) -> None:
+    """Fails where a method that is overridden here is no longer called, or is called otherwise."""
+    for own in classes:
+        base = own.__mro__[1]
+        methods = {name: f for name, f in vars(own).items() if inspect.isfunction(f)}
+        methods.pop("__init__", None)
+        for name, method in methods.items():
+            theirs = getattr(base, name, None)
+            ours = list(inspect.signature(method).parameters)
+            has = "is not there"
+            if theirs is not None:
+                has = f"takes {list(inspect.signature(theirs).parameters)}"
+            if has != f"takes {ours}":
+                raise RuntimeError(
+                    f"in JAX {jax.__version__} {base.__qualname__}.{name} {has}; adapt "
+                    f"tests/support/interpreted.py, which overrides one that takes {ours}"
+                )
+
+
+@contextlib.contextmanager
+def interpreted(*, detect_races: bool = True, patience: float = 120.0):
+    """Kernels that are traced, compiled and run inside are interpreted.
+
+    Args:
+      detect_races: whether a race is an error.
+      patience: seconds after which a wait at a barrier is a deadlock, which is an error.
+    """
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=_CLOCKS)
+    with (
+        mock.patch.object(_Impatient, "patience", patience),
+        mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
+        mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
+        mock.patch.object(shared_memory, "Barrier", _Barrier),
+        mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr),
+        plgpu.force_gpu_interpret_mode(params),
+    ):
+        try:
+            yield
+        finally:
+            interpret_pallas_call.reset_gpu_interpret_mode_state()

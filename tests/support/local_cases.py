@@ -1,0 +1,157 @@
+"""Inputs of local attention as tests make them: a shard of queries, the shards of keys it meets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import dense
+import jax.numpy as jnp
+import local
+import numpy as np
+from cases import packed_segments
+
+from burst_jax import positions
+from pallas_kernels import AttentionSpec, Mask, Score, Tokens
+from pallas_kernels.score import start_gradients
+
+MASKS = {
+    "full": dense.Mask(),
+    "causal": dense.Mask(is_causal=True),
+    "window20": dense.Mask(is_causal=True, window=20),
+    "window31_14": dense.Mask(window=(31, 14)),
+    "packed": dense.Mask(segments=True),
+    "packed_causal": dense.Mask(is_causal=True, segments=True),
+    "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
+    "cap": dense.Mask(soft_cap=2.0),
+}
+SHARDS, Q_SHARD, BATCH = 4, 1, 2
+
+
+def case_id(case):
+    (heads, kv_heads), (t, s) = case["heads"], case["lengths"]
+    return (
+        f"{case['mask']}-{case['order']}-{case['blocks']}block"
+        f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}-{case['dtype']}"
+        f"-{case['numbers']}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """One shard's queries, the key shards it meets one after the other, and the mask between."""
+
+    q: np.ndarray
+    kvs: list  # of (k, v)
+    q_tokens: Tokens
+    kv_tokens: list
+    cotangents: tuple  # of out [B, T, N, H] and lse [B, T, N]
+    keep: np.ndarray  # bool [B or 1, T, all keys]
+    spec: AttentionSpec
+    soft_cap: float | None
+    numbers: dict[str, np.ndarray]  # of each head
+    distance: np.ndarray  # [T, all keys]
+
+    def all_keys(self):
+        """K and V of all shards."""
+        return tuple(np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
+
+
+def make_inputs(case, seed, batch=BATCH):
+    """The inputs of a case, which names a level for every factor."""
+    rng = np.random.default_rng(seed)
+    mask, dtype = MASKS[case["mask"]], jnp.dtype(case["dtype"])
+    (heads, kv_heads), dim = case["heads"], case["head_dim"]
+    even = case["order"] == "zigzag"
+    t, s = (length + length % 2 * even for length in case["lengths"])
+    # The first key shard is near the queries in every order, so that short windows see some of it.
+    shards = ((0, 1) if t < s else (1, 0))[: case["blocks"]]
+    q_at, kv_at = (positions(case["order"], SHARDS * c, SHARDS).reshape(SHARDS, c) for c in (t, s))
+    q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
+    ids = packed_segments(rng, batch, SHARDS * max(t, s)) if mask.segments else None
+
+    def tokens(at):
+        segment_ids: Any = None if ids is None else ids[:, at]
+        return Tokens(at, segment_ids)
+
+    def normal(*shape):
+        # Rounded to the tested dtype first: the truth starts from the same numbers.
+        return rng.normal(size=shape).astype(dtype)
+
+    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s))
+    return Inputs(
+        q=normal(batch, t, heads, dim),
+        kvs=[tuple(normal(batch, s, kv_heads, dim) for _ in "kv") for _ in shards],
+        q_tokens=tokens(q_at),
+        kv_tokens=[tokens(at) for at in kv_at],
+        cotangents=(
+            normal(batch, t, heads, dim),
+            rng.normal(size=(batch, t, heads)).astype(np.float32),
+        ),
+        keep=keep[:, q_at][:, :, np.concatenate(kv_at)],
+        spec=spec_of(mask, dim, case["numbers"]),
+        soft_cap=mask.soft_cap,
+        numbers=dense.per_head(case["numbers"], heads, seed),
+        distance=np.abs(q_at[:, None] - np.concatenate(kv_at)[None, :]),
+    )
+
+
+def spec_of(mask, dim, numbers):
+    left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
+    differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
+    return AttentionSpec(
+        Mask(left, 0 if mask.is_causal else right),
+        Score(dim**-0.5, mask.soft_cap, differentiated),
+    )
+
+
+def oracle(inputs):
+    """``(truth, one device's results)``."""
+    args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
+    args += inputs.numbers, inputs.distance
+    return dense.truth(*args), dense.one_device(*args)
+
+
+def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers):
+    """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
+
+    Behind them the gradients of the numbers of each head, in the order of their names.
+    """
+    do, dlse = cotangents
+    carry: Any = None
+    dq: Any = None
+    dkvs, of_numbers = [], {}
+    for kv, tokens in zip(kvs, kv_tokens, strict=True):
+        arrays = q, kv, q_tokens, tokens
+        carry = local.forward(implementation, *arrays, carry, spec=spec, numbers=numbers)
+    o, lse = carry
+    out = o.astype(q.dtype)
+    wide = o.dtype
+    delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
+    for kv, tokens in zip(kvs, kv_tokens, strict=True):
+        arrays = (q, do), kv, (lse, delta), q_tokens, tokens
+        dq, dkv, parts = local.gradients(implementation, *arrays, dq, spec=spec, numbers=numbers)
+        dkvs.append(dkv)
+        of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
+    dk, dv = jnp.concatenate(dkvs, axis=2)
+    if "sink_logits" in numbers:
+        of_numbers |= start_gradients(numbers, lse, delta)
+    gradients = *(x.astype(q.dtype) for x in (dq, dk, dv)), *map(of_numbers.get, sorted(numbers))
+    return out, lse.swapaxes(1, 2), *gradients
+
+
+def assert_zero_where_blind(got, inputs):
+    """Rows that see nothing and keys that nothing sees: exactly zero, lse -inf or a sink."""
+    out, lse, dq, dk, dv, *_ = got
+    keep, sinks = inputs.keep, inputs.numbers.get("sink_logits")
+    blind = ~np.broadcast_to(keep.any(2), out.shape[:2])
+    unseen = ~np.broadcast_to(keep.any(1), dk.shape[:2])
+    assert (out[blind] == 0).all()
+    if sinks is None:
+        assert (lse[blind] == -np.inf).all()
+    else:
+        sinks = np.broadcast_to(sinks, lse.shape)[blind]
+        np.testing.assert_allclose(lse[blind], sinks, rtol=1e-6, atol=1e-6)
+    assert (dq[blind] == 0).all()
+    assert (dk[unseen] == 0).all()
+    assert (dv[unseen] == 0).all()

@@ -1,0 +1,168 @@
+"""A run of examples/train_lm.py that is killed at any moment goes on as if it had not been.
+
+``--kills 20`` kills as often, and says when it did; without it a few times are enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from killed_runs import EVERY, HEARTBEAT, TRAIN, Training, draw_moments, steps_for
+
+from burst_jax.training import CheckpointError, Checkpoints, RunLog
+
+sys.path.insert(0, str(TRAIN.parent))
+import train_lm
+
+MESH = "--mesh=fsdp=2,seq=2"
+# Which of two processes is killed, and when. Process 0 writes the log and completes checkpoints.
+PAIR_KILLS = [(1, "writing"), (0, "step"), (1, "step"), (0, "writing")]
+# What the other one says. JAX notices at once that process 0, to which it speaks, is gone.
+LAST_WORDS = {
+    0: r"the leader task was preempted/died/restarted",
+    1: r"stopped sending heartbeats\):\n1\n|Task 1 heartbeat timeout",
+}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
+    for index, part in enumerate(np.array_split(words, 4)):
+        (folder / f"{index}.txt").write_text("".join(part))
+    return folder
+
+
+def damage_newest(run: Training) -> tuple[Path, Path, int]:
+    """Cuts a file of the newest checkpoint; returns that checkpoint, the file and its old size."""
+    newest = run.checkpoints / str(Checkpoints(run.checkpoints).latest())
+    file = max((newest / "d").iterdir(), key=lambda file: file.stat().st_size)
+    size = file.stat().st_size
+    os.truncate(file, size - 5)
+    return newest, file, size
+
+
+def kill_one_of_two(run: Training, gone: int, when: str) -> None:
+    """Kills one process of a pair that goes on; the other one ends in time and names it."""
+    with run.start_pair() as pair:
+        # Two checkpoints are complete by then.
+        due = pair[0].until_first_step() + 3 * EVERY
+        if when == "writing":
+            pair[0].until(lambda: bool(run.half(due)))
+        else:
+            pair[0].until(lambda: run.reached() >= due)
+        pair[gone].kill()
+        killed = time.monotonic()
+        assert pair[1 - gone].wait() != 0
+        took = time.monotonic() - killed
+        print(f"process {gone} killed at {when}: the other ended after {took:.1f} s")
+        # By itself it takes HEARTBEAT; the rest is for a busy machine.
+        assert took < 2 * HEARTBEAT
+        assert re.search(LAST_WORDS[gone], pair[1 - gone].errors), pair[1 - gone].errors
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills):
+    moments = draw_moments(kills, seed=kills)
+    steps, cache = steps_for(moments), tmp_path / "cache"
+    whole, killed, pair = (
+        Training(tmp_path / name, steps, corpus, cache, MESH) for name in ("whole", "killed", "two")
+    )
+    whole.finish()
+
+    halves = 0
+    for moment in moments:
+        half = killed.kill_at(moment)
+        halves += half
+        print(f"{moment}: at step {killed.reached()}{', half a checkpoint left' if half else ''}")
+    assert halves > 0
+    killed.finish()
+    assert killed.losses() == whole.losses()  # Bit for bit.
+    first, second = ((run.out / "summary.json").read_text() for run in (whole, killed))
+    assert first == second
+
+    # The same with one of two processes, but on another mesh and by one process in the end.
+    for gone, when in PAIR_KILLS[: 1 + kills // 6]:
+        kill_one_of_two(pair, gone, when)
+    moved = Training(tmp_path / "moved", steps, corpus, cache, "--mesh=seq=4")
+    shutil.copytree(pair.out, moved.out)
+    newest, file, size = damage_newest(moved)
+    with moved.start() as process:
+        assert process.wait() == 0, process.errors
+    before = re.findall(r"going on from step (\d+)", process.out)[0]
+    assert int(before) == int(newest.name) - EVERY
+    assert (
+        f"checkpoint {newest} is refused: {file.relative_to(newest)}: has {size - 5} bytes, {size} "
+        f"were written; checkpoint {newest.with_name(before)} is taken"
+    ) in process.errors
+    np.testing.assert_allclose(moved.losses(), whole.losses(), rtol=1e-5)
+
+    if len(moments) >= 20:  # By default there is no time for two runs more.
+        other = Training(tmp_path / "other", steps, corpus, cache, MESH)
+        for run in (pair, other):
+            with run.start_pair() as processes:
+                assert [process.wait() for process in processes] == [0, 0], processes[0].errors
+        assert pair.losses() == other.losses()
+
+
+# --- what a run goes on from ---------------------------------------------------------------------
+
+
+def arguments_of(**changed):
+    given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
+    return argparse.Namespace(**given | {"resume": "auto", "checkpoint_dir": "here"} | changed)
+
+
+def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path):
+    state = {"x": jnp.arange(3.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        saved = {name: getattr(arguments_of(), name) for name in train_lm.SAME}
+        checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
+        checkpoints.wait()
+        step, restored, loader = train_lm.restore(arguments_of(), checkpoints, state)
+        assert (step, loader) == (3, "its state")
+        assert jnp.array_equal(restored["x"], state["x"])
+        message = "--seed is 1: the checkpoints in here are of a run with 0; use the same"
+        with pytest.raises(ValueError, match=message):
+            train_lm.restore(arguments_of(seed=1), checkpoints, state)
+        with pytest.raises(ValueError, match=r"--resume is never, and .* holds checkpoints"):
+            train_lm.restore(arguments_of(resume="never"), checkpoints, state)
+
+
+# --- files that cannot be written ----------------------------------------------------------------
+
+
+def test_a_log_that_finds_no_room_says_where_and_goes_on_when_there_is(tmp_path):
+    given = {"tokens_per_step": 8, "flops_per_step": 1.0, "peak": None}
+    metrics = {"loss": 1.0, "grad_norm": 1.0}
+    path = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, 3, **given) as log:
+        log.step(1, metrics)
+        assert log._file is not None
+        whole = log._file
+        log._file = open("/dev/full", "a")  # noqa: SIM115 - a disk without room
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            log.step(2, metrics)
+        whole.write('{"step": 2, "lo')  # As much of the line as there was room for.
+        whole.close()
+    with RunLog(tmp_path, 3, start=1, **given) as log:
+        log.step(2, metrics)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoint 1 could not be written to") as e:
+        Checkpoints(tmp_path / "file" / "run").save(1, {"x": jnp.zeros(3)})
+    assert "Not a directory" in str(e.value)

@@ -1,0 +1,183 @@
+"""The Mosaic GPU kernels on a CPU, interpreted: results, data races and waits that nobody ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import compare
+import interpreted
+import jax
+import jax.numpy as jnp
+import local
+import local_cases
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from local_cases import assert_zero_where_blind, attend, case_id
+
+from pallas_kernels import REFERENCE, mosaic_gpu
+from pallas_kernels.pallas_mosaic import forward_step, items
+from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+
+needs_interpreter = pytest.mark.mosaic_interpreter
+# The smallest tiles there are. Lengths are chosen for few steps, with parts of tiles on both sides.
+KERNELS = mosaic_gpu(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
+NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers"
+CASES = [
+    dict(zip(NAMES, levels, strict=True))
+    for levels in (
+        ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
+        ("full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks"),
+        ("packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "bfloat16", "both"),
+        # The second shard's keys are all in the future: its items have nothing to visit.
+        ("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
+        ("packed_causal", "striped", 2, (2, 2), (136, 72), 64, "bfloat16", "both"),
+        ("full", "zigzag", 1, (2, 1), (136, 200), 32, "float16", "slopes"),
+        ("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
+    )
+]
+PLAIN, SLOPES, FULL_SLOPES, WIDE = CASES[0], *(CASES[i] for i in (3, 5, 6))
+
+
+def inputs_of(case):
+    return local_cases.make_inputs(case, seed=7, batch=1)
+
+
+def interpret(run, *arrays, **options):
+    """``run(*arrays)`` as NumPy arrays, its kernels interpreted."""
+    with interpreted.interpreted(**options):
+        # A function of its own each time: nothing is taken that was traced before.
+        return jax.tree.map(np.asarray, jax.jit(lambda *arrays: run(*arrays))(*arrays))
+
+
+def interpret_all(inputs, kernels=KERNELS, **options):
+    run = functools.partial(attend, kernels, inputs.spec)
+    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    return interpret(run, *arrays, inputs.numbers, **options)
+
+
+def interpret_forward(inputs, carry=None, out_dtype=None, **options):
+    """``(o, lse)`` over the first shard of keys."""
+
+    def run(q, kv, q_tokens, kv_tokens, numbers, carry):
+        kwargs = {"spec": inputs.spec, "numbers": numbers, "out_dtype": out_dtype}
+        return local.forward(KERNELS, q, kv, q_tokens, kv_tokens, carry, **kwargs)
+
+    arrays = inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0]
+    return interpret(run, *arrays, inputs.numbers, carry, **options)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [(case, 2 if case["blocks"] == 1 else None) for case in CASES],
+    ids=map(case_id, CASES),
+)
+def test_as_exact_as_dense(monkeypatch, case, programs):
+    """``programs``: how many draw tickets until no item is left; None is one for each item."""
+    if programs is not None:
+        monkeypatch.setattr(items, "_multiprocessors", lambda: programs)
+    inputs = inputs_of(case)
+    # The shipped tiles of this one are for three warpgroups.
+    got = interpret_all(inputs, mosaic_gpu() if case is WIDE else KERNELS)
+    truth, one_device = local_cases.oracle(inputs)
+    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
+    assert_zero_where_blind(got, inputs)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", [PLAIN, SLOPES], ids=["plain", "slopes"])
+def test_the_last_call_rounds_out_and_nothing_else(case):
+    inputs = inputs_of(case)
+    rng = np.random.default_rng(0)
+    batch, length, heads, _ = inputs.q.shape
+    carry = (
+        rng.normal(size=inputs.q.shape).astype(np.float32),
+        rng.normal(size=(batch, heads, length)).astype(np.float32),
+    )
+    o, lse = interpret_forward(inputs, carry)
+    rounded, same_lse = interpret_forward(inputs, carry, jnp.bfloat16)
+    np.testing.assert_array_equal(rounded, o.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(same_lse, lse)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("scale", [1e-38, 2.0**-63], ids=["added", "in-the-products"])
+def test_a_bias_over_a_tiny_scale(scale):
+    """Over a scale of 1e-38 the bias would be infinite: it is added to the scores instead."""
+    inputs = inputs_of(SLOPES)
+    spec = dataclasses.replace(
+        inputs.spec, score=dataclasses.replace(inputs.spec.score, scale=scale)
+    )
+    inputs = dataclasses.replace(inputs, spec=spec)
+    o, lse = interpret_forward(inputs)
+    # The products count for nothing: logits are the bias.
+    q, k, v = (x.astype(np.float32) for x in (inputs.q, *inputs.kvs[0]))
+    arrays = q * 0, (k, v), inputs.q_tokens, inputs.kv_tokens[0]
+    want_o, want_lse = local.forward(REFERENCE, *arrays, spec=spec, numbers=inputs.numbers)
+    np.testing.assert_allclose(lse, np.asarray(want_lse), rtol=1e-5, atol=1e-5)
+    assert compare.errors(o, want_o)[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+def nothing(*args, **kwargs):
+    del args, kwargs
+
+
+def products_not_awaited(acc, *, wait_n=0):
+    return LOAD(acc, wait_n=2)
+
+
+class Theirs:
+    """Stands for a class of JAX's interpreter."""
+
+    def run(self, thread):
+        del thread
+
+
+class Same(Theirs):
+    def run(self, thread):
+        del thread
+
+
+class Gone(Theirs):
+    def stop(self):
+        """Overrides nothing."""
+
+
+class Changed(Theirs):
+    def run(self, thread, warp=None):
+        del thread, warp
+
+
+def test_a_method_that_jax_changed_is_named():
+    """With any JAX."""
+    interpreted.check_overrides((Same,))
+    with pytest.raises(RuntimeError, match=r"Theirs.stop is not there; .* takes \['self'\]"):
+        interpreted.check_overrides((Same, Gone))
+    with pytest.raises(RuntimeError, match=r"Theirs.run takes \['self', 'thread'\]; .*'warp'"):
+        interpreted.check_overrides((Same, Changed))
+
+
+LOAD = plgpu.wgmma_accumulator_load
+MISTAKES = {
+    "results-not-visible-to-the-copy": (PLAIN, plgpu, "commit_smem", nothing, "RACE"),
+    "memory-written-while-it-is-copied": (PLAIN, plgpu, "wait_smem_to_gmem", nothing, "RACE"),
+    "keys-freed-while-multiplied": (
+        PLAIN, plgpu, "wgmma_accumulator_load", products_not_awaited, "RACE",
+    ),
+    "positions-freed-while-read": (FULL_SLOPES, forward_step, "end_reads", nothing, "RACE"),
+    "nobody-arrives": (PLAIN, plgpu, "barrier_arrive", nothing, "deadlock: .* waited 2"),
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows(monkeypatch, mistake):
+    """The guard of the tests above: what they would make of a wrong kernel."""
+    case, module, name, wrong, message = MISTAKES[mistake]
+    monkeypatch.setattr(module, name, wrong)
+    # Only where nobody arrives is there no use in patience.
+    patience = 2.0 if mistake == "nobody-arrives" else 120.0
+    with pytest.raises(Exception, match=message):
+        interpret_all(inputs_of(case), patience=patience)
