@@ -13,6 +13,7 @@ from burst_jax.checks import (
     check_arrays,
     check_bool,
     check_devices,
+    check_inside_shard_map,
     check_outside_shard_map,
     check_per_head,
     check_segment_ids,
@@ -108,7 +109,8 @@ def burst_attention(
       mesh: the device mesh; None is the one of ``jax.set_mesh``.
       seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
         which sends one block over the links of the outer axis for each turn of the inner ring
-        (:mod:`burst_jax.ring.route`); None: no ring, but ``head_parallel_axis`` alone (Ulysses).
+        (:mod:`burst_jax.ring.route`); None: no ring. Then ``head_parallel_axis`` alone splits T and
+        S (Ulysses), or, if that is None too, no axis does, and each device has whole rows.
       head_parallel_axis: a further mesh axis that T and S are split over. Before the ring its
         devices exchange their tokens for parts of the heads by all-to-all, and after the ring they
         exchange them back (:mod:`burst_jax.ring.exchange`). It is meant for the devices of one
@@ -288,7 +290,8 @@ def ring_attention(
       value: ``[B, S, K, H]``, same dtype.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
-        ring, but ``head_parallel_axis`` alone.
+        ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
+        arrays alone.
       head_parallel_axis: a mesh axis that each shard of the ring is split over, in the order it is
         in. Its devices exchange their tokens for parts of the heads by all-to-all
         (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
@@ -351,6 +354,8 @@ def ring_attention(
         implementation=implementation,
         backward=backward,
     )
+    if not request.token_axes:
+        check_inside_shard_map()
     check_local_shapes(request, query, key)
     queries = Queries(query, segment_ids.get("query_segment_ids"))
     keys = Keys(key, value, segment_ids.get("key_value_segment_ids"))

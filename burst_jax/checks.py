@@ -157,6 +157,18 @@ def check_outside_shard_map() -> None:
         )
 
 
+def check_inside_shard_map() -> None:
+    """Raises ValueError if ``ring_attention`` without mesh axes is called outside a ``shard_map``.
+
+    An axis that is named is looked for where its size is needed.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "axis_name is None outside of a shard_map, where arrays may be those of all devices: "
+            "call burst_attention with seq_axis=None there, or ring_attention inside a shard_map"
+        )
+
+
 def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> None:
     """Raises ValueError if an array lies on other devices than the mesh has, or none are known.
 
@@ -255,10 +267,10 @@ def check_per_head(heads: int, arrays: Mapping[str, Any]) -> PerHead:
 def check_seq_axes(
     name: str, seq_axis: AxisNames, head_parallel_axis: str | None
 ) -> tuple[str, ...]:
-    """The ring's mesh axes, outermost first.
+    """The ring's mesh axes, outermost first; none for None.
 
     Raises:
-      ValueError: they are not one name or two, or there is neither a ring nor an exchange of heads.
+      ValueError: they are not one name or two.
     """
     if head_parallel_axis is not None and not isinstance(head_parallel_axis, str):
         raise ValueError(
@@ -266,11 +278,6 @@ def check_seq_axes(
             "None"
         )
     if seq_axis is None:
-        if head_parallel_axis is None:
-            raise ValueError(
-                f"{name} is None, and so is head_parallel_axis: name the mesh axis that the "
-                "sequence is split over"
-            )
         return ()
     axes = (seq_axis,) if isinstance(seq_axis, str) else seq_axis
     if not (
@@ -281,7 +288,7 @@ def check_seq_axes(
     ):
         raise ValueError(
             f"{name} is {seq_axis!r}: it must be the name of a mesh axis, a pair (outer, inner) of "
-            "them for a two-level ring, or None with head_parallel_axis"
+            "them for a two-level ring, or None for no ring"
         )
     if head_parallel_axis in axes:
         raise ValueError(

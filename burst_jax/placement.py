@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.platform import mapped_over_mesh_axes
 from burst_jax.request import Request
-from burst_jax.sharding import AxisNames, flat_names, only, size_on_mesh
+from burst_jax.sharding import AxisNames, flat_names, names_of, only, size_on_mesh
 
 # What the dimensions of each array of a call are split over. A dimension that is None is whole on
 # every device.
@@ -62,7 +62,8 @@ class Placement:
         Raises:
           ValueError: an axis is not one of the mesh's, or is used twice.
         """
-        batch_axes, head_axes = _names("batch_axis", batch_axis), _names("head_axis", head_axis)
+        batch_axes = names_of("batch_axis", batch_axis)
+        head_axes = names_of("head_axis", head_axis)
         used = dict.fromkeys(request.ring_axes, "seq_axis")
         if request.head_parallel_axis is not None:
             used[request.head_parallel_axis] = "head_parallel_axis"
@@ -88,7 +89,7 @@ class Placement:
         """How the argument or result of this name is split."""
         axes = {
             "batch": self.batch_axes or None,
-            "tokens": self.token_axes,
+            "tokens": self.token_axes or None,
             "heads": self.head_axes or None,
             None: None,
         }
@@ -123,15 +124,6 @@ class Placement:
                 )
             placed[name] = array
         return placed
-
-
-def _names(argument: str, axes: AxisNames) -> tuple[str, ...]:
-    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
-        raise ValueError(
-            f"{argument} is {axes!r}: it must be a mesh axis, a tuple of them, or None"
-        )
-    return names
 
 
 def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:

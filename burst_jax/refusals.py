@@ -1,9 +1,10 @@
-"""Arguments that the public functions do not take, and what to use instead."""
+"""Arguments that are refused: those that functions do not take, and what to use instead."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -40,6 +41,18 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown ``name``: which of ``names`` is spelled like it."""
     close = difflib.get_close_matches(name, names, n=1)
     return f". Did you mean {close[0]!r}?" if close else ""
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """``value`` as a Python int.
+
+    Raises:
+      ValueError: it is no integer, or smaller than ``least``.
+    """
+    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not integer or value < least:
+        raise ValueError(f"{name} is {value!r}: it must be an integer, at least {least}")
+    return int(value)
 
 
 def refuse_other_arguments(

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from burst_jax.sharding import AxisNames, axes_size, flat_names
+from burst_jax.sharding import AxisNames, axes_size, flat_names, resolve_mesh
 
 # For each dimension of an array its logical name; None is a dimension that is never split.
 LogicalAxes = tuple[str | None, ...]
@@ -54,7 +54,9 @@ class ShardingRules:
         owner: dict[str, str] = {}
         for field, axes in self._fields().items():
             names = (axes,) if isinstance(axes, str) else axes
-            strings = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+            strings = isinstance(names, tuple) and all(
+                isinstance(name, str) and name for name in names
+            )
             if axes is not None and not strings:
                 raise ValueError(
                     f"ShardingRules' {field} is {axes!r}: it must be a mesh axis, a tuple of them, "
@@ -75,8 +77,9 @@ class ShardingRules:
         """The rules of a mesh whose axes are named as the fields are, all or some of them.
 
         Raises:
-          ValueError: the mesh has an axis of another name.
+          ValueError: it is no mesh, or has an axis of another name.
         """
+        mesh = resolve_mesh(mesh)
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in mesh.axis_names:
             if name not in fields:

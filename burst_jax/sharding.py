@@ -55,9 +55,61 @@ def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
     """
     if axis not in mesh.axis_names:
         raise ValueError(
-            f"{argument} is {axis!r}: the mesh's axes are {', '.join(map(repr, mesh.axis_names))}"
+            f"{argument} is {axis!r}: the mesh's axes are "
+            f"{', '.join(map(repr, mesh.axis_names))}; name one of them, or pass {argument}=None"
         )
     return mesh.shape[axis]
+
+
+def names_of(argument: str, axes: AxisNames) -> tuple[str, ...]:
+    """The mesh axes that an argument names.
+
+    Raises:
+      ValueError: it is neither a name, nor a tuple of names, nor None.
+    """
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+        raise ValueError(
+            f"{argument} is {axes!r}: it must be a mesh axis, a tuple of them, or None"
+        )
+    return names
+
+
+def check_axes(
+    mesh: Mesh | AbstractMesh,
+    arguments: Mapping[str, AxisNames],
+    used: Mapping[str, str] | None = None,
+) -> None:
+    """Raises ValueError for an argument that names no axis of the mesh, or one that is in use.
+
+    Args:
+      mesh: the mesh.
+      arguments: the mesh axes that each argument names.
+      used: for mesh axes that are in use already, what uses them.
+    """
+    owner = dict(used or {})
+    for argument, axes in arguments.items():
+        for axis in names_of(argument, axes):
+            size_on_mesh(mesh, argument, axis)
+            if axis in owner:
+                raise ValueError(
+                    f"{argument} is {axis!r}, and so is one of {owner[axis]}: use different mesh "
+                    "axes"
+                )
+            owner[axis] = argument
+
+
+def check_has_devices(mesh: Any) -> Mesh:
+    """``mesh`` itself, onto which arrays are to be put.
+
+    Raises:
+      ValueError: it is no ``jax.sharding.Mesh``.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}: it must be a jax.sharding.Mesh, which has devices"
+        )
+    return mesh
 
 
 def size_in_shard_map(argument: str, axis: str) -> int:
@@ -82,9 +134,12 @@ def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def inside_shard_map(axes: AxisNames) -> bool:
-    """Whether one of the mesh axes is manual here, so that arrays are one device's."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(set(manual).intersection(flat_names(axes)))
+    """Whether one of the mesh axes is manual here, so that arrays are one device's.
+
+    Without axes it is whether any mesh axis is manual.
+    """
+    manual, names = jax.sharding.get_abstract_mesh().manual_axes, flat_names(axes)
+    return bool(set(manual).intersection(names) if names else manual)
 
 
 def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:

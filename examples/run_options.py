@@ -20,6 +20,7 @@ from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corp
 from burst_jax.layout import Layout, padded_length
 from burst_jax.models import DecoderConfig
 from burst_jax.models.config import Remat
+from burst_jax.refusals import did_you_mean
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
 DEFAULTS = {
@@ -52,8 +53,10 @@ DEFAULTS = {
 }
 AT_LEAST_1 = (
     "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
+    "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
+POSITIVE = ("lr", "stall_timeout")
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
@@ -74,7 +77,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
         cpu, gpu = DEFAULTS["cpu"][name], DEFAULTS["gpu"][name]
         return f"(default: {cpu} on CPU, {gpu} on GPUs)"
 
-    parser = Parser(description="Train a language model on a mesh of devices.")
+    # An abbreviation that is unambiguous today may mean another flag tomorrow.
+    parser = Parser(description="Train a language model on a mesh of devices.", allow_abbrev=False)
     group = parser.add_argument_group
     add = group("text").add_argument
     add("--data", type=Path, help="text files, JSON lines or arrays (default: Python's source)")
@@ -120,7 +124,12 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--stall-timeout", type=float, default=1800, help="seconds without a step that end it")
     add("--tensorboard", action="store_true", help="write curves for TensorBoard")
     add("--profile", type=int, default=0, metavar="N", help="trace N steps")
-    return parser.parse_args(argv), parser
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = ["--" + name.replace("_", "-") for name in vars(args)]
+        hint = did_you_mean(unknown[0].partition("=")[0], known)
+        parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
+    return args, parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +170,11 @@ def prepare(args: argparse.Namespace) -> Run:
             if value is not None and value < least:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} is {value}: it must be at least {least}")
+    for name in POSITIVE:
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is {value}: it must be positive, and finite")
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
     mesh = make_mesh(args.mesh)
@@ -204,11 +218,14 @@ def make_mesh(text: str | None) -> Mesh:
         sizes["seq"] = len(devices)
     else:
         try:
-            given = {
-                name: int(size) for name, size in (axis.split("=") for axis in text.split(","))
-            }
+            pairs = [
+                (name, int(size)) for name, size in (axis.split("=") for axis in text.split(","))
+            ]
         except ValueError:
             raise ValueError(f"--mesh is {text!r}: write it like fsdp=2,seq=4") from None
+        given = dict(pairs)
+        if len(given) != len(pairs):
+            raise ValueError(f"--mesh is {text!r}: it names an axis twice; give each one size")
         if not set(given) <= set(sizes) or min(given.values()) < 1:
             raise ValueError(
                 f"--mesh is {text!r}: its axes are {', '.join(AXES)}, of size 1 or more"

@@ -87,7 +87,8 @@ def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
         batch=args.batch,
         rows=rows_here(run.mesh, args.batch, batch_axis=run.rules.batch_axes),
         tokens=run.tokens,
-        vocab_size=run.config.vocab_size,
+        # The model's is rounded up, so it would let pass ids that the text may not have.
+        vocab_size=args.vocab_size or run.config.vocab_size,
         packing=args.packing,
         seed=args.seed,
     )

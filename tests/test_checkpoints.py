@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -232,6 +233,18 @@ def test_orbax_alone_does_not_notice(tmp_path):
     assert (restore_arrays(tmp_path / "1", {"x": struct})["x"] != x["x"]).any()
 
 
+def test_a_record_of_another_version_is_refused(saved):
+    folder, states = saved
+    for text in ('{"version": 7}', "[]", '{"arrays": {"x": 1}, "files": {}}'):
+        text += "\n"
+        digest = hashlib.blake2b(text.encode()).hexdigest()
+        (folder / "3" / "record.json").write_text(f"{text}{digest}\n")
+        with pytest.raises(
+            CheckpointError, match=r"run/3 is damaged: record.json: another version"
+        ):
+            Checkpoints(folder).restore(states[1], step=3)
+
+
 def test_when_all_are_damaged_nothing_is_restored(saved):
     folder, states = saved
     for step in states:
@@ -348,9 +361,32 @@ def test_a_state_that_does_not_fit_is_refused_with_every_difference(saved):
 
 
 X = {"x": np.zeros(2, np.float32)}
+HALF: Any = 1.5
 MISTAKES = {
-    "keep": (lambda c: Checkpoints(c.folder, keep=0), "keep is 0: it must be at least 1"),
-    "timeout": (lambda c: Checkpoints(c.folder, timeout=0), "timeout is 0: it must be at least 1"),
+    "keep": (
+        lambda c: Checkpoints(c.folder, keep=0),
+        "keep is 0: it must be an integer, at least 1",
+    ),
+    "timeout": (
+        lambda c: Checkpoints(c.folder, timeout=0),
+        "timeout is 0: it must be an integer, at least 1",
+    ),
+    "keep-float": (
+        lambda c: Checkpoints(c.folder, keep=HALF),
+        "keep is 1.5: it must be an integer",
+    ),
+    "file": (
+        lambda c: Checkpoints(c.folder / "3" / "record.json"),
+        "folder is .*record.json, a file: name a folder",
+    ),
+    "step-text": (lambda c: c.save("4", {"x": jnp.zeros(1)}), "step is '4': it must be an integer"),
+    "step-float": (lambda c: c.save(4.5, {"x": jnp.zeros(1)}), "step is 4.5: it must be an int"),
+    "restore-text": (
+        lambda c: c.restore({"x": jnp.zeros(1)}, "3"),
+        "step is '3': it must be an in",
+    ),
+    "no-arrays": (lambda c: c.save(4, {}), "state is {}, without any array: pass weights"),
+    "none": (lambda c: c.restore(None), "state is None, without any array"),
     "numpy": (lambda c: c.save(4, X), "state has x, a ndarray: it must be a jax.Array"),
     "number": (
         lambda c: c.save(4, {"params": {"n": 3}}),
@@ -369,7 +405,10 @@ MISTAKES = {
         r"step is 3: .*run holds checkpoint 3 already; go on from it \(restore\), use another",
     ),
     "earlier": (lambda c: c.save(2, {"x": jnp.zeros(1)}), "step is 2: .* holds checkpoint 3"),
-    "negative": (lambda c: c.save(-1, {"x": jnp.zeros(1)}), "step is -1: it must be at least 0"),
+    "negative": (
+        lambda c: c.save(-1, {"x": jnp.zeros(1)}),
+        "step is -1: it must be an integer, at least 0",
+    ),
     "no-sharding": (
         lambda c: c.restore({"x": jax.ShapeDtypeStruct((2,), jnp.float32)}),
         r"abstract_state has x without a sharding: jax.ShapeDtypeStruct\(shape, dtype, sharding",

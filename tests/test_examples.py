@@ -198,6 +198,22 @@ def test_bad_arguments_are_one_line():
         (["--mesh=seq=x"], "--mesh is 'seq=x': write it like"),
         (["--mesh=ring=8"], "--mesh is 'ring=8': its axes are data, fsdp, stage, seq, tensor"),
         (["--mesh=seq=0"], "--mesh is 'seq=0': its axes are data, .* tensor, of size 1 or more"),
+        (["--mesh=seq=-1"], "--mesh is 'seq=-1': its axes are data, .* of size 1 or more"),
+        (["--mesh=seq=2,seq=4"], "--mesh is 'seq=2,seq=4': it names an axis twice"),
+        (["--mesh="], "--mesh is '': write it like fsdp=2,seq=4"),
+        (["--mesh=seq=2,"], "--mesh is 'seq=2,': write it like"),
+        (["--mesh=seq:2"], "--mesh is 'seq:2': write it like"),
+        (["--mesh=Seq=2"], "--mesh is 'Seq=2': its axes are data, fsdp, stage, seq, tensor"),
+        (["--batch=0"], "--batch is 0: it must be at least 1"),
+        (["--seq-len=-8"], "--seq-len is -8: it must be at least 1"),
+        (["--layers=0"], "--layers is 0: it must be at least 1"),
+        (["--kv-heads=0"], "--kv-heads is 0: it must be at least 1"),
+        (["--head-dim=7"], "head_dim is 7: RoPE rotates pairs, so it must be even"),
+        (["--vocab-size=0"], "--vocab-size is 0: it must be at least 1"),
+        (["--lr=nan"], "--lr is nan: it must be positive, and finite"),
+        (["--lr=-1"], "--lr is -1.0: it must be positive, and finite"),
+        (["--lr=inf"], "--lr is inf: it must be positive, and finite"),
+        (["--stall-timeout=0"], "--stall-timeout is 0.0: it must be positive, and finite"),
         (["--seq-len=100"], "--seq-len is 100: the zigzag layout over 8 devices.*; use 112"),
         (["--seq-len=100", "--layout=striped"], "the striped layout over 8 devices.*; use 104"),
         (["--mesh=data=4,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
@@ -224,6 +240,48 @@ def test_arguments_that_do_not_fit(corpus, arguments, message):
     args, _ = run_options.parse_args(["--data", str(corpus), *TINY, *arguments])
     with pytest.raises(ValueError, match=message):
         run_options.prepare(args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seqlen=64"], "unknown arguments: --seqlen=64. Did you mean '--seq-len'?"),
+        (["--mesh-shape", "seq=2"], "unknown arguments: --mesh-shape seq=2"),
+        (["--step=5"], "unknown arguments: --step=5. Did you mean '--steps'?"),
+        (["notes/"], "unknown arguments: notes/"),
+        (["--batch=two"], "argument --batch: invalid int value: 'two'"),
+        (["--layout=zig-zag"], "argument --layout: invalid choice: 'zig-zag'"),
+        (["--dtype=float16"], "argument --dtype: invalid choice: 'float16'"),
+        (["--resume=yes"], "argument --resume: invalid choice: 'yes'"),
+        (["--implementation=cuda"], "argument --implementation: invalid choice: 'cuda'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_arguments_that_there_are_not(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        run_options.parse_args(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ids_that_the_given_vocabulary_has_not_are_refused(corpus, tmp_path):
+    """The model's own vocabulary is rounded up."""
+    np.save(tmp_path / "ids.npy", np.arange(8000) % 120)
+
+    def first_batch(args):
+        prepared = run_options.prepare(args)
+        with train_lm.make_loader(args, prepared, prepared.text) as loader:
+            next(loader)
+
+    for data, options, message in (
+        (tmp_path, ["--vocab-size=100"], "holds token id 1[01][0-9], vocab_size is 100"),
+        (corpus, ["--vocab-size=100"], "vocab_size is 100, but ByteTokens"),
+        (tmp_path, [], "--vocab-size is missing: --data holds tokens"),
+        (tmp_path, ["--tokenizer=t.json"], "--tokenizer is t.json, but --data holds tokens"),
+    ):
+        args, _ = run_options.parse_args(["--data", str(data), *TINY, *options])
+        with pytest.raises(ValueError, match=message):
+            first_batch(args)
 
 
 def no_training(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from rings import (
     B,
     H,
@@ -62,6 +64,33 @@ def test_batch_and_head_axes(shape, batch_axis, head_axis):
     )(*arrays)
     shard = placed.sharding.shard_shape(placed.shape)
     assert shard == (4 // sizes[0], T // n, N // sizes[1], H)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_rows_that_no_axis_splits(kind):
+    """Without a ring, in the library's shard_map and in the caller's own."""
+    arrays, cotangents = make_inputs()
+    mesh, spec = mesh_of(kind, data=2, model=2), P("data", None, "model")
+    options: Any = {"is_causal": True, "layout": "zigzag", "return_residual": True}
+
+    def attend_here(*arrays):
+        return burst_jax.burst_attention(
+            *arrays, mesh=mesh, seq_axis=None, batch_axis="data", head_axis="model", **options
+        )
+
+    in_own_map = jax.shard_map(
+        lambda *arrays: burst_jax.ring_attention(*arrays, axis_name=None, **options),
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=(spec,) * 2,
+    )
+    arrays, cotangents = jax.device_put((arrays, cotangents), jax.NamedSharding(mesh, spec))
+    want = one_device(*jax.device_get((arrays, cotangents)))
+    for run in (attend_here, in_own_map):
+        with jax.set_mesh(mesh):
+            got = forward_and_gradients(run)(arrays, cotangents)
+        assert_close(got, want)
+        assert got[0].sharding.shard_shape(got[0].shape) == (B // 2, T, N // 2, H)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)], ids=["2x2x2", "1x4x2"])

@@ -56,6 +56,8 @@ def test_requests_without_a_ring_and_without_an_exchange():
     ulysses, ring = parse(axes=None), parse(axes="inner", head_parallel_axis=None)
     assert (ulysses.ring_axes, ulysses.ring_size, ulysses.token_devices) == ((), 1, 4)
     assert (ring.ring_axes, ring.ring_size, ring.token_devices) == (("inner",), 3, 3)
+    whole = parse(axes=None, head_parallel_axis=None)
+    assert (whole.token_axes, whole.ring_size, whole.token_devices) == ((), 1, 1)
 
 
 @pytest.mark.parametrize(

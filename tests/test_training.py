@@ -262,7 +262,7 @@ def test_schedule():
     [
         ({"learning_rate": 0.0}, "learning_rate is 0.0: it must be positive"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0: it must be positive"),
-        ({"steps": 0}, "steps is 0: it must be at least 1"),
+        ({"steps": 0}, "steps is 0: it must be an integer, at least 1"),
         ({"warmup_steps": 10}, r"warmup_steps is 10: it must be in 0 ... steps - 1 \(9\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Self, TypedDict, get_args
+from typing import Self, TypedDict, get_args
 
 import grain
 import numpy as np
@@ -26,6 +26,7 @@ from burst_jax.data.rows import (
 )
 from burst_jax.data.states import VERSION, State, check_same
 from burst_jax.data.tokens import ByteTokens, Tokens
+from burst_jax.refusals import check_integer
 
 # Threads that make rows: tokenizers and reads release Python's lock, packing does not.
 _THREADS = 4
@@ -119,12 +120,12 @@ class Loader(Iterator[Rows]):
         epochs: int | None = None,
         prefetch: int = 2,
     ):
-        self._row = _check_integer("seq_len", seq_len, 1) + 1
-        self._batch = _check_integer("batch", batch, 1)
+        self._row = check_integer("seq_len", seq_len, 1) + 1
+        self._batch = check_integer("batch", batch, 1)
         self._rows = _check_rows(rows, self._batch)
-        self._prefetch = _check_integer("prefetch", prefetch, 0)
-        self._seed = _check_integer("seed", seed, 0)
-        self._epochs = None if epochs is None else _check_integer("epochs", epochs, 1)
+        self._prefetch = check_integer("prefetch", prefetch, 0)
+        self._seed = check_integer("seed", seed, 0)
+        self._epochs = None if epochs is None else check_integer("epochs", epochs, 1)
         if packing not in get_args(Packing):
             raise ValueError(
                 f"packing is {packing!r}: use one of {', '.join(map(repr, get_args(Packing)))}"
@@ -278,13 +279,6 @@ def _close(iterators: list[grain.DatasetIterator]) -> None:
     iterators.clear()
 
 
-def _check_integer(name: str, value: Any, least: int) -> int:
-    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not integer or value < least:
-        raise ValueError(f"{name} is {value!r}: it must be an integer, at least {least}")
-    return int(value)
-
-
 def _check_rows(rows: Iterable[int] | None, batch: int) -> list[int]:
     rows = range(batch) if rows is None else rows
     chosen = list(rows) if isinstance(rows, Iterable) else []
@@ -312,7 +306,7 @@ def _check_tokens(corpus: Corpus, tokens: Tokens | None) -> Tokens | None:
 
 def _check_vocabulary(tokens: Tokens | None, vocab_size: int | None) -> int | None:
     if vocab_size is not None:
-        _check_integer("vocab_size", vocab_size, 1)
+        check_integer("vocab_size", vocab_size, 1)
     if tokens is None:
         return vocab_size
     if vocab_size is not None and tokens.vocab_size > vocab_size:

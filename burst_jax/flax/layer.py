@@ -51,8 +51,9 @@ class BurstAttention(nnx.Module):
 
     B batch, T length, D features, N query heads, K key/value heads, H head dim.
 
-    Inside the caller's own ``shard_map`` over the sequence axes the layer takes one device's tokens
-    and weights, and calls :func:`ring_attention`. Along ``head_axis`` the weights are this device's
+    Inside the caller's own ``shard_map`` over the sequence axes (over any axis, if no axis splits
+    the sequence) the layer takes one device's tokens and weights, and calls
+    :func:`ring_attention`. Along ``head_axis`` the weights are this device's
     heads; key and value weights may have all heads there. The outputs of all heads are summed.
 
     Args:

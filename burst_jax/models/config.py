@@ -124,7 +124,7 @@ class DecoderConfig:
             "mlp_chunks",
         ):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} is {size!r}: it must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -150,7 +150,11 @@ class DecoderConfig:
             raise ValueError("layer_pattern is empty: it must have a LayerKind, or several")
         for name in ("dtype", "param_dtype"):
             dtype = getattr(self, name)
-            if not jnp.issubdtype(dtype, jnp.floating):
+            try:
+                floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+            except TypeError:  # NumPy knows no dtype of this name.
+                floating = False
+            if not floating:
                 raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
             if getattr(self, name) not in known:

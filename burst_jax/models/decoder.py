@@ -26,7 +26,7 @@ from burst_jax.flax.rope import rope_table
 from burst_jax.flax.rope_variants import DynamicRope, Rope
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.layers import DecoderLayer, norm_of
-from burst_jax.models.parts import Parts, embed, parts_of
+from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
@@ -58,7 +58,8 @@ class Decoder(nnx.Module):
         :class:`burst_jax.ShardingRules`. None: the options ``batch_axis``, ``seq_axis`` and
         ``head_axis`` split the activations, and weights are whole but for their heads, hidden
         features and vocabulary, which ``head_axis`` splits. Weights that lie split over other Auto
-        axes are then made whole, all layers at once: pass rules instead. Over Explicit axes
+        axes are refused where that can be seen (:meth:`refuse_split_weights`); inside ``jit`` it
+        cannot, and they are made whole, all layers at once: pass rules instead. Over Explicit axes
         that split rows or tokens weights may be split as they are; they stay so, and one layer's
         are gathered at a time. Over other Explicit axes they are made whole, too.
       microbatches: with a pipeline the number of microbatches in which each device's rows pass
@@ -82,6 +83,8 @@ class Decoder(nnx.Module):
         microbatches: int | None = None,
         **options: Unpack[AttentionOptions],
     ) -> None:
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(f"config is a {type(config).__name__}: it must be a DecoderConfig")
         _refuse_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
@@ -143,13 +146,16 @@ class Decoder(nnx.Module):
           positions are in another order than its tokens (:mod:`burst_jax.order`) is NaN too.
 
         Raises:
-          ValueError: positions in another order than the tokens, if their values are known: outside
-            ``jit``, or in NumPy.
+          ValueError: arrays of other shapes or dtypes than these; positions in another order than
+            the tokens, if their values are known: outside ``jit``, or in NumPy;
+            :meth:`refuse_split_weights`.
         """
         options = dict(self.options)
         graphdef, weights = nnx.split(self)
         parts = self.parts(weights)
-        parts.check_rows(tokens)
+        if self.rules is None:
+            refuse_split(weights, parts)
+        parts.check_rows(tokens, positions, segment_ids)
         _check_stacked(weights["layers"], parts)
         positions_in = jnp.asarray(as_int32("positions", positions))
         arrays = [tokens, positions_in, *([] if segment_ids is None else [segment_ids])]
@@ -174,6 +180,19 @@ class Decoder(nnx.Module):
         if weights is None:
             weights = nnx.state(self)
         return parts_of(weights, self.config, dict(self.options), self.rules, self.microbatches)
+
+    def refuse_split_weights(self) -> None:
+        """Raises if each device would silently gather the weights of all layers first.
+
+        That is so without rules if weights lie split over Auto mesh axes, see :class:`Decoder`.
+        Inside ``jit`` nobody sees how an array lies on them, so nothing raises there.
+
+        Raises:
+          ValueError: there are no rules, and a weight is split so.
+        """
+        if self.rules is None:
+            weights = nnx.state(self)
+            refuse_split(weights, self.parts(weights))
 
     def head_kernel(self) -> jax.Array:
         """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""
@@ -389,11 +408,6 @@ def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOpt
     """The attention options with the mesh axes that the rules say."""
     if not isinstance(rules, ShardingRules):
         raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
-    if rules.seq is None:
-        raise ValueError(
-            "ShardingRules' seq is None: the decoder's attention is a ring; make a mesh axis for "
-            "it, which may have size 1"
-        )
     said: dict[str, AxisNames] = {
         "seq_axis": rules.seq,
         "batch_axis": rules.batch_axes or None,

@@ -8,21 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.weight_axes import weight_specs
+from burst_jax.models.weight_axes import name_of, weight_specs
 from burst_jax.rules import ShardingRules, check_divides
 from burst_jax.sharding import (
     AxisNames,
     axes_size,
+    check_axes,
     flat_names,
     only,
     resolve_mesh,
     sequence_axes,
-    size_on_mesh,
     split_as_it_is,
 )
 from pallas_kernels import find
@@ -77,8 +78,28 @@ class Parts:
         split = {name for spec in leaves for name in flat_names(*spec)}
         return bool(split.difference(self.tensor_axes))
 
-    def check_rows(self, tokens: jax.Array) -> None:
-        """Raises ValueError if the mesh cannot split tokens ``[B, T]``."""
+    def check_rows(self, tokens: Any, positions: Any, segment_ids: Any) -> None:
+        """Raises ValueError unless they are ``[B, T]`` and the mesh can split them.
+
+        ``positions`` may be ``[T]``, ``segment_ids`` None.
+        """
+        for name, array in (("tokens", tokens), ("positions", positions)):
+            if not isinstance(array, (jax.Array, np.ndarray)):
+                raise ValueError(f"{name} is a {type(array).__name__}: it must be an array")
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens has dtype {tokens.dtype}: token ids are integers")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens has shape {tokens.shape}: it needs [B, T]")
+        if positions.shape not in (tokens.shape, tokens.shape[1:]):
+            raise ValueError(
+                f"positions has shape {positions.shape}, tokens {tokens.shape}: it needs [B, T] or "
+                "[T]"
+            )
+        if segment_ids is not None and segment_ids.shape != tokens.shape:
+            raise ValueError(
+                f"segment_ids has shape {segment_ids.shape}, tokens {tokens.shape}: they must be "
+                "equal"
+            )
         check_divides("tokens", tokens.shape, self.tokens(2), self.mesh)
         rows = tokens.shape[0] // axes_size(self.mesh, self.batch_axes)
         stages = axes_size(self.mesh, self.stage_axis)
@@ -139,6 +160,31 @@ def parts_of(
     )
 
 
+def refuse_split(weights: Any, parts: Parts) -> None:
+    """Raises ValueError for a weight that lies split over Auto axes that ``parts`` does not name.
+
+    Args:
+      weights: a decoder's state. How an array lies is known outside of ``jit``, and of a
+        ``jax.ShapeDtypeStruct`` with a sharding.
+      parts: how the decoder splits it.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(weights)
+    for (path, weight), spec in zip(paths, parts.specs, strict=True):
+        sharding = getattr(weight, "sharding", None)
+        if isinstance(weight, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+            continue
+        mesh, lies = sharding.mesh, sharding.spec
+        wide = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+        for given, own in zip(lies, spec, strict=False):
+            if wide.intersection(flat_names(given)) - set(flat_names(own)):
+                raise ValueError(
+                    f"{name_of(path)} is split as {lies} over Auto mesh axes, and the decoder has "
+                    "no rules: each device would gather the weights of all layers first; pass "
+                    "rules=ShardingRules(...), or make the weights whole: "
+                    "jax.device_put(params, jax.NamedSharding(mesh, jax.P()))"
+                )
+
+
 def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
     """``spec``, and where it names no axis the Explicit axes that are gathered layer by layer.
 
@@ -160,14 +206,8 @@ def _check_axes(
     else:
         rules.check_mesh(mesh)
         used = dict.fromkeys(flat_names(*dataclasses.asdict(rules).values()), "rules")
-    for name in names:
-        for axis in flat_names(options.get(name, "seq" if name == "seq_axis" else None)):
-            size_on_mesh(mesh, name, axis)
-            if axis in used:
-                raise ValueError(
-                    f"{name} is {axis!r}, and so is one of {used[axis]}: use different mesh axes"
-                )
-            used[axis] = name
+    given = {name: options.get(name, "seq" if name == "seq_axis" else None) for name in names}
+    check_axes(mesh, given, used)
 
 
 def embed(table: jax.Array, tokens: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:

@@ -90,10 +90,15 @@ def weight_specs(
         if copied:
             axes = tuple(None if name == "kv_heads" else name for name in axes)
         found = rules.spec(axes, more_weight_axes=more_axes)
-        check_divides(".".join(_names(path)), weight.shape, found, mesh)
+        check_divides(name_of(path), weight.shape, found, mesh)
         return found
 
     return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """What messages call the weight at a path, like ``layers.mlp.up.kernel``."""
+    return ".".join(_names(path))
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -11,7 +11,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
-from burst_jax.sharding import AxisNames, axes_size, flat_names, token_spec
+from burst_jax.refusals import check_integer
+from burst_jax.sharding import (
+    AxisNames,
+    axes_size,
+    check_axes,
+    check_has_devices,
+    flat_names,
+    token_spec,
+)
 from pallas_kernels.arrays import as_int32
 
 
@@ -79,15 +87,22 @@ def make_batch(
         are of one segment other than 0.
 
     Raises:
-      ValueError: rows of another rank or dtype or shorter than 2, segment ids of another shape or
-        dtype, an unknown layout.
+      ValueError: rows of another rank or dtype or shorter than 2, negative token ids or such that
+        int32 cannot hold, segment ids of another shape or dtype, an unknown layout.
     """
     rows = np.asarray(rows)
     if rows.ndim != 2 or rows.shape[1] < 2:
         raise ValueError(f"rows has shape {rows.shape}: it needs [B, T + 1] with T at least 1")
     if not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"rows has dtype {rows.dtype}: token ids are integers")
+    rows = as_int32("rows", rows)
+    if rows.min(initial=0) < 0:
+        raise ValueError(
+            f"rows holds token id {rows.min()}: ids count from 0; for padding use any id and "
+            "segment id 0"
+        )
     if segment_ids is not None:
+        segment_ids = np.asarray(segment_ids)
         if segment_ids.shape != rows.shape:
             raise ValueError(
                 f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
@@ -152,8 +167,8 @@ def place_batch(
     Args:
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
       mesh: the mesh to put the arrays on.
-      seq_axis: mesh axis, or axes, that T is split over. With a ``head_parallel_axis`` it includes
-        that axis, which the ``num_shards`` of :func:`make_batch` does not count.
+      seq_axis: mesh axis, or axes, that T is split over, or None. With a ``head_parallel_axis`` it
+        includes that axis, which the ``num_shards`` of :func:`make_batch` does not count.
       batch_axis: mesh axis, or axes, that B is split over, or None.
       process_local: False: every process passes the same whole batch. True: every process passes
         the rows that its own devices hold, in the order of the mesh; B is the number of rows of all
@@ -163,9 +178,11 @@ def place_batch(
       The batch with every array as a global ``jax.Array`` ``[B, T]``, in its dtype.
 
     Raises:
-      ValueError: arrays that are not all ``[B, T]``, B or T that the mesh axes do not divide, or
-        processes whose batches do not fit together.
+      ValueError: arrays that are not all ``[B, T]``, axes that the mesh lacks, B or T that they do
+        not divide, or processes whose batches do not fit together.
     """
+    mesh = check_has_devices(mesh)
+    check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
     row_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
     row_shards, token_shards = axes_size(mesh, row_axes), axes_size(mesh, token_axes)
@@ -213,8 +230,10 @@ def rows_here(mesh: Mesh, batch: int, *, batch_axis: AxisNames = None) -> list[i
       Row numbers, ascending.
 
     Raises:
-      ValueError: the axes do not divide the rows.
+      ValueError: the mesh lacks the axes, or they do not divide the rows.
     """
+    mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
+    check_axes(mesh, {"batch_axis": batch_axis})
     split = axes_size(mesh, batch_axis)
     if batch % split:
         raise ValueError(

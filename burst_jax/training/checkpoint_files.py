@@ -65,13 +65,19 @@ def read_record(step_folder: Path) -> Record:
     text += b"\n"
     if hashlib.blake2b(text).hexdigest().encode() != digest:
         raise Damage(f"{RECORD}: its bytes are not those that were written")
-    fields = json.loads(text)
-    for name in ("arrays", "files"):
-        fields[name] = {key: tuple(value) for key, value in fields[name].items()}
-    fields["arrays"] = {
-        name: (tuple(shape), dtype) for name, (shape, dtype) in fields["arrays"].items()
-    }
-    return Record(**fields)
+    try:
+        fields = json.loads(text)
+        for name in ("arrays", "files"):
+            fields[name] = {key: tuple(value) for key, value in fields[name].items()}
+        fields["arrays"] = {
+            name: (tuple(shape), dtype) for name, (shape, dtype) in fields["arrays"].items()
+        }
+        return Record(**fields)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        # The bytes are those that were written, so it was not this code that wrote them.
+        raise Damage(
+            f"{RECORD}: another version of burst_jax wrote it; read it with that"
+        ) from None
 
 
 def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1) -> None:

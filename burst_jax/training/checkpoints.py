@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from burst_jax.refusals import check_integer
 from burst_jax.training import checkpoint_files as files
 from burst_jax.training.processes import another_may_be_gone
 
@@ -66,13 +67,14 @@ class Checkpoints:
       timeout: seconds that a process waits for the others to write their part.
 
     Raises:
-      ValueError: ``keep`` or ``timeout`` is below 1.
+      ValueError: ``keep`` or ``timeout`` is below 1, ``folder`` is a file.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, *, timeout: int = 600) -> None:
         for name, value in (("keep", keep), ("timeout", timeout)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+            check_integer(name, value, 1)
+        if Path(folder).is_file():
+            raise ValueError(f"folder is {folder}, a file: name a folder")
         # orbax takes absolute paths only.
         self.folder = Path(folder).absolute()
         self._keep, self._timeout = keep, timeout
@@ -109,8 +111,7 @@ class Checkpoints:
             the folder is not the same one on all processes.
           CheckpointError: this checkpoint, or the one before, could not be written.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}: it must be at least 0")
+        step = check_integer("step", step, 0)
         arrays = _by_name(state)
         record = files.Record(_shapes(arrays), _json(extra))
         self.wait()
@@ -184,7 +185,7 @@ class Checkpoints:
         wanted = {name: _abstract(name, leaf) for name, leaf in _by_name(abstract_state).items()}
         there = self._agreed_steps()
         if step is not None:
-            if step not in there:
+            if check_integer("step", step, 0) not in there:
                 raise FileNotFoundError(
                     f"{self.folder} has no checkpoint {step}; there are {sorted(there) or 'none'}"
                 )
@@ -306,6 +307,10 @@ def _reason(error: Exception) -> str:
 def _by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by their path, like ``params.layers.kernel``."""
     named: dict[str, Any] = {}
+    if not jax.tree.leaves(tree):
+        raise ValueError(
+            f"state is {tree!r}, without any array: pass weights, or what restores them"
+        )
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:

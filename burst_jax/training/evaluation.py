@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from burst_jax.refusals import check_integer
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import next_token_loss
 
@@ -39,11 +40,19 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = 1024) -> EvalSte
 
     Returns:
       The function; both its results are float32 scalars.
+
+    Raises:
+      ValueError: chunk_size below 1.
     """
+    check_integer("chunk_size", chunk_size, 1)
 
     @jax.jit
-    def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def jitted(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
+
+    def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        nnx.merge(graphdef, params).refuse_split_weights()
+        return jitted(params, batch)
 
     return eval_step
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from burst_jax.refusals import check_integer
 
 
 class Optimizer(NamedTuple):
@@ -53,16 +57,23 @@ def make_optimizer(
       The transformation and its schedule.
 
     Raises:
-      ValueError: a learning rate or clip_norm that is not positive, steps below 1, a warm-up that
-        is not shorter than the schedule.
+      ValueError: a learning rate or clip_norm that is not positive, or infinite, final_fraction or
+        weight_decay below 0, a moment's decay that is not from 0 to below 1, steps below 1, a
+        warm-up that is not shorter than the schedule.
     """
+    check_integer("steps", steps, 1)
     if warmup_steps is None:
         warmup_steps = min(steps // 10, 1000)
+    check_integer("warmup_steps", warmup_steps, 0)
     for name, value in (("learning_rate", learning_rate), ("clip_norm", clip_norm)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value}: it must be positive")
-    if steps < 1:
-        raise ValueError(f"steps is {steps}: it must be at least 1")
+        if not 0 < _real(name, value) < math.inf:
+            raise ValueError(f"{name} is {value}: it must be positive, and finite")
+    for name, value in (("final_fraction", final_fraction), ("weight_decay", weight_decay)):
+        if not 0 <= _real(name, value) < math.inf:
+            raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= _real(name, value) < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 0, and below 1")
     if not 0 <= warmup_steps < steps:
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
@@ -87,6 +98,12 @@ def make_optimizer(
         optax.scale_by_learning_rate(schedule),
     )
     return Optimizer(transform, schedule)
+
+
+def _real(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: it must be a number")
+    return float(value)
 
 
 def decay_mask(params: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.refusals import check_integer
 from burst_jax.rules import ShardingRules
+from burst_jax.sharding import check_has_devices, resolve_mesh
 from burst_jax.training.optimizer import Optimizer
 
 
@@ -43,8 +45,13 @@ def init_train_state(
       ``(graphdef, params, opt_state)``; ``nnx.merge(graphdef, params)`` is the decoder.
 
     Raises:
-      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+      ValueError: the mesh lacks an axis of the rules, a size does not divide, or the seed is not in
+        0 ... 2**32 - 1.
     """
+    check_has_devices(mesh)
+    if check_integer("seed", seed, 0) >= 2**32:
+        # JAX would take its last 32 bits, and so 0 for 2**32.
+        raise ValueError(f"seed is {seed}: it must be below 2**32")
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params, opt_state = abstract_train_state(config, optimizer, **options)
     shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
@@ -60,7 +67,7 @@ def init_train_state(
 def abstract_train_state(
     config: DecoderConfig,
     optimizer: Optimizer | optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     rules: ShardingRules | None = None,
     microbatches: int | None = None,
@@ -76,6 +83,7 @@ def abstract_train_state(
     Raises:
       ValueError: the mesh lacks an axis of the rules, or a size does not divide.
     """
+    mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params = abstract_decoder(config, **options)
     specs = nnx.merge(graphdef, params).parts(params).tree(params)
@@ -83,7 +91,7 @@ def abstract_train_state(
     return graphdef, *placed((params, opt_state), params, specs, mesh)
 
 
-def placed(tree: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
+def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Shapes with shardings for weights, and for whatever an optimizer keeps for each of them.
 
     An array of an optimizer's state belongs to the weight whose path its own path ends with. If it
@@ -120,8 +128,21 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
 def transform_of(
     optimizer: Optimizer | optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """The optax transformation of an optimizer."""
-    return optimizer.transform if isinstance(optimizer, Optimizer) else optimizer
+    """The optax transformation of an optimizer.
+
+    Raises:
+      ValueError: it is neither an :class:`Optimizer` nor an optax transformation.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer.transform
+    if isinstance(optimizer, type) or not (
+        hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    ):
+        raise ValueError(
+            f"optimizer is {optimizer!r}: pass what make_optimizer returns, or an "
+            "optax.GradientTransformation"
+        )
+    return optimizer
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.platform import compiler_options as default_compiler_options
+from burst_jax.refusals import check_integer
 from burst_jax.sharding import axes_size
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import next_token_loss
@@ -63,6 +64,7 @@ class TrainStep:
 
     def _jit(self, params: nnx.State, opt_state: optax.OptState) -> jax.stages.Wrapped:
         if self._jitted is None:
+            nnx.merge(self._graphdef, params).refuse_split_weights()
             # The shardings of weights and optimizer state are known from the first call only. If
             # the compiler chose those of the new weights, it might shard one over the sequence
             # axis, and every later step would gather it.
@@ -161,10 +163,10 @@ def make_train_step(
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``, a :class:`TrainStep`.
 
     Raises:
-      ValueError: accumulate below 1.
+      ValueError: accumulate or chunk_size below 1, an optimizer that is none.
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}: it must be at least 1")
+    check_integer("accumulate", accumulate, 1)
+    check_integer("chunk_size", chunk_size, 1)
     return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options)
 
 

@@ -224,10 +224,6 @@ def three_levels(rng, plan, call):
     return {"seq_axis": tuple(names[:3])} if len(names) > 2 else None
 
 
-def no_token_axis(rng, plan, call):
-    return {"seq_axis": None, "head_parallel_axis": None}
-
-
 def no_mesh(rng, plan, call):
     return None if plan.in_context else {"mesh": None}
 
@@ -261,7 +257,7 @@ MISTAKES: tuple[Change, ...] = (
     *(never,) * 12,
     *(rank, empty, dtype, one_other_dtype, no_array, length, length, value_unlike_key),
     *(batch_of_one_side, batch, head_dim, no_group, heads, ids, ids, numbers, numbers),
-    *(no_such_axis, axis_twice, three_levels, no_token_axis, no_mesh, abstract_mesh),
+    *(no_such_axis, axis_twice, three_levels, no_mesh, abstract_mesh),
     *(other_device, split_otherwise),
 )
 

@@ -124,7 +124,9 @@ def _draw_mesh(rng: np.random.Generator, sizes: dict[str, int]) -> Mesh:
 def _draw_token_axes(rng: np.random.Generator, names: list[str]) -> tuple[dict[str, Any], list]:
     """The arguments that name the axes of the sequence, and the axes that they do not name."""
     names = [str(name) for name in rng.permutation(names)]
-    kind = pick(rng, ("ring", "ring", "levels", "exchange", "both", "three"))
+    kind = pick(rng, ("ring", "ring", "levels", "exchange", "both", "three", "whole"))
+    if kind == "whole":
+        return {"seq_axis": None}, names
     if kind == "exchange":
         return {"seq_axis": None, "head_parallel_axis": names[0]}, names[1:]
     if kind == "both" and len(names) > 1:

@@ -317,10 +317,6 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"seq_axis": "sequence"},
         "seq_axis is 'sequence': the mesh's axes are 'data', 'seq'",
     ),
-    "seq-axis-none": (
-        lambda: {"seq_axis": None},
-        "seq_axis is None, and so is head_parallel_axis: name the mesh axis that the sequence",
-    ),
     "seq-axis-list": (
         lambda: {"seq_axis": ["data", "seq"]},
         r"seq_axis is \['data', 'seq'\]: it must be the name of a mesh axis, a pair \(outer,",
@@ -331,7 +327,7 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "seq-axis-empty": (
         lambda: {"seq_axis": ()},
-        r"seq_axis is \(\): it must be .* or None with head_parallel_axis",
+        r"seq_axis is \(\): it must be .* or None for no ring",
     ),
     "seq-axes-equal": (
         lambda: {"seq_axis": ("seq", "seq")},

@@ -13,6 +13,7 @@ from meshes import mesh_of
 
 import burst_jax
 from burst_jax.models import DecoderConfig
+from burst_jax.sharding import axes_size
 from burst_jax.training import (
     init_train_state,
     make_batch,
@@ -55,22 +56,33 @@ def segments(step: int) -> np.ndarray:
     return ids
 
 
-def sized(sizes: tuple[int, ...], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return mesh_of(kind, **dict(zip(AXES, sizes, strict=True)))
+def sized(sizes: tuple[int | None, ...], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    """A mesh of AXES of these sizes, without those that are None.
+
+    If all are, two devices lie along an axis of another name, and compute the same.
+    """
+    given = {name: size for name, size in zip(AXES, sizes, strict=True) if size is not None}
+    return mesh_of(kind, **(given or {"copies": 2}))
+
+
+def rules_of(mesh: jax.sharding.Mesh) -> burst_jax.ShardingRules:
+    """The rules that name those of AXES that the mesh has."""
+    named = {name: name if name in mesh.axis_names else None for name in AXES}
+    return burst_jax.ShardingRules(**named)
 
 
 @functools.cache
 def losses(
-    sizes: tuple[int, ...],
+    sizes: tuple[int | None, ...],
     kind: AxisType = AxisType.Auto,
     packed: bool = True,
     steps: int = STEPS,
     accumulate: int = 1,
     config: DecoderConfig = CONFIG,
 ) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step, on a mesh of AXES of these sizes."""
+    """Loss and gradient norm of each step, on a mesh of AXES of these sizes, see :func:`sized`."""
     mesh = sized(sizes, kind)
-    rules = burst_jax.ShardingRules.of(mesh)
+    rules = rules_of(mesh)
     optimizer = make_optimizer(2e-3, STEPS, warmup_steps=2)
     graphdef, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, layout="zigzag"
@@ -83,9 +95,9 @@ def losses(
         for index in range(steps):
             ids = segments(index) if packed else None
             batch = make_batch(
-                rows(index), layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=ids
+                rows(index), layout="zigzag", num_shards=axes_size(mesh, rules.seq), segment_ids=ids
             )
-            placed = place_batch(batch, mesh, batch_axis=rules.batch_axes)
+            placed = place_batch(batch, mesh, batch_axis=rules.batch_axes, seq_axis=rules.seq)
             params, state, metrics = step(params, state, placed)
             history.append([float(metrics[name]) for name in ("loss", "grad_norm")])
     assert all(map(math.isfinite, np.ravel(history)))
