@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 
 # (params, batch) -> (sum of losses in nats, number of targets).
 EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
@@ -30,7 +30,7 @@ class Evaluation(NamedTuple):
     tokens: int
 
 
-def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = 1024) -> EvalStep:
+def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> EvalStep:
     """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
 
     Args:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from burst_jax.platform import compiler_options as default_compiler_options
 from burst_jax.sharding import axes_size
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import transform_of
 
@@ -141,7 +141,7 @@ def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: Optimizer | optax.GradientTransformation,
     *,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
     accumulate: int = 1,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
