@@ -14,12 +14,11 @@ a time.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.arrays import vary, varying_axes
 
@@ -83,15 +82,13 @@ def fused_loss(
 
 
 def _forward(
-    hidden: Any, kernel: Any, targets: Any, weights: Any, options: HeadLoss
-) -> tuple[jax.Array, Any]:
-    """The loss, and the gradients of hidden and kernel, of each that is differentiated.
-
-    The arguments are those of :func:`fused_loss`, each as ``jax.custom_derivatives``'
-    ``CustomVJPPrimal``, which says whether it is differentiated.
-    """
-    wants_hidden, wants_kernel = hidden.perturbed, kernel.perturbed
-    hidden, kernel, targets, weights = (x.value for x in (hidden, kernel, targets, weights))
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    options: HeadLoss,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """The loss, and the gradients of hidden and kernel."""
     count, features = hidden.shape
     chunks, parts, size = _sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
@@ -103,49 +100,37 @@ def _forward(
         slopes = _slopes(products, lse, index, weights, options)
         return None, (loss, slopes.astype(hidden.dtype))
 
-    def chunk(
-        d_kernel: jax.Array | None, xs: Tokens
-    ) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array | None]]:
+    # The compiler leaves out a product whose result is not used, like that of a frozen kernel.
+    def chunk(d_kernel: jax.Array, xs: Tokens) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         _, (losses, d_logits) = lax.scan(part, None, xs)
         d_logits = d_logits.reshape(-1, d_logits.shape[-1])
-        d_hidden = None
-        if wants_hidden:
-            d_hidden = _matmul(d_logits, cast.T).astype(hidden.dtype)
-        if d_kernel is not None:
-            d_kernel = d_kernel + _matmul(xs[0].reshape(-1, features).T, d_logits)
+        d_hidden = _matmul(d_logits, cast.T).astype(hidden.dtype)
+        d_kernel = d_kernel + _matmul(xs[0].reshape(-1, features).T, d_logits)
         return d_kernel, (losses, d_hidden)
 
     tokens = jax.tree.map(
         lambda x: x.reshape(chunks, parts, *x.shape[1:]),
         _split((hidden, targets, weights), size, chunks * parts),
     )
-    zeros = None
-    if wants_kernel:
-        zeros = jnp.zeros(kernel.shape, jnp.float32)
-        zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
+    zeros = jnp.zeros(kernel.shape, jnp.float32)
+    zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
     d_kernel, (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
-    if d_hidden is not None:
-        d_hidden = d_hidden.reshape(-1, features)[:count]
     # The last residual, which holds nothing, has the dtype of the kernel.
-    return jnp.sum(losses), (d_hidden, d_kernel, jnp.zeros((0,), kernel.dtype))
+    residuals = d_hidden.reshape(-1, features)[:count], d_kernel, jnp.zeros((0,), kernel.dtype)
+    return jnp.sum(losses), residuals
 
 
 def _backward(
-    options: HeadLoss, residuals: Any, cotangent: jax.Array | SymbolicZero
-) -> tuple[jax.Array | None, jax.Array | None, None, None]:
+    options: HeadLoss, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
     """The gradients of the forward pass times the cotangent of the sum."""
     del options
     d_hidden, d_kernel, of_kernel = residuals
-    if isinstance(cotangent, SymbolicZero):
-        return None, None, None, None
-    if d_hidden is not None:
-        d_hidden = (cotangent * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype)
-    if d_kernel is not None:
-        d_kernel = (cotangent * d_kernel).astype(of_kernel.dtype)
-    return d_hidden, d_kernel, None, None
+    d_hidden = (cotangent * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype)
+    return d_hidden, (cotangent * d_kernel).astype(of_kernel.dtype), None, None
 
 
-fused_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+fused_loss.defvjp(_forward, _backward)
 
 
 def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
@@ -244,6 +229,7 @@ def _slopes(
     return slopes
 
 
+@jax.custom_jvp
 def _max_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest of each row, and the sum of ``exp(logits - largest)``, ``[size]`` each.
 
@@ -261,3 +247,13 @@ def _max_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Finite, because the difference of two infinities is NaN.
     start = jnp.float32(jnp.finfo(jnp.float32).min), jnp.float32(0)
     return lax.reduce((logits, jnp.ones_like(logits)), start, merge, (1,))
+
+
+@_max_and_sum.defjvp
+def _max_and_sum_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """For second derivatives. The largest counts as a constant, which log-sum-exp lets it be."""
+    largest, total = _max_and_sum(*primals)
+    change = jnp.sum(jnp.exp(primals[0] - largest[:, None]) * tangents[0], axis=-1)
+    return (largest, total), (jnp.zeros_like(largest), change)

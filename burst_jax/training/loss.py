@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +102,18 @@ def chunked_cross_entropy(
     # Hidden states are not moved here: that would cost much, so the caller must split them so.
     targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
     kernel = place_explicit(kernel, mesh, kernel_spec)
-    split = _Split(mesh, flat_names(batch_axis), flat_names(seq_axis), kernel_spec)
-    return _over_mesh(split, options, hidden, kernel, targets, lax.stop_gradient(weights))
+    local = jax.shard_map(
+        partial(
+            _local_loss,
+            token_axes=flat_names(batch_axis, seq_axis),
+            kernel_spec=kernel_spec,
+            options=options,
+        ),
+        mesh=mesh,
+        in_specs=(token_spec(batch_axis, seq_axis, ndim=3), kernel_spec, tokens, tokens),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+    )
+    return local(hidden, kernel, targets, lax.stop_gradient(weights))
 
 
 def next_token_loss(
@@ -140,58 +149,20 @@ def next_token_loss(
     )
 
 
-class _Split(NamedTuple):
-    """How a loss is split over a mesh.
-
-    Attributes:
-      mesh: the devices.
-      batch_axes: those mesh axes that rows are split over.
-      seq_axes: those that tokens are split over.
-      kernel: how the kernel is split.
-    """
-
-    mesh: Mesh | AbstractMesh
-    batch_axes: tuple[str, ...]
-    seq_axes: tuple[str, ...]
-    kernel: PartitionSpec
-
-
-# Inside jit, because JAX cannot run a shard_map as it stands if it holds a function that asks which
-# of its arguments are differentiated.
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _over_mesh(
-    split: _Split,
-    options: HeadLoss,
-    hidden: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The sums of loss and weight over all devices."""
-    tokens = token_spec(split.batch_axes or None, split.seq_axes or None)
-    local = jax.shard_map(
-        partial(_local_loss, split=split, options=options),
-        mesh=split.mesh,
-        in_specs=(PartitionSpec(*tokens, None), split.kernel, tokens, tokens),
-        out_specs=(PartitionSpec(), PartitionSpec()),
-    )
-    return local(hidden, kernel, targets, weights)
-
-
 def _local_loss(
     hidden: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     *,
-    split: _Split,
+    token_axes: tuple[str, ...],
+    kernel_spec: PartitionSpec,
     options: HeadLoss,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's part, and the sums of loss and weight over the mesh axes of the tokens."""
     # Gathered here, so that the kernel's gradient is summed over the mesh once, not once a chunk.
-    token_axes = (*split.batch_axes, *split.seq_axes)
     kernel = gather_weights(
-        kernel, split.kernel, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
+        kernel, kernel_spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
         widen=True,
     )  # fmt: skip
     hidden = vary(hidden, frozenset(options.vocab_axes))
