@@ -93,28 +93,34 @@ def _forward(
     chunks, parts, size = _sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
 
-    def part(_: None, xs: Tokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        hidden, targets, weights = xs
+    def part(d_logits: jax.Array, xs: tuple[jax.Array, Tokens]) -> tuple[jax.Array, jax.Array]:
+        index, (hidden, targets, weights) = xs
         products = _matmul(hidden, cast)
-        loss, lse, index = _losses(products, targets, weights, options)
-        slopes = _slopes(products, lse, index, weights, options)
-        return None, (loss, slopes.astype(hidden.dtype))
+        loss, lse, columns = _losses(products, targets, weights, options)
+        slopes = _slopes(products, lse, columns, weights, options).astype(hidden.dtype)
+        return lax.dynamic_update_slice_in_dim(d_logits, slopes, index * size, 0), loss
 
     # The compiler leaves out a product whose result is not used, like that of a frozen kernel.
-    def chunk(d_kernel: jax.Array, xs: Tokens) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        _, (losses, d_logits) = lax.scan(part, None, xs)
-        d_logits = d_logits.reshape(-1, d_logits.shape[-1])
+    def chunk(
+        sums: tuple[jax.Array, jax.Array], xs: Tokens
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        d_kernel, d_logits = sums
+        d_logits, losses = lax.scan(part, d_logits, (jnp.arange(parts), xs))
         d_hidden = _matmul(d_logits, cast.T).astype(hidden.dtype)
         d_kernel = d_kernel + _matmul(xs[0].reshape(-1, features).T, d_logits)
-        return d_kernel, (losses, d_hidden)
+        return (d_kernel, d_logits), (losses, d_hidden)
 
     tokens = jax.tree.map(
         lambda x: x.reshape(chunks, parts, *x.shape[1:]),
         _split((hidden, targets, weights), size, chunks * parts),
     )
-    zeros = jnp.zeros(kernel.shape, jnp.float32)
+    # Every chunk writes its slopes to the same memory: a fresh array would be filled with zeros.
+    zeros = (
+        jnp.zeros(kernel.shape, jnp.float32),
+        jnp.zeros((parts * size, kernel.shape[1]), hidden.dtype),
+    )
     zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
-    d_kernel, (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
+    (d_kernel, _), (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
     # The last residual, which holds nothing, has the dtype of the kernel.
     residuals = d_hidden.reshape(-1, features)[:count], d_kernel, jnp.zeros((0,), kernel.dtype)
     return jnp.sum(losses), residuals
