@@ -37,12 +37,13 @@ class TrainStep:
         chunk_size: int,
         accumulate: int,
         compiler_options: Mapping[str, bool | int | str] | None,
+        z_loss: float = 0.0,
     ) -> None:
         self._graphdef = graphdef
         self._transform = transform_of(optimizer)
         self._schedule = optimizer.schedule if isinstance(optimizer, Optimizer) else None
         self._accumulate = accumulate
-        self._loss = partial(next_token_loss, chunk_size=chunk_size)
+        self._loss = partial(next_token_loss, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
 
@@ -143,6 +144,7 @@ def make_train_step(
     *,
     chunk_size: int = CHUNK_SIZE,
     accumulate: int = 1,
+    z_loss: float = 0.0,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
     """The jitted training step of a decoder.
@@ -154,6 +156,8 @@ def make_train_step(
       accumulate: number of parts of the batch whose gradients are computed one after the other and
         added up, in the dtype of the weights. The step is that of the whole batch, in the memory of
         a part.
+      z_loss: coefficient of the squared log-sum-exp that is added to each target's loss, and so to
+        the metric ``loss``; see :func:`chunked_cross_entropy`.
       compiler_options: options for ``jax.jit``; None is what :func:`burst_jax.compiler_options`
         returns.
 
@@ -165,7 +169,7 @@ def make_train_step(
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}: it must be at least 1")
-    return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options)
+    return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss)
 
 
 def _update(
