@@ -62,7 +62,8 @@ def test_what_is_right_is_timed_and_kept(monkeypatch, tmp_path, capsys):
     for row in record["rows"][:3]:
         assert not row["note"]
         assert row["value"] == row["both"] == 0.5
-        assert 0 < row["error"] < 2e-2
+        assert 0 <= row["loss_error"] < 1e-3
+        assert 0 < row["gradient_error"] < 1e-2
         assert row["gib"] > 0
     printed = capsys.readouterr().out
     assert "500.0 (200%)" in printed
@@ -72,9 +73,15 @@ def test_what_is_right_is_timed_and_kept(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "note"),
     [
-        (lambda h, k, t: 1.1 * loss.materialised(h, k, t), "loss, d_hidden, d_kernel, value alone"),
-        (lambda h, k, t: loss.materialised(jax.lax.stop_gradient(h), k, t), "d_hidden"),
-        (lambda h, k, t: loss.materialised(h, k, t) * jnp.nan, "loss, d_hidden, d_kernel"),
+        (lambda h, k, t: 1.1 * loss.materialised(h, k, t), "loss error 1.0e-01, gradient error 1."),
+        (
+            lambda h, k, t: loss.materialised(jax.lax.stop_gradient(h), k, t),
+            "gradient error 1.0e+00",
+        ),
+        (
+            lambda h, k, t: loss.materialised(h, k, t) * jnp.nan,
+            "loss error inf, gradient error inf",
+        ),
     ],
     ids=["all", "hidden", "nan"],
 )
@@ -84,6 +91,7 @@ def test_what_is_wrong_is_not_timed(wrong, note, problem, monkeypatch):
     assert row["note"].startswith(f"wrong: {note}")
     assert row["both"] is row["value"] is None
     assert "wrong" in loss._line(row, 1.0)
+    json.dumps(row, allow_nan=False)
 
 
 def test_what_a_peer_cannot_do_is_a_line_of_the_table(problem):
