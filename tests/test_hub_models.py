@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import sys
-from typing import Any, cast
 
 import hub_models
 import jax
@@ -25,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from burst_jax import ShardingRules
 from burst_jax.layout import from_layout
 from burst_jax.models import (
+    Decoder,
     DecoderConfig,
     LayerKind,
     Llama3Rope,
@@ -211,11 +211,24 @@ def test_loss_and_gradient_with_a_tied_embedding():
     assert_close([got], [want], 1e-5)
 
 
-def test_the_loss_refuses_a_soft_cap():
-    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=30.0)
-    graphdef, shapes = abstract_decoder(config, mesh=mesh_of(seq=1))
-    with pytest.raises(NotImplementedError, match=r"final_soft_cap is 30.0: the chunked loss"):
-        next_token_loss(nnx.merge(graphdef, shapes), cast(Any, {}))
+def test_the_loss_has_the_soft_cap_of_the_logits():
+    mesh = mesh_of(seq=2)
+    # A cap that bends these logits by more than the test's limit.
+    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=0.5)
+    rules = ShardingRules.of(mesh)
+    model = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, rules=rules, layout="zigzag")
+    tokens = np.random.default_rng(0).integers(0, 32, (1, 33))
+    batch = place_batch(make_batch(tokens, layout="zigzag", num_shards=2), mesh, batch_axis=None)
+    logits = model.unembed(model(batch["inputs"], batch["positions"]))
+    log_probs = jax.nn.log_softmax(logits)
+    want = -jnp.sum(jnp.take_along_axis(log_probs, batch["targets"][..., None], -1))
+    got, count = next_token_loss(model, batch, chunk_size=5)
+    assert count == 32
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    uncapped = model.with_attention(
+        dataclasses.replace(config, final_soft_cap=None), mesh=mesh, rules=rules, layout="zigzag"
+    )
+    assert abs(next_token_loss(uncapped, batch)[0] / want - 1) > 1e-4
 
 
 def read(folder):
