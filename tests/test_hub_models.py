@@ -214,7 +214,7 @@ def test_loss_and_gradient_with_a_tied_embedding():
 def test_the_loss_has_the_soft_cap_of_the_logits():
     mesh = mesh_of(seq=2)
     # A cap that bends these logits by more than the test's limit.
-    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=0.5)
+    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=0.05)
     rules = ShardingRules.of(mesh)
     model = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, rules=rules, layout="zigzag")
     tokens = np.random.default_rng(0).integers(0, 32, (1, 33))

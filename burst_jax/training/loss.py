@@ -121,7 +121,7 @@ def next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`chunked_cross_entropy` of a decoder on a batch of :func:`make_batch`.
 
-    The decoder's attention options say the mesh and its axes, its config the soft cap of the logits.
+    The decoder's attention options say the mesh and its axes, and its config says the soft cap.
 
     Args:
       model: the decoder.
