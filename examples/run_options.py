@@ -250,6 +250,12 @@ def make_mesh(text: str | None) -> Mesh:
     )
 
 
+def one_device(mesh: Mesh) -> Mesh:
+    """A mesh of the first device, with the same axes."""
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((1,) * len(AXES), AXES, axis_types=kinds, devices=[mesh.devices.flat[0]])
+
+
 def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:
     """What makes token ids of the text.
 

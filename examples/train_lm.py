@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import Interrupt, can_plot, check_out, plot_loss
-from run_options import AXES, SAMPLE_CONTEXT, Run, parse_args, prepare
+from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
 
 from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.models import Decoder, abstract_decoder
@@ -255,12 +255,6 @@ def show_sample(args: argparse.Namespace, run: Run, mesh: Mesh, params: nnx.Stat
         return run.tokens.decode(np.asarray(ids))
 
     return f"...{text(prompt[-80:])}[sample starts]{text(drawn)}"
-
-
-def one_device(mesh: Mesh) -> Mesh:
-    """A mesh of the first device, with the same axes."""
-    kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((1,) * len(AXES), AXES, axis_types=kinds, devices=[mesh.devices.flat[0]])
 
 
 def rehearse(args: argparse.Namespace, run: Run) -> None:

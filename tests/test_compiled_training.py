@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig
-from burst_jax.training import abstract_train_state, make_optimizer, make_train_step
+from burst_jax.training import (
+    abstract_train_state,
+    chunked_cross_entropy,
+    make_optimizer,
+    make_train_step,
+)
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -106,3 +111,44 @@ def test_what_is_offloaded_travels_to_the_host_beside_kernels():
     # A layer's input leaves while its ring runs, out and lse beside the matrix products after it.
     assert all(works for _, works in forward)
     assert any("pallas_call" in work for _, works in forward for work in works)
+
+
+@pytest.mark.parametrize(
+    ("kernel_dtype", "triton"),
+    [(jnp.float32, True), (jnp.bfloat16, False)],
+    ids=["float32-triton", "bfloat16-cublas"],
+)
+def test_the_loss_takes_three_products_and_the_memory_of_a_chunk(kernel_dtype, triton):
+    """XLA picks one of the two kinds of products on the GPU, by timing them."""
+    tokens, features, vocab, chunk = 16384, 768, 32768, 4096
+    mesh = compiled.gpu_mesh("h100", 1)
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    def run(hidden, kernel, targets, weights):
+        def loss(hidden, kernel):
+            return chunked_cross_entropy(
+                hidden, kernel, targets, weights, mesh=mesh, chunk_size=chunk
+            )[0]
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, kernel)
+
+    program = compiled.compile_for(
+        run,
+        array((1, tokens, features), jnp.bfloat16),
+        array((features, vocab), kernel_dtype),
+        array((1, tokens), jnp.int32),
+        array((1, tokens), jnp.float32),
+        xla_gpu_enable_triton_gemm=triton,
+    )
+    products = compiled.matrix_products(program)
+    # Each is once in the program: in the body of a loop.
+    results = [f"f32[1024,{vocab}]", f"f32[{chunk},{features}]", f"f32[{features},{vocab}]"]
+    assert sorted(result for *_, result in products) == sorted(results)
+    assert all(factor.startswith("bf16[") for *factors, _ in products for factor in factors)
+    # The slopes, a quarter of the chunk's float32 logits, and for a kernel of bfloat16 the sum of
+    # its gradient; for one of float32 its copy in bfloat16. Nothing beside is as large as a tenth.
+    kernel = features * vocab
+    held = 2 * chunk * vocab + chunk * vocab + (4 if kernel_dtype == jnp.bfloat16 else 2) * kernel
+    assert compiled.temp_bytes(program) < 1.1 * held

@@ -19,7 +19,15 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
-from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.models import (
+    Decoder,
+    DecoderConfig,
+    LayerKind,
+    LinearRope,
+    Llama3Rope,
+    Rope,
+    abstract_decoder,
+)
 from burst_jax.models.remat import Remat
 from burst_jax.sharding import axes_size, flat_names, sequence_axes
 from burst_jax.training import make_batch, place_batch
@@ -266,6 +274,12 @@ def test_options_set_here_or_unknown_raise():
     for name in ("is_causal", "logits_soft_cap"):
         with pytest.raises(TypeError, match=f"Decoder sets {name} itself"):
             make(CONFIG, rngs=nnx.Rngs(0), **{name: True})
+    scaled = dataclasses.replace(CONFIG, attention_scale=0.5)
+    with pytest.raises(TypeError, match="scale is given, and DecoderConfig's attention_scale says"):
+        make(scaled, rngs=nnx.Rngs(0), scale=0.5)
+    windowed = dataclasses.replace(CONFIG, layer_pattern=(LayerKind(3),))
+    with pytest.raises(TypeError, match=r"local_window_size is given, and .* layer_pattern says"):
+        make(windowed, rngs=nnx.Rngs(0), local_window_size=3)
     with pytest.raises(TypeError, match="unknown option 'axis'"):
         make(CONFIG, rngs=nnx.Rngs(0), axis="seq")
 
@@ -280,6 +294,12 @@ def test_options_set_here_or_unknown_raise():
         ({"head_dim": 7}, "head_dim is 7: .*even"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0: it must be positive"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
+        ({"final_soft_cap": 0.0}, "final_soft_cap is 0.0: it must be positive, or None"),
+        ({"attention_scale": -1.0}, "attention_scale is -1.0"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0"),
+        ({"layer_pattern": ()}, "layer_pattern is empty"),
+        ({"activation": "relu"}, "activation is 'relu': use one of 'silu', 'gelu', 'gelu_tanh'"),
+        ({"rope": Rope(), "rope_theta": 2.0}, "rope_theta 2.0: rope has a theta of its own"),
         ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
         ({"remat": "some"}, "remat is 'some': use one of 'none', 'selective'"),
     ],
@@ -288,6 +308,35 @@ def test_options_set_here_or_unknown_raise():
 def test_config_checks_itself(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_kinds_check_themselves():
+    with pytest.raises(ValueError, match="window is 0: it must be a positive integer, or None"):
+        LayerKind(window=0)
+    with pytest.raises(ValueError, match=r"LinearRope's factor is 0.0: it must be positive"):
+        LinearRope(factor=0.0)
+    with pytest.raises(ValueError, match=r"high_freq_factor is 1.0, low_freq_factor 1.0"):
+        Llama3Rope(high_freq_factor=1.0)
+
+
+def test_kinds_repeat_and_fall_back_to_the_decoder_s_rope():
+    pattern = (LayerKind(3), LayerKind(None, Rope(7.0)))
+    config = dataclasses.replace(CONFIG, num_layers=3, layer_pattern=pattern, rope_theta=5.0)
+    assert [kind.window for kind in config.layer_kinds] == [3, None, 3]
+    assert config.layer_ropes == (Rope(5.0), Rope(7.0), Rope(5.0))
+
+
+def test_flops_count_the_keys_in_windows():
+    length, window = 2048, 300
+    base, windowed = (
+        dataclasses.replace(CONFIG, num_layers=1, layer_pattern=(LayerKind(size),))
+        for size in (None, window)
+    )
+    saved = base.train_flops_per_token(length) - windowed.train_flops_per_token(length)
+    ages = np.arange(length)
+    keys = np.mean(ages + 1 - np.minimum(ages + 1, window))
+    want = 12 * CONFIG.num_heads * CONFIG.head_dim * keys
+    assert saved == pytest.approx(want, rel=2e-3)
 
 
 def test_weights_of_layers_differ_and_are_counted():

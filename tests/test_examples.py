@@ -12,17 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import reporting
+import run_options
+import train_lm
 from ports import free_port
 
+from burst_jax.platform import peak_flops
+from burst_jax.training import RunLog
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import reporting  # noqa: E402 - the examples are scripts, not a package
-import run_options  # noqa: E402
-import train_lm  # noqa: E402
-
-from burst_jax.platform import peak_flops  # noqa: E402
-from burst_jax.training import RunLog  # noqa: E402
 
 TINY = [
     "--layers=1",

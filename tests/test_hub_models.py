@@ -7,21 +7,24 @@ import functools
 import json
 import re
 import shutil
-from typing import Any, cast
+import sys
 
 import hub_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
+from safetensors.numpy import load_file, save_file
 
 from burst_jax import ShardingRules
 from burst_jax.layout import from_layout
 from burst_jax.models import (
+    Decoder,
     DecoderConfig,
     LayerKind,
     Llama3Rope,
@@ -208,17 +211,28 @@ def test_loss_and_gradient_with_a_tied_embedding():
     assert_close([got], [want], 1e-5)
 
 
-def test_the_loss_refuses_a_soft_cap():
-    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=30.0)
-    graphdef, shapes = abstract_decoder(config, mesh=mesh_of(seq=1))
-    with pytest.raises(NotImplementedError, match=r"final_soft_cap is 30.0: the chunked loss"):
-        next_token_loss(nnx.merge(graphdef, shapes), cast(Any, {}))
+def test_the_loss_has_the_soft_cap_of_the_logits():
+    mesh = mesh_of(seq=2)
+    # A cap that bends these logits by more than the test's limit.
+    config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, final_soft_cap=0.5)
+    rules = ShardingRules.of(mesh)
+    model = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, rules=rules, layout="zigzag")
+    tokens = np.random.default_rng(0).integers(0, 32, (1, 33))
+    batch = place_batch(make_batch(tokens, layout="zigzag", num_shards=2), mesh, batch_axis=None)
+    logits = model.unembed(model(batch["inputs"], batch["positions"]))
+    log_probs = jax.nn.log_softmax(logits)
+    want = -jnp.sum(jnp.take_along_axis(log_probs, batch["targets"][..., None], -1))
+    got, count = next_token_loss(model, batch, chunk_size=5)
+    assert count == 32
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    uncapped = model.with_attention(
+        dataclasses.replace(config, final_soft_cap=None), mesh=mesh, rules=rules, layout="zigzag"
+    )
+    assert abs(next_token_loss(uncapped, batch)[0] / want - 1) > 1e-4
 
 
 def read(folder):
     """All tensors of a folder, and its ``config.json``."""
-    from safetensors.numpy import load_file
-
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
@@ -227,7 +241,11 @@ def read(folder):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow) for name in NAMES],
+    [
+        pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow)
+        for name in NAMES
+        if name != "gemma3_images"  # Of which only a part is saved, see the next test.
+    ],
 )
 def test_saving_gives_the_same_folder(folder, tmp_path, name):
     """From a mesh that splits everything: what transformers computes of it is the same, too."""
@@ -251,6 +269,27 @@ def test_saving_gives_the_same_folder(folder, tmp_path, name):
     again = load_on(tmp_path / "written", {"seq": 1}, "contiguous").config
     kinds = config.layer_kinds
     assert dataclasses.replace(again, hub_config=None, layer_pattern=kinds) == config
+
+
+def test_of_a_model_with_images_the_language_model_is_read(folder, tmp_path):
+    model = load_on(folder("gemma3_images"), {"seq": 1}, "contiguous")
+    save(model, tmp_path / "saved")
+    found, config = read(tmp_path / "saved")
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["model_type"] == "gemma3_text"
+    stored = hub_models.tensors("gemma3_images")
+    prefix = "language_model."
+    want = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
+    assert found.keys() == want.keys() != stored.keys()
+    for tensor, value in want.items():
+        np.testing.assert_array_equal(found[tensor], value)
+    # A newer order of the names' parts.
+    newer = {f"model.{prefix}{name.removeprefix('model.')}": x for name, x in want.items()}
+    path = folder("gemma3_images")
+    save_file(newer | {"model.vision_tower.probe": np.zeros(2)}, path / "model.safetensors")
+    again = load_on(path, {"seq": 1}, "contiguous")
+    np.testing.assert_array_equal(again.embedding[...], model.embedding[...])
+    assert again.config == model.config
 
 
 def test_dtypes_of_files_weights_and_computation(folder, tmp_path):
@@ -298,8 +337,6 @@ def test_a_new_decoder_is_saved_as_the_family_that_computes_it(tmp_path):
 
 def test_the_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     """A write that fails leaves neither the folder nor what was written of it."""
-    import safetensors.numpy
-
     model = load_on(folder("llama2"), {"seq": 1}, "contiguous")
 
     def full(*_, **__):
@@ -309,6 +346,13 @@ def test_the_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         save(model, tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["llama2"]
+
+
+def test_without_safetensors_the_message_says_what_to_install(folder, monkeypatch):
+    path = folder("llama2")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'burst-jax\[models\]'"):
+        load(path, mesh=mesh_of(seq=1))
 
 
 @pytest.mark.parametrize(
@@ -322,9 +366,9 @@ def test_the_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
         ),
         (
             "llama2",
-            {"text_config": {}, "model_type": "gemma3"},
+            {"text_config": {}, "model_type": "llava"},
             NotImplementedError,
-            "text and images",
+            "its language model",
         ),
         ("llama2", {"vocab_size": None}, ValueError, "lacks vocab_size"),
         ("llama2", {"attention_dropout": 0.1}, NotImplementedError, "attention_dropout is 0.1 and"),
@@ -365,8 +409,6 @@ def test_configs_that_are_refused(folder, name, change, error, message):
 
 
 def test_tensors_that_do_not_fit_are_all_named(folder):
-    from safetensors.numpy import save_file
-
     path = folder("llama2")
     tensors = hub_models.tensors("llama2")
     kept = dict(tensors)

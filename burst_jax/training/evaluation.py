@@ -11,7 +11,7 @@ from flax import nnx
 
 from burst_jax.refusals import check_integer
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 
 # (params, batch) -> (sum of losses in nats, number of targets).
 EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
     tokens: int
 
 
-def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = 1024) -> EvalStep:
+def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> EvalStep:
     """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
 
     Args:

@@ -16,7 +16,7 @@ from burst_jax.platform import compiler_options as default_compiler_options
 from burst_jax.refusals import check_integer
 from burst_jax.sharding import axes_size
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import transform_of
 
@@ -38,12 +38,13 @@ class TrainStep:
         chunk_size: int,
         accumulate: int,
         compiler_options: Mapping[str, bool | int | str] | None,
+        z_loss: float = 0.0,
     ) -> None:
         self._graphdef = graphdef
         self._transform = transform_of(optimizer)
         self._schedule = optimizer.schedule if isinstance(optimizer, Optimizer) else None
         self._accumulate = accumulate
-        self._loss = partial(next_token_loss, chunk_size=chunk_size)
+        self._loss = partial(next_token_loss, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
 
@@ -143,8 +144,9 @@ def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: Optimizer | optax.GradientTransformation,
     *,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
     accumulate: int = 1,
+    z_loss: float = 0.0,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
     """The jitted training step of a decoder.
@@ -156,6 +158,8 @@ def make_train_step(
       accumulate: number of parts of the batch whose gradients are computed one after the other and
         added up, in the dtype of the weights. The step is that of the whole batch, in the memory of
         a part.
+      z_loss: coefficient of the squared log-sum-exp that is added to each target's loss, and so to
+        the metric ``loss``; see :func:`chunked_cross_entropy`.
       compiler_options: options for ``jax.jit``; None is what :func:`burst_jax.compiler_options`
         returns.
 
@@ -167,7 +171,7 @@ def make_train_step(
     """
     check_integer("accumulate", accumulate, 1)
     check_integer("chunk_size", chunk_size, 1)
-    return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options)
+    return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss)
 
 
 def _update(

@@ -252,6 +252,19 @@ def _works(name, opcode, rest, fused):
     return "gemm" in name or "__cublas" in rest or bool(_kernel(opcode, rest))
 
 
+def matrix_products(program):
+    """Of every matrix product of the program the types of its factors and of its result."""
+    text = text_of(program)
+    types = dict(re.findall(r"%(\S+) = \(?([a-z]+\d*\[[\d,]*\])", text))
+    found = []
+    for match in filter(None, map(_OPERATION.match, text.splitlines())):
+        _, result, opcode, operands, rest = match.groups()
+        if opcode == "dot" or (opcode == "custom-call" and "__cublas" in rest):
+            factors = [types[name.strip().lstrip("%")] for name in operands.split(",")[:2]]
+            found.append((*factors, find(r"[a-z]+\d*\[[\d,]*\]", result).group()))
+    return found
+
+
 def _bytes(type_text):
     return sum(
         _ITEMSIZE[kind] * math.prod(int(size) for size in sizes.split(",") if size)

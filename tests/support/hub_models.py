@@ -38,7 +38,7 @@ def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.nd
     else:
         # Large enough that attention is no mean of all keys, so that positions and windows tell.
         gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
-        weight = gain * weight / np.sqrt(shape[1])
+        weight = gain * weight / np.sqrt(shape[-1])
     return weight.astype(np.float32)
 
 

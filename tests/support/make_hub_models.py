@@ -49,7 +49,7 @@ LLAMA3 = rope(
     original_max_position_embeddings=128,
 )
 YARN = rope("yarn", 10000.0, factor=4.0, original_max_position_embeddings=256)
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100}
+GEMMA: dict = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100}
 GEMMA3_ROPES = {
     "full_attention": rope("linear", 1000000.0, factor=8.0),
     "sliding_attention": rope("default", 10000.0),
@@ -124,6 +124,26 @@ CASES = {
         },
         False,
     ),
+    # A model of text and images, of which the language model is read.
+    "gemma3_images": (
+        "gemma3",
+        {
+            "text_config": {
+                key: value for key, value in (SIZES | GEMMA).items() if "tie_word" not in key
+            }
+            | {"tie_word_embeddings": True, "rope_parameters": GEMMA3_ROPES},
+            "vision_config": {
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        False,
+    ),
 }
 
 
@@ -164,7 +184,8 @@ def logits(model):
 def make(name):
     family, options, old = CASES[name]
     kind = transformers.CONFIG_MAPPING[family]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | options))
+    sizes = {} if "text_config" in options else SIZES
+    model = transformers.AutoModelForCausalLM.from_config(kind(**sizes | options))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         path = Path(folder, "config.json")

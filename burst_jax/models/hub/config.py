@@ -15,6 +15,8 @@ from burst_jax.flax.rope_variants import DynamicRope
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hub.families import FAMILIES, Family
 
+# Models of text and images, and the family of their language models, which alone are read.
+_TEXT_FAMILIES = {"gemma3": "gemma3_text"}
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 # Keys that say nothing about the computation of hidden states and logits.
 _IGNORED = frozenset(
@@ -50,14 +52,19 @@ def read_config(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     ignore: Collection[str] = (),
-) -> tuple[DecoderConfig, Family]:
+) -> tuple[DecoderConfig, Family, bool]:
     """The decoder that a folder's ``config.json`` describes.
+
+    Of a model of text and images it is the language model, whose config the decoder keeps.
 
     Args:
       folder: the folder.
       dtype: of the computation; None is that of ``config.json``, float32 if it says none.
       param_dtype: of the weights; None is ``dtype``.
       ignore: keys of ``config.json`` that may have any value.
+
+    Returns:
+      ``(config, family, part)``, ``part`` being whether the folder has more than the decoder.
 
     Raises:
       FileNotFoundError: there is no ``config.json``.
@@ -71,6 +78,9 @@ def read_config(
         given = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    text_family = _TEXT_FAMILIES.get(given.get("model_type"))
+    if text_family is not None:
+        given = _text_config(given, text_family)
     family = _family(path, given)
     values = _complete(path, given, family, ignore)
     stored = given.get("dtype") or given.get("torch_dtype") or "float32"
@@ -87,7 +97,7 @@ def read_config(
         # The same whatever wrote the file, so that equal models have equal configs.
         hub_config=json.dumps(given, sort_keys=True),
     )
-    return config, family
+    return config, family, text_family is not None
 
 
 def config_json(
@@ -144,11 +154,15 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
         return FAMILIES[name]
     remedy = f"there are {', '.join(FAMILIES)}"
     if "text_config" in given:
-        remedy += (
-            "; it is a model of text and images: save its language model with transformers, and "
-            "load that"
-        )
+        remedy += "; save its language model with transformers, and load that"
     raise NotImplementedError(f"{path} has model_type {name!r}: {remedy}")
+
+
+def _text_config(given: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The ``config.json`` of a language model from that of a model of text and images."""
+    dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
+    architecture = {"architectures": [FAMILIES[family].architecture], "model_type": family}
+    return {**dtype, **given.get("text_config", {}), **architecture}
 
 
 def _sizes() -> dict[str, Any]:
@@ -168,7 +182,7 @@ def _complete(
     path: Path, given: Mapping[str, Any], family: Family, ignore: Collection[str]
 ) -> dict[str, Any]:
     """``config.json`` with the family's defaults, checked for keys that this code does not know."""
-    missing = [key for key in _sizes() if given.get(key) is None]
+    missing = [key for key in _sizes() if {**family.defaults, **given}.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     wrong = [

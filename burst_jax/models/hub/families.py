@@ -292,6 +292,12 @@ _ALL: tuple[Family, ...] = (
         "Gemma3ForCausalLM",
         _GEMMA
         | {
+            # Models of text and images leave out what has transformers' default.
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "max_position_embeddings": 131072,
             "sliding_window_pattern": None,

@@ -10,6 +10,7 @@ part of a tensor without an array for it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,10 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Of a model of text and images: what is not its language model, and what stands before the names
+# of the language model's tensors.
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT = re.compile(r"(language_model\.model|model\.language_model)\.")
 
 
 def safetensors() -> ModuleType:
@@ -40,13 +45,15 @@ class TensorFiles:
 
     Args:
       folder: what transformers' ``save_pretrained`` writes.
+      text_part: whether to take the language model of a model of text and images, under the names
+        that its tensors have in a model of their own.
 
     Raises:
       FileNotFoundError: a file is not there.
       ValueError: a file is damaged, or the files and their index do not agree.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, text_part: bool = False) -> None:
         self._slices: dict[str, Any] = {}
         for path in _files(folder):
             try:
@@ -54,10 +61,13 @@ class TensorFiles:
                 file = safetensors().safe_open(path, framework="numpy")
             except safetensors().SafetensorError as error:
                 raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+            for stored in file.keys():  # noqa: SIM118 (it is no dictionary)
+                if text_part and _OTHER_PARTS.match(stored):
+                    continue
+                name = _text_name(stored) if text_part else stored
                 if name in self._slices:
                     raise ValueError(f"{path} has {name}, and so has another file of the folder")
-                self._slices[name] = file.get_slice(name)
+                self._slices[name] = file.get_slice(stored)
 
     @property
     def names(self) -> Iterable[str]:
@@ -71,6 +81,10 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> Any:
         """A part of a tensor, a NumPy array."""
         return self._slices[name][index]
+
+
+def _text_name(stored: str) -> str:
+    return _TEXT.sub("model.", stored, count=1).removeprefix("language_model.")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -42,8 +42,9 @@ def load(
     """A decoder with the weights of a folder that transformers has written.
 
     There are the families llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, gemma2 and
-    gemma3_text. Each process reads those parts of the files that its devices keep, one weight after
-    the other. So beside the model there is at most one weight, with all its layers, in memory.
+    gemma3_text; of gemma3, which has images, too, the language model is read. Each process reads
+    those parts of the files that its devices keep, one weight after the other. So beside the model
+    there is at most one weight, with all its layers, in memory.
 
     Args:
       folder: has ``config.json`` and ``model.safetensors``, or several such files with their index.
@@ -71,12 +72,14 @@ def load(
         damaged file; no mesh; a mesh that does not divide a weight.
     """
     folder = Path(folder)
-    config, family = read_config(folder, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    config, family, text_part = read_config(
+        folder, dtype=dtype, param_dtype=param_dtype, ignore=ignore
+    )
     config = dataclasses.replace(config, remat=remat, mlp_chunks=mlp_chunks)
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
     specs = flat(parts.tree(shapes))
-    files = TensorFiles(folder)
+    files = TensorFiles(folder, text_part=text_part)
     weights = weights_of(shapes, family, config.num_layers)
     _check(folder, files, weights, ignore)
     values = {}

@@ -38,7 +38,8 @@ def save(
     written: copy them.
 
     The folder is written under another name and renamed when it is complete. All processes of a run
-    must call this together; the first one writes. Its memory holds one file's tensors.
+    must call this together; the first one writes, and when it returns the folder is complete. Its
+    memory holds one file's tensors, twice while the file is being written.
 
     Args:
       model: the decoder; its weights may be split over any mesh.
@@ -78,7 +79,7 @@ def save(
                 # Every process takes part in this: it gathers the tensor from all devices.
                 whole = _whole(arrays[weight.path], layer)
                 if writes:
-                    content[name] = weight.to_tensor(np.asarray(whole)).astype(dtype)
+                    content[name] = weight.to_tensor(np.asarray(whole)).astype(dtype, copy=False)
             if writes:
                 # transformers wants to know for which library the tensors are.
                 safetensors().numpy.save_file(content, new / file, metadata={"format": "pt"})
@@ -139,9 +140,9 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
-    """One layer of a weight, or an unstacked weight, whole on every device."""
+    """One layer of a weight, or an unstacked weight, that this process can read all of."""
     taken = weight if layer is None else _take(weight, np.int32(layer))
-    if not isinstance(weight.sharding, NamedSharding):
+    if taken.is_fully_addressable or not isinstance(weight.sharding, NamedSharding):
         return taken
     return jax.device_put(taken, NamedSharding(weight.sharding.mesh, PartitionSpec()))
 

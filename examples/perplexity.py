@@ -1,0 +1,234 @@
+"""Perplexity of a text under a model folder of transformers, over a mesh of devices.
+
+    python examples/perplexity.py --model folder --data book.txt --seq-len 32768
+    python examples/perplexity.py --model folder --data notes/ --seq-len 4096 --packed
+    python examples/perplexity.py --model folder --data book.txt --seq-len 8192 --stride 4096
+
+Each document is cut into windows of ``--seq-len`` tokens. With ``--stride`` windows overlap: each
+goes on that many tokens, and counts only the tokens that no window before it has counted, so every
+token but the first has at least ``seq_len - stride`` tokens before it. ``--packed`` puts several
+documents into one row, which do not see each other. Without GPUs it makes 8 CPU devices.
+``--check`` computes the same on one device, and ends with an error if the two disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from run_options import make_mesh, one_device
+
+import burst_jax.models
+from burst_jax import ShardingRules
+from burst_jax.data import Corpus, TokenizerFile, open_corpus
+from burst_jax.layout import LAYOUTS, to_layout
+from burst_jax.platform import set_compiler_options
+from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
+from burst_jax.training.watch import replace_file
+
+CPU_DEVICES = 8
+# Largest relative difference of the perplexities of the mesh and of one device.
+TOLERANCE = 1e-5
+
+
+class Window(NamedTuple):
+    """A part of a document.
+
+    Attributes:
+      tokens: integers, with one token more than there are targets.
+      counted: the last so many targets count.
+    """
+
+    tokens: np.ndarray
+    counted: int
+
+
+def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.ndarray]:
+    """The token ids of each document, after the special token that the tokenizer begins with."""
+    start = np.zeros(0, np.int32) if tokenizer is None else start_of(tokenizer)
+    spans = zip(corpus.documents, corpus.starts, corpus.stops, strict=True)
+    for document, first, last in spans:
+        read = corpus.reader.read(int(document), int(first), int(last))
+        ids = np.asarray(read) if tokenizer is None else tokenizer.encode(bytes(read))
+        yield np.concatenate([start, ids])
+
+
+def start_of(tokenizer: TokenizerFile) -> np.ndarray:
+    """The special token that stands before a text, if the tokenizer has one, int32 ``[0 or 1]``."""
+    around_nothing = tokenizer.tokenizer.encode("", add_special_tokens=True).ids
+    before_text = tokenizer.tokenizer.encode("a", add_special_tokens=True).ids
+    shared = around_nothing[:1] if around_nothing[:1] == before_text[:1] else []
+    return np.asarray(shared, np.int32)
+
+
+def windows(ids: np.ndarray, seq_len: int, stride: int) -> Iterator[Window]:
+    """Windows of at most ``seq_len`` targets; each target counts in one of them."""
+    counted = 0
+    for start in range(0, max(len(ids) - 1, 0), stride):
+        window = ids[start : start + seq_len + 1]
+        end = start + len(window) - 1
+        yield Window(window, end - counted)
+        counted = end
+        if end == len(ids) - 1:
+            return
+
+
+def packed(parts: Iterator[Window], seq_len: int) -> Iterator[list[Window]]:
+    """Rows of several windows, in order, as many as fit into ``seq_len + 1`` tokens."""
+    row: list[Window] = []
+    for part in parts:
+        if row and sum(len(window.tokens) for window in [*row, part]) > seq_len + 1:
+            yield row
+            row = []
+        row.append(part)
+    if row:
+        yield row
+
+
+def filled(row: list[Window], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(tokens, segment ids)`` of a row, int32 ``[seq_len + 1]``, and which targets count."""
+    tokens, segments = np.zeros((2, seq_len + 1), np.int32)
+    counts = np.zeros(seq_len, np.float32)
+    place = 0
+    for number, window in enumerate(row, 1):
+        end = place + len(window.tokens)
+        tokens[place:end], segments[place:end] = window.tokens, number
+        counts[end - 1 - window.counted : end - 1] = 1
+        place = end
+    return tokens, segments, counts
+
+
+def batches(
+    args: argparse.Namespace, rows: Iterator[list[Window]], mesh: Mesh, rules: ShardingRules
+) -> Iterator[Batch[jax.Array]]:
+    """Batches on the mesh, the last one filled up with padding."""
+    while group := [row for _, row in zip(range(args.batch), rows, strict=False)]:
+        group += [[]] * (args.batch - len(group))
+        tokens, segments, counts = map(
+            np.stack, zip(*(filled(row, args.seq_len) for row in group), strict=True)
+        )
+        shards = mesh.shape["seq"]
+        batch = make_batch(tokens, segment_ids=segments, layout=args.layout, num_shards=shards)
+        padding = batch["weights"].shape[1] - args.seq_len
+        counts = np.pad(counts, [(0, 0), (0, padding)])
+        batch["weights"] = batch["weights"] * to_layout(counts, args.layout, shards)
+        yield place_batch(batch, mesh, batch_axis=rules.batch_axes)
+
+
+def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
+    """The perplexity of all documents, by the devices of a mesh."""
+    rules = ShardingRules.of(mesh)
+    options: Any = {"mesh": mesh, "rules": rules, "layout": args.layout}
+    model = burst_jax.models.load(
+        args.model, dtype=jnp.dtype(args.dtype), implementation=args.implementation, **options
+    )
+    corpus = open_corpus(args.data)
+    tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
+    parts = (
+        window
+        for ids in documents(corpus, tokenizer)
+        for window in windows(checked(ids, model.config.vocab_size), args.seq_len, args.stride)
+    )
+    rows = packed(parts, args.seq_len) if args.packed else ([part] for part in parts)
+    graphdef, params = nnx.split(model)
+    return evaluate(make_eval_step(graphdef), params, batches(args, rows, mesh, rules))
+
+
+def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The token ids; ValueError if the model has not all of them."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"the text has token ids from {ids.min()} to {ids.max()}, and the model has "
+            f"{vocab_size}: use the tokenizer of this model"
+        )
+    return ids
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """The arguments and their parser."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
+    add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
+    add("--seq-len", type=int, default=4096, help="tokens of a row (default: 4096)")
+    add("--stride", type=int, help="tokens between two windows (default: --seq-len)")
+    add("--packed", action="store_true", help="several documents in a row")
+    add("--batch", type=int, help="rows at a time (default: one a device of data and fsdp)")
+    add("--mesh", help="like fsdp=2,seq=4 (default: seq over all devices)")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
+    add("--implementation", help="local attention (default: the fastest that can run)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the computation")
+    add("--check", action="store_true", help="compute it by one device, too")
+    add("--out", type=Path, help="folder for perplexity.json")
+    return parser.parse_args(argv), parser
+
+
+def prepare(args: argparse.Namespace) -> Mesh:
+    """Fills in defaults, and checks the arguments.
+
+    Raises:
+      ValueError: they do not fit each other, or the devices.
+    """
+    if args.seq_len < 1:
+        raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
+    if args.stride is None:
+        args.stride = args.seq_len
+    if not 1 <= args.stride <= args.seq_len:
+        raise ValueError(
+            f"--stride is {args.stride}: it must be at least 1 and at most --seq-len, "
+            f"{args.seq_len}, or tokens would be left out"
+        )
+    mesh = make_mesh(args.mesh)
+    rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
+    if args.batch is None:
+        args.batch = rows
+    if args.batch < 1 or args.batch % rows:
+        raise ValueError(f"--batch is {args.batch}: use a multiple of {rows}, like {rows}")
+    return mesh
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Computes the perplexity and prints it.
+
+    Returns:
+      The exit code.
+    """
+    args, parser = parse_args(argv)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+    set_compiler_options()
+    try:
+        mesh = prepare(args)
+        found = {"mesh": perplexity(args, mesh)}
+        if args.check:
+            found["one_device"] = perplexity(args, one_device(mesh))
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        parser.error(str(error))
+    for name, each in found.items():
+        print(f"{name:10}  perplexity {each.perplexity:.6f}  {each.nll:.6f} nats of each of "
+              f"{each.tokens:,} tokens")  # fmt: skip
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        results = {name: each._asdict() for name, each in found.items()}
+        replace_file(args.out / "perplexity.json", json.dumps(results, indent=1) + "\n")
+    values = [each.perplexity for each in found.values()]
+    if max(values) / min(values) - 1 > TOLERANCE:
+        print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
