@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         results = {name: each._asdict() for name, each in found.items()}
         replace_file(args.out / "perplexity.json", json.dumps(results, indent=1) + "\n")
     values = [each.perplexity for each in found.values()]
-    if max(values) / min(values) - 1 > TOLERANCE:
+    if not max(values) / min(values) - 1 <= TOLERANCE:  # What is not a number is an error, too.
         print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
         return 1
     return 0

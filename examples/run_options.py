@@ -53,6 +53,7 @@ DEFAULTS = {
 }
 AT_LEAST_1 = (
     "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
+    "mlp_chunks",
     "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
@@ -185,6 +186,11 @@ def prepare(args: argparse.Namespace) -> Run:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices cannot "
             f"split it; use {fit}"
+        )
+    if args.seq_len // seq % args.mlp_chunks:
+        raise ValueError(
+            f"--mlp-chunks is {args.mlp_chunks}: it must divide the {args.seq_len // seq} tokens "
+            "of a row that each device has, --seq-len over the mesh's seq axis"
         )
     stages = mesh.shape["stage"]
     if args.microbatches is not None and stages == 1:

@@ -223,6 +223,8 @@ def test_bad_arguments_are_one_line():
         (["--microbatches=2"], "--microbatches is 2: they are a pipeline's; give --mesh a stage"),
         (["--steps=0"], "--steps is 0: it must be at least 1"),
         (["--keep=0"], "--keep is 0: it must be at least 1"),
+        (["--mlp-chunks=0"], "--mlp-chunks is 0: it must be at least 1"),
+        (["--mesh=seq=4", "--mlp-chunks=3"], "--mlp-chunks is 3: it must divide the 8 tokens"),
         (["--accumulate=0"], "--accumulate is 0: it must be at least 1"),
         (["--eval-batches=0"], "--eval-batches is 0"),
         (["--checkpoint-every=-1"], "--checkpoint-every is -1: it must be at least 0"),

@@ -13,6 +13,7 @@ from flax import nnx
 from implementations import quick_jit
 from meshes import relative_rms
 
+from burst_jax.flax.layer import add_bias
 from burst_jax.models import DecoderConfig
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
 
@@ -96,6 +97,15 @@ def test_chunks_lose_nothing_in_bfloat16():
         errors = [relative_rms(x[name]["kernel"], want[name]["kernel"]) for x in (whole, cut)]
         assert 1e-4 < errors[0] < 1e-2
         assert errors[1] < 1.2 * errors[0]
+
+
+def test_gradients_of_biases_are_summed_in_float32():
+    """On CPUs XLA widens a bfloat16 sum by itself, so the sum is looked for in the program."""
+    out, bias = jnp.zeros((2, 5, 3), jnp.bfloat16), jnp.zeros((3,), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda bias: jax.vjp(lambda b: add_bias(out, b), bias)[1](out))(bias)
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
+    assert sums
+    assert all(eqn.invars[0].aval.dtype == jnp.float32 for eqn in sums)  # pyrefly: ignore
 
 
 def test_chunks_that_do_not_divide_are_refused():

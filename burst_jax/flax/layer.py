@@ -319,5 +319,13 @@ def project(
         return sum_over(linear(x), summed_over)
     kernel = nnx.merge(*nnx.split(linear))
     kernel.bias, kernel.use_bias = None, False
-    out = sum_over(kernel(x), summed_over)
-    return out + linear.bias[...].astype(out.dtype)
+    return add_bias(sum_over(kernel(x), summed_over), linear.bias[...])
+
+
+def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
+    """``out + bias`` in the dtype of ``out``, added in float32.
+
+    The gradient of a bias is a sum over all tokens. It has the dtype of this addition, and in
+    bfloat16 a sum of some hundred terms stops growing.
+    """
+    return (out.astype(jnp.float32) + bias.astype(jnp.float32)).astype(out.dtype)

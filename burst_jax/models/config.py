@@ -58,7 +58,8 @@ class DecoderConfig:
       remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
         "selective", "attention", "full" and "offload" (:mod:`burst_jax.models.remat`).
       mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
-        features are in memory at a time. It must divide the tokens of a row that a device has.
+        features are in memory at a time, but for those that "none" and "selective" keep. It must
+        divide the tokens of a row that a device has.
       rope: a variant of RoPE for the layers whose kind has none; None is ``Rope(rope_theta)``.
       layer_pattern: the kinds of the layers, repeated as often as there are layers: layer i has
         kind ``i % len(layer_pattern)``. The last repetition may be cut off.

@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from burst_jax.flax.layer import add_bias
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import MLP_PRODUCTS, keeps_mlp_products
 from burst_jax.sharding import AxisNames
@@ -89,7 +90,7 @@ class GatedMLP(nnx.Module):
         out = _feed_forward(how, *vary((x, weights), varying_axes(x, weights)))
         out = sum_over(out, self.hidden_axis)
         bias = self.down.bias
-        return out if bias is None else out + bias[...].astype(out.dtype)
+        return out if bias is None else add_bias(out, bias[...])
 
     def _weights(self, linear: nnx.Linear) -> tuple[jax.Array, ...]:
         """The kernel and, if there is one, the bias."""

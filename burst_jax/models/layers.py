@@ -14,7 +14,7 @@ from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.rope import RopeTable
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.feed_forward import GatedMLP
-from burst_jax.models.remat import ATTENTION_SUM, LAYER_INPUT
+from burst_jax.models.remat import ATTENTION_SUM, BEFORE_POST_NORM, LAYER_INPUT
 
 
 class DecoderLayer(nnx.Module):
@@ -79,10 +79,12 @@ class DecoderLayer(nnx.Module):
             self.attention_norm(x), rope, segment_ids, local_window_size=size
         )
         if self.post_attention_norm is not None:
-            attended = self.post_attention_norm(attended)
+            attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
         fed = self.mlp(self.mlp_norm(x))
-        return x + (fed if self.post_mlp_norm is None else self.post_mlp_norm(fed))
+        if self.post_mlp_norm is not None:
+            fed = self.post_mlp_norm(checkpoint_name(fed, BEFORE_POST_NORM))
+        return x + fed
 
 
 def norm_of(config: DecoderConfig) -> RMSNorm:

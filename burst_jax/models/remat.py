@@ -5,7 +5,8 @@ features, M the hidden features of the feed-forward::
 
     remat        kept                                        recomputed
     none         all that the gradient reads                 nothing
-    selective    D + N H (out) + D + 2 M                     norms, projections of q, k and v
+    selective    2 D + N H (out) + 2 M, and 2 D with norms   norms, projections of q, k and v
+                 after attention and feed-forward
     attention    D + N H (out)                               all but attention
     full         D                                           all, the ring included
     offload      nothing; D + N H (out) in the host's memory as "attention"
@@ -28,6 +29,7 @@ Remat = Literal["none", "selective", "attention", "full", "offload"]
 # The names of what a layer makes. A policy keeps some of them.
 LAYER_INPUT = "layer_input"
 ATTENTION_SUM = "attention_sum"
+BEFORE_POST_NORM = "before_post_norm"
 MLP_PRODUCTS = "mlp_products"
 
 
@@ -47,7 +49,9 @@ def rematerialised[**P, R](layer: Callable[P, R], remat: Remat) -> Callable[P, R
 
 _policies = jax.checkpoint_policies
 _POLICIES = {
-    "selective": _policies.save_only_these_names(*CHECKPOINT_NAMES, ATTENTION_SUM, MLP_PRODUCTS),
+    "selective": _policies.save_only_these_names(
+        *CHECKPOINT_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS
+    ),
     "attention": _policies.save_only_these_names(*CHECKPOINT_NAMES),
     "full": None,
     "offload": _policies.save_and_offload_only_these_names(
