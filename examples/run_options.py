@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from burst_jax import ShardingRules
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.layout import Layout, padded_length
-from burst_jax.models import DecoderConfig
+from burst_jax.models import DecoderConfig, load_config
 from burst_jax.models.config import Remat
 from burst_jax.refusals import did_you_mean
 
@@ -61,6 +61,10 @@ POSITIVE = ("lr", "stall_timeout")
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
+# What a model folder says.
+OF_A_MODEL = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
+# Peak learning rate of a model that is fine-tuned.
+FINE_TUNING_LR = 2e-5
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,6 +101,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--process-id", type=int, help="number of this process (default: the cluster's)")
     add("--heartbeat-timeout", type=int, default=30, help="seconds that a process may be silent")
     add = group("model").add_argument
+    add("--model", type=Path, help="folder of transformers to fine-tune, instead of random weights")
     add("--vocab-size", type=int, help="needed for arrays of tokens (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add("--embed-dim", type=int, help=f"width {default('embed_dim')}")
@@ -108,7 +113,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
-    add("--lr", type=float, help=f"peak learning rate {default('lr')}")
+    add("--lr", type=float, help=f"peak learning rate {default('lr')}, 2e-5 with --model")
     add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
     add("--seed", type=int, default=0, help="of weights, data and sample (default: 0)")
@@ -160,6 +165,13 @@ def prepare(args: argparse.Namespace) -> Run:
     Raises:
       ValueError: the arguments do not fit each other, the devices or the text.
     """
+    if args.model is not None:
+        for name in OF_A_MODEL:
+            if getattr(args, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is given beside --model, which says it: leave it out")
+        if args.lr is None:
+            args.lr = FINE_TUNING_LR
     for name, value in DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -272,8 +284,20 @@ def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | Tokeni
         if args.tokenizer is not None:
             raise ValueError(f"--tokenizer is {args.tokenizer}, but --data holds tokens already")
         return None
-    # A byte that no text has, so that a model sees where a document ends.
-    return ByteTokens(separator=0) if args.tokenizer is None else TokenizerFile(args.tokenizer)
+    if args.tokenizer is None and args.model is None:
+        # A byte that no text has, so that a model sees where a document ends.
+        return ByteTokens(separator=0)
+    return TokenizerFile(args.tokenizer or args.model / "tokenizer.json")
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How a model folder is loaded: computed in ``--dtype``, its weights trained in float32."""
+    return {
+        "dtype": jnp.dtype(args.dtype),
+        "param_dtype": jnp.dtype(jnp.float32),
+        "remat": args.remat,
+        "mlp_chunks": args.mlp_chunks,
+    }
 
 
 def make_config(
@@ -284,6 +308,8 @@ def make_config(
     Raises:
       ValueError: nothing says the vocabulary's size, or sizes do not fit together.
     """
+    if args.model is not None:
+        return load_config(args.model, **model_options(args))
     mlp_dim = args.mlp_dim
     if mlp_dim is None:
         mlp_dim = -(-args.embed_dim * 8 // (3 * 64)) * 64

@@ -8,8 +8,9 @@ Without GPUs it makes 8 CPU devices and takes some minutes on two cores. With GP
 them and a bigger model. It ends with the held-out perplexity by the ring and by one device, which
 must agree, and a sample. It writes metrics.jsonl, summary.json and loss.png into the folder that
 ``--out`` names, and checkpoints into a folder beside them. Started again with the same command it
-goes on from the last checkpoint, on the same mesh or on another one. metrics.jsonl has a line for
-each step; runs of one seed and batch size see the same data on any mesh and any number of
+goes on from the last checkpoint, on the same mesh or on another one. With ``--model`` it fine-tunes
+a folder of transformers, and writes the result as such a folder, OUT/model. metrics.jsonl has a
+line for each step; runs of one seed and batch size see the same data on any mesh and any number of
 processes, so their lines can be compared.
 """
 
@@ -20,6 +21,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -33,8 +35,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import Interrupt, can_plot, check_out, plot_loss
-from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
+from run_options import SAMPLE_CONTEXT, Run, model_options, one_device, parse_args, prepare
 
+from burst_jax import models
 from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.platform import peak_flops, set_compiler_options
@@ -47,6 +50,7 @@ from burst_jax.training import (
     Profile,
     RunLog,
     abstract_train_state,
+    barrier,
     evaluate,
     init_train_state,
     initialize,
@@ -65,7 +69,7 @@ CPU_DEVICES = 8
 TOLERANCE = 1e-4
 # A run goes on from a checkpoint only with the same data and schedule; the sizes of the weights are
 # compared when they are restored. Learning rate and dtype may change, on purpose.
-SAME = ("seq_len", "batch", "packing", "steps", "seed")
+SAME = ("seq_len", "batch", "packing", "steps", "seed", "model")
 
 
 def say(text: str) -> None:
@@ -100,6 +104,12 @@ def place(args: argparse.Namespace, run: Run, rows: Rows, mesh: Mesh) -> Batch[j
     return place_batch(batch, mesh, batch_axis=run.rules.batch_axes, process_local=True)
 
 
+def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a resumed run must have, as a checkpoint keeps them."""
+    found = {name: getattr(args, name) for name in SAME}
+    return found | {"model": None if args.model is None else str(args.model)}
+
+
 def restore(
     args: argparse.Namespace, checkpoints: Checkpoints, abstract: Any
 ) -> tuple[int, Any, Any]:
@@ -117,7 +127,7 @@ def restore(
     if restored is None:
         return 0, None, None
     for name in SAME:
-        then, now = restored.extra["arguments"][name], getattr(args, name)
+        then, now = restored.extra["arguments"].get(name), same_arguments(args)[name]
         if then != now:
             option = "--" + name.replace("_", "-")
             raise ValueError(
@@ -126,6 +136,27 @@ def restore(
             )
     say(f"going on from step {restored.step}, {checkpoints.folder}")
     return restored.step, restored.state, restored.extra["loader"]
+
+
+def load_model(args: argparse.Namespace, run: Run, options: dict[str, Any]) -> Decoder:
+    """The decoder of ``--model``."""
+    say(f"loading {args.model}")
+    return models.load(args.model, mesh=run.mesh, **options, **model_options(args))
+
+
+def export(args: argparse.Namespace, run: Run, params: nnx.State) -> None:
+    """Writes a fine-tuned model as a folder of transformers, with its tokenizer, in ``--dtype``."""
+    folder = args.out / "model"
+    options = attention_options(args) | {"rules": run.rules}
+    graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, **options)
+    if is_main() and folder.exists():
+        shutil.rmtree(folder)  # Of the same run: its checkpoints have it all.
+    barrier("export")
+    models.save(nnx.merge(graphdef, params), folder, dtype=jnp.dtype(args.dtype))
+    if is_main():
+        for file in args.model.glob("*token*"):
+            shutil.copy(file, folder)
+    say(f"the model is in {folder}")
 
 
 def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx.State, RunLog]:
@@ -141,7 +172,10 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
         start, state, loaded = restore(args, checkpoints, abstract)
         if state is None:
-            _, *state = init_train_state(run.config, optimizer, run.mesh, args.seed, **options)
+            weights = None if args.model is None else nnx.state(load_model(args, run, options))
+            _, *state = init_train_state(
+                run.config, optimizer, run.mesh, args.seed, params=weights, **options
+            )
         else:
             loader.set_state(loaded)
         params, opt_state = state
@@ -163,7 +197,7 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         def save(step: int) -> None:
             extra = {
                 "loader": gather_state(loaded),
-                "arguments": {name: getattr(args, name) for name in SAME},
+                "arguments": same_arguments(args),
             }
             checkpoints.save(step, [params, opt_state], extra)
 
@@ -308,11 +342,14 @@ def with_dtype(run: Run, dtype: str) -> Run:
 def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -> int:
     """Evaluates by the ring and by one device, samples, and writes the summary and the curve.
 
-    With several processes no single device can reach all weights: there the ring evaluates alone.
+    A model that was fine-tuned is exported first. With several processes no single device can reach
+    all weights: there the ring evaluates alone.
 
     Returns:
       The exit code: 1 if the two perplexities differ by more than ``TOLERANCE``.
     """
+    if args.model is not None:
+        export(args, run, params)
     run = with_dtype(run, args.eval_dtype)
     ring = held_out(args, run, params, run.mesh)
     say(f"held-out perplexity of {ring.tokens:,} tokens, in {args.eval_dtype}:")

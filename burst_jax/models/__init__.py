@@ -10,4 +10,5 @@ from burst_jax.models.decoder import Decoder as Decoder
 from burst_jax.models.decoder import DecoderConfig as DecoderConfig
 from burst_jax.models.decoder import abstract_decoder as abstract_decoder
 from burst_jax.models.hub.load import load as load
+from burst_jax.models.hub.load import load_config as load_config
 from burst_jax.models.hub.save import save as save

@@ -24,11 +24,18 @@ def init_train_state(
     *,
     rules: ShardingRules | None = None,
     microbatches: int | None = None,
+    params: nnx.State | None = None,
     **options: Any,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.OptState]:
     """Weights and optimizer state, made on the mesh: each device makes its own parts only.
 
-    The same seed gives the same weights on every mesh.
+    The same seed gives the same weights on every mesh. To train weights that are there already,
+    pass them::
+
+        model = burst_jax.models.load(folder, mesh=mesh, rules=rules, param_dtype=jnp.float32)
+        graphdef, params, opt_state = init_train_state(
+            model.config, optimizer, mesh, seed, rules=rules, params=nnx.state(model)
+        )
 
     Args:
       config: sizes and dtypes of the decoder.
@@ -38,6 +45,8 @@ def init_train_state(
       rules: how weights and optimizer state are split; None keeps them whole on every device, but
         for the heads, hidden features and vocabulary that ``head_axis`` splits.
       microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
+      params: the state of a decoder with this config, on any devices; ``seed`` then says nothing.
+        They are put where the rules say. None draws random weights.
       **options: attention options of the decoder beside ``mesh``, see
         :class:`burst_jax.models.Decoder`.
 
@@ -45,23 +54,45 @@ def init_train_state(
       ``(graphdef, params, opt_state)``; ``nnx.merge(graphdef, params)`` is the decoder.
 
     Raises:
-      ValueError: the mesh lacks an axis of the rules, a size does not divide, or the seed is not in
-        0 ... 2**32 - 1.
+      ValueError: the mesh lacks an axis of the rules, a size does not divide, the seed is not in
+        0 ... 2**32 - 1, or ``params`` are another decoder's.
     """
     check_has_devices(mesh)
     if check_integer("seed", seed, 0) >= 2**32:
         # JAX would take its last 32 bits, and so 0 for 2**32.
         raise ValueError(f"seed is {seed}: it must be below 2**32")
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
-    graphdef, params, opt_state = abstract_train_state(config, optimizer, **options)
-    shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    graphdef, shapes, opt_shapes = abstract_train_state(config, optimizer, **options)
+    shardings = jax.tree.map(lambda x: x.sharding, (shapes, opt_shapes))
+    start = transform_of(optimizer).init
+    if params is not None:
+        _check_weights(params, shapes)
+        params = jax.device_put(params, shardings[0])
+        return graphdef, params, jax.jit(start, out_shardings=shardings[1])(params)
 
     def init() -> tuple[nnx.State, optax.OptState]:
         params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=seed), **options))
-        return params, transform_of(optimizer).init(params)
+        return params, start(params)
 
     params, opt_state = jax.jit(init, out_shardings=shardings)()
     return graphdef, params, opt_state
+
+
+def _check_weights(params: nnx.State, shapes: nnx.State) -> None:
+    """Raises ValueError unless weights have the names, shapes and dtypes of a decoder's."""
+
+    def described(tree: nnx.State) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{x.dtype} {x.shape}" for path, x in leaves}
+
+    given, wanted = described(params), described(shapes)
+    for name in sorted(given.keys() | wanted.keys()):
+        if given.get(name) != wanted.get(name):
+            raise ValueError(
+                f"params{name} is {given.get(name, 'missing')}, and config says "
+                f"{wanted.get(name, 'nothing of it')}: pass the state of a decoder with this "
+                "config, nnx.state(model) with model.config"
+            )
 
 
 def abstract_train_state(

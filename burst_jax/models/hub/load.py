@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from burst_jax.attention_options import AttentionOptions
-from burst_jax.models.config import Remat
+from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hub.config import read_config
 from burst_jax.models.hub.files import TensorFiles
@@ -25,6 +25,20 @@ from burst_jax.rules import ShardingRules
 
 # Old Llama folders have RoPE's frequencies, which config.json says, once more for each layer.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def load_config(
+    folder: str | PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    remat: Remat = "attention",
+    mlp_chunks: int = 1,
+    ignore: Collection[str] = (),
+) -> DecoderConfig:
+    """The config of the decoder that :func:`load` makes of a folder; the arguments are the same."""
+    config, _, _ = read_config(Path(folder), dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    return dataclasses.replace(config, remat=remat, mlp_chunks=mlp_chunks)
 
 
 def load(

@@ -1,0 +1,149 @@
+"""Model folders that are trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import hub_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain_model
+import pytest
+import train_lm
+from flax import nnx
+from implementations import QUICK, quick_jit
+from meshes import make_mesh, mesh_of
+
+from burst_jax import ShardingRules
+from burst_jax.models import load, load_config
+from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
+
+OPTIMIZER = optax.adam(1e-3)
+ROWS, LENGTH = 2, 48
+
+
+def rows(step):
+    """Two packed rows of two documents, with padding at the end of one."""
+    tokens = np.random.default_rng(step).integers(0, hub_models.VOCAB, (ROWS, LENGTH + 1))
+    segments = np.ones((ROWS, LENGTH + 1), np.int32)
+    segments[0, 17:], segments[1, 40:] = 2, 0
+    return tokens, segments
+
+
+def ring_losses(folder, mesh, steps):
+    rules = ShardingRules.of(mesh)
+    model = load(folder, dtype=jnp.float32, mesh=mesh, rules=rules, layout="zigzag")
+    graphdef, params, state = init_train_state(
+        model.config, OPTIMIZER, mesh, 0, rules=rules, layout="zigzag", params=nnx.state(model)
+    )
+    step = make_train_step(graphdef, OPTIMIZER, compiler_options=QUICK)
+    losses = []
+    for index in range(steps):
+        tokens, segments = rows(index)
+        shards = mesh.shape["seq"]
+        batch = make_batch(tokens, segment_ids=segments, layout="zigzag", num_shards=shards)
+        placed = place_batch(batch, mesh, batch_axis=rules.batch_axes)
+        params, state, metrics = step(params, state, placed)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def plain_losses(folder, steps):
+    """The same steps by the formulas, in float64, on one device, with all logits at once."""
+    theta = load_config(folder).layer_ropes[0].theta
+    state = nnx.state(load(folder, mesh=make_mesh(), dtype=jnp.float32))
+    numbers = plain_model.float64(nnx.to_pure_dict(state))
+    positions = np.tile(np.arange(LENGTH), (ROWS, 1))
+
+    def loss(weights, tokens, segments):
+        inputs, ids = tokens[:, :-1], segments[:, :-1]
+        keep = (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
+        keep &= jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+        hidden = plain_model.decoder(weights, inputs, positions, keep, theta)
+        counts = ((ids == segments[:, 1:]) & (ids != 0)).astype(jnp.float64)
+        logits = hidden @ weights["embedding"].T  # This model ties the two.
+        return plain_model.cross_entropy(logits, tokens[:, 1:], counts) / counts.sum()
+
+    @quick_jit
+    def step(weights, state, tokens, segments):
+        value, gradients = jax.value_and_grad(loss)(weights, tokens, segments)
+        updates, state = OPTIMIZER.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    losses = []
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        weights = jax.tree.map(jnp.asarray, numbers)
+        state = OPTIMIZER.init(weights)
+        for index in range(steps):
+            weights, state, value = step(weights, state, *map(jnp.asarray, rows(index)))
+            losses.append(float(value))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("steps", "axes"),
+    [
+        (3, {"fsdp": 2, "seq": 2}),
+        pytest.param(20, {"fsdp": 2, "seq": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["3-steps", "20-steps"],
+)
+def test_a_loaded_model_takes_the_steps_of_a_plain_one(tmp_path, steps, axes):
+    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    got, want = ring_losses(folder, mesh_of(**axes), steps), plain_losses(folder, steps)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+def test_weights_of_another_decoder_are_refused(tmp_path):
+    mesh = mesh_of(seq=2)
+    model = load(hub_models.write_folder("qwen3", tmp_path / "model"), mesh=mesh, dtype=jnp.float32)
+    other = dataclasses.replace(model.config, mlp_dim=2 * model.config.mlp_dim)
+    weights = nnx.state(model)
+    with pytest.raises(ValueError, match=r"params.*'mlp'.* is float32 .*, and config says float32"):
+        init_train_state(other, OPTIMIZER, mesh, 0, layout="zigzag", params=weights)
+    wide = dataclasses.replace(model.config, param_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"is float32 .*, and config says bfloat16"):
+        init_train_state(wide, OPTIMIZER, mesh, 0, layout="zigzag", params=weights)
+
+
+def arguments(folder, tmp_path, *more):
+    return [
+        f"--model={folder}", f"--data={tmp_path / 'ids.npy'}", f"--out={tmp_path / 'out'}",
+        "--mesh=fsdp=2,seq=2", "--seq-len=256", "--batch=2", "--steps=2", "--eval-batches=1",
+        "--sample-tokens=0", "--dtype=float32", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_train_lm_fine_tunes_and_exports(tmp_path):
+    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    assert train_lm.main(arguments(folder, tmp_path, "--lr=1e-2")) == 0
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    exported = tmp_path / "out" / "model"
+    assert (exported / "tokenizer.json").read_text() == "{}"
+    before, after = (
+        nnx.state(load(each, mesh=make_mesh(), dtype=jnp.float32)) for each in (folder, exported)
+    )
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), before, after)
+    assert all(0 < change < 0.1 for change in jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--layers=2"], "--layers is given beside --model, which says it: leave it out"),
+        (["--tokenizer=x"], "--tokenizer is x, but --data holds tokens already"),
+    ],
+)
+def test_mistakes_with_a_model_are_said(tmp_path, capsys, more, message):
+    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    with pytest.raises(SystemExit, match="2"):
+        train_lm.main(arguments(folder, tmp_path, *more))
+    assert message in capsys.readouterr().err
