@@ -265,7 +265,7 @@ def test_saving_gives_the_same_folder(folder, tmp_path, name):
     # The config of a decoder that was not loaded is written anew, and says the same.
     config = dataclasses.replace(model.config, hub_config=None)
     model.config = config
-    save(model, tmp_path / "written", max_length=1024)
+    save(model, tmp_path / "written", max_length=None if "dynamic" in name else 1024)
     again = load_on(tmp_path / "written", {"seq": 1}, "contiguous").config
     kinds = config.layer_kinds
     assert dataclasses.replace(again, hub_config=None, layer_pattern=kinds) == config

@@ -105,30 +105,40 @@ def config_json(
 ) -> tuple[dict[str, Any], Family]:
     """The ``config.json`` of a decoder, and its family.
 
-    A decoder that was loaded keeps the one that it was loaded with, but for the dtype. For others
-    the first family is taken that can say all that the config says.
+    A decoder that was loaded keeps the one that it was loaded with, but for the dtype and, if it is
+    given, the number of positions. For others the first family is taken that can say all that the
+    config says.
 
     Args:
       config: the decoder's.
       dtype: of the weights in the files.
-      max_length: number of positions, of a decoder that was not loaded.
+      max_length: number of positions; None is that of the file that was loaded, or of a dynamic
+        RoPE.
 
     Raises:
-      ValueError: no max_length where one is needed.
+      ValueError: no max_length where one is needed, or another one than a dynamic RoPE has.
       NotImplementedError: no family can say what the config says.
     """
     name = jnp.dtype(dtype).name
+    for rope in config.layer_ropes:
+        if not isinstance(rope, DynamicRope):
+            continue
+        if max_length not in (None, rope.max_positions):
+            raise ValueError(
+                f"max_length is {max_length}, and the decoder has {rope}: config.json has one "
+                f"number for both, so leave max_length out, or pass {rope.max_positions}"
+            )
+        max_length = rope.max_positions
     if config.hub_config is not None:
         given = json.loads(config.hub_config)
+        if max_length is not None:
+            given["max_position_embeddings"] = max_length
         family = FAMILIES[given["model_type"]]
         known = {key: value for key, value in given.items() if key in {*family.defaults, *_sizes()}}
         if _same(family.read({**family.defaults, **known}), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family
-        max_length = max_length or known.get("max_position_embeddings")
-    dynamic = [kind.rope for kind in config.layer_kinds if isinstance(kind.rope, DynamicRope)]
-    if dynamic:
-        max_length = dynamic[0].max_positions
+        max_length = known.get("max_position_embeddings")
     if max_length is None:
         raise ValueError(
             "max_length is None: config.json says a number of positions, which a decoder that was "
@@ -216,6 +226,8 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         attention_scale=config.head_dim**-0.5 if scale is None else scale,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
+        # How a decoder runs, and what its files say beside it.
         remat="none",
+        mlp_chunks=1,
         hub_config=None,
     )

@@ -45,15 +45,16 @@ def save(
       model: the decoder; its weights may be split over any mesh.
       folder: a folder that does not exist yet, or is empty.
       dtype: of the tensors; None is that of the weights.
-      max_length: the number of positions in ``config.json``, needed for a decoder that was not
-        loaded.
+      max_length: the number of positions in ``config.json``; None is that of the folder that was
+        loaded. A decoder that was not loaded needs it.
       max_file_bytes: size of a file's tensors above which the next one is begun.
 
     Raises:
       FileExistsError: there is something in the folder.
       ImportError: the library safetensors is missing.
       NotImplementedError: no family of models computes what this decoder does.
-      ValueError: no max_length, or a max_file_bytes below 1.
+      ValueError: no max_length where one is needed, another one than a dynamic RoPE has, or a
+        max_file_bytes below 1.
     """
     folder = Path(folder)
     if max_file_bytes < 1:
