@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from burst_jax.models import LayerKind, LinearRope, Llama3Rope, Rope, abstract_decoder
-from burst_jax.models.hub.config import read_config
+from burst_jax.models.hub.config import config_json, read_config
 
 GELU = "gelu_pytorch_tanh"
 
@@ -105,6 +105,83 @@ PUBLISHED = {
         [LayerKind(1024, Rope(1e4)), LayerKind(None, LinearRope(1e6, factor=8.0))],
     ),
 }
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The config that a ``config.json`` of this family, with sizes of four layers, is read as."""
+
+    def read(model_type, ignore=(), **options):
+        written = {"model_type": model_type, **sizes(4, 8, 16, 2, 1, 32), "head_dim": 4, **options}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        return read_config(tmp_path, ignore=ignore)[0]
+
+    return read
+
+
+def apart(full=None, sliding=None):
+    """Gemma 3's ``rope_parameters``."""
+    return {"full_attention": full or {}, "sliding_attention": sliding or {}}
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("written", "sliding", "full"),
+    [
+        ({}, Rope(1e4), Rope(1e6)),
+        ({"rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+        ({"rope_parameters": apart(), "rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+        ({"rope_parameters": apart(), "rope_local_base_freq": 3e4}, Rope(3e4), Rope(1e6)),
+        ({"rope_parameters": apart(sliding={"rope_theta": 2e4})}, Rope(2e4), Rope(1e6)),
+        ({"rope_scaling": LINEAR}, Rope(1e4), LinearRope(1e6, factor=8.0)),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": apart(LINEAR)},
+            Rope(1e4),
+            LinearRope(1e6, factor=8.0),
+        ),
+    ],
+)
+def test_ropes_of_gemma_3_are_those_of_transformers(read, written, sliding, full):
+    """What transformers 5.23's Gemma3TextConfig makes of these."""
+    config = read("gemma3_text", sliding_window_pattern=2, **written)
+    assert config.layer_ropes == (sliding, full, sliding, full)
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "message"),
+    [
+        (
+            "gemma3_text",
+            {"rope_scaling": LINEAR, "rope_parameters": apart()},
+            "has rope_scaling .* and rope_parameters .* do not say the same",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}},
+            "do not say the same.*remove one of them",
+        ),
+        ("gemma3_text", {"rope_scaling": apart(LINEAR)}, "must be in rope_parameters"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "a dictionary for each type of layer"),
+    ],
+)
+def test_ropes_that_say_two_things_are_refused(read, family, written, message):
+    with pytest.raises(ValueError, match=message):
+        read(family, **written)
+
+
+def test_options_of_rope_that_are_absent_or_ignored(read):
+    plain = read("llama", rope_scaling=YARN)
+    zeros = read("llama", rope_scaling=YARN | {"mscale": 0, "mscale_all_dim": 0.0})
+    assert zeros.layer_ropes == plain.layer_ropes
+    scaling = YARN | {"finetuned": True}
+    with pytest.raises(NotImplementedError, match=r"has finetuned.*ignore=\('finetuned',\)"):
+        read("llama", rope_scaling=scaling)
+    ignored = read("llama", ignore=("finetuned",), rope_scaling=scaling)
+    assert ignored == plain
+    assert config_json(ignored, "float32", None)[0]["rope_scaling"] == YARN
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from burst_jax.flax.rope_variants import DynamicRope
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hub.families import FAMILIES, Family
+from burst_jax.models.hub.ropes import without
 
 # Models of text and images, and the family of their language models, which alone are read.
 _TEXT_FAMILIES = {"gemma3": "gemma3_text"}
@@ -61,7 +62,8 @@ def read_config(
       folder: the folder.
       dtype: of the computation; None is that of ``config.json``, float32 if it says none.
       param_dtype: of the weights; None is ``dtype``.
-      ignore: keys of ``config.json`` that may have any value.
+      ignore: keys of ``config.json`` that may have any value, and options of its RoPE, which are
+        left out.
 
     Returns:
       ``(config, family, part)``, ``part`` being whether the folder has more than the decoder.
@@ -82,6 +84,7 @@ def read_config(
     if text_family is not None:
         given = _text_config(given, text_family)
     family = _family(path, given)
+    given = without(given, ignore)
     values = _complete(path, given, family, ignore)
     stored = given.get("dtype") or given.get("torch_dtype") or "float32"
     if dtype is None:

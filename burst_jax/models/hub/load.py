@@ -55,8 +55,8 @@ def load(
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
-      ignore: names that are no mistake: keys of ``config.json`` and tensors of the files that this
-        library does not know, and that do not change the computation.
+      ignore: names that are no mistake: keys of ``config.json``, options of its RoPE and tensors of
+        the files that this library does not know, and that do not change the computation.
       **options: attention options, like ``mesh`` and ``layout``, see
         :class:`burst_jax.models.Decoder`. A mesh is needed: here, or by ``jax.set_mesh``.
 
