@@ -431,6 +431,46 @@ def test_tensors_that_do_not_fit_are_all_named(folder):
     np.testing.assert_array_equal(model.final_norm.scale[...], tensors["model.norm.weight"])
 
 
+def test_quantized_tensors_are_refused(folder):
+    path = folder("llama2")
+    tensors = hub_models.tensors("llama2")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"than F64, F32, F16, BF16: lm_head.weight is I8"):
+        load(path, mesh=mesh_of(seq=1))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "index.json is no JSON"),
+        ("[]", "index.json lacks weight_map, which"),
+        ('{"weight_map": {}}', "index.json lacks weight_map, which"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "must be the name of a file in the same"),
+        ('{"weight_map": {"a": "/model.safetensors"}}', "must be the name of a file in the same"),
+        ('{"weight_map": {"a": 1}}', "must be the name of a file in the same"),
+        (
+            '{"weight_map": {"a": "model-1.safetensors"}}',
+            "model.safetensors and .*index.json are of different models: .* has a, lm_head.weight,"
+            " model.embed_tokens.weight, .* and [0-9]+ more. Remove",
+        ),
+    ],
+)
+def test_indices_that_are_refused(folder, index, message):
+    path = folder("llama2")
+    (path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        load(path, mesh=mesh_of(seq=1))
+
+
+def test_the_single_file_is_taken_before_those_of_an_index(folder):
+    """As transformers does; here the index's file is not there."""
+    path = folder("llama2")
+    places = dict.fromkeys(hub_models.tensors("llama2"), "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    load(path, mesh=mesh_of(seq=1))
+
+
 def test_files_that_are_not_there_or_damaged(folder, tmp_path):
     path = folder("llama2")
     mesh = mesh_of(seq=1)
@@ -447,8 +487,13 @@ def test_files_that_are_not_there_or_damaged(folder, tmp_path):
     # A second copy under another name, as some folders have it, is not read.
     shutil.copy(first, tmp_path / "s" / "consolidated.safetensors")
     load(tmp_path / "s", mesh=mesh)
-    second.unlink()
-    with pytest.raises(FileNotFoundError, match=f"lacks {second.name}"):
+    kept = second.read_bytes()
+    shutil.copy(first, second)
+    with pytest.raises(ValueError, match=f"{second.name} and .*index.json do not agree: one of"):
+        load(tmp_path / "s", mesh=mesh)
+    second.write_bytes(kept)
+    first.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {first.name}"):
         load(tmp_path / "s", mesh=mesh)
     (path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
