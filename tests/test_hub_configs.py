@@ -172,6 +172,41 @@ def test_ropes_that_say_two_things_are_refused(read, family, written, message):
         read(family, **written)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 4}, r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is .* and must be None"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
+    ],
+)
+def test_keys_beside_the_language_model_are_refused(tmp_path, change, message):
+    written = PUBLISHED["gemma-3-4b"][0] | change
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(NotImplementedError, match=message):
+        read_config(tmp_path)
+
+
+def test_layers_that_slide_without_a_window_are_refused(read):
+    types = ["full_attention", "sliding_attention"] * 2
+    for family in ("qwen2", "qwen3"):
+        with pytest.raises(ValueError, match="and its use_sliding_window is false: make it true"):
+            read(family, layer_types=types, sliding_window=8)
+        kinds = read(family, layer_types=types, sliding_window=8, use_sliding_window=True)
+        assert [kind.window for kind in kinds.layer_kinds] == [None, 8, None, 8]
+
+
+def test_gemma_3_has_no_cap_of_the_attention_logits(read):
+    """transformers has the key, and computes the same whatever it says."""
+    cap = {"attn_logit_softcapping": 50.0}
+    with pytest.raises(NotImplementedError, match=r"attn_logit_softcapping is 50.0 and must be N"):
+        read("gemma3_text", **cap)
+    ignored = read("gemma3_text", ignore=tuple(cap), **cap)
+    assert ignored.logits_soft_cap is None
+    assert config_json(ignored, "float32", None)[0]["attn_logit_softcapping"] == 50.0
+    assert read("gemma2", **cap).logits_soft_cap == 50.0
+
+
 def test_options_of_rope_that_are_absent_or_ignored(read):
     plain = read("llama", rope_scaling=YARN)
     zeros = read("llama", rope_scaling=YARN | {"mscale": 0, "mscale_all_dim": 0.0})

@@ -18,6 +18,14 @@ from burst_jax.models.hub.ropes import without
 
 # Models of text and images, and the family of their language models, which alone are read.
 _TEXT_FAMILIES = {"gemma3": "gemma3_text"}
+# What their ``config.json`` has beside the language model's.
+_BESIDE_TEXT = frozenset(
+    (
+        *("text_config", "vision_config", "mm_tokens_per_image"),
+        *("boi_token_index", "eoi_token_index", "image_token_index"),
+        *("boi_token_id", "eoi_token_id", "image_token_id"),
+    )
+)
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 # Keys that say nothing about the computation of hidden states and logits.
 _IGNORED = frozenset(
@@ -82,7 +90,7 @@ def read_config(
         raise ValueError(f"{path} is no JSON: {error}") from error
     text_family = _TEXT_FAMILIES.get(given.get("model_type"))
     if text_family is not None:
-        given = _text_config(given, text_family)
+        given = _text_config(path, given, FAMILIES[text_family], ignore)
     family = _family(path, given)
     given = without(given, ignore)
     values = _complete(path, given, family, ignore)
@@ -171,11 +179,18 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
     raise NotImplementedError(f"{path} has model_type {name!r}: {remedy}")
 
 
-def _text_config(given: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _text_config(
+    path: Path, given: Mapping[str, Any], family: Family, ignore: Collection[str]
+) -> dict[str, Any]:
     """The ``config.json`` of a language model from that of a model of text and images."""
+    text = given.get("text_config") or {}
+    # The output projection is the whole model's.
+    tied = text.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
+    only = _ONLY | {"tie_word_embeddings": (tied,)}
+    _check_keys(path, given["model_type"], given, _BESIDE_TEXT, only, ignore)
     dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
-    architecture = {"architectures": [FAMILIES[family].architecture], "model_type": family}
-    return {**dtype, **given.get("text_config", {}), **architecture}
+    architecture = {"architectures": [family.architecture], "model_type": family.model_type}
+    return {**dtype, **text, **architecture}
 
 
 def _sizes() -> dict[str, Any]:
@@ -198,20 +213,33 @@ def _complete(
     missing = [key for key in _sizes() if {**family.defaults, **given}.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    known = {*family.defaults, *_sizes()}
+    _check_keys(path, family.model_type, given, known, _ONLY | dict(family.only), ignore)
+    return {**family.defaults, **given}
+
+
+def _check_keys(
+    path: Path,
+    model_type: str,
+    given: Mapping[str, Any],
+    known: Collection[str],
+    only: Mapping[str, tuple[Any, ...]],
+    ignore: Collection[str],
+) -> None:
+    """Raises NotImplementedError that names all keys that are not known, or have a wrong value."""
     wrong = [
-        f"{key} is {given[key]!r} and must be {only[0]!r}"
-        for key, only in _ONLY.items()
-        if key in given and given[key] not in only and key not in ignore
+        f"{key} is {given[key]!r} and must be {allowed[0]!r}"
+        for key, allowed in only.items()
+        if key in given and given[key] not in allowed and key not in ignore
     ]
-    known = {*family.defaults, *_sizes(), *_IGNORED, *_ONLY, *ignore}
+    known = {*known, *only, *_IGNORED, *ignore}
     unknown = [key for key in given if key not in known]
     if wrong or unknown:
         wrong += [f"{key} is {given[key]!r}, and unknown" for key in unknown]
         raise NotImplementedError(
-            f"{path}, model_type {family.model_type!r}: {'; '.join(wrong)}. If a key does not "
+            f"{path}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
             f"change the computation, pass ignore={tuple(unknown) or '(key,)'}"
         )
-    return {**family.defaults, **given}
 
 
 def _same(one: DecoderConfig, other: DecoderConfig) -> bool:

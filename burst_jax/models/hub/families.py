@@ -85,7 +85,6 @@ _GEMMA: dict[str, Any] = _SIZES | {
     "sliding_window": 4096,
     "layer_types": None,
     "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
     "use_bidirectional_attention": None,
 }
 _GEMMA_FIELDS: dict[str, Any] = {
@@ -109,6 +108,7 @@ class Family:
       sliding: ``config.json``, with defaults, to one bool a layer: whether it has the window.
       names: the names of its weights.
       thetas: RoPE's base by type of layer, where ``config.json`` says none.
+      only: keys of which one of these values alone is what a decoder here computes.
     """
 
     model_type: str
@@ -120,6 +120,7 @@ class Family:
     thetas: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {FULL: 10000.0, SLIDING: 10000.0}
     )
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def activation_key(self) -> str:
@@ -147,7 +148,9 @@ class Family:
             "mlp_bias": bool(values.get("mlp_bias", False)),
             "activation": _activation(self.activation_key, values[self.activation_key]),
             "attention_scale": None if scalar is None else scalar**-0.5,
-            "logits_soft_cap": values.get("attn_logit_softcapping"),
+            "logits_soft_cap": (
+                values.get(cap) if (cap := "attn_logit_softcapping") in self.defaults else None
+            ),
             "final_soft_cap": values.get("final_logit_softcapping"),
             "tie_embeddings": bool(values["tie_word_embeddings"]),
         }
@@ -211,6 +214,11 @@ class Family:
         window = values.get("sliding_window")
         if any(sliding) and window is None:
             raise ValueError("config.json has sliding layers, and its sliding_window is null")
+        if any(sliding) and not values.get("use_sliding_window", True):
+            raise ValueError(
+                "config.json has sliding layers in layer_types, and its use_sliding_window is "
+                "false: make it true, or all layers full_attention"
+            )
         return tuple(
             LayerKind(window, ropes[SLIDING]) if slides else LayerKind(None, ropes[FULL])
             for slides in sliding
@@ -308,6 +316,8 @@ _ALL: tuple[Family, ...] = (
         lambda values: _all_but_each(values, values["sliding_window_pattern"] or 6),
         _GEMMA_NAMES,
         {FULL: 1_000_000.0, SLIDING: 10_000.0},
+        # transformers has this key of Gemma 2 in the config, and does not compute it.
+        {"attn_logit_softcapping": (None,)},
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
