@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import hub_models
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from meshes import mesh_of
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import mesh_of, random_like
+from safetensors.numpy import load_file
 
-from burst_jax.models import Decoder, DecoderConfig, load, save
+from burst_jax import ShardingRules
+from burst_jax.models import Decoder, DecoderConfig, abstract_decoder, load, save
 from burst_jax.models.hub.config import config_json, read_config
+from burst_jax.models.hub.save import take_layer
 
 
 @pytest.fixture
@@ -95,3 +102,43 @@ def test_a_complete_model_that_cannot_be_renamed_is_kept(model, tmp_path, monkey
     kept = str(raised.value).split("replaced; ")[1].removesuffix(" is complete")
     assert load(kept, mesh=mesh_of(seq=1)).config.num_layers == 2
     assert (tmp_path / "model" / "notes").exists()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_layer_comes_from_the_stage_that_has_it(kind):
+    """And no device ever gets the layers of another stage."""
+    mesh = mesh_of(kind, stage=2, fsdp=2)
+    stack = np.random.default_rng(0).standard_normal((6, 8, 5)).astype(np.float32)
+    stack[1, 0], stack[4, 1] = -0.0, np.nan
+    spec = PartitionSpec("stage", "fsdp")
+    weight = jax.device_put(stack, NamedSharding(mesh, spec))
+    for layer in range(6):
+        taken = take_layer(weight, np.int32(layer), mesh=mesh, spec=spec)
+        assert {shard.data.shape for shard in taken.addressable_shards} == {(4, 5)}
+        # Bit by bit.
+        assert np.asarray(taken).tobytes() == stack[layer].tobytes()
+    compiled = take_layer.lower(weight, np.int32(0), mesh=mesh, spec=spec).compile().as_text()
+    sent = re.findall(r"= (\S+) (all-\w+|collective-\w+|reduce-\w+)\(", compiled)
+    assert [(re.sub(r"\{.*", "", shape), name) for shape, name in sent] == [
+        ("u8[4,5,4]", "all-reduce")
+    ]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_pipeline_is_saved(tmp_path, kind):
+    config = DecoderConfig(vocab_size=8, num_layers=4, embed_dim=8, head_dim=4, mlp_dim=8)
+    mesh = mesh_of(kind, stage=2, fsdp=2, seq=1)
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=ShardingRules.of(mesh))
+    weights = random_like(shapes, 0)
+    save(nnx.merge(graphdef, weights), tmp_path / "whole", max_length=64)
+    again = load(tmp_path / "whole", mesh=mesh, rules=ShardingRules.of(mesh))
+    assert again.layers.mlp.up.kernel[...].sharding.spec[0] == "stage"
+    save(again, tmp_path / "split")
+    want, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "split"))
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(found[name], tensor)
+    np.testing.assert_array_equal(
+        want["model.layers.3.mlp.up_proj.weight"],
+        weights["layers"]["mlp"]["up"]["kernel"][...][3].T,
+    )

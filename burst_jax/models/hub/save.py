@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from os import PathLike
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from burst_jax.first_process import by_first_process
@@ -173,12 +174,45 @@ def _index(plan: _Plan, dtype: jnp.dtype) -> dict[str, Any]:
 
 def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
     """One layer of a weight, or an unstacked weight, that this process can read all of."""
-    taken = weight if layer is None else _take(weight, np.int32(layer))
-    if taken.is_fully_addressable or not isinstance(weight.sharding, NamedSharding):
+    if not isinstance(weight.sharding, NamedSharding):
+        return weight if layer is None else weight[layer]
+    mesh, spec = weight.sharding.mesh, weight.sharding.spec
+    taken = weight if layer is None else take_layer(weight, np.int32(layer), mesh=mesh, spec=spec)
+    if taken.is_fully_addressable:
         return taken
-    return jax.device_put(taken, NamedSharding(weight.sharding.mesh, PartitionSpec()))
+    return jax.device_put(taken, NamedSharding(mesh, PartitionSpec()))
 
 
-@jax.jit
-def _take(weight: jax.Array, layer: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(weight, layer, 0, keepdims=False)
+@functools.partial(jax.jit, static_argnames=("mesh", "spec"))
+def take_layer(
+    weight: jax.Array, layer: jax.Array, *, mesh: Mesh, spec: PartitionSpec
+) -> jax.Array:
+    """One layer of a stacked weight, split as its other dimensions are.
+
+    The stages of a pipeline split the layers. So that no device gets a whole stack, the stage that
+    has the layer sends it to the others: they add zeros to it.
+
+    Args:
+      weight: ``[L, ...]``, L being the number of layers.
+      layer: number of the layer, int32.
+      mesh: the weight's.
+      spec: that of the weight.
+    """
+    stages, *others = spec or (None,)
+
+    def take(part: jax.Array, layer: jax.Array) -> jax.Array:
+        if stages is None:
+            return lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)
+        row = layer - lax.axis_index(stages) * part.shape[0]
+        here = (row >= 0) & (row < part.shape[0])
+        row = jnp.clip(row, 0, part.shape[0] - 1)
+        taken = lax.dynamic_index_in_dim(part, row, 0, keepdims=False)
+        # Bytes, because a sum of floating point numbers would make 0.0 of -0.0.
+        sent = lax.bitcast_convert_type(taken, jnp.uint8)
+        sent = lax.psum(jnp.where(here, sent, jnp.zeros_like(sent)), stages)
+        return lax.bitcast_convert_type(sent, taken.dtype)
+
+    run = jax.shard_map(
+        take, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(*others)
+    )
+    return run(weight, layer)
