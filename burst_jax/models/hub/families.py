@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from burst_jax.models.config import Activation, DecoderConfig, LayerKind
-from burst_jax.models.hub.ropes import FULL, SLIDING, rope_json, ropes_of
+from burst_jax.models.hub.ropes import FULL, SLIDING, ropes_json, ropes_of
 
 # A weight's path in nnx.state(decoder), and its name in the files. {layer} counts the layers, which
 # are one stacked weight here.
@@ -161,9 +161,7 @@ class Family:
         kinds = config.layer_kinds
         windows = [kind.window for kind in kinds if kind.window is not None]
         types = [FULL if kind.window is None else SLIDING for kind in kinds]
-        ropes = {
-            kind: rope_json(rope) for kind, rope in zip(types, config.layer_ropes, strict=True)
-        }
+        ropes = dict(zip(types, config.layer_ropes, strict=True))
         scale = config.attention_scale
         activations = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish"}
         said = {
@@ -181,7 +179,7 @@ class Family:
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
             "attn_logit_softcapping": config.logits_soft_cap,
             "final_logit_softcapping": config.final_soft_cap,
-            "rope_parameters": ropes if len(self.thetas_apart) > 1 else next(iter(ropes.values())),
+            **ropes_json(ropes, apart="rope_local_base_freq" in self.defaults),
         }
         return {
             "architectures": [self.architecture],
@@ -193,11 +191,6 @@ class Family:
             "num_attention_heads": config.num_heads,
             **{key: value for key, value in said.items() if key in self.defaults},
         }
-
-    @property
-    def thetas_apart(self) -> set[float]:
-        """The bases of RoPE that the family has by default: several if layers differ in RoPE."""
-        return set(self.thetas.values())
 
     def _kinds(self, values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         ropes = ropes_of(values, self.thetas)

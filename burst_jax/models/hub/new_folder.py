@@ -32,10 +32,11 @@ class NewFolder:
         place.parent.mkdir(parents=True, exist_ok=True)
         # The name is this call's own. Its folder is for this user alone, so the one that others
         # may read, as the umask says, is made within it.
-        self._made = Path(
-            tempfile.mkdtemp(prefix=f".{place.name}.being-written-", dir=place.parent)
-        )
-        self.path = self._made / place.name
+        prefix = f".{place.name}.being-written-"
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
+        self.path = made / place.name
+        # What discard removes.
+        self._made: Path | None = made
         self.path.mkdir()
 
     def finish(self) -> None:

@@ -161,8 +161,31 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
     return rope(theta=theta, **numbers)
 
 
-def rope_json(rope: Rope) -> dict[str, Any]:
-    """The dictionary of ``rope_parameters`` that :func:`ropes_of` reads as ``rope``."""
+def ropes_json(ropes: Mapping[str, Rope], *, apart: bool) -> dict[str, Any]:
+    """The keys of ``config.json`` that :func:`ropes_of` reads as these RoPEs.
+
+    They are in both formats, so that any version of transformers reads the file; but in the new one
+    alone if the old one cannot say them: it has one base for sliding layers, and no more.
+
+    Args:
+      ropes: by type of layer; a type that no layer has is left out.
+      apart: whether the family's types of layers have a RoPE of their own each.
+    """
+    new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
+    if not apart:
+        # If they differ, the decoder is none of this family: what is read from this differs, too.
+        first = next(iter(new.values()))
+        return {"rope_parameters": first, **_old_json(first)}
+    old: dict[str, Any] = {}
+    sliding = ropes.get(SLIDING)
+    if FULL in ropes and (sliding is None or type(sliding) is Rope):
+        old = _old_json(new[FULL])
+        if sliding is not None:
+            old["rope_local_base_freq"] = sliding.theta
+    return {"rope_parameters": new, **old}
+
+
+def _rope_json(rope: Rope) -> dict[str, Any]:
     for name, (kind, fields) in _TYPES.items():
         if type(rope) is kind:
             values = dataclasses.asdict(rope)
@@ -170,6 +193,13 @@ def rope_json(rope: Rope) -> dict[str, Any]:
             options = {key: value for key, value in options.items() if value is not None}
             return {"rope_type": name, "rope_theta": rope.theta, **options}
     raise NotImplementedError(f"rope is {rope}: transformers has no RoPE like it")
+
+
+def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:
+    """The format before transformers 5."""
+    options = {key: value for key, value in new.items() if key != "rope_theta"}
+    scaling = {} if new["rope_type"] == "default" else {"rope_scaling": options}
+    return {"rope_theta": new["rope_theta"], **scaling}
 
 
 def _number(key: str, value: Any) -> float | int:
