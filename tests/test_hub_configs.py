@@ -165,9 +165,12 @@ def test_ropes_of_gemma_3_are_those_of_transformers(read, written, sliding, full
         ),
         ("gemma3_text", {"rope_scaling": apart(LINEAR)}, "must be in rope_parameters"),
         ("gemma3_text", {"rope_parameters": LINEAR}, "a dictionary for each type of layer"),
+        ("llama", {"rope_scaling": "linear"}, "'linear': it must be a JSON object"),
+        ("llama", {"rope_parameters": [1]}, r"\[1\]: it must be a JSON object"),
+        ("gemma3_text", {"rope_parameters": apart("linear")}, "it must be a JSON object"),
     ],
 )
-def test_ropes_that_say_two_things_are_refused(read, family, written, message):
+def test_ropes_that_say_two_things_or_nothing_are_refused(read, family, written, message):
     with pytest.raises(ValueError, match=message):
         read(family, **written)
 

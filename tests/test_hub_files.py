@@ -106,3 +106,6 @@ def test_files_that_are_not_there_or_damaged(path, tmp_path):
     (path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
         load(path, mesh=mesh)
+    (path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json is \[\]: it must be a JSON object"):
+        load(path, mesh=mesh)

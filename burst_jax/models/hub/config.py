@@ -88,7 +88,9 @@ def read_config(
         given = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    text_family = _TEXT_FAMILIES.get(given.get("model_type"))
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
+    text_family = _TEXT_FAMILIES.get(given.get("model_type", ""))
     if text_family is not None:
         given = _text_config(path, given, FAMILIES[text_family], ignore)
     family = _family(path, given)

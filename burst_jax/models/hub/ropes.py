@@ -61,6 +61,8 @@ def ropes_of(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str
         same; one of them has the other's form.
     """
     scaling, parameters = (values.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    _check_object(scaling)
+    _check_object(parameters)
     bases = {kind: _base(values, kind, thetas) for kind in (FULL, SLIDING)}
     # Whether layers of the two types have a RoPE of their own each.
     apart = "rope_local_base_freq" in values
@@ -112,6 +114,7 @@ def _base(values: Mapping[str, Any], kind: str, thetas: Mapping[str, float]) -> 
 
 def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
     """One RoPE from its dictionary and, where that says nothing, from ``config.json``."""
+    _check_object(given)
     options = {key: value for key, value in given.items() if value is not None}
     old_name = options.pop("type", "default")
     name = options.pop("rope_type", old_name)
@@ -200,6 +203,11 @@ def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in new.items() if key != "rope_theta"}
     scaling = {} if new["rope_type"] == "default" else {"rope_scaling": options}
     return {"rope_theta": new["rope_theta"], **scaling}
+
+
+def _check_object(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json's RoPE has {given!r}: it must be a JSON object")
 
 
 def _number(key: str, value: Any) -> float | int:
