@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from burst_jax.models import LayerKind, LinearRope, Llama3Rope, Rope, abstract_decoder
-from burst_jax.models.hub.config import read_config
+from burst_jax.models.hub.config import config_json, read_config
 
 GELU = "gelu_pytorch_tanh"
 
@@ -105,6 +105,121 @@ PUBLISHED = {
         [LayerKind(1024, Rope(1e4)), LayerKind(None, LinearRope(1e6, factor=8.0))],
     ),
 }
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The config that a ``config.json`` of this family, with sizes of four layers, is read as."""
+
+    def read(model_type, ignore=(), **options):
+        written = {"model_type": model_type, **sizes(4, 8, 16, 2, 1, 32), "head_dim": 4, **options}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        return read_config(tmp_path, ignore=ignore)[0]
+
+    return read
+
+
+def apart(full=None, sliding=None):
+    """Gemma 3's ``rope_parameters``."""
+    return {"full_attention": full or {}, "sliding_attention": sliding or {}}
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("written", "sliding", "full"),
+    [
+        ({}, Rope(1e4), Rope(1e6)),
+        ({"rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+        ({"rope_parameters": apart(), "rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+        ({"rope_parameters": apart(), "rope_local_base_freq": 3e4}, Rope(3e4), Rope(1e6)),
+        ({"rope_parameters": apart(sliding={"rope_theta": 2e4})}, Rope(2e4), Rope(1e6)),
+        ({"rope_scaling": LINEAR}, Rope(1e4), LinearRope(1e6, factor=8.0)),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": apart(LINEAR)},
+            Rope(1e4),
+            LinearRope(1e6, factor=8.0),
+        ),
+    ],
+)
+def test_ropes_of_gemma_3_are_those_of_transformers(read, written, sliding, full):
+    """What transformers 5.23's Gemma3TextConfig makes of these."""
+    config = read("gemma3_text", sliding_window_pattern=2, **written)
+    assert config.layer_ropes == (sliding, full, sliding, full)
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "message"),
+    [
+        (
+            "gemma3_text",
+            {"rope_scaling": LINEAR, "rope_parameters": apart()},
+            "has rope_scaling .* and rope_parameters .* do not say the same",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}},
+            "do not say the same.*remove one of them",
+        ),
+        ("gemma3_text", {"rope_scaling": apart(LINEAR)}, "must be in rope_parameters"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "a dictionary for each type of layer"),
+        ("llama", {"rope_scaling": "linear"}, "'linear': it must be a JSON object"),
+        ("llama", {"rope_parameters": [1]}, r"\[1\]: it must be a JSON object"),
+        ("gemma3_text", {"rope_parameters": apart("linear")}, "it must be a JSON object"),
+    ],
+)
+def test_ropes_that_say_two_things_or_nothing_are_refused(read, family, written, message):
+    with pytest.raises(ValueError, match=message):
+        read(family, **written)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 4}, r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is .* and must be None"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
+    ],
+)
+def test_keys_beside_the_language_model_are_refused(tmp_path, change, message):
+    written = PUBLISHED["gemma-3-4b"][0] | change
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(NotImplementedError, match=message):
+        read_config(tmp_path)
+
+
+def test_layers_that_slide_without_a_window_are_refused(read):
+    types = ["full_attention", "sliding_attention"] * 2
+    for family in ("qwen2", "qwen3"):
+        with pytest.raises(ValueError, match="and its use_sliding_window is false: make it true"):
+            read(family, layer_types=types, sliding_window=8)
+        kinds = read(family, layer_types=types, sliding_window=8, use_sliding_window=True)
+        assert [kind.window for kind in kinds.layer_kinds] == [None, 8, None, 8]
+
+
+def test_gemma_3_has_no_cap_of_the_attention_logits(read):
+    """transformers has the key, and computes the same whatever it says."""
+    cap = {"attn_logit_softcapping": 50.0}
+    with pytest.raises(NotImplementedError, match=r"attn_logit_softcapping is 50.0 and must be N"):
+        read("gemma3_text", **cap)
+    ignored = read("gemma3_text", ignore=tuple(cap), **cap)
+    assert ignored.logits_soft_cap is None
+    assert config_json(ignored, "float32", None)[0]["attn_logit_softcapping"] == 50.0
+    assert read("gemma2", **cap).logits_soft_cap == 50.0
+
+
+def test_options_of_rope_that_are_absent_or_ignored(read):
+    plain = read("llama", rope_scaling=YARN)
+    zeros = read("llama", rope_scaling=YARN | {"mscale": 0, "mscale_all_dim": 0.0})
+    assert zeros.layer_ropes == plain.layer_ropes
+    scaling = YARN | {"finetuned": True}
+    with pytest.raises(NotImplementedError, match=r"has finetuned.*ignore=\('finetuned',\)"):
+        read("llama", rope_scaling=scaling)
+    ignored = read("llama", ignore=("finetuned",), rope_scaling=scaling)
+    assert ignored == plain
+    assert config_json(ignored, "float32", None)[0]["rope_scaling"] == YARN
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

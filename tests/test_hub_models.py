@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
-import shutil
 import sys
 
 import hub_models
@@ -265,7 +263,7 @@ def test_saving_gives_the_same_folder(folder, tmp_path, name):
     # The config of a decoder that was not loaded is written anew, and says the same.
     config = dataclasses.replace(model.config, hub_config=None)
     model.config = config
-    save(model, tmp_path / "written", max_length=1024)
+    save(model, tmp_path / "written", max_length=None if "dynamic" in name else 1024)
     again = load_on(tmp_path / "written", {"seq": 1}, "contiguous").config
     kinds = config.layer_kinds
     assert dataclasses.replace(again, hub_config=None, layer_pattern=kinds) == config
@@ -406,50 +404,3 @@ def test_configs_that_are_refused(folder, name, change, error, message):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message):
         load(path, mesh=mesh_of(seq=1))
-
-
-def test_tensors_that_do_not_fit_are_all_named(folder):
-    path = folder("llama2")
-    tensors = hub_models.tensors("llama2")
-    kept = dict(tensors)
-    del kept["model.norm.weight"], kept["model.layers.1.mlp.up_proj.weight"]
-    kept["lm_head.weight"] = kept["lm_head.weight"][:-1]
-    kept["model.extra"] = np.zeros(2, np.float32)
-    save_file(kept, path / "model.safetensors")
-    message = (
-        "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; left over: model.extra; "
-        "of another shape: lm_head.weight is [63, 32], expected [64, 32]; pass ignore="
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load(path, mesh=mesh_of(seq=1))
-    # Left-over tensors and unknown keys can be ignored; RoPE's own numbers always are.
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
-    save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
-    config = hub_models.golden("llama2")["config"] | {"new_trick": 1}
-    (path / "config.json").write_text(json.dumps(config))
-    model = load(path, mesh=mesh_of(seq=1), ignore=("model.extra", "new_trick"))
-    np.testing.assert_array_equal(model.final_norm.scale[...], tensors["model.norm.weight"])
-
-
-def test_files_that_are_not_there_or_damaged(folder, tmp_path):
-    path = folder("llama2")
-    mesh = mesh_of(seq=1)
-    whole = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match=r"model.safetensors is no safetensors file, or damaged"):
-        load(path, mesh=mesh)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks model.safetensors"):
-        load(path, mesh=mesh)
-    model = load_on(folder("llama2"), {"seq": 1}, "contiguous")
-    save(model, tmp_path / "s", max_file_bytes=60000)
-    first, second = sorted((tmp_path / "s").glob("model-*"))[:2]
-    # A second copy under another name, as some folders have it, is not read.
-    shutil.copy(first, tmp_path / "s" / "consolidated.safetensors")
-    load(tmp_path / "s", mesh=mesh)
-    second.unlink()
-    with pytest.raises(FileNotFoundError, match=f"lacks {second.name}"):
-        load(tmp_path / "s", mesh=mesh)
-    (path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is no JSON"):
-        load(path, mesh=mesh)

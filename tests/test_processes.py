@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ports import free_port
+from safetensors.numpy import load_file
 
 from burst_jax.layout import to_layout
+from burst_jax.models import Decoder, DecoderConfig, save
 from burst_jax.training import CheckpointError, Checkpoints, barrier, initialize, is_main
 from burst_jax.training.processes import another_may_be_gone
 
@@ -63,10 +66,20 @@ def last_lines(commands: list[list[str]]):
 
 
 @pytest.fixture(scope="module")
-def seen():
+def folder(tmp_path_factory):
+    """A folder with a model that the processes load."""
+    path = tmp_path_factory.mktemp("processes")
+    config = DecoderConfig(vocab_size=8, num_layers=2, embed_dim=8, head_dim=4, mlp_dim=8)
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
+    save(Decoder(config, rngs=nnx.Rngs(0), mesh=mesh), path / "model", max_length=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
     """What each of the processes saw."""
     port = free_port()
-    return last_lines([[str(SCRIPT), port, str(index)] for index in range(2)])
+    return last_lines([[str(SCRIPT), port, str(index), str(folder)] for index in range(2)])
 
 
 @pytest.mark.parametrize(
@@ -115,6 +128,25 @@ def test_an_error_of_one_process_does_not_leave_the_other_waiting(seen):
     first, second = (each["indivisible on one"] for each in seen)
     assert "batch has other names, dtypes or sizes on another process" in first
     assert "batch has 3 rows: they must be a multiple of 2" in second
+
+
+def test_a_model_is_saved_when_any_process_returns_or_all_raise(seen, folder):
+    files = sorted(path.name for path in (folder / "saved").iterdir())
+    tensors = {}
+    for path in (folder / "saved").glob("*.safetensors"):
+        tensors |= load_file(path)
+    want = load_file(folder / "model" / "model.safetensors")
+    assert tensors.keys() == want.keys()
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(tensors[name], tensor)
+    assert len(files) > 3
+    kinds = [each.pop(0) for saved in seen for each in (saved["saved again"], saved["full disk"])]
+    assert kinds == ["FileExistsError", "OSError"] * 2
+    for each in seen:
+        assert each["saved"] == files
+        assert "saved exists: choose a folder that does not" in each["saved again"][0]
+        assert "No space left on device" in each["full disk"][0]
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "saved"]
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

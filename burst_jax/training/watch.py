@@ -246,7 +246,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     new = path.with_suffix(".new")
     try:
-        new.write_bytes(data)
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            # Or else a machine that fails may keep the new name and lose what it names.
+            os.fsync(file.fileno())
         os.replace(new, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One of two processes that place batches: ``python two_processes.py PORT PROCESS``.
+"""One of two that place batches and save a model: ``python two_processes.py PORT PROCESS FOLDER``.
 
 Started by tests/test_processes.py. Each process has two CPU devices; what it saw goes to stdout as
 one line of JSON, and a crash is a traceback.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
+import safetensors.numpy
 from jax.sharding import AxisType
 
-PORT, PROCESS = sys.argv[1], int(sys.argv[2])
+PORT, PROCESS, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -21,7 +23,10 @@ jax.distributed.initialize(
     f"127.0.0.1:{PORT}", num_processes=2, process_id=PROCESS, initialization_timeout=60
 )
 
-from burst_jax.training import batches, make_batch, place_batch  # noqa: E402 - after initialize, as users do
+# After initialize, as users do.
+from burst_jax import ShardingRules  # noqa: E402
+from burst_jax.models import load, save  # noqa: E402
+from burst_jax.training import batches, make_batch, place_batch  # noqa: E402
 
 ROWS = np.arange(4 * 17).reshape(4, 17)
 
@@ -52,6 +57,29 @@ def place(rows, mesh, **options):
     return {"shape": placed["inputs"].shape, "held": held(placed)}
 
 
+def saved(model, name: str) -> list[str]:
+    """The files of the folder that was saved, when this process returns, or the error."""
+    try:
+        save(model, FOLDER / name, max_file_bytes=1000)
+    except (OSError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+    return sorted(path.name for path in (FOLDER / name).iterdir())
+
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def save_models() -> dict[str, list[str]]:
+    mesh = jax.make_mesh((2, 2), ("fsdp", "seq"), axis_types=(AxisType.Auto,) * 2)
+    model = load(FOLDER / "model", mesh=mesh, rules=ShardingRules.of(mesh))
+    found = {"saved": saved(model, "saved"), "saved again": saved(model, "saved")}
+    if PROCESS == 0:
+        safetensors.numpy.save_file = full
+    found["full disk"] = saved(model, "full")
+    return found
+
+
 own = ROWS[2 * PROCESS :][:2]  # A loader per process.
 by_rows, by_tokens = make_mesh(2, 2), make_mesh(1, 4)
 seen = {
@@ -68,4 +96,4 @@ seen = {
     "indivisible on one": place(ROWS[: 4 - PROCESS], by_rows),
     "segments on one": place(ROWS, by_rows, segments=PROCESS == 1),
 }
-print(json.dumps(seen))
+print(json.dumps(seen | save_models()))

@@ -14,9 +14,18 @@ from jax.typing import DTypeLike
 from burst_jax.flax.rope_variants import DynamicRope
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hub.families import FAMILIES, Family
+from burst_jax.models.hub.ropes import without
 
 # Models of text and images, and the family of their language models, which alone are read.
 _TEXT_FAMILIES = {"gemma3": "gemma3_text"}
+# What their ``config.json`` has beside the language model's.
+_BESIDE_TEXT = frozenset(
+    (
+        *("text_config", "vision_config", "mm_tokens_per_image"),
+        *("boi_token_index", "eoi_token_index", "image_token_index"),
+        *("boi_token_id", "eoi_token_id", "image_token_id"),
+    )
+)
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 # Keys that say nothing about the computation of hidden states and logits.
 _IGNORED = frozenset(
@@ -61,7 +70,8 @@ def read_config(
       folder: the folder.
       dtype: of the computation; None is that of ``config.json``, float32 if it says none.
       param_dtype: of the weights; None is ``dtype``.
-      ignore: keys of ``config.json`` that may have any value.
+      ignore: keys of ``config.json`` that may have any value, and options of its RoPE, which are
+        left out.
 
     Returns:
       ``(config, family, part)``, ``part`` being whether the folder has more than the decoder.
@@ -78,10 +88,13 @@ def read_config(
         given = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    text_family = _TEXT_FAMILIES.get(given.get("model_type"))
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
+    text_family = _TEXT_FAMILIES.get(given.get("model_type", ""))
     if text_family is not None:
-        given = _text_config(given, text_family)
+        given = _text_config(path, given, FAMILIES[text_family], ignore)
     family = _family(path, given)
+    given = without(given, ignore)
     values = _complete(path, given, family, ignore)
     stored = given.get("dtype") or given.get("torch_dtype") or "float32"
     if dtype is None:
@@ -105,30 +118,40 @@ def config_json(
 ) -> tuple[dict[str, Any], Family]:
     """The ``config.json`` of a decoder, and its family.
 
-    A decoder that was loaded keeps the one that it was loaded with, but for the dtype. For others
-    the first family is taken that can say all that the config says.
+    A decoder that was loaded keeps the one that it was loaded with, but for the dtype and, if it is
+    given, the number of positions. For others the first family is taken that can say all that the
+    config says.
 
     Args:
       config: the decoder's.
       dtype: of the weights in the files.
-      max_length: number of positions, of a decoder that was not loaded.
+      max_length: number of positions; None is that of the file that was loaded, or of a dynamic
+        RoPE.
 
     Raises:
-      ValueError: no max_length where one is needed.
+      ValueError: no max_length where one is needed, or another one than a dynamic RoPE has.
       NotImplementedError: no family can say what the config says.
     """
     name = jnp.dtype(dtype).name
+    for rope in config.layer_ropes:
+        if not isinstance(rope, DynamicRope):
+            continue
+        if max_length not in (None, rope.max_positions):
+            raise ValueError(
+                f"max_length is {max_length}, and the decoder has {rope}: config.json has one "
+                f"number for both, so leave max_length out, or pass {rope.max_positions}"
+            )
+        max_length = rope.max_positions
     if config.hub_config is not None:
         given = json.loads(config.hub_config)
+        if max_length is not None:
+            given["max_position_embeddings"] = max_length
         family = FAMILIES[given["model_type"]]
         known = {key: value for key, value in given.items() if key in {*family.defaults, *_sizes()}}
         if _same(family.read({**family.defaults, **known}), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family
-        max_length = max_length or known.get("max_position_embeddings")
-    dynamic = [kind.rope for kind in config.layer_kinds if isinstance(kind.rope, DynamicRope)]
-    if dynamic:
-        max_length = dynamic[0].max_positions
+        max_length = known.get("max_position_embeddings")
     if max_length is None:
         raise ValueError(
             "max_length is None: config.json says a number of positions, which a decoder that was "
@@ -158,11 +181,18 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
     raise NotImplementedError(f"{path} has model_type {name!r}: {remedy}")
 
 
-def _text_config(given: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _text_config(
+    path: Path, given: Mapping[str, Any], family: Family, ignore: Collection[str]
+) -> dict[str, Any]:
     """The ``config.json`` of a language model from that of a model of text and images."""
+    text = given.get("text_config") or {}
+    # The output projection is the whole model's.
+    tied = text.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
+    only = _ONLY | {"tie_word_embeddings": (tied,)}
+    _check_keys(path, given["model_type"], given, _BESIDE_TEXT, only, ignore)
     dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
-    architecture = {"architectures": [FAMILIES[family].architecture], "model_type": family}
-    return {**dtype, **given.get("text_config", {}), **architecture}
+    architecture = {"architectures": [family.architecture], "model_type": family.model_type}
+    return {**dtype, **text, **architecture}
 
 
 def _sizes() -> dict[str, Any]:
@@ -185,20 +215,33 @@ def _complete(
     missing = [key for key in _sizes() if {**family.defaults, **given}.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    known = {*family.defaults, *_sizes()}
+    _check_keys(path, family.model_type, given, known, _ONLY | dict(family.only), ignore)
+    return {**family.defaults, **given}
+
+
+def _check_keys(
+    path: Path,
+    model_type: str,
+    given: Mapping[str, Any],
+    known: Collection[str],
+    only: Mapping[str, tuple[Any, ...]],
+    ignore: Collection[str],
+) -> None:
+    """Raises NotImplementedError that names all keys that are not known, or have a wrong value."""
     wrong = [
-        f"{key} is {given[key]!r} and must be {only[0]!r}"
-        for key, only in _ONLY.items()
-        if key in given and given[key] not in only and key not in ignore
+        f"{key} is {given[key]!r} and must be {allowed[0]!r}"
+        for key, allowed in only.items()
+        if key in given and given[key] not in allowed and key not in ignore
     ]
-    known = {*family.defaults, *_sizes(), *_IGNORED, *_ONLY, *ignore}
+    known = {*known, *only, *_IGNORED, *ignore}
     unknown = [key for key in given if key not in known]
     if wrong or unknown:
         wrong += [f"{key} is {given[key]!r}, and unknown" for key in unknown]
         raise NotImplementedError(
-            f"{path}, model_type {family.model_type!r}: {'; '.join(wrong)}. If a key does not "
+            f"{path}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
             f"change the computation, pass ignore={tuple(unknown) or '(key,)'}"
         )
-    return {**family.defaults, **given}
 
 
 def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
@@ -216,6 +259,8 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         attention_scale=config.head_dim**-0.5 if scale is None else scale,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
+        # How a decoder runs, and what its files say beside it.
         remat="none",
+        mlp_chunks=1,
         hub_config=None,
     )

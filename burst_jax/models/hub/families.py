@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from burst_jax.models.config import Activation, DecoderConfig, LayerKind
-from burst_jax.models.hub.ropes import FULL, SLIDING, rope_json, ropes_of
+from burst_jax.models.hub.ropes import FULL, SLIDING, ropes_json, ropes_of
 
 # A weight's path in nnx.state(decoder), and its name in the files. {layer} counts the layers, which
 # are one stacked weight here.
@@ -85,7 +85,6 @@ _GEMMA: dict[str, Any] = _SIZES | {
     "sliding_window": 4096,
     "layer_types": None,
     "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
     "use_bidirectional_attention": None,
 }
 _GEMMA_FIELDS: dict[str, Any] = {
@@ -109,6 +108,7 @@ class Family:
       sliding: ``config.json``, with defaults, to one bool a layer: whether it has the window.
       names: the names of its weights.
       thetas: RoPE's base by type of layer, where ``config.json`` says none.
+      only: keys of which one of these values alone is what a decoder here computes.
     """
 
     model_type: str
@@ -120,6 +120,7 @@ class Family:
     thetas: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {FULL: 10000.0, SLIDING: 10000.0}
     )
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def activation_key(self) -> str:
@@ -147,7 +148,9 @@ class Family:
             "mlp_bias": bool(values.get("mlp_bias", False)),
             "activation": _activation(self.activation_key, values[self.activation_key]),
             "attention_scale": None if scalar is None else scalar**-0.5,
-            "logits_soft_cap": values.get("attn_logit_softcapping"),
+            "logits_soft_cap": (
+                values.get(cap) if (cap := "attn_logit_softcapping") in self.defaults else None
+            ),
             "final_soft_cap": values.get("final_logit_softcapping"),
             "tie_embeddings": bool(values["tie_word_embeddings"]),
         }
@@ -158,9 +161,7 @@ class Family:
         kinds = config.layer_kinds
         windows = [kind.window for kind in kinds if kind.window is not None]
         types = [FULL if kind.window is None else SLIDING for kind in kinds]
-        ropes = {
-            kind: rope_json(rope) for kind, rope in zip(types, config.layer_ropes, strict=True)
-        }
+        ropes = dict(zip(types, config.layer_ropes, strict=True))
         scale = config.attention_scale
         activations = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish"}
         said = {
@@ -178,7 +179,7 @@ class Family:
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
             "attn_logit_softcapping": config.logits_soft_cap,
             "final_logit_softcapping": config.final_soft_cap,
-            "rope_parameters": ropes if len(self.thetas_apart) > 1 else next(iter(ropes.values())),
+            **ropes_json(ropes, apart="rope_local_base_freq" in self.defaults),
         }
         return {
             "architectures": [self.architecture],
@@ -190,11 +191,6 @@ class Family:
             "num_attention_heads": config.num_heads,
             **{key: value for key, value in said.items() if key in self.defaults},
         }
-
-    @property
-    def thetas_apart(self) -> set[float]:
-        """The bases of RoPE that the family has by default: several if layers differ in RoPE."""
-        return set(self.thetas.values())
 
     def _kinds(self, values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         ropes = ropes_of(values, self.thetas)
@@ -211,6 +207,11 @@ class Family:
         window = values.get("sliding_window")
         if any(sliding) and window is None:
             raise ValueError("config.json has sliding layers, and its sliding_window is null")
+        if any(sliding) and not values.get("use_sliding_window", True):
+            raise ValueError(
+                "config.json has sliding layers in layer_types, and its use_sliding_window is "
+                "false: make it true, or all layers full_attention"
+            )
         return tuple(
             LayerKind(window, ropes[SLIDING]) if slides else LayerKind(None, ropes[FULL])
             for slides in sliding
@@ -308,6 +309,8 @@ _ALL: tuple[Family, ...] = (
         lambda values: _all_but_each(values, values["sliding_window_pattern"] or 6),
         _GEMMA_NAMES,
         {FULL: 1_000_000.0, SLIDING: 10_000.0},
+        # transformers has this key of Gemma 2 in the config, and does not compute it.
+        {"attn_logit_softcapping": (None,)},
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -18,6 +18,8 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# The dtypes of weights. Others are of quantized ones, which need scales.
+FLOATING = ("F64", "F32", "F16", "BF16")
 # Of a model of text and images: what is not its language model, and what stands before the names
 # of the language model's tensors.
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -55,12 +57,15 @@ class TensorFiles:
 
     def __init__(self, folder: Path, *, text_part: bool = False) -> None:
         self._slices: dict[str, Any] = {}
-        for path in _files(folder):
-            try:
-                # Kept open, and mapped into memory, so that reading a part reads that part alone.
-                file = safetensors().safe_open(path, framework="numpy")
-            except safetensors().SafetensorError as error:
-                raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
+        for path, expected in _files(folder).items():
+            file = _opened(path)
+            if expected is not None and (
+                differ := sorted(expected.symmetric_difference(file.keys()))
+            ):
+                raise ValueError(
+                    f"{path} and {folder / INDEX} do not agree: one of them alone has "
+                    f"{_some(differ)}. Get both anew"
+                )
             for stored in file.keys():  # noqa: SIM118 (it is no dictionary)
                 if text_part and _OTHER_PARTS.match(stored):
                     continue
@@ -78,6 +83,10 @@ class TensorFiles:
         """The shape of a tensor."""
         return tuple(self._slices[name].get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, as safetensors calls it, like BF16."""
+        return self._slices[name].get_dtype()
+
     def read(self, name: str, index: tuple[slice, ...]) -> Any:
         """A part of a tensor, a NumPy array."""
         return self._slices[name][index]
@@ -87,17 +96,66 @@ def _text_name(stored: str) -> str:
     return _TEXT.sub("model.", stored, count=1).removeprefix("language_model.")
 
 
-def _files(folder: Path) -> list[Path]:
-    """The weight files, as transformers finds them: those of the index, or the only one."""
-    index = folder / INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = [SINGLE]
-    missing = [name for name in names if not (folder / name).exists()]
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """The weight files, as transformers finds them, each with the tensors that the index says.
+
+    That is the single file, if there is one, and else those of the index.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    tensors = _tensors_of(index) if index.exists() else None
+    if single.exists():
+        if tensors is not None:
+            with _opened(single) as file:
+                differ = sorted(set().union(*tensors.values()).symmetric_difference(file.keys()))
+            if differ:
+                raise ValueError(
+                    f"{single} and {index} are of different models: one of them alone has "
+                    f"{_some(differ)}. Remove the one that is wrong"
+                )
+        return {single: None}
+    missing = [SINGLE] if tensors is None else [n for n in tensors if not (folder / n).exists()]
     if missing:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(missing)}: a folder needs {SINGLE}, or {INDEX} and the "
             "files that it names"
         )
-    return [folder / name for name in names]
+    return {folder / name: stored for name, stored in (tensors or {}).items()}
+
+
+def _tensors_of(index: Path) -> dict[str, set[str]]:
+    """Of each file the tensors that it has, by the index."""
+    try:
+        content = json.loads(index.read_text())
+    except ValueError as error:
+        raise ValueError(f"{index} is no JSON: {error}") from error
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} lacks weight_map, which says in which file each tensor is")
+    tensors: dict[str, set[str]] = {}
+    for tensor, name in places.items():
+        # A name with a folder in it could be a file anywhere.
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise ValueError(
+                f"{index} says that {tensor} is in {name!r}: it must be the name of a file in the "
+                "same folder"
+            )
+        tensors.setdefault(name, set()).add(tensor)
+    return dict(sorted(tensors.items()))
+
+
+def _opened(path: Path) -> Any:
+    """An open safetensors file, mapped into memory, so that reading a part reads that part alone.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return safetensors().safe_open(path, framework="numpy")
+    except safetensors().SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
+
+
+def _some(names: list[str]) -> str:
+    """The first of these names, of which there may be hundreds."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -19,7 +19,7 @@ from burst_jax.attention_options import AttentionOptions
 from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hub.config import read_config
-from burst_jax.models.hub.files import TensorFiles
+from burst_jax.models.hub.files import FLOATING, TensorFiles
 from burst_jax.models.hub.layout import Weight, flat, index_of, tree_of, weights_of
 from burst_jax.rules import ShardingRules
 
@@ -69,8 +69,8 @@ def load(
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
-      ignore: names that are no mistake: keys of ``config.json`` and tensors of the files that this
-        library does not know, and that do not change the computation.
+      ignore: names that are no mistake: keys of ``config.json``, options of its RoPE and tensors of
+        the files that this library does not know, and that do not change the computation.
       **options: attention options, like ``mesh`` and ``layout``, see
         :class:`burst_jax.models.Decoder`. A mesh is needed: here, or by ``jax.set_mesh``.
 
@@ -136,7 +136,7 @@ def _part(
 def _check(
     folder: Path, files: TensorFiles, weights: list[Weight], ignore: Collection[str]
 ) -> None:
-    """Raises ValueError that names all tensors that are missing, left over, or of another shape."""
+    """Raises ValueError that names all tensors that are missing, left over, or not as expected."""
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
@@ -146,12 +146,18 @@ def _check(
         for name in sorted(present & set(expected))
         if files.shape(name) != expected[name]
     ]
+    quantized = [
+        f"{name} is {files.dtype(name)}"
+        for name in sorted(present & set(expected))
+        if files.dtype(name) not in FLOATING
+    ]
     found = [
         f"{what}: {', '.join(names)}"
         for what, names in (
             ("missing", missing),
             ("left over", left_over),
             ("of another shape", wrong),
+            (f"of another dtype than {', '.join(FLOATING)}", quantized),
         )
         if names
     ]

@@ -1,0 +1,111 @@
+"""The files of a folder: their index, their tensors, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import hub_models
+import numpy as np
+import pytest
+from meshes import mesh_of
+from safetensors.numpy import save_file
+
+from burst_jax.models import load, save
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A folder with a small model."""
+    return hub_models.write_folder("llama2", tmp_path / "llama2")
+
+
+def test_tensors_that_do_not_fit_are_all_named(path):
+    tensors = hub_models.tensors("llama2")
+    kept = dict(tensors)
+    del kept["model.norm.weight"], kept["model.layers.1.mlp.up_proj.weight"]
+    kept["lm_head.weight"] = kept["lm_head.weight"][:-1]
+    kept["model.extra"] = np.zeros(2, np.float32)
+    save_file(kept, path / "model.safetensors")
+    message = (
+        "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; left over: model.extra; "
+        "of another shape: lm_head.weight is [63, 32], expected [64, 32]; pass ignore="
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(path, mesh=mesh_of(seq=1))
+    # Left-over tensors and unknown keys can be ignored; RoPE's own numbers always are.
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
+    config = hub_models.golden("llama2")["config"] | {"new_trick": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    model = load(path, mesh=mesh_of(seq=1), ignore=("model.extra", "new_trick"))
+    np.testing.assert_array_equal(model.final_norm.scale[...], tensors["model.norm.weight"])
+
+
+def test_quantized_tensors_are_refused(path):
+    tensors = hub_models.tensors("llama2")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"than F64, F32, F16, BF16: lm_head.weight is I8"):
+        load(path, mesh=mesh_of(seq=1))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "index.json is no JSON"),
+        ("[]", "index.json lacks weight_map, which"),
+        ('{"weight_map": {}}', "index.json lacks weight_map, which"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "must be the name of a file in the same"),
+        ('{"weight_map": {"a": "/model.safetensors"}}', "must be the name of a file in the same"),
+        ('{"weight_map": {"a": 1}}', "must be the name of a file in the same"),
+        (
+            '{"weight_map": {"a": "model-1.safetensors"}}',
+            "model.safetensors and .*index.json are of different models: .* has a, lm_head.weight,"
+            " model.embed_tokens.weight, .* and [0-9]+ more. Remove",
+        ),
+    ],
+)
+def test_indices_that_are_refused(path, index, message):
+    (path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        load(path, mesh=mesh_of(seq=1))
+
+
+def test_the_single_file_is_taken_before_those_of_an_index(path):
+    """As transformers does; here the index's file is not there."""
+    places = dict.fromkeys(hub_models.tensors("llama2"), "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    load(path, mesh=mesh_of(seq=1))
+
+
+def test_files_that_are_not_there_or_damaged(path, tmp_path):
+    mesh = mesh_of(seq=1)
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors is no safetensors file, or damaged"):
+        load(path, mesh=mesh)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks model.safetensors"):
+        load(path, mesh=mesh)
+    model = load(hub_models.write_folder("llama2", path), mesh=mesh)
+    save(model, tmp_path / "s", max_file_bytes=60000)
+    first, second = sorted((tmp_path / "s").glob("model-*"))[:2]
+    # A second copy under another name, as some folders have it, is not read.
+    shutil.copy(first, tmp_path / "s" / "consolidated.safetensors")
+    load(tmp_path / "s", mesh=mesh)
+    kept = second.read_bytes()
+    shutil.copy(first, second)
+    with pytest.raises(ValueError, match=f"{second.name} and .*index.json do not agree: one of"):
+        load(tmp_path / "s", mesh=mesh)
+    second.write_bytes(kept)
+    first.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {first.name}"):
+        load(tmp_path / "s", mesh=mesh)
+    (path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        load(path, mesh=mesh)
+    (path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json is \[\]: it must be a JSON object"):
+        load(path, mesh=mesh)
