@@ -20,6 +20,10 @@ Two rules find positions that cannot be right:
   the layout goes back. It does not refuse positions that restart inside a segment: the first one
   after a restart is not larger by one than the position before it in the array.
 
+A third rule needs the values of whole rows, so it holds outside ``jit`` alone: positions that are
+exactly those of another layout, or of another number of shards, belong to a batch that was made for
+another mesh.
+
 Nothing else is refused: positions may restart with a document, start anywhere, repeat or leave
 places out. So a row passes with any positions if its documents are so short that the layout goes
 back inside none of them. Without a mask that depends on positions (causal, window) and without
@@ -36,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.layout import LAYOUTS, Layout
 from burst_jax.layout import positions as layout_positions
 from burst_jax.sharding import (
     axes_size,
@@ -50,6 +55,8 @@ from pallas_kernels.arrays import as_int32
 from pallas_kernels.score import BIAS_NUMBERS
 
 Array = jax.Array | np.ndarray
+# Rings beyond this size are not looked for where positions are another layout's.
+_MOST_SHARDS = 512
 
 
 def refuse_wrong_order(
@@ -82,7 +89,10 @@ def refuse_wrong_order(
     reads_positions = options.get("is_causal", False) or any(
         options.get(name) is not None for name in ("local_window_size", *BIAS_NUMBERS)
     )
-    if not reads_positions or layout == "contiguous":
+    if not reads_positions:
+        return x
+    if layout == "contiguous":
+        refuse_other_layout(positions, options)
         return x
     mesh = resolve_mesh(options.get("mesh"))
     ring, tokens = flat_names(options.get("seq_axis", "seq")), sequence_axes(options)
@@ -106,6 +116,7 @@ def refuse_wrong_order(
                 f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
                 f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
             )
+        refuse_other_layout(positions, options)
         return x
     between = falls[length // shards - 1 :: length // shards]
     samples = None
@@ -131,6 +142,51 @@ def refuse_wrong_order(
 
     check = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))
     return _marked(x, check(*split))
+
+
+def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
+    """Raises if positions are those of another layout, or of another number of shards.
+
+    Nothing is checked where this process cannot read the values, as under ``jit``.
+
+    Args:
+      positions: integers ``[B, T]`` or ``[T]``.
+      options: keyword arguments of ``burst_attention``, which has checked them.
+
+    Raises:
+      ValueError: a row's positions are those of another order.
+    """
+    if inside_shard_map(sequence_axes(options)) or not _known(positions):
+        return
+    layout: Layout = options.get("layout", "contiguous")
+    n = axes_size(resolve_mesh(options.get("mesh")), flat_names(options.get("seq_axis", "seq")))
+    given = np.atleast_2d(np.asarray(positions))
+    length = given.shape[1]
+    if length % (2 * n if layout == "zigzag" else n):
+        return  # The attention refuses it.
+    others = (given != layout_positions(layout, length, n)).any(1)
+    count = np.arange(length)
+    for row in np.flatnonzero(others):
+        if (np.sort(given[row]) != count).any():
+            continue
+        found = _layout_of(given[row])
+        if found is not None:
+            raise ValueError(
+                f"positions of row {row} are those of the {found[0]} layout over {found[1]} "
+                f"shards, and the tokens lie in the {layout} layout over {n}: make the batch and "
+                "the model with the same layout and number of shards"
+            )
+
+
+def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
+    """The layout, and the number of shards, that has these positions ``[T]``; None if none has."""
+    length = len(positions)
+    for shards in range(1, min(length, _MOST_SHARDS) + 1):
+        for layout in LAYOUTS:
+            fits = length % (2 * shards if layout == "zigzag" else shards) == 0
+            if fits and (layout_positions(layout, length, shards) == positions).all():
+                return layout, shards
+    return None
 
 
 def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:

@@ -169,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     add("--mesh", help="like fsdp=2,seq=4 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
     add("--implementation", help="local attention (default: the fastest that can run)")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the computation")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
     add("--check", action="store_true", help="compute it by one device, too")
     add("--out", type=Path, help="folder for perplexity.json")
     return parser.parse_args(argv), parser
@@ -181,6 +181,8 @@ def prepare(args: argparse.Namespace) -> Mesh:
     Raises:
       ValueError: they do not fit each other, or the devices.
     """
+    if not args.model.is_dir():
+        raise ValueError(f"--model is {args.model}: there is no such folder")
     if args.seq_len < 1:
         raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:
@@ -218,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     for name, each in found.items():
         print(f"{name:10}  perplexity {each.perplexity:.6f}  {each.nll:.6f} nats of each of "
-              f"{each.tokens:,} tokens")  # fmt: skip
+              f"{each.tokens:,} tokens, in {args.dtype}")  # fmt: skip
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         results = {name: each._asdict() for name, each in found.items()}

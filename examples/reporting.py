@@ -39,8 +39,13 @@ def check_out(out: Path) -> None:
                 pass
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 class Interrupt:
-    """Turns the first Ctrl-C into a flag; a second one raises KeyboardInterrupt as usual.
+    """Turns the first Ctrl-C or SIGTERM into a flag; a second one raises KeyboardInterrupt.
+
+    Schedulers of clusters send SIGTERM some time before they kill a run.
 
     Args:
       alone: whether there is one process. Several would stop at different steps and wait for each
@@ -53,12 +58,13 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if self._alone:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._previous = {each: signal.signal(each, self._handle) for each in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._alone:
-            signal.signal(signal.SIGINT, self._previous)
+            for each, previous in self._previous.items():
+                signal.signal(each, previous)
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self.requested:

@@ -102,7 +102,11 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--heartbeat-timeout", type=int, default=30, help="seconds that a process may be silent")
     add = group("model").add_argument
     add("--model", type=Path, help="folder of transformers to fine-tune, instead of random weights")
-    add("--vocab-size", type=int, help="needed for arrays of tokens (default: the tokenizer's)")
+    add(
+        "--vocab-size",
+        type=int,
+        help="of .npy tokens without --model (default: the tokenizer's)",
+    )
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add("--embed-dim", type=int, help=f"width {default('embed_dim')}")
     add("--heads", type=int, help=f"query heads {default('heads')}")
@@ -166,6 +170,8 @@ def prepare(args: argparse.Namespace) -> Run:
       ValueError: the arguments do not fit each other, the devices or the text.
     """
     if args.model is not None:
+        if not args.model.is_dir():
+            raise ValueError(f"--model is {args.model}: there is no such folder")
         for name in OF_A_MODEL:
             if getattr(args, name) is not None:
                 option = "--" + name.replace("_", "-")
@@ -222,7 +228,8 @@ def prepare(args: argparse.Namespace) -> Run:
     if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the text's shorter part (training, held out) has "
-            f"{shortest} bytes or tokens; use a shorter length or more --data"
+            f"{shortest} bytes or tokens, and needs {max(args.seq_len, SAMPLE_CONTEXT) + 1}, for a "
+            "row and for the sample; use a shorter length or more --data"
         )
     tokens = make_tokens(args, corpus)
     return Run(mesh, rules, make_config(args, tokens), tokens, text, held_out)
@@ -258,7 +265,7 @@ def make_mesh(text: str | None) -> Mesh:
     if jax.process_count() > 1 and count != len(devices):
         raise ValueError(
             f"--mesh is {text!r}: {count} devices, and the processes have {len(devices)}: with "
-            "several processes use all of them"
+            "several processes use all of them (on CPUs each has JAX_NUM_CPU_DEVICES, 8 by default)"
         )
     return jax.make_mesh(
         tuple(sizes.values()),

@@ -69,6 +69,7 @@ CPU_DEVICES = 8
 TOLERANCE = 1e-4
 # A run goes on from a checkpoint only with the same data and schedule; the sizes of the weights are
 # compared when they are restored. Learning rate and dtype may change, on purpose.
+MAY_CHANGE = ("lr", "dtype")
 SAME = ("seq_len", "batch", "packing", "steps", "seed", "model")
 
 
@@ -105,8 +106,8 @@ def place(args: argparse.Namespace, run: Run, rows: Rows, mesh: Mesh) -> Batch[j
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that a resumed run must have, as a checkpoint keeps them."""
-    found = {name: getattr(args, name) for name in SAME}
+    """The arguments that a resumed run must have, or may change, as a checkpoint keeps them."""
+    found = {name: getattr(args, name) for name in (*SAME, *MAY_CHANGE)}
     return found | {"model": None if args.model is None else str(args.model)}
 
 
@@ -132,9 +133,13 @@ def restore(
             option = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
-                f"{then}; use the same, or another --checkpoint-dir"
+                f"{then}; use the same, or another --out and --checkpoint-dir"
             )
     say(f"going on from step {restored.step}, {checkpoints.folder}")
+    for name in MAY_CHANGE:
+        then, now = restored.extra["arguments"].get(name), getattr(args, name)
+        if then is not None and then != now:
+            say(f"with --{name} {now}, which was {then}")
     return restored.step, restored.state, restored.extra["loader"]
 
 

@@ -181,6 +181,17 @@ def test_ctrl_c_finishes_the_step_and_plots(corpus, tmp_path):
     assert str(len(losses(tmp_path))) in os.listdir(tmp_path / "checkpoints")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_and_the_second_one_ends(number):
+    with reporting.Interrupt(alone=True) as interrupt:
+        assert not interrupt.requested
+        signal.raise_signal(number)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_bad_arguments_are_one_line():
     result = run("train_lm.py", "--mesh", "seq=9")
     assert result.returncode == 2

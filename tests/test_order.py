@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from implementations import quick_jit
@@ -14,7 +15,14 @@ from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.layer import BurstAttention
 from burst_jax.layout import positions, to_layout
 from burst_jax.models import Decoder, DecoderConfig
-from burst_jax.order import refuse_wrong_order
+from burst_jax.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.training import (
+    init_train_state,
+    make_batch,
+    make_eval_step,
+    make_train_step,
+    place_batch,
+)
 
 B, T = 3, 48
 LAYOUTS = [("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped", 2), ("zigzag", 2)]
@@ -183,3 +191,47 @@ def test_decoder_and_layer_refuse_an_arange():
         ):
             # Known while the program is traced: NumPy's arange is no traced array.
             jax.eval_shape(lambda m=module, g=given: m(g, np.arange(8, dtype=np.int32)))
+
+
+@pytest.mark.parametrize(
+    ("made", "model"),
+    [
+        (("zigzag", 4), ("contiguous", 4)),
+        (("zigzag", 2), ("zigzag", 4)),
+        (("zigzag", 8), ("zigzag", 4)),
+        (("striped", 4), ("zigzag", 4)),
+        (("zigzag", 4), ("striped", 2)),
+    ],
+    ids=str,
+)
+def test_positions_of_another_layout_are_named(made, model):
+    """Segments or none: positions that count a whole row belong to one order alone."""
+    x, (layout, n) = jnp.ones((B, T, 2)), model
+    options = {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
+    given = positions(made[0], T, made[1])
+    message = f"those of the {made[0]} layout over {made[1]} shards, .* in the {layout} .* over {n}"
+    with pytest.raises(ValueError, match=message):
+        refuse_other_layout(given, options)
+    for order in ("contiguous", "zigzag", "striped"):
+        plain = {**options, "layout": order}
+        refuse_other_layout(np.stack([positions(order, T, n)] * B), plain)
+        # Positions that no layout has are the caller's own.
+        refuse_other_layout(np.roll(positions(order, T, n), 1), plain)
+    with pytest.raises(ValueError, match=r"another order than|those of the"):
+        refuse_wrong_order(x, given, None, options)
+
+
+def test_the_first_step_refuses_a_batch_of_another_layout():
+    """Its loss would be a number like any other."""
+    config = DecoderConfig(
+        vocab_size=16, num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8
+    )
+    mesh, optimizer = mesh_of(4), optax.sgd(1.0)
+    graphdef, params, state = init_train_state(config, optimizer, mesh, 0, layout="zigzag")
+    rows = np.random.default_rng(0).integers(0, 16, (1, T + 1))
+    batch = place_batch(make_batch(rows, layout="zigzag", num_shards=2), mesh, batch_axis=None)
+    message = "zigzag layout over 2 shards, and the tokens lie in the zigzag layout over 4"
+    with pytest.raises(ValueError, match=message):
+        make_train_step(graphdef, optimizer)(params, state, batch)
+    with pytest.raises(ValueError, match=message):
+        make_eval_step(graphdef)(params, batch)

@@ -111,10 +111,12 @@ def test_a_text_begins_with_the_tokenizer_s_special_token(tmp_path):
         (["--stride", "5000"], "--stride is 5000: it must be at least 1 and at most --seq-len"),
         (["--seq-len", "0"], "--seq-len is 0: it must be at least 1"),
         (["--mesh", "fsdp=2", "--batch", "3"], "--batch is 3: use a multiple of 2"),
-        ([], "config.json"),
+        ([], "none: there is no such folder"),
     ],
 )
 def test_mistakes_are_said(options, message, documents, tmp_path, capsys):
+    if options:
+        (tmp_path / "none").mkdir()
     paths: Any = ["--model", str(tmp_path / "none"), "--data", str(documents)]
     with pytest.raises(SystemExit, match="2"):
         example.main([*paths, *options])

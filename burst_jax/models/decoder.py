@@ -30,7 +30,7 @@ from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
-from burst_jax.order import refuse_wrong_order
+from burst_jax.order import refuse_other_layout, refuse_wrong_order
 from burst_jax.rules import ShardingRules
 from burst_jax.sharding import (
     AxisNames,
@@ -193,6 +193,19 @@ class Decoder(nnx.Module):
         if self.rules is None:
             weights = nnx.state(self)
             refuse_split(weights, self.parts(weights))
+
+    def refuse_other_layout(self, positions: jax.Array | np.ndarray) -> None:
+        """Raises if positions are those of another layout, or of another number of shards.
+
+        A traced call can see neither, and its loss would be wrong without being NaN.
+
+        Args:
+          positions: int32 ``[B, T]`` or ``[T]``; outside ``jit``, as inside it nothing is checked.
+
+        Raises:
+          ValueError: positions of another order than the option ``layout`` and the mesh say.
+        """
+        refuse_other_layout(positions, dict(self.options))
 
     def head_kernel(self) -> jax.Array:
         """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""

@@ -39,7 +39,8 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
       chunk_size: number of tokens that the loss takes at a time on each device.
 
     Returns:
-      The function; both its results are float32 scalars.
+      The function; both its results are float32 scalars. It raises ValueError if the first batch is
+      in the order of another layout than the decoder's, or of another number of shards.
 
     Raises:
       ValueError: chunk_size below 1.
@@ -50,8 +51,15 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
     def jitted(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
 
+    first = True
+
     def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        nnx.merge(graphdef, params).refuse_split_weights()
+        nonlocal first
+        model = nnx.merge(graphdef, params)
+        model.refuse_split_weights()
+        if first:
+            model.refuse_other_layout(batch["positions"])
+        first = False
         return jitted(params, batch)
 
     return eval_step

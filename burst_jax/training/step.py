@@ -51,7 +51,14 @@ class TrainStep:
     def __call__(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
     ) -> tuple[nnx.State, optax.OptState, dict[str, jax.Array]]:
-        """Takes one step with a batch of :func:`place_batch`."""
+        """Takes one step with a batch of :func:`place_batch`.
+
+        Raises:
+          ValueError: the first batch is in the order of another layout than the decoder's, or of
+            another number of shards.
+        """
+        if self._jitted is None:
+            nnx.merge(self._graphdef, params).refuse_other_layout(batch["positions"])
         return self._jit(params, opt_state)(params, opt_state, batch)
 
     def trace(
