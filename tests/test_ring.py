@@ -64,7 +64,7 @@ def _halves():
 
 HALVES = _halves()
 # In float32, where a gradient that is added twice, late or not at all shows at once.
-SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::3] + OTHER_RINGS[::3]]
+SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::5] + OTHER_RINGS[::4]]
 
 
 QUICK_SPLIT = [

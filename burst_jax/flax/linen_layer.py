@@ -48,9 +48,12 @@ class LinenBurstAttention(linen.Module):
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
       head_dim: number of features of a head, H, even with RoPE; None is D divided by N.
       out_features: number of features of the output; None is D.
-      use_bias: whether the four projections have biases.
+      use_bias: whether the projections to query, key and value have biases.
+      out_bias: whether the output projection has one; None is ``use_bias``.
       rope_theta: RoPE's base; None applies no RoPE.
       qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
+      norm_epsilon: epsilon of these norms.
+      norm_offset: what these norms add to their scales.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights.
       kernel_init: initializer of the query, key and value kernels, ``[D, N, H]`` and ``[D, K, H]``.
@@ -72,8 +75,11 @@ class LinenBurstAttention(linen.Module):
     head_dim: int | None = None
     out_features: int | None = None
     use_bias: bool = False
+    out_bias: bool | None = None
     rope_theta: float | None = 10000.0
     qk_norm: bool = False
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     kernel_init: nnx.Initializer = KERNEL_INIT
