@@ -71,8 +71,15 @@ def interpret_forward(inputs, carry=None, out_dtype=None, **options):
 @needs_interpreter
 @pytest.mark.parametrize(
     ("case", "programs"),
-    [(case, 2 if case["blocks"] == 1 else None) for case in CASES],
-    ids=map(case_id, CASES),
+    [
+        pytest.param(
+            case,
+            2 if case["blocks"] == 1 else None,
+            id=case_id(case),
+            marks=() if case in (PLAIN, SLOPES) else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
 )
 def test_as_exact_as_dense(monkeypatch, case, programs):
     """``programs``: how many draw tickets until no item is left; None is one for each item."""
@@ -172,7 +179,10 @@ MISTAKES = {
 
 
 @needs_interpreter
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    ["nobody-arrives", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MISTAKES)[:-1])],
+)
 def test_a_mistake_shows(monkeypatch, mistake):
     """The guard of the tests above: what they would make of a wrong kernel."""
     case, module, name, wrong, message = MISTAKES[mistake]
