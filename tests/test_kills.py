@@ -121,13 +121,14 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
 
 def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
+    given |= {"model": None, "lr": 1e-3, "dtype": "float32"}
     return argparse.Namespace(**given | {"resume": "auto", "checkpoint_dir": "here"} | changed)
 
 
-def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path):
+def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
     state = {"x": jnp.arange(3.0)}
     with Checkpoints(tmp_path) as checkpoints:
-        saved = {name: getattr(arguments_of(), name) for name in train_lm.SAME}
+        saved = train_lm.same_arguments(arguments_of())
         checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         step, restored, loader = train_lm.restore(arguments_of(), checkpoints, state)
@@ -136,6 +137,11 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path):
         message = "--seed is 1: the checkpoints in here are of a run with 0; use the same"
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(seed=1), checkpoints, state)
+        with pytest.raises(ValueError, match="--model is there: .* are of a run with None"):
+            train_lm.restore(arguments_of(model="there"), checkpoints, state)
+        capsys.readouterr()
+        train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
+        assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out
         with pytest.raises(ValueError, match=r"--resume is never, and .* holds checkpoints"):
             train_lm.restore(arguments_of(resume="never"), checkpoints, state)
 
