@@ -137,7 +137,7 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
         message = "--seed is 1: the checkpoints in here are of a run with 0; use the same"
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(seed=1), checkpoints, state)
-        with pytest.raises(ValueError, match="--model is there: .* are of a run with None"):
+        with pytest.raises(ValueError, match=r"--model is there: .* are of a run with None"):
             train_lm.restore(arguments_of(model="there"), checkpoints, state)
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
