@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layout import LAYOUTS, Layout
+from burst_jax.layout import LAYOUTS, Layout, padded_length
 from burst_jax.layout import positions as layout_positions
 from burst_jax.sharding import (
     axes_size,
@@ -162,7 +162,7 @@ def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     n = axes_size(resolve_mesh(options.get("mesh")), flat_names(options.get("seq_axis", "seq")))
     given = np.atleast_2d(np.asarray(positions))
     length = given.shape[1]
-    if length % (2 * n if layout == "zigzag" else n):
+    if padded_length(layout, length, n) != length:
         return  # The attention refuses it.
     others = (given != layout_positions(layout, length, n)).any(1)
     count = np.arange(length)
@@ -183,7 +183,7 @@ def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
     length = len(positions)
     for shards in range(1, min(length, _MOST_SHARDS) + 1):
         for layout in LAYOUTS:
-            fits = length % (2 * shards if layout == "zigzag" else shards) == 0
+            fits = padded_length(layout, length, shards) == length
             if fits and (layout_positions(layout, length, shards) == positions).all():
                 return layout, shards
     return None

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from run_options import make_mesh, one_device
+from run_options import check_model, make_mesh, one_device
 
 import burst_jax.models
 from burst_jax import ShardingRules
@@ -181,8 +181,7 @@ def prepare(args: argparse.Namespace) -> Mesh:
     Raises:
       ValueError: they do not fit each other, or the devices.
     """
-    if not args.model.is_dir():
-        raise ValueError(f"--model is {args.model}: there is no such folder")
+    check_model(args.model)
     if args.seq_len < 1:
         raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:

@@ -170,8 +170,7 @@ def prepare(args: argparse.Namespace) -> Run:
       ValueError: the arguments do not fit each other, the devices or the text.
     """
     if args.model is not None:
-        if not args.model.is_dir():
-            raise ValueError(f"--model is {args.model}: there is no such folder")
+        check_model(args.model)
         for name in OF_A_MODEL:
             if getattr(args, name) is not None:
                 option = "--" + name.replace("_", "-")
@@ -233,6 +232,12 @@ def prepare(args: argparse.Namespace) -> Run:
         )
     tokens = make_tokens(args, corpus)
     return Run(mesh, rules, make_config(args, tokens), tokens, text, held_out)
+
+
+def check_model(folder: Path) -> None:
+    """Raises ValueError if there is no folder of ``--model``."""
+    if not folder.is_dir():
+        raise ValueError(f"--model is {folder}: there is no such folder")
 
 
 def make_mesh(text: str | None) -> Mesh:

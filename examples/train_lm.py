@@ -39,6 +39,7 @@ from run_options import SAMPLE_CONTEXT, Run, model_options, one_device, parse_ar
 
 from burst_jax import models
 from burst_jax.data import Corpus, Loader, Rows, gather_state
+from burst_jax.first_process import by_first_process
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.platform import peak_flops, set_compiler_options
 from burst_jax.training import (
@@ -50,7 +51,6 @@ from burst_jax.training import (
     Profile,
     RunLog,
     abstract_train_state,
-    barrier,
     evaluate,
     init_train_state,
     initialize,
@@ -154,13 +154,18 @@ def export(args: argparse.Namespace, run: Run, params: nnx.State) -> None:
     folder = args.out / "model"
     options = attention_options(args) | {"rules": run.rules}
     graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, **options)
-    if is_main() and folder.exists():
-        shutil.rmtree(folder)  # Of the same run: its checkpoints have it all.
-    barrier("export")
-    models.save(nnx.merge(graphdef, params), folder, dtype=jnp.dtype(args.dtype))
-    if is_main():
+
+    def make_room() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)  # Of the same run: its checkpoints have it all.
+
+    def copy_tokenizer() -> None:
         for file in args.model.glob("*token*"):
             shutil.copy(file, folder)
+
+    by_first_process(make_room)
+    models.save(nnx.merge(graphdef, params), folder, dtype=jnp.dtype(args.dtype))
+    by_first_process(copy_tokenizer)
     say(f"the model is in {folder}")
 
 

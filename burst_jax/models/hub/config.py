@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.flax.rope_variants import DynamicRope
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.hub.families import FAMILIES, Family
 from burst_jax.models.hub.ropes import without
 
@@ -60,6 +60,8 @@ def read_config(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
+    remat: Remat = "attention",
+    mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> tuple[DecoderConfig, Family, bool]:
     """The decoder that a folder's ``config.json`` describes.
@@ -70,6 +72,8 @@ def read_config(
       folder: the folder.
       dtype: of the computation; None is that of ``config.json``, float32 if it says none.
       param_dtype: of the weights; None is ``dtype``.
+      remat: see :class:`DecoderConfig`.
+      mlp_chunks: see :class:`DecoderConfig`.
       ignore: keys of ``config.json`` that may have any value, and options of its RoPE, which are
         left out.
 
@@ -107,6 +111,8 @@ def read_config(
         family.read(values),
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
+        remat=remat,
+        mlp_chunks=mlp_chunks,
         # The same whatever wrote the file, so that equal models have equal configs.
         hub_config=json.dumps(given, sort_keys=True),
     )

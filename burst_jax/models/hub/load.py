@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection
 from os import PathLike
@@ -37,8 +36,10 @@ def load_config(
     ignore: Collection[str] = (),
 ) -> DecoderConfig:
     """The config of the decoder that :func:`load` makes of a folder; the arguments are the same."""
-    config, _, _ = read_config(Path(folder), dtype=dtype, param_dtype=param_dtype, ignore=ignore)
-    return dataclasses.replace(config, remat=remat, mlp_chunks=mlp_chunks)
+    return read_config(
+        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
+        ignore=ignore,
+    )[0]  # fmt: skip
 
 
 def load(
@@ -87,9 +88,9 @@ def load(
     """
     folder = Path(folder)
     config, family, text_part = read_config(
-        folder, dtype=dtype, param_dtype=param_dtype, ignore=ignore
-    )
-    config = dataclasses.replace(config, remat=remat, mlp_chunks=mlp_chunks)
+        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
+        ignore=ignore,
+    )  # fmt: skip
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
     specs = flat(parts.tree(shapes))
