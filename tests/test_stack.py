@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
     functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
 
     def layer_of(kind):
-        def layer(x, weights, side):
+        def layer(x, weights, frozen, side):
             return x + functions[kind](x @ weights["w"] + weights["b"]) * side
 
         return layer

@@ -242,9 +242,14 @@ class Decoder(nnx.Module):
         x = embed(table, tokens, parts.tensor_axes).astype(config.dtype)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        graphdef, stacked = nnx.split(self.layers)
+        # Adapters are trained alone.
+        trained = nnx.Param if config.lora is None else nnx.LoRAParam
+        graphdef, stacked, frozen = nnx.split(self.layers, trained, ...)
         # The scan takes the first dimension off, which counts the layers.
-        layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"])
+        layer_specs = {
+            path: P(*spec[1:])
+            for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
+        }
 
         kinds = _kinds_of_a_stage(config.layer_kinds, parts)
         ropes = list(dict.fromkeys(config.layer_ropes))
@@ -258,24 +263,26 @@ class Decoder(nnx.Module):
             length = lax.pmax(length, parts.over) if parts.over else length
 
         def layer_of(kind: LayerKind) -> Layer:
-            def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
+            def layer(x: jax.Array, weights: nnx.State, frozen: nnx.State, sides: Any) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
-                return nnx.merge(graphdef, weights)(x, rope, segment_ids, kind.window)
+                return nnx.merge(graphdef, weights, frozen)(x, rope, segment_ids, kind.window)
 
             return rematerialised(layer, config.remat)
 
         layers = {kind: layer_of(kind) for kind in kinds}
 
         def gather(weights: nnx.State) -> nnx.State:
-            return whole(weights, layer_specs)
+            return jax.tree_util.tree_map_with_path(
+                lambda path, weight: whole(weight, layer_specs[path]), weights
+            )
 
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
+            run_stack = run_ahead if parts.gathers(list(layer_specs.values())) else run_layers
             in_order = [layers[kind] for kind in kinds]
-            return run_stack(in_order, gather, x, stacked, (tables, segment_ids))
+            return run_stack(in_order, gather, x, stacked, frozen, (tables, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids
