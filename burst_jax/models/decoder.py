@@ -171,6 +171,13 @@ class Decoder(nnx.Module):
         options |= {"is_causal": True, "batch_axis": parts.out_batch_axes}
         return refuse_wrong_order(hidden, positions, segment_ids, options)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a decoder like this one is made with, beside its config and ``rngs``."""
+        said = {} if self.rules is None else _said_by(self.rules)
+        options = {name: value for name, value in self.options if name not in said}
+        return {"rules": self.rules, "microbatches": self.microbatches, **options}
+
     def parts(self, weights: Any = None) -> Parts:
         """How this decoder's arrays are split.
 
@@ -428,15 +435,20 @@ def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOpt
     """The attention options with the mesh axes that the rules say."""
     if not isinstance(rules, ShardingRules):
         raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
-    said: dict[str, AxisNames] = {
-        "seq_axis": rules.seq,
-        "batch_axis": rules.batch_axes or None,
-        "head_axis": rules.tensor,
-    }
+    said = _said_by(rules)
     for name in said:
         if name in options:
             raise ValueError(f"{name} is given beside rules: the rules say it; leave it out")
     return options | said  # pyrefly: ignore
+
+
+def _said_by(rules: ShardingRules) -> dict[str, AxisNames]:
+    """The attention options that the rules say."""
+    return {
+        "seq_axis": rules.seq,
+        "batch_axis": rules.batch_axes or None,
+        "head_axis": rules.tensor,
+    }
 
 
 def _check_stacked(stacked: nnx.State, parts: Parts) -> None:

@@ -74,7 +74,7 @@ def add_lora(
     def draw() -> nnx.State:
         # The weights that are drawn beside the adapters are not used, so they are never computed.
         config = dataclasses.replace(model.config, lora=lora)
-        drawn = Decoder(config, rngs=nnx.Rngs(params=seed), **_options(model))
+        drawn = Decoder(config, rngs=nnx.Rngs(params=seed), **model.arguments)
         return nnx.state(drawn, nnx.LoRAParam)
 
     return nnx.merge(graphdef, draw(), nnx.state(model))
@@ -143,13 +143,4 @@ def _sum(
 
 def abstract_like(model: Decoder, **changes: Any) -> tuple[nnx.GraphDef, nnx.State]:
     """A decoder like this one without weights, with changes in its config."""
-    return abstract_decoder(dataclasses.replace(model.config, **changes), **_options(model))
-
-
-def _options(model: Decoder) -> dict[str, Any]:
-    """What a decoder like this one is made with beside its config."""
-    return {
-        "rules": model.rules,
-        "microbatches": model.microbatches,
-        **dict(model.options),
-    }
+    return abstract_decoder(dataclasses.replace(model.config, **changes), **model.arguments)
