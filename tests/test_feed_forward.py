@@ -33,8 +33,8 @@ def made(config):
     layer = GatedMLP(config, down_init=init, rngs=nnx.Rngs(0))
     if config.lora is not None:
         for linear in (layer.gate, layer.up, layer.down):
-            shapes = (linear.in_features, RANK), (RANK, linear.out_features)
-            set_adapter(linear, *map(jnp.zeros, shapes), config.lora.scale)
+            a = jnp.zeros((linear.in_features, RANK))
+            set_adapter(linear, a, jnp.zeros((RANK, linear.out_features)), config.lora.scale)
     graphdef, state = nnx.split(layer)
     leaves, tree = jax.tree.flatten(state)
     drawn = [jnp.asarray(random(*x.shape, seed=i), x.dtype) / 4 for i, x in enumerate(leaves)]

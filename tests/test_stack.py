@@ -66,8 +66,8 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
 
     def loop(x, stacked):
         for index, layer in enumerate(in_order):
-            both = jax.tree.map(lambda w, i=index: w[i], (stacked, constant))
-            x = layer(x, *map(gather, both), side)
+            weights, frozen = jax.tree.map(lambda w, i=index: w[i], (stacked, constant))
+            x = layer(x, gather(weights), gather(frozen), side)
         return x
 
     def scanned(x, stacked):
