@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import warnings
 
@@ -16,6 +17,7 @@ import qwix
 from flax import nnx
 from implementations import QUICK, quick_jit
 from jax.sharding import AxisType, NamedSharding
+from jaxprs import equations
 from meshes import assert_close, mesh_of, random_like
 
 import burst_jax
@@ -207,6 +209,10 @@ def test_a_step_moves_adapters_alone(accumulate):
     before = jax.device_get((trained, frozen))
     step = make_train_step(graphdef, optimizer, accumulate=accumulate, compiler_options=QUICK)
     batch = batch_of(mesh)
+    # No gradient of a frozen weight is made: none of the size of a kernel is sent.
+    traced = step.trace(params, opt_state, batch)
+    sent = [eqn for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "reduce_scatter"]
+    assert {math.prod(eqn.outvars[0].aval.shape) for eqn in sent} == {RANK * 32 // mesh.size}
     losses = []
     for _ in range(3):
         params, opt_state, metrics = step(params, opt_state, batch)
