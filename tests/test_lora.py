@@ -147,6 +147,7 @@ def test_values_and_gradients_are_those_of_dense_formulas(kind, axes, options):
     assert_close(by_ring(model, mesh), dense(model), 1e-5)
 
 
+@SLOW
 def test_chosen_projections_alone_have_adapters():
     mesh = mesh_of(seq=2)
     model = with_random_adapters(mesh, targets="v_proj|down|gate")
@@ -243,6 +244,7 @@ def test_new_adapters_change_nothing_and_are_the_same_on_every_mesh():
     assert not np.array_equal(a[0], a[1])
 
 
+@SLOW
 def test_merged_weights_are_the_sum():
     mesh = mesh_of(fsdp=2, seq=2, tensor=2)
     model = with_random_adapters(mesh, targets=("out", "up"))

@@ -102,18 +102,15 @@ def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decod
     state = nnx.state(model)
     parts = model.parts(state)
     specs, arrays = flat(parts.tree(state)), flat(state)
-    merged = {
-        path: array.astype(param_dtype)
-        for path, array in arrays.items()
-        if path[-1] not in (LORA_A, LORA_B)
-    }
-    for name in lora.projections:
-        (path,) = (path for path in merged if path[-2:] == (name, "kernel"))
-        three = [(*path[:-1], last) for last in ("kernel", LORA_A, LORA_B)]
+    merged = {}
+    for path in flat(shapes):
+        three = [path, (*path[:-1], LORA_A), (*path[:-1], LORA_B)]
+        if path[-1] != "kernel" or three[1] not in arrays:
+            merged[path] = arrays[path].astype(param_dtype)
+            continue
         weights = [place_explicit(arrays[each], parts.mesh, specs[each]) for each in three]
-        merged[path] = _sum(
-            *weights, lora.scale, param_dtype, parts.mesh, tuple(specs[each] for each in three)
-        )
+        of_three = tuple(specs[each] for each in three)
+        merged[path] = _sum(*weights, lora.scale, param_dtype, parts.mesh, of_three)
     return nnx.merge(graphdef, tree_of(shapes, merged))
 
 

@@ -107,7 +107,7 @@ def run_layers(
         weights, constant = parts
         return layers[0](x, gather(weights), gather(constant), sides), None
 
-    return lax.scan(body, x, (stacked, frozen))[0]
+    return lax.scan(body, x, (stacked, lax.stop_gradient(frozen)))[0]
 
 
 def run_ahead(

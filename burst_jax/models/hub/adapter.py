@@ -80,7 +80,7 @@ def save_adapter(
         raise ValueError("model has no adapters: add_lora gives it some; save writes a whole model")
     check_base(config, base)
     arrays = flat(nnx.state(model, nnx.LoRAParam))
-    alpha = lora.scale * lora.rank
+    alpha = float(lora.rank if lora.alpha is None else lora.alpha)
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
