@@ -109,7 +109,8 @@ def test_a_step_that_differs_is_no_row(small, tmp_path, monkeypatch, capsys):
 
 def test_what_cannot_be_split_is_a_line_of_the_table(small, capsys):
     train.run(arguments(lengths=[132], ways=["zigzag"]))
-    assert (
+    message = "zigzag                length is 132: the zigzag layout over 4"
+    assert message in capsys.readouterr().out
         "zigzag                length is 132: the zigzag layout over 4" in capsys.readouterr().out
     )
 
