@@ -111,8 +111,6 @@ def test_what_cannot_be_split_is_a_line_of_the_table(small, capsys):
     train.run(arguments(lengths=[132], ways=["zigzag"]))
     message = "zigzag                length is 132: the zigzag layout over 4"
     assert message in capsys.readouterr().out
-        "zigzag                length is 132: the zigzag layout over 4" in capsys.readouterr().out
-    )
 
 
 def test_it_needs_a_gpu():
