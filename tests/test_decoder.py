@@ -237,6 +237,8 @@ def test_remat_runs_no_second_forward_ring():
         assert permutes[remat] == permutes["none"]
     # K and V make three hops each; backward so do they and their gradient.
     assert permutes["full"] == permutes["none"] + 2 * 3
+    # The first half's ring, and Q, K, V, out and lse dealt out before and after it.
+    assert permutes["half"] == permutes["none"] + 2 * 3 + 2 * 5
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
 
 

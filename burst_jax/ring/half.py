@@ -111,9 +111,12 @@ def _again_fwd(
     ran_on = exchanged(request, shard)
     out, lse = _attend_first(request, target, ran_on)
     whole = jnp.concatenate([out, kept.out], 1), jnp.concatenate([lse, kept.lse], 2)
+    # Without the barriers XLA gives the two halves to an all-to-all that splits the whole in the
+    # middle. They lie in memory in different ways, and its own verifier then refuses the program.
+    out, lse = (lax.optimization_barrier(x) for x in whole)
     numbers = shard.per_head
     differentiated = marked_numbers(numbers, numbers) if numbers else None
-    return given_back(request, shard, ran_on, whole, differentiated)
+    return given_back(request, shard, ran_on, (out, lse), differentiated)
 
 
 def _again_bwd(
