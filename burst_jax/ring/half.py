@@ -184,19 +184,19 @@ def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     q, q_ids, k, v, kv_ids = jax.tree.map(lambda x: x[:, :tokens], (q, q_ids, *keys))
     ring = first_half(request, tokens)
     route = ring.route(tokens, tokens)
-    deal = ring.layout == "zigzag"
-    if deal:
-        q, q_ids, k, v, kv_ids = _deal(route, (q, q_ids, k, v, kv_ids))
+    dealt = ring.layout == "zigzag"
+    if dealt:
+        q, q_ids, k, v, kv_ids = deal(route, (q, q_ids, k, v, kv_ids))
     out, lse = attend_exchanged(
         ring, target, Shard(Queries(q, q_ids), Keys(k, v, kv_ids), per_head)
     )
-    if deal:
-        out, lse = _deal_back(route, (out, lse.swapaxes(1, 2)))
+    if dealt:
+        out, lse = deal_back(route, (out, lse.swapaxes(1, 2)))
         lse = lse.swapaxes(1, 2)
     return out, lse
 
 
-def _dealt(size: int) -> tuple[np.ndarray, np.ndarray]:
+def _owners(size: int) -> tuple[np.ndarray, np.ndarray]:
     """The devices to which each of ``size`` devices deals its two blocks.
 
     Device r has blocks 2r and 2r+1 of 2n, and of zigzag's blocks r and 2n-1-r. One of those has an
@@ -207,16 +207,16 @@ def _dealt(size: int) -> tuple[np.ndarray, np.ndarray]:
     return owners[::2], owners[1::2]
 
 
-def _deal[Tree](route: Route, tree: Tree) -> Tree:
+def deal[Tree](route: Route, tree: Tree) -> Tree:
     """Arrays ``[B, tokens, ...]`` of contiguous shards as those of zigzag shards."""
-    even, odd = (route.send(x, to) for x, to in zip(_cut(tree), _dealt(route.size), strict=True))
+    even, odd = (route.send(x, to) for x, to in zip(_cut(tree), _owners(route.size), strict=True))
     return _paste(*_swapped(route, even, odd))
 
 
-def _deal_back[Tree](route: Route, tree: Tree) -> Tree:
-    """The inverse of :func:`_deal`."""
+def deal_back[Tree](route: Route, tree: Tree) -> Tree:
+    """The inverse of :func:`deal`."""
     blocks = _swapped(route, *_cut(tree))
-    homes = (np.argsort(to) for to in _dealt(route.size))
+    homes = (np.argsort(to) for to in _owners(route.size))
     return _paste(*(route.send(x, to) for x, to in zip(blocks, homes, strict=True)))
 
 

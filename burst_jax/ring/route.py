@@ -92,11 +92,9 @@ class Route:
         """Sends a pytree from where a block is at ``start`` to where it is at ``end``."""
         if start == end:
             return tree
-        sizes = np.array(self.sizes)[:, None]
-        moved = (
-            np.indices(self.sizes).reshape(len(self.sizes), -1) + np.subtract(end, start)[:, None]
-        )
-        return self.send(tree, np.ravel_multi_index(tuple(moved % sizes), self.sizes))
+        places = np.stack(np.unravel_index(np.arange(self.size), self.sizes), 1)
+        moved = (places + np.subtract(end, start)) % self.sizes
+        return self.send(tree, np.ravel_multi_index(tuple(moved.T), self.sizes))
 
     def send[Tree](self, tree: Tree, targets: np.ndarray) -> Tree:
         """Sends a pytree from each device r of the ring to device ``targets[r]``, all different."""
