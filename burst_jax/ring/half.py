@@ -61,8 +61,7 @@ class SecondHalf(NamedTuple):
 def attend_keeping_half(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array, SecondHalf]:
     """:func:`burst_jax.ring.vjp.attend_shard`, and what :func:`attend_again` needs of it.
 
-    It is for the forward rule of a ``jax.custom_vjp`` and has no gradient that is worth taking: it
-    would keep what a plain ring keeps.
+    It is for the forward rule of a ``jax.custom_vjp``, and has no gradient of its own.
 
     Returns:
       ``(out, lse, second half)``.
