@@ -19,7 +19,7 @@ from split_runs import AXES, CONFIG, MESHES, bytes_per_device, losses, rows, siz
 
 import burst_jax
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.models import Decoder, LayerKind, abstract_decoder
 from burst_jax.training import (
     Checkpoints,
     abstract_train_state,
@@ -87,6 +87,16 @@ def test_rows_that_are_not_packed_take_the_same_steps(sizes):
 def test_fewer_key_heads_than_devices_are_copied(kv_heads):
     config = dataclasses.replace(CONFIG, num_kv_heads=kv_heads)
     got = losses((1, 1, 1, 2, 4), steps=5, config=config)
+    want = losses(ONE, steps=5, config=config)
+    assert_same(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 3, 2), (1, 2, 2, 2, 1)], ids=str)
+def test_half_of_the_attention_made_again_takes_the_same_steps(sizes):
+    """Layers with a window and without, so that their first halves go in different orders."""
+    config = dataclasses.replace(CONFIG, layer_pattern=(LayerKind(9), LayerKind()))
+    got = losses(sizes, steps=5, config=dataclasses.replace(config, remat="half"))
     want = losses(ONE, steps=5, config=config)
     assert_same(got, want)
 

@@ -28,7 +28,7 @@ from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.layers import DecoderLayer, norm_of
 from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
-from burst_jax.models.remat import rematerialised
+from burst_jax.models.remat import AttentionFn, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
 from burst_jax.rules import ShardingRules
@@ -258,10 +258,16 @@ class Decoder(nnx.Module):
             length = lax.pmax(length, parts.over) if parts.over else length
 
         def layer_of(kind: LayerKind) -> Layer:
-            def layer(x: jax.Array, weights: nnx.State, sides: Any) -> jax.Array:
+            def layer(
+                x: jax.Array,
+                weights: nnx.State,
+                sides: Any,
+                attention_fn: AttentionFn | None = None,
+            ) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
-                return nnx.merge(graphdef, weights)(x, rope, segment_ids, kind.window)
+                module = nnx.merge(graphdef, weights)
+                return module(x, rope, segment_ids, kind.window, attention_fn)
 
             return rematerialised(layer, config.remat)
 
