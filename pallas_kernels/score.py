@@ -107,6 +107,28 @@ class Score:
         slopes = per_head["alibi_slopes"] * -unit
         return slopes * _distance(q_positions, kv_positions, slopes.dtype)
 
+    def bias_line(
+        self, q_positions: jax.Array, per_head: Mapping[str, jax.Array], unit: float = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """``(slope, start)``: the bias of keys at or before their query is a line over positions.
+
+            bias(p_k) = line(p_k) - line(p_q)    with line(p) = slope p + start
+
+        ``start`` is ``-slope p_q``, rounded. ``line(p_q)`` would be 0 but for that rounding. It is
+        the same for all keys of a query, so a softmax can do without it until its lse is made.
+
+        A line must be computed by a multiply-add that rounds once: its error is then small beside
+        the bias, however large the positions are, and ``line(p_q)`` is exact. Rounded twice, the
+        error would be that of ``slope p_k``.
+
+        Args:
+          q_positions: float32, exact below 2^24.
+          per_head: the numbers of the queries' heads, with "alibi_slopes" among them.
+          unit: factor on the bias.
+        """
+        slope = per_head["alibi_slopes"] * unit
+        return slope, -(slope * q_positions)
+
     def in_base_2(
         self,
         raw: jax.Array,

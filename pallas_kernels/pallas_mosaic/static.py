@@ -141,6 +141,14 @@ class ForwardStatic(MosaicStatic):
         return self.has_bias and self.spec.score.starts_products
 
     @property
+    def bias_is_line(self) -> bool:
+        """Whether the products start from a line over the keys' positions, and not from distances.
+
+        Scores that the mask hides then start from any finite number.
+        """
+        return self.bias_in_products and self.spec.mask.hides_later_keys
+
+    @property
     def warpgroups(self) -> int:
         """How many warpgroups compute, each 64 queries."""
         return self.config.block_q // WARPGROUP_ROWS
