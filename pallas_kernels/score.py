@@ -122,12 +122,17 @@ class Score:
         error would be that of ``slope p_k``.
 
         Args:
-          q_positions: float32, exact below 2^24.
+          q_positions: float32, exact below 2^24. They may be counted from any position, and then
+            the line's are counted from it too.
           per_head: the numbers of the queries' heads, with "alibi_slopes" among them.
           unit: factor on the bias.
         """
-        slope = per_head["alibi_slopes"] * unit
+        slope = self.bias_slope(per_head, unit)
         return slope, -(slope * q_positions)
+
+    def bias_slope(self, per_head: Mapping[str, jax.Array], unit: float = 1.0) -> jax.Array:
+        """The slope of :meth:`bias_line`."""
+        return per_head["alibi_slopes"] * unit
 
     def in_base_2(
         self,

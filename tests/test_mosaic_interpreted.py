@@ -37,8 +37,8 @@ CASES = [
         ("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     )
 ]
-# Both shards have keys before the queries: the second hop merges with the lse of the first.
-FAR_LEVELS = ("causal", "striped", 2, (2, 1), (72, 64), 32, "bfloat16", "both")
+# The second hop merges with the lse of the first, and has tiles of the backward without a mask.
+FAR_LEVELS = ("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
 FAR = dict(zip(NAMES, FAR_LEVELS, strict=True))
 PLAIN, SLOPES, FULL_SLOPES, WIDE = CASES[0], *(CASES[i] for i in (3, 5, 6))
 

@@ -6,7 +6,7 @@ are a matrix instruction's left operand without a change.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
+    TILE,
     along_columns,
     along_rows,
     computed_here,
+    multiply_add,
     tanh,
 )
 from pallas_kernels.pallas_mosaic.tokens import score_mask
@@ -49,6 +51,34 @@ def add_bias(rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, scores: jax.
     positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
     scores, _ = rows.static.spec.score.in_base_2(scores, *positions, rows.per_head_of(head))
     return scores
+
+
+class BiasLine(NamedTuple):
+    """The bias in base 2 less lse, over a tile in which all scores count: no key is after a query.
+
+    It is ``slope (p_k - base) - offset``, see :meth:`pallas_kernels.score.Score.bias_line`. The
+    base is the smallest position of the queries. No key is after it, so neither a query nor a key
+    is further from it than they are from each other: every rounding error is small beside the bias.
+
+    Attributes:
+      slope: a scalar.
+      keys: float32 ``[64]``, the keys' positions less the base.
+    """
+
+    slope: jax.Array
+    keys: jax.Array
+
+    @classmethod
+    def of(cls, rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any) -> BiasLine:
+        """That of a tile; the arguments are those of :func:`score_gradients`."""
+        slope = rows.static.spec.score.bias_slope(rows.per_head_of(head), LOG2_E)
+        from_base = rows.load_tokens(warpgroup).positions - rows.refs.operands.q_bases[q_tile]
+        return cls(slope, from_base.astype(jnp.float32))
+
+    def less(self, offsets: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Over the tile. ``offsets``: float32 ``[block_q]``, lse less the start of the line."""
+        keys, offsets = along_rows(self.keys, shape), along_columns(offsets, shape)
+        return multiply_add(self.slope, keys, -offsets, TILE)
 
 
 def tile_positions(

@@ -225,6 +225,15 @@ class BackwardStatic(MosaicStatic):
         return self.dim // 2
 
     @property
+    def bias_is_line(self) -> bool:
+        """Whether in tiles without a mask the bias less lse is a line over the keys' positions.
+
+        See :class:`pallas_kernels.pallas_mosaic.backward_scores.BiasLine`.
+        """
+        no_cap = self.spec.score.logits_soft_cap is None
+        return self.has_bias and self.spec.mask.hides_later_keys and no_cap
+
+    @property
     def scale_in_ds(self) -> bool:
         """Whether the score's scale is part of dS, and delta comes multiplied by it.
 
