@@ -107,6 +107,21 @@ class Score:
         slopes = per_head["alibi_slopes"] * -unit
         return slopes * _distance(q_positions, kv_positions, slopes.dtype)
 
+    def bias_of_earlier_keys(
+        self,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+        unit: float = 1.0,
+    ) -> jax.Array:
+        """:meth:`bias` of keys at or before their query; any finite number where they are not.
+
+        Positions are int32 here. Kernels that have them in registers for their mask take this one:
+        float32 copies of them would take as many registers again.
+        """
+        slope = self.bias_slope(per_head, unit)
+        return slope * (kv_positions - q_positions).astype(slope.dtype)
+
     def bias_line(
         self, q_positions: jax.Array, per_head: Mapping[str, jax.Array], unit: float = 1.0
     ) -> tuple[jax.Array, jax.Array]:

@@ -46,11 +46,39 @@ def tile_scores(rows: KeyRows, warpgroup: Any, products: jax.Array) -> jax.Array
     return scores
 
 
-def add_bias(rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, scores: jax.Array) -> jax.Array:
-    """Scores in base 2 with their bias; the arguments are those of :func:`score_gradients`."""
-    positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
-    scores, _ = rows.static.spec.score.in_base_2(scores, *positions, rows.per_head_of(head))
-    return scores
+def exponents(
+    rows: KeyRows,
+    warpgroup: Any,
+    q_tile: Any,
+    head: Any,
+    scores: jax.Array,
+    lse: jax.Array,
+    masked: bool,
+) -> jax.Array:
+    """Logits in base 2 less lse; -inf where they do not count.
+
+    Args:
+      rows: the keys.
+      warpgroup: the number of the warpgroup, computed anew in this step.
+      q_tile: which queries.
+      head: which query head.
+      scores: float32, of :func:`tile_scores`.
+      lse: float32, in base 2, over the tile.
+      masked: whether some of the scores may not count.
+    """
+    static, score = rows.static, rows.static.spec.score
+    if static.has_bias:
+        positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
+        per_head = rows.per_head_of(head)
+        if static.bias_is_line:
+            # lse comes first: there are no registers for it beside the positions.
+            scores = scores * static.base_2_factor - lse
+            scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
+            return mask_scores(rows, warpgroup, q_tile, scores)
+        scores, _ = score.in_base_2(scores, *positions, per_head)
+    if masked:
+        scores = mask_scores(rows, warpgroup, q_tile, scores)
+    return scores * static.base_2_factor - lse
 
 
 class BiasLine(NamedTuple):

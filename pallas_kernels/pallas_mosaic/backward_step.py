@@ -20,9 +20,8 @@ from pallas_kernels.pallas_mosaic.backward_per_head import add_per_head_sums
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.backward_scores import (
     BiasLine,
-    add_bias,
+    exponents,
     logit_gradients,
-    mask_scores,
     score_gradients,
     tile_scores,
 )
@@ -39,7 +38,6 @@ from pallas_kernels.pallas_mosaic.tiles import (
     constant,
     i32,
 )
-from pallas_kernels.score import LOG2_E
 
 
 class BackwardSums(NamedTuple):
@@ -155,17 +153,12 @@ def _weights_and_gradients(
     scores = tile_scores(rows, data.warpgroup, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
     lse = plgpu.load(memory.scratch.at[where.lse(data.stage)], layout=COLUMNS)
-    if static.has_bias and line is None:
-        scores = add_bias(rows, data.warpgroup, data.q_tile, data.head, scores)
-    if masked:
-        scores = mask_scores(rows, data.warpgroup, data.q_tile, scores)
     if line is None:
         lse = along_columns(lse, scores.shape)
-        exponents = scores * static.base_2_factor - lse
+        scores = exponents(rows, data.warpgroup, data.q_tile, data.head, scores, lse, masked)
     else:
-        factor = static.spec.score.raw_factor * LOG2_E
-        exponents = scores * factor + line.less(lse, scores.shape)
-    p = computed_here(jnp.exp2(exponents))
+        scores = scores * static.base_2_factor + line.less(lse, scores.shape)
+    p = computed_here(jnp.exp2(scores))
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
     dp, p = computed_here(dp, p)
     wait_for_queries(rows, step + 1)

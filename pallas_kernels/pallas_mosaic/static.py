@@ -114,13 +114,19 @@ class MosaicStatic:
         return self.has_bias and not self.bias_in_products
 
     @property
+    def bias_is_line(self) -> bool:
+        """Whether the bias is made as a line over the keys' positions, and not from distances."""
+        return False
+
+    @property
     def base_2_factor(self) -> float:
         """What takes a tile's scores to logits in base 2, inside the softmax's exponent.
 
-        With a bias that is added later the scores are in base 2 already: it had to be added to them
-        there.
+        With a bias that is added later, and is no line, the scores are in base 2 already: it had to
+        be added to them there.
         """
-        return 1.0 if self.adds_bias else self.spec.score.raw_factor * LOG2_E
+        in_base_2 = self.adds_bias and not self.bias_is_line
+        return 1.0 if in_base_2 else self.spec.score.raw_factor * LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +148,7 @@ class ForwardStatic(MosaicStatic):
 
     @property
     def bias_is_line(self) -> bool:
-        """Whether the products start from a line over the keys' positions, and not from distances.
+        """See :attr:`MosaicStatic.bias_is_line`: where every key that counts is before its query.
 
         Scores that the mask hides then start from any finite number.
         """
@@ -226,9 +232,9 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def bias_is_line(self) -> bool:
-        """Whether in tiles without a mask the bias less lse is a line over the keys' positions.
+        """See :attr:`MosaicStatic.bias_is_line`: where every key that counts is before its query.
 
-        See :class:`pallas_kernels.pallas_mosaic.backward_scores.BiasLine`.
+        Only in tiles that need no mask: ``BiasLine`` in ``backward_scores.py``.
         """
         no_cap = self.spec.score.logits_soft_cap is None
         return self.has_bias and self.spec.mask.hides_later_keys and no_cap
