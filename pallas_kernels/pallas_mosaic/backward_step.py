@@ -147,8 +147,8 @@ def _weights_and_gradients(
     plgpu.wgmma(dp_ref, memory.v.at[data.keys], memory.do.at[data.do_stage].transpose((1, 0)))
     line = None
     if static.bias_is_line and not masked:
-        # Loaded while the products are made. With the warpgroup's number anew fewer programs spill.
-        line = BiasLine.of(rows, computed_here(data.warpgroup), data.q_tile, data.head)
+        # Loaded while the products are made.
+        line = BiasLine.of(rows, data.warpgroup, data.q_tile, data.head)
     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
     scores = tile_scores(rows, data.warpgroup, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
