@@ -109,9 +109,6 @@ def run_ahead(
 ) -> jax.Array:
     """``x`` through all layers, whose weights are gathered one layer ahead.
 
-    In the backward pass the gradient of a layer's weights is scattered while the gradient of the
-    layer before it is computed.
-
     Args:
       layers: for each layer ``(x, weights, sides) -> x``, the layer with its whole weights; layers
         of one kind have the same function. What ``jax.checkpoint`` makes of it decides what the
@@ -158,27 +155,22 @@ def run_ahead(
     def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None]:
         pieces, stacked, sides = residuals
 
-        def add(of_stacked: Any, of_weights: Any, index: Any) -> Any:
+        def body(run: Run, carry: Any, index: jax.Array, pieces: list[jax.Array]) -> Any:
+            gradient, weights, of_stacked = carry
+            ahead = gather(of_layer(stacked, index - 1))
+            gradient, of_weights = kept_as[run].vjp(pieces, (weights, sides))(gradient)
             (of_parts,) = jax.vjp(gather, of_layer(stacked, index))[1](of_weights)
-            return jax.tree.map(
+            of_stacked = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
                 of_stacked,
                 of_parts,
             )
-
-        def body(run: Run, carry: Any, index: jax.Array, pieces: list[jax.Array]) -> Any:
-            gradient, weights, of_later, of_stacked = carry
-            ahead = gather(of_layer(stacked, index - 1))
-            # What the first turn writes here, zeros for the last layer, the second writes anew.
-            of_stacked = add(of_stacked, of_later, jnp.minimum(index + 1, count - 1))
-            gradient, of_weights = kept_as[run].vjp(pieces, (weights, sides))(gradient)
-            return (gradient, ahead, of_weights, of_stacked), None
+            return (gradient, ahead, of_stacked), None
 
         last = gather(of_layer(stacked, np.int32(count - 1)))
-        zeros = jax.tree.map(jnp.zeros_like, (last, stacked))
-        carry, _ = _walk(blocks, body, (gradient, last, *zeros), pieces, reverse=True)
-        gradient, _, of_first, of_stacked = carry
-        return gradient, add(of_stacked, of_first, np.int32(0)), None
+        carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
+        gradient, _, of_stacked = _walk(blocks, body, carry, pieces, reverse=True)[0]
+        return gradient, of_stacked, None
 
     run.defvjp(forward, backward)
     return run(x, stacked, sides)
