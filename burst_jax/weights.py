@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -121,7 +122,7 @@ def gather_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Ar
     whole = vary(jnp.zeros(shape, x.dtype), varying_axes(x) | frozenset(names))
     whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
     for distance in range(1, n):
-        part = lax.ppermute(x, names, _over(distance, n))
+        part = _send(x, names, distance)
         # It comes from the device that many places before this one.
         whole = lax.dynamic_update_slice_in_dim(whole, part, (me - distance) % n * size, dim)
     return whole
@@ -134,10 +135,15 @@ def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.A
     total = lax.dynamic_slice_in_dim(x, me * size, size, dim)
     for distance in range(1, n):
         part = lax.dynamic_slice_in_dim(x, (me + distance) % n * size, size, dim)
-        total = total + lax.ppermute(part, names, _over(distance, n))
+        total = total + _send(part, names, distance)
     return total
 
 
-def _over(distance: int, n: int) -> list[tuple[int, int]]:
-    """The permute in which each of ``n`` devices sends to the one ``distance`` places after it."""
-    return [(source, (source + distance) % n) for source in range(n)]
+def _send(x: jax.Array, names: tuple[str, ...], distance: int) -> jax.Array:
+    """``x`` of the device ``distance`` places before, in the order of the axes ``names``."""
+    # JAX permutes over axes in the mesh's order alone; a weight may be split in another order.
+    in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
+    places = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in in_mesh])
+    places = places.transpose([in_mesh.index(name) for name in names]).ravel().tolist()
+    pairs = zip(places, places[distance:] + places[:distance], strict=True)
+    return lax.ppermute(x, tuple(in_mesh), list(pairs))
