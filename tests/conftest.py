@@ -45,6 +45,10 @@ TIERS = {
         "compiles for H100 and reads what the compiler of one kernel says; JAX before 0.12",
         ".ci/run runs them with the oldest JAX",
     ),
+    "replay": (
+        "the cases of other projects' tests at their own sizes: an hour or two on two cores",
+        "make replay runs them",
+    ),
 }
 _NOT_RUN = pytest.StashKey[dict[str, int]]()
 
@@ -92,6 +96,8 @@ def pytest_collection_modifyitems(config, items):
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
         "mosaic_interpreter": jax.__version_info__ >= (0, 12),
+        # Too long for a run that does not ask for them by name.
+        "replay": "replay" in config.option.markexpr,
     }
     missing = [marker for marker, is_there in present.items() if not is_there]
     away = [item for item in items if any(item.get_closest_marker(m) for m in missing)]
