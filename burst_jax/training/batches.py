@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
 from burst_jax.refusals import check_integer
-from burst_jax.rules import ShardingRules
+from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
     axes_size,
@@ -187,7 +187,7 @@ def place_batch(
     mesh = check_has_devices(mesh)
     if rules is not None:
         _refuse_beside_rules(seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
-        rules.check_mesh(mesh)
+        check_rules(rules).check_mesh(mesh)
         seq_axis, batch_axis = rules.seq, rules.batch_axes
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
@@ -246,7 +246,7 @@ def rows_here(
     mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
     if rules is not None:
         _refuse_beside_rules(batch_axis=(batch_axis, None))
-        rules.check_mesh(mesh)
+        check_rules(rules).check_mesh(mesh)
         batch_axis = rules.batch_axes
     check_axes(mesh, {"batch_axis": batch_axis})
     split = axes_size(mesh, batch_axis)

@@ -27,7 +27,7 @@ _SHARED = ".all-processes-see-this"
 # In the name of a folder that orbax has not completed.
 _HALF = ".orbax-checkpoint-tmp"
 # In the errors of Python's threads and thread pools.
-_ENDING = "at interpreter shutdown"
+_ENDING = ("interpreter shutdown", "new futures after shutdown")
 
 
 class Restored(NamedTuple):
@@ -303,7 +303,7 @@ class Checkpoints:
         remedy = "Make room there, or use another folder"
         if another_may_be_gone(error):
             remedy = "Another process of the run may be gone"
-        elif _ENDING in str(error):
+        elif any(text in str(error) for text in _ENDING):
             remedy = (
                 "The program ended before it was complete, and Python before 3.12.3 starts no "
                 "threads then: use `with Checkpoints(...)`, or call close()"

@@ -125,10 +125,11 @@ class TrainStep:
         microbatches = math.lcm(stages, parts.microbatches)
         multiple = self._accumulate * devices * microbatches
         if rows % multiple:
+            pipeline = f" and of {microbatches} microbatches of the pipeline"
             raise ValueError(
                 f"accumulate is {self._accumulate}, the batch has {rows} rows: use a multiple of "
                 f"{multiple} rows, so that each part has some for each of {devices} devices"
-                + f" and of {microbatches} microbatches of the pipeline"
+                + pipeline
                 * (microbatches > 1)
             )
         rows_and_tokens = parts.tokens(2)
