@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reporting import Interrupt, can_plot, check_out, plot_loss
+from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
 from run_options import SAMPLE_CONTEXT, Run, model_options, one_device, parse_args, prepare
 
 from burst_jax import models
@@ -49,6 +49,7 @@ from burst_jax.training import (
     Evaluation,
     NonFinite,
     Profile,
+    Restored,
     RunLog,
     abstract_train_state,
     evaluate,
@@ -62,7 +63,7 @@ from burst_jax.training import (
     place_batch,
     rows_here,
 )
-from burst_jax.training.watch import replace_file
+from burst_jax.training.watch import CURVES, METRICS, read_metrics, replace_file, set_aside
 
 CPU_DEVICES = 8
 # Largest relative difference of the two held-out perplexities.
@@ -71,6 +72,8 @@ TOLERANCE = 1e-4
 # compared when they are restored. Learning rate and dtype may change, on purpose.
 MAY_CHANGE = ("lr", "dtype")
 SAME = ("seq_len", "batch", "packing", "steps", "seed", "model")
+# What a run writes into --out, beside its checkpoints.
+OF_A_RUN = (*RESULTS, CURVES, "model")
 
 
 def say(text: str) -> None:
@@ -90,7 +93,7 @@ def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
         corpus,
         seq_len=args.seq_len,
         batch=args.batch,
-        rows=rows_here(run.mesh, args.batch, batch_axis=run.rules.batch_axes),
+        rows=rows_here(run.mesh, args.batch, rules=run.rules),
         tokens=run.tokens,
         # The model's is rounded up, so it would let pass ids that the text may not have.
         vocab_size=args.vocab_size or run.config.vocab_size,
@@ -102,7 +105,7 @@ def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
 def place(args: argparse.Namespace, run: Run, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
     """Makes a batch of this process' rows and puts it onto the mesh."""
     batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
-    return place_batch(batch, mesh, batch_axis=run.rules.batch_axes, process_local=True)
+    return place_batch(batch, mesh, rules=run.rules, process_local=True)
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,12 +138,28 @@ def restore(
                 f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
                 f"{then}; use the same, or another --out and --checkpoint-dir"
             )
+    by_first_process(partial(refuse_metrics_of_another_run, args, restored))
     say(f"going on from step {restored.step}, {checkpoints.folder}")
     for name in MAY_CHANGE:
         then, now = restored.extra["arguments"].get(name), getattr(args, name)
         if then is not None and then != now:
             say(f"with --{name} {now}, which was {then}")
     return restored.step, restored.state, restored.extra["loader"]
+
+
+def refuse_metrics_of_another_run(args: argparse.Namespace, restored: Restored) -> None:
+    """Raises ValueError if the metrics in ``--out`` are not those of the checkpoint's run.
+
+    Going on would cut off that run's lines, and write others behind what is left of them.
+    """
+    line = read_metrics(args.out / METRICS).get(restored.step)
+    # Equal runs have equal losses to the last bit: a step is logged before it is saved.
+    if line is not None and line.get("loss") != restored.extra.get("loss", line.get("loss")):
+        raise ValueError(
+            f"--out is {args.out}, whose {METRICS} is of another run than the checkpoints in "
+            f"{args.checkpoint_dir}: their losses at step {restored.step} are {line.get('loss')} "
+            f"and {restored.extra['loss']}; use another --out, or that of these checkpoints"
+        )
 
 
 def load_model(args: argparse.Namespace, run: Run, options: dict[str, Any]) -> Decoder:
@@ -182,6 +201,8 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
         start, state, loaded = restore(args, checkpoints, abstract)
         if state is None:
+            if is_main() and (moved := set_aside(args.out, OF_A_RUN)):
+                say(moved)
             weights = None if args.model is None else nnx.state(load_model(args, run, options))
             _, *state = init_train_state(
                 run.config, optimizer, run.mesh, args.seed, params=weights, **options
@@ -204,10 +225,11 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         )
         profile = stack.enter_context(Profile(args.out / "profile", args.profile))
 
-        def save(step: int) -> None:
+        def save(step: int, loss: float) -> None:
             extra = {
                 "loader": gather_state(loaded),
                 "arguments": same_arguments(args),
+                "loss": loss,
             }
             checkpoints.save(step, [params, opt_state], extra)
 
@@ -230,11 +252,11 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
             log.step(step, numbers)
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if due or (args.checkpoint_every and step == args.steps):
-                save(step)
+                save(step, numbers["loss"])
                 saved = step
         reached = log.history[-1]["step"] if log.history else start
         if interrupt.requested and args.checkpoint_every and reached > saved:
-            save(reached)
+            save(reached, log.history[-1]["loss"])
     return params, log
 
 

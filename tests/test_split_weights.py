@@ -22,6 +22,7 @@ from burst_jax import ShardingRules
 from burst_jax.models import Decoder, LayerKind, abstract_decoder
 from burst_jax.training import (
     Checkpoints,
+    abstract_params,
     abstract_train_state,
     init_train_state,
     make_batch,
@@ -126,6 +127,35 @@ def test_a_checkpoint_comes_back_on_a_mesh_without_a_sequence_axis(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, restored.state) == jax.tree.map(
         lambda x: x.sharding, wanted
     )
+
+
+def test_shapes_of_weights_need_no_optimizer():
+    mesh = sized((1, 2, 1, 2, 2))
+    options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    graphdef, params = abstract_params(CONFIG, mesh, **options)
+    assert (graphdef, params) == abstract_train_state(CONFIG, OPTIMIZERS["sgd"], mesh, **options)[
+        :2
+    ]
+    assert all(isinstance(x.sharding, jax.NamedSharding) for x in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+def test_weights_alone_come_back_on_another_mesh(tmp_path):
+    before, after = sized((1, 2, 1, 2, 1)), sized((None, None, None, 4, 2))
+    small = dataclasses.replace(CONFIG, num_layers=1)
+    _, params, opt_state = init_train_state(
+        small, OPTIMIZERS["sgd"], before, 0, rules=ShardingRules.of(before), layout="zigzag"
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, [params, opt_state])
+    options: Any = {"rules": ShardingRules.of(after), "layout": "striped"}
+    graphdef, shapes = abstract_params(small, after, **options)
+    restored = Checkpoints(tmp_path).restore([shapes], partial=True)
+    assert restored is not None
+    (found,) = restored.state
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, shapes)
+    assert nnx.merge(graphdef, found).config == small
 
 
 def matrices(params):

@@ -31,7 +31,7 @@ from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import AttentionFn, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
-from burst_jax.rules import ShardingRules
+from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
     axes_size,
@@ -425,8 +425,7 @@ def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[Layer
 
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
     """The attention options with the mesh axes that the rules say."""
-    if not isinstance(rules, ShardingRules):
-        raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
+    check_rules(rules)
     said: dict[str, AxisNames] = {
         "seq_axis": rules.seq,
         "batch_axis": rules.batch_axes or None,

@@ -116,10 +116,52 @@ def abstract_train_state(
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
-    graphdef, params = abstract_decoder(config, **options)
-    specs = nnx.merge(graphdef, params).parts(params).tree(params)
+    graphdef, params, specs = _shapes_and_specs(config, options)
     opt_state = jax.eval_shape(transform_of(optimizer).init, params)
     return graphdef, *placed((params, opt_state), params, specs, mesh)
+
+
+def abstract_params(
+    config: DecoderConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    rules: ShardingRules | None = None,
+    microbatches: int | None = None,
+    **options: Any,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The weights alone of :func:`abstract_train_state`, for which no optimizer is needed.
+
+    What restores the weights of a checkpoint, on any mesh and without the optimizer's state::
+
+        graphdef, shapes = abstract_params(config, mesh, rules=rules, layout="zigzag")
+        restored = checkpoints.restore({"params": shapes}, partial=True)
+        model = nnx.merge(graphdef, restored.state["params"])
+
+    Args:
+      config: sizes and dtypes of the decoder.
+      mesh: the mesh of the weights and of the decoder's attention.
+      rules: how the weights are split, see :func:`init_train_state`.
+      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
+      **options: attention options of the decoder beside ``mesh``.
+
+    Returns:
+      ``(graphdef, params)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
+
+    Raises:
+      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+    """
+    mesh = resolve_mesh(mesh)
+    options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
+    graphdef, params, specs = _shapes_and_specs(config, options)
+    return graphdef, placed(params, params, specs, mesh)
+
+
+def _shapes_and_specs(
+    config: DecoderConfig, options: dict[str, Any]
+) -> tuple[nnx.GraphDef, nnx.State, Any]:
+    """The graph definition of a decoder, its weights' shapes, and how each weight is split."""
+    graphdef, params = abstract_decoder(config, **options)
+    return graphdef, params, nnx.merge(graphdef, params).parts(params).tree(params)
 
 
 def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

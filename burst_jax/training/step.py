@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -119,11 +120,17 @@ class TrainStep:
         """The sums of loss, targets and gradient over parts of the batch, one after the other."""
         parts = nnx.merge(self._graphdef, params).parts(params)
         rows = batch["inputs"].shape[0]
-        multiple = self._accumulate * axes_size(parts.mesh, parts.out_batch_axes)
+        devices = axes_size(parts.mesh, parts.batch_axes)
+        stages = axes_size(parts.mesh, parts.stage_axis)
+        microbatches = math.lcm(stages, parts.microbatches)
+        multiple = self._accumulate * devices * microbatches
         if rows % multiple:
+            pipeline = f" and of {microbatches} microbatches of the pipeline"
             raise ValueError(
                 f"accumulate is {self._accumulate}, the batch has {rows} rows: use a multiple of "
-                f"{multiple}, so that each device has a part of the rows of each of them"
+                f"{multiple} rows, so that each part has some for each of {devices} devices"
+                + pipeline
+                * (microbatches > 1)
             )
         rows_and_tokens = parts.tokens(2)
 
