@@ -118,7 +118,7 @@ def abstract_train_state(
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params = abstract_decoder(config, **options)
     specs = nnx.merge(graphdef, params).parts(params).tree(params)
-    opt_state = jax.eval_shape(transform_of(optimizer).init, params)
+    opt_state = _shapes_and_memories(transform_of(optimizer).init, params)
     return graphdef, *placed((params, opt_state), params, specs, mesh)
 
 
@@ -131,7 +131,8 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
     arrays are whole on every device.
 
     Args:
-      tree: arrays or shapes, like an optimizer's state.
+      tree: arrays, shapes or types, like an optimizer's state. What a type has in the host's memory
+        is placed there.
       params: the weights, arrays or shapes.
       specs: how each weight is split.
       mesh: the devices.
@@ -151,9 +152,28 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
         for weight, shape, of_weight in weights:
             if names[-len(weight) :] == weight:
                 spec = _of_dimensions_left(shape, of_weight, x.shape)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        if getattr(x, "memory_space", None) == jax.memory.Space.Host:
+            sharding = _in_host_memory(sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _shapes_and_memories(init: Any, params: Any) -> Any:
+    """What ``init`` makes of the weights, as types, which say an array's memory, too."""
+    jaxpr, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+
+
+def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
+    here = sharding.with_memory_kind("pinned_host")
+    if here.memory_kind is None:
+        # The devices of a topology, for which programs are compiled ahead, have no memories to
+        # name, and JAX drops the name. A mesh without devices keeps it.
+        mesh = sharding.mesh.abstract_mesh
+        return NamedSharding(mesh, sharding.spec, memory_kind="pinned_host")
+    return here
 
 
 def transform_of(
