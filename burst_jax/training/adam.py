@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -21,36 +21,43 @@ Moments = Literal["device", "host"]
 # Moments on the host come to the device in parts of at most so many bytes, or of one layer.
 PART_BYTES = 2**26
 
-_Leaf = tuple[jax.Array, jax.Array, jax.Array]
 _Index = jax.typing.ArrayLike
 
 
-def scale_by_adam(
-    b1: float, b2: float, *, moment_dtype: jax.typing.DTypeLike, moments: Moments
+def clipped_adam(
+    clip_norm: float,
+    b1: float,
+    b2: float,
+    *,
+    moment_dtype: jax.typing.DTypeLike,
+    moments: Moments,
 ) -> optax.GradientTransformationExtraArgs:
-    """As ``optax.scale_by_adam``, with the moments in a dtype and a memory of their own.
+    """Clipping by global norm and Adam, with the moments in a dtype and a memory of their own.
 
-    The arithmetic is in float32, with epsilon 1e-8 outside of the root. To bfloat16 both moments
-    are rounded at random: a step moves the second moment by ``1 - b2`` of its value or less, which
-    rounding to the nearest bfloat16 would lose. A moment's random bits depend on the number of
-    steps, on which array it is, and on its index in it.
+    The arithmetic is in float32; epsilon is 1e-8, outside of the root. To bfloat16 both moments are
+    rounded at random (:mod:`burst_jax.training.rounding`); their bits depend on the number of
+    steps, on which of the arrays it is, and on the index in it.
 
     Moments on the host come to the device part by part: a part of the first dimension, which in
-    stacked layers is a layer, or some, is fetched, renewed, and written back into its place. The
-    updates take the gradients' memory. Moments are renewed where they lie, so a state that was made
-    in one memory may be put into the other.
+    stacked layers is a layer or some of them, is fetched, renewed, and written back to its place.
+    The updates take the gradients' memory. Gradients that were clipped before would take as much
+    again, so the two are one transformation.
+
+    The moments are renewed in whatever dtype and memory they are, so a state that is put into the
+    other memory stays there.
 
     Args:
+      clip_norm: largest global norm of the gradient; a longer gradient is scaled down to it.
       b1: decay of the first moment.
       b2: decay of the second moment.
-      moment_dtype: float32 or bfloat16.
+      moment_dtype: float32 or bfloat16, in which ``init`` makes the moments.
       moments: where ``init`` makes them.
 
     Returns:
       A transformation with the state of ``optax.scale_by_adam``. Its ``update`` takes
-      ``weight_shardings``, a tree like the weights of ``NamedSharding``: with it each device goes
-      through its own parts of moments on the host. Without it the array as a whole is gone
-      through, so that no weight may be split along its first dimension.
+      ``weight_shardings``, a ``NamedSharding`` for each weight, by which each device goes through
+      its own parts of what is on the host. Without it the arrays are gone through as a whole,
+      which is right as long as none is split along its first dimension.
     """
 
     def init(params: Any) -> optax.ScaleByAdamState:
@@ -62,25 +69,25 @@ def scale_by_adam(
 
     def update(
         updates: Any,
-        state: optax.ScaleByAdamState,
+        state: Any,
         params: Any = None,
         *,
         weight_shardings: Any = None,
-        **_: Any,
+        **extra_args: Any,
     ) -> tuple[Any, optax.ScaleByAdamState]:
-        del params
-        leaves, structure = jax.tree.flatten(updates)
+        del params, extra_args
+        gradients, structure = jax.tree.flatten(updates)
         mu, nu = map(structure.flatten_up_to, (state.mu, state.nu))
-        shardings = [None] * len(leaves)
+        shardings = [None] * len(gradients)
         if weight_shardings is not None:
             shardings = structure.flatten_up_to(weight_shardings)
-        count = optax.safe_increment(state.count)
-        scalars = _Scalars(
-            mixed(count.astype(jnp.uint32)), _correction(b1, count), _correction(b2, count)
-        )
+        count = jnp.asarray(optax.safe_increment(state.count))
+        scalars = _scalars(updates, count, clip_norm, b1, b2)
         renewed = [
-            _renewed(partial(_adam, b1, b2), scalars, number, leaf, sharding)
-            for number, (*leaf, sharding) in enumerate(zip(leaves, mu, nu, shardings, strict=True))
+            _renewed(_Arrays(*arrays), _of_array(scalars, number), sharding)
+            for number, (*arrays, sharding) in enumerate(
+                zip(gradients, mu, nu, shardings, strict=True)
+            )
         ]
         new = [structure.unflatten(column) for column in zip(*renewed, strict=True)]
         return new[0], optax.ScaleByAdamState(count, new[1], new[2])
@@ -88,84 +95,97 @@ def scale_by_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def on_host(x: jax.Array) -> bool:
-    """Whether an array, or a value that is traced, is in the host's memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+class _Arrays(NamedTuple):
+    """Of a weight, or of a part of one: the gradient, or the update in its place; the moments."""
+
+    update: jax.Array
+    mu: jax.Array
+    nu: jax.Array
 
 
 class _Scalars(NamedTuple):
-    """What a step's update has beside the arrays.
+    """What a step's update has beside the arrays: a seed, and what elements are multiplied by.
+
+    Each product is by one number, behind a barrier. Two in a row, or a division by one, XLA puts
+    together in some programs and not in others, and the results would not be the same bits in all.
 
     Attributes:
       seed: uint32, of the random bits.
-      correct_mu: float32, what makes the first moment, which began with 0, a mean of gradients.
-      correct_nu: the same for the second moment.
+      mu_decay: of the first moment.
+      nu_decay: of the second moment.
+      mu_gradient: of the gradient in the first moment.
+      nu_gradient: of the gradient whose square is in the second moment.
+      mu_mean: what makes the first moment, which began with 0, a mean of gradients.
+      nu_mean: what makes the second moment a mean of squares.
     """
 
     seed: jax.Array
-    correct_mu: jax.Array
-    correct_nu: jax.Array
+    mu_decay: jax.Array
+    nu_decay: jax.Array
+    mu_gradient: jax.Array
+    nu_gradient: jax.Array
+    mu_mean: jax.Array
+    nu_mean: jax.Array
 
 
-def _correction(decay: float, count: jax.Array) -> jax.Array:
-    # Its reciprocal once, to multiply by: XLA makes this of a division by it in some programs and
-    # not in others, and the results shall be the same bits in all.
-    return 1 / (1 - lax.pow(jnp.float32(decay), count))
+def _scalars(gradients: Any, count: jax.Array, clip_norm: float, b1: float, b2: float) -> _Scalars:
+    norm = optax.tree.norm(gradients).astype(jnp.float32)
+    clip = jnp.where(norm < clip_norm, 1, clip_norm / norm)
+    mu_decay, nu_decay = jnp.float32(b1), jnp.float32(b2)
+    scalars = _Scalars(
+        seed=mixed(count.astype(jnp.uint32)),
+        mu_decay=mu_decay,
+        nu_decay=nu_decay,
+        mu_gradient=(1 - b1) * clip,
+        nu_gradient=math.sqrt(1 - b2) * clip,
+        mu_mean=1 / (1 - lax.pow(mu_decay, count)),
+        nu_mean=1 / (1 - lax.pow(nu_decay, count)),
+    )
+    return lax.optimization_barrier(scalars)
 
 
-def _adam(
-    b1: float,
-    b2: float,
-    gradient: jax.Array,
-    mu: jax.Array,
-    nu: jax.Array,
-    scalars: _Scalars,
-    starts: Sequence[_Index],
-) -> _Leaf:
+def _of_array(scalars: _Scalars, number: int) -> _Scalars:
+    """The scalars of the array with this number, which has random bits of its own."""
+    return scalars._replace(seed=mixed(scalars.seed ^ jnp.uint32(number)))
+
+
+def _adam(arrays: _Arrays, scalars: _Scalars, starts: Sequence[_Index]) -> _Arrays:
     """The update, in the gradient's dtype, and the new moments of a part that begins at starts."""
-    given = gradient.astype(jnp.float32)
-    first = optax.tree.update_moment(given, mu.astype(jnp.float32), b1, 1)
-    second = optax.tree.update_moment_per_elem_norm(given, nu.astype(jnp.float32), b2, 2)
-    root = jnp.sqrt(second * scalars.correct_nu)
-    updates = (first * scalars.correct_mu / (root + 1e-8)).astype(gradient.dtype)
-    if mu.dtype != jnp.bfloat16:
-        return updates, first.astype(mu.dtype), second.astype(nu.dtype)
+    gradient = arrays.update.astype(jnp.float32)
+    root_of_square = scalars.nu_gradient * gradient
+    mu = scalars.mu_gradient * gradient + scalars.mu_decay * arrays.mu.astype(jnp.float32)
+    nu = root_of_square * root_of_square + scalars.nu_decay * arrays.nu.astype(jnp.float32)
+    update = (mu * scalars.mu_mean) / (jnp.sqrt(nu * scalars.nu_mean) + 1e-8)
+    update = update.astype(arrays.update.dtype)
+    if arrays.mu.dtype != jnp.bfloat16:
+        return _Arrays(update, mu, nu)
     # Half of a word for each moment.
-    words = random_words(scalars.seed, gradient.shape, starts)
-    upper = words >> jnp.uint32(16)
-    return updates, round_at_random(first, words), round_at_random(second, upper)
+    words = random_words(scalars.seed, update.shape, starts)
+    return _Arrays(update, round_at_random(mu, words), round_at_random(nu, words >> jnp.uint32(16)))
 
 
-def _renewed(
-    adam: Callable[..., _Leaf],
-    scalars: _Scalars,
-    number: int,
-    leaf: Sequence[jax.Array],
-    sharding: NamedSharding | None,
-) -> _Leaf:
-    """Update and new moments of one array, from its gradient and its old moments."""
-    scalars = scalars._replace(seed=mixed(scalars.seed ^ jnp.uint32(number)))
-    gradient, mu, nu = leaf
-    if not on_host(mu):
-        return adam(gradient, mu, nu, scalars, [0] * gradient.ndim)
+def _renewed(arrays: _Arrays, scalars: _Scalars, sharding: NamedSharding | None) -> _Arrays:
+    """Update and new moments of one weight, from its gradient and its old moments."""
+    starts = [0] * arrays.update.ndim
+    if jax.typeof(arrays.mu).memory_space != jax.memory.Space.Host:
+        return _adam(arrays, scalars, starts)
     if sharding is None:
-        return _in_parts(adam, scalars, [0] * gradient.ndim, gradient, mu, nu)
+        return _in_parts(arrays, scalars, starts)
     context, spec = jax.sharding.get_abstract_mesh(), sharding.spec
 
-    def of_a_device(scalars: _Scalars, *own: jax.Array) -> _Leaf:
-        starts = _starts(spec, own[0].shape)
-        return _in_parts(adam, scalars, starts, *own)
+    def on_a_device(own: _Arrays, scalars: _Scalars) -> _Arrays:
+        return _in_parts(own, scalars, _starts(spec, own.update.shape))
 
     return jax.shard_map(
-        of_a_device,
+        on_a_device,
         mesh=sharding.mesh if context.empty else context,
-        in_specs=(PartitionSpec(), spec, spec, spec),
-        out_specs=(spec, spec, spec),
-    )(scalars, gradient, mu, nu)
+        in_specs=(spec, PartitionSpec()),
+        out_specs=spec,
+    )(arrays, scalars)
 
 
 def _starts(spec: PartitionSpec, shape: Sequence[int]) -> list[_Index]:
-    """Where this device's part of an array begins, in a ``shard_map``."""
+    """Where this device's part of an array begins, in a ``shard_map``; ``shape`` is the part's."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     return [
         size * lax.axis_index(names) if (names := flat_names(entry)) else 0
@@ -173,45 +193,30 @@ def _starts(spec: PartitionSpec, shape: Sequence[int]) -> list[_Index]:
     ]
 
 
-def _in_parts(
-    adam: Callable[..., _Leaf],
-    scalars: _Scalars,
-    starts: Sequence[_Index],
-    *leaf: jax.Array,
-) -> _Leaf:
+def _in_parts(arrays: _Arrays, scalars: _Scalars, starts: Sequence[_Index]) -> _Arrays:
     """Renews moments on the host part by part; the updates replace the gradient."""
-    gradient, mu, _ = leaf
-    if not gradient.ndim:
-        return _of_part(adam, scalars, starts, leaf)
-    rows = gradient.shape[0]
-    row_bytes = max(1, mu.dtype.itemsize * math.prod(gradient.shape[1:]))
+    if not arrays.update.ndim:
+        return _of_part(arrays, scalars, starts)
+    rows, *others = arrays.update.shape
+    row_bytes = max(1, arrays.mu.dtype.itemsize * math.prod(others))
     size = min(rows, max(1, PART_BYTES // row_bytes))
 
-    def turn(begin: _Index, size: int, leaf: Sequence[jax.Array]) -> _Leaf:
-        def part(x: jax.Array) -> jax.Array:
-            # An index that might count from the end would be computed on the device, for which
-            # the host would have to wait to know what to copy.
-            return lax.dynamic_slice_in_dim(x, begin, size, allow_negative_indices=False)
-
-        new = _of_part(adam, scalars, [starts[0] + begin, *starts[1:]], [part(x) for x in leaf])
+    def turn(begin: _Index, size: int, arrays: _Arrays) -> _Arrays:
+        # An index that might count from the end would be computed on the device, and the host would
+        # have to wait for it to know what to copy.
+        take = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
         put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
-        return tuple(put(x, y, begin) for x, y in zip(leaf, new, strict=True))
+        part = _Arrays(*(take(x, begin, size) for x in arrays))
+        new = _of_part(part, scalars, [starts[0] + begin, *starts[1:]])
+        return _Arrays(*(put(x, y, begin) for x, y in zip(arrays, new, strict=True)))
 
-    turns = rows // size
-    leaf = lax.fori_loop(0, turns, lambda i, leaf: turn(i * size, size, leaf), tuple(leaf))
-    rest = rows - turns * size
-    return turn(rows - rest, rest, leaf) if rest else leaf
+    turns, rest = divmod(rows, size)
+    arrays = lax.fori_loop(0, turns, lambda i, arrays: turn(i * size, size, arrays), arrays)
+    return turn(rows - rest, rest, arrays) if rest else arrays
 
 
-def _of_part(
-    adam: Callable[..., _Leaf],
-    scalars: _Scalars,
-    starts: Sequence[_Index],
-    leaf: Sequence[jax.Array],
-) -> _Leaf:
+def _of_part(arrays: _Arrays, scalars: _Scalars, starts: Sequence[_Index]) -> _Arrays:
     """Fetches the moments of a part, renews them, and sends them back."""
-    device, host = jax.memory.Space.Device, jax.memory.Space.Host
-    gradient, mu, nu = leaf
-    mu, nu = jax.device_put((mu, nu), device)
-    updates, mu, nu = adam(gradient, mu, nu, scalars, starts)
-    return updates, *jax.device_put((mu, nu), host)
+    there = jax.device_put((arrays.mu, arrays.nu), jax.memory.Space.Device)
+    new = _adam(_Arrays(arrays.update, *there), scalars, starts)
+    return _Arrays(new.update, *jax.device_put((new.mu, new.nu), jax.memory.Space.Host))

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -160,7 +161,13 @@ class Checkpoints:
             if writer is not None:
                 writer.close()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        check: Callable[[Any], None] | None = None,
+    ) -> Restored | None:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
         The mesh, the shardings and the number of processes may differ from those of the run that
@@ -171,6 +178,8 @@ class Checkpoints:
         Args:
           abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays.
           step: the checkpoint; None is the newest one that is not damaged.
+          check: called with what was saved beside the state, before the arrays are compared and
+            read; what it raises is raised.
 
         Returns:
           The step, the state, what was saved beside it, and what was refused; None if ``step`` is
@@ -198,6 +207,8 @@ class Checkpoints:
                 refused[candidate] = reason
                 continue
             record = files.read_record(folder)
+            if check is not None:
+                check(record.extra)
             _compare(folder, record, _shapes(wanted))
             self._report(refused, candidate)
             arrays = files.restore_arrays(folder, wanted)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from burst_jax.refusals import check_integer
-from burst_jax.training.adam import Moments, scale_by_adam
+from burst_jax.training.adam import Moments, clipped_adam
 
 
 class Optimizer(NamedTuple):
@@ -113,8 +113,9 @@ def make_optimizer(
             return jnp.asarray(curve(count), jnp.float32)
 
     transform = optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        scale_by_adam(b1, b2, moment_dtype=dtype, moments=moments),
+        # Clipping once stood here, and the names of a checkpoint's arrays count the places.
+        optax.identity(),
+        clipped_adam(clip_norm, b1, b2, moment_dtype=dtype, moments=moments),
         optax.add_decayed_weights(weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(schedule),
     )
@@ -131,9 +132,9 @@ def _dtype(name: str, value: Any) -> np.dtype:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
-        dtype = None
+        raise ValueError(f"{name} is {value!r}: use float32 or bfloat16") from None
     if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{name} is {value if dtype is None else dtype}: use float32 or bfloat16")
+        raise ValueError(f"{name} is {dtype}: use float32 or bfloat16")
     return dtype
 
 

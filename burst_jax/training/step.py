@@ -202,12 +202,15 @@ def _update(
     over different axes.
     """
     with_more = optax.with_extra_args_support(transform)
-    update: Any = partial(with_more.update, weight_shardings=weight_shardings)
+
+    def update(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        return with_more.update(grads, opt_state, params, weight_shardings=weight_shardings)
+
     if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(params)):
         return update(grads, opt_state, params)
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, opt_state))
-    update = jax.sharding.auto_axes(update, out_sharding=shardings)
-    return update(grads, opt_state, params)
+    on_auto_axes: Any = jax.sharding.auto_axes(update, out_sharding=shardings)
+    return on_auto_axes(grads, opt_state, params)
 
 
 def _named_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
