@@ -71,7 +71,7 @@ def test_float32_moments_are_those_of_optax(clip_norm):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
-    monkeypatch.setattr(adam, "PART_BYTES", 120)
+    monkeypatch.setattr(adam, "PART_SIZE", 30)
     mesh = mesh_of(stage=2, fsdp=2, seq=2)
     split = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
