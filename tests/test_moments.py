@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,9 @@ def test_a_second_moment_in_bfloat16_falls_with_a_slow_decay():
     """Its gradient is 1, and then a tenth: 1,500 steps of a thousandth each."""
 
     def second_moment(moment_dtype, nearest=False):
-        transform = adam.clipped_adam(1e9, 0.9, 0.999, moment_dtype=moment_dtype, moments="device")
+        transform: Any = adam.clipped_adam(
+            1e9, 0.9, 0.999, moment_dtype=moment_dtype, moments="device"
+        )
         ones = jnp.ones((64, 64))
 
         def step(state, scale):
@@ -240,7 +243,8 @@ def test_what_is_saved_beside_a_state_is_checked_before_the_state(tmp_path):
 def test_moments_on_the_host_are_refused_in_the_state_of_others():
     transform = make_optimizer(1e-3, 10, moments="host").transform
     mesh = mesh_of(seq=2)
-    for wrapped in (optax.MultiSteps(transform, 2), optax.apply_if_finite(transform, 3)):
+    wrappers: Any = (optax.MultiSteps(transform, 2), optax.apply_if_finite(transform, 3))
+    for wrapped in wrappers:
         with pytest.raises(
             NotImplementedError, match=r"opt_state.inner\w*_state\[1\].mu.* kept by"
         ):
@@ -250,6 +254,7 @@ def test_moments_on_the_host_are_refused_in_the_state_of_others():
 
 def test_optax_multi_steps_keep_moments_in_bfloat16():
     transform = make_optimizer(1e-3, 10, moment_dtype=jnp.bfloat16).transform
-    _, _, state = abstract_train_state(SMALL, optax.MultiSteps(transform, 2), mesh_of(seq=2))
+    wrapped: Any = optax.MultiSteps(transform, 2)
+    state: Any = abstract_train_state(SMALL, wrapped, mesh_of(seq=2))[2]
     dtypes = {x.dtype for x in jax.tree.leaves(state.inner_opt_state) if x.ndim}
     assert dtypes == {jnp.dtype(jnp.bfloat16)}
