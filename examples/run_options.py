@@ -21,6 +21,7 @@ from burst_jax.layout import Layout, padded_length
 from burst_jax.models import DecoderConfig, load_config
 from burst_jax.models.config import Remat
 from burst_jax.refusals import did_you_mean
+from burst_jax.training.adam import Moments
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
 DEFAULTS = {
@@ -120,6 +121,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--lr", type=float, help=f"peak learning rate {default('lr')}, 2e-5 with --model")
     add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
+    add("--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two")
+    add("--moments", choices=get_args(Moments), default="device", help="where AdamW keeps them")
     add("--seed", type=int, default=0, help="of weights, data and sample (default: 0)")
     add = group("end").add_argument
     add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="of the end")

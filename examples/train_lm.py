@@ -71,7 +71,9 @@ TOLERANCE = 1e-4
 # A run goes on from a checkpoint only with the same data and schedule; the sizes of the weights are
 # compared when they are restored. Learning rate and dtype may change, on purpose.
 MAY_CHANGE = ("lr", "dtype")
-SAME = ("seq_len", "batch", "packing", "steps", "seed", "model")
+SAME = ("seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype")
+# What a run had whose checkpoints do not say it.
+UNSAID = {"moment_dtype": "float32"}
 # What a run writes into --out, beside its checkpoints.
 OF_A_RUN = (*RESULTS, CURVES, "model")
 
@@ -114,6 +116,19 @@ def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"model": None if args.model is None else str(args.model)}
 
 
+def check_same(args: argparse.Namespace, extra: Any) -> None:
+    """Raises ValueError if a checkpoint is of a run with other arguments."""
+    for name in SAME:
+        then = extra["arguments"].get(name, UNSAID.get(name))
+        now = same_arguments(args)[name]
+        if then != now:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
+                f"{then}; use the same, or another --out and --checkpoint-dir"
+            )
+
+
 def restore(
     args: argparse.Namespace, checkpoints: Checkpoints, abstract: Any
 ) -> tuple[int, Any, Any]:
@@ -127,17 +142,9 @@ def restore(
             f"--resume is never, and {checkpoints.folder} holds checkpoints: name another "
             "--checkpoint-dir, or remove them"
         )
-    restored = checkpoints.restore(abstract)
+    restored = checkpoints.restore(abstract, check=partial(check_same, args))
     if restored is None:
         return 0, None, None
-    for name in SAME:
-        then, now = restored.extra["arguments"].get(name), same_arguments(args)[name]
-        if then != now:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
-                f"{then}; use the same, or another --out and --checkpoint-dir"
-            )
     by_first_process(partial(refuse_metrics_of_another_run, args, restored))
     say(f"going on from step {restored.step}, {checkpoints.folder}")
     for name in MAY_CHANGE:
@@ -190,7 +197,9 @@ def export(args: argparse.Namespace, run: Run, params: nnx.State) -> None:
 
 def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx.State, RunLog]:
     """Runs the steps, until Ctrl-C if it comes, and returns the weights and the log."""
-    optimizer = make_optimizer(args.lr, args.steps)
+    optimizer = make_optimizer(
+        args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
+    )
     options = attention_options(args) | {"rules": run.rules, "microbatches": args.microbatches}
     graphdef, *abstract = abstract_train_state(run.config, optimizer, run.mesh, **options)
     train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -168,7 +169,12 @@ class Checkpoints:
                 writer.close()
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, partial: bool = False
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        partial: bool = False,
+        check: Callable[[Any], None] | None = None,
     ) -> Restored | None:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
@@ -183,6 +189,8 @@ class Checkpoints:
           partial: whether ``abstract_state`` may be a part of what was saved, like the weights
             without the optimizer's state: ``{"params": ...}`` of ``{"params": ..., "opt_state":
             ...}``, or ``[params]`` of ``[params, opt_state]``. No memory is taken for the rest.
+          check: called with what was saved beside the state, before the arrays are compared and
+            read; what it raises is raised.
 
         Returns:
           The step, the state, what was saved beside it, and what was refused; None if ``step`` is
@@ -210,6 +218,8 @@ class Checkpoints:
                 refused[candidate] = reason
                 continue
             record = files.read_record(folder)
+            if check is not None:
+                check(record.extra)
             _compare(folder, record, _shapes(wanted), partial)
             self._report(refused, candidate)
             arrays = files.restore_arrays(folder, wanted)

@@ -48,6 +48,7 @@ class TrainStep:
         self._loss = partial(next_token_loss, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
+        self._weight_shardings: Any = None
 
     def __call__(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
@@ -78,6 +79,7 @@ class TrainStep:
             # the compiler chose those of the new weights, it might shard one over the sequence
             # axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
+            self._weight_shardings = shardings[0]
             options = self._compiler_options
             self._jitted = jax.jit(
                 self._step,
@@ -92,7 +94,9 @@ class TrainStep:
     ) -> tuple[Any, Any, dict[str, Any]]:
         loss, grads = self._mean_loss_and_gradient(params, batch)
         with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
-            updates, new_opt_state = _update(self._transform, grads, opt_state, params)
+            updates, new_opt_state = _update(
+                self._transform, grads, opt_state, params, self._weight_shardings
+            )
             grad_norm = optax.tree.norm(grads)
         metrics = {"loss": loss, "grad_norm": grad_norm}
         count = _step_count(opt_state)
@@ -189,19 +193,31 @@ def make_train_step(
 
 
 def _update(
-    transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+    transform: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    weight_shardings: Any,
 ) -> tuple[Any, Any]:
     """The transformation's updates and new state, split as weights and state are.
+
+    ``weight_shardings`` goes to those transformations that take further arguments: over Auto axes
+    the arrays do not tell how they are split.
 
     Transformations are written for arrays of any sharding, as they are over Auto axes. Over
     Explicit axes JAX refuses, for example, Adafactor's product of a row and a column that are split
     over different axes.
     """
+    with_more = optax.with_extra_args_support(transform)
+
+    def update(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        return with_more.update(grads, opt_state, params, weight_shardings=weight_shardings)
+
     if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(params)):
-        return transform.update(grads, opt_state, params)
+        return update(grads, opt_state, params)
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, opt_state))
-    update: Any = jax.sharding.auto_axes(transform.update, out_sharding=shardings)
-    return update(grads, opt_state, params)
+    on_auto_axes: Any = jax.sharding.auto_axes(update, out_sharding=shardings)
+    return on_auto_axes(grads, opt_state, params)
 
 
 def _named_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
