@@ -14,7 +14,7 @@ STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
 # Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
-.PHONY: train test test-all check format venv clean
+.PHONY: train test test-all replay check format venv clean
 
 train: $(STAMP)
 	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
@@ -25,6 +25,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# In one process, because cases that follow each other share what they are compared with.
+replay: $(STAMP)
+	$(VENV)/bin/python -m pytest -n 0 -m replay $(PYTEST_ARGS)
 
 check:
 	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)

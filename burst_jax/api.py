@@ -335,6 +335,45 @@ def ring_attention(
     """
     refuse_other_arguments(ring_attention, (), others)
     check_bool("return_residual", return_residual)
+    request, shard = ring_call(
+        query,
+        key,
+        value,
+        axis_name,
+        head_parallel_axis=head_parallel_axis,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
+        implementation=implementation,
+        backward=backward,
+    )
+    out, lse = attend_shard(request, shard)
+    return (out, lse) if return_residual else out
+
+
+def ring_call(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    head_parallel_axis: str | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    **options: Any,
+) -> tuple[Request, Shard]:
+    """A call of :func:`ring_attention`, checked: what it asks for, and its arrays.
+
+    The arguments and errors are those of :func:`ring_attention`.
+    """
     check_arrays(query, key, value)
     segment_ids = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
     per_head = check_per_head(
@@ -346,18 +385,11 @@ def ring_attention(
         head_parallel_axis,
         size_in_shard_map,
         head_dim=query.shape[3],
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        implementation=implementation,
-        backward=backward,
+        **options,
     )
     if not request.token_axes:
         check_inside_shard_map()
     check_local_shapes(request, query, key)
     queries = Queries(query, segment_ids.get("query_segment_ids"))
     keys = Keys(key, value, segment_ids.get("key_value_segment_ids"))
-    out, lse = attend_shard(request, Shard(queries, keys, per_head))
-    return (out, lse) if return_residual else out
+    return request, Shard(queries, keys, per_head)

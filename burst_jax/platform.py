@@ -120,9 +120,16 @@ def compiler_options(platform: str | None = None, *, peer_copies: bool | None = 
     """
     if (platform or current_platform()) not in ("gpu", "cuda"):
         return {}
-    if peer_copies is None:
-        peer_copies = jax.process_count() == 1 and compute_capability() in _LINKED
-    return _gpu_options(peer_copies)
+    return _gpu_options(has_peer_copies() if peer_copies is None else peer_copies)
+
+
+def has_peer_copies() -> bool:
+    """Whether copy engines move what a permute of the code being traced sends.
+
+    True if there is one process and its GPUs are of a kind that NVLink connects, which is what
+    :func:`compiler_options` takes for granted unless it is told otherwise.
+    """
+    return jax.process_count() == 1 and compute_capability() in _LINKED
 
 
 def set_compiler_options(peer_copies: bool | None = None) -> Options:

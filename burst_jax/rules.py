@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -136,6 +137,17 @@ class ShardingRules:
 
     def _fields(self) -> dict[str, AxisNames]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def check_rules(rules: Any) -> ShardingRules:
+    """``rules`` itself.
+
+    Raises:
+      ValueError: it is no :class:`ShardingRules`.
+    """
+    if not isinstance(rules, ShardingRules):
+        raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
+    return rules
 
 
 def check_divides(

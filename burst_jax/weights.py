@@ -1,4 +1,10 @@
-"""Weights inside a ``shard_map``: gathered where a layer uses them, their gradients scattered."""
+"""Weights inside a ``shard_map``: gathered where a layer uses them, their gradients scattered.
+
+NCCL's kernels for a gather or a reduce-scatter keep some multiprocessors for as long as they wait
+and move. Attention kernels want all multiprocessors, and take up to half as long again beside them.
+So where the GPUs' copy engines can move blocks, a gather and a reduce-scatter are permutes: one for
+each distance between two devices. Both ways send the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from burst_jax.platform import has_peer_copies
 from burst_jax.sharding import AxisNames, flat_names
-from pallas_kernels.arrays import vary
+from pallas_kernels.arrays import vary, varying_axes
 
 # For each split dimension of a weight the mesh axes that split it.
 Split = tuple[tuple[int, tuple[str, ...]], ...]
@@ -77,7 +85,10 @@ def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
 def _gather(weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype) -> jax.Array:
     weight = weight.astype(travels)
     for dim, names in split:
-        weight = lax.all_gather(weight, names, axis=dim, tiled=True)
+        if has_peer_copies():
+            weight = gather_by_permutes(weight, names, dim)
+        else:
+            weight = lax.all_gather(weight, names, axis=dim, tiled=True)
     return weight.astype(used)
 
 
@@ -94,8 +105,45 @@ def _gather_bwd(
     del travels, used
     gradient = gradient.astype(jnp.float32)
     for dim, names in reversed(split):
-        gradient = lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
+        if has_peer_copies():
+            gradient = scatter_by_permutes(gradient, names, dim)
+        else:
+            gradient = lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
     return (gradient.astype(empty.dtype),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def gather_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """``lax.all_gather(x, names, axis=dim, tiled=True)``, one permute for each distance."""
+    n, me, size = lax.axis_size(names), lax.axis_index(names), x.shape[dim]
+    shape = (*x.shape[:dim], n * size, *x.shape[dim + 1 :])
+    whole = vary(jnp.zeros(shape, x.dtype), varying_axes(x) | frozenset(names))
+    whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
+    for distance in range(1, n):
+        part = _send(x, names, distance)
+        # It comes from the device that many places before this one.
+        whole = lax.dynamic_update_slice_in_dim(whole, part, (me - distance) % n * size, dim)
+    return whole
+
+
+def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """``lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)``, a permute a distance."""
+    n, me = lax.axis_size(names), lax.axis_index(names)
+    size = x.shape[dim] // n
+    total = lax.dynamic_slice_in_dim(x, me * size, size, dim)
+    for distance in range(1, n):
+        part = lax.dynamic_slice_in_dim(x, (me + distance) % n * size, size, dim)
+        total = total + _send(part, names, distance)
+    return total
+
+
+def _send(x: jax.Array, names: tuple[str, ...], distance: int) -> jax.Array:
+    """``x`` of the device ``distance`` places before, in the order of the axes ``names``."""
+    # JAX permutes over axes in the mesh's order alone; a weight may be split in another order.
+    in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
+    places = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in in_mesh])
+    places = places.transpose([in_mesh.index(name) for name in names]).ravel().tolist()
+    pairs = zip(places, places[distance:] + places[:distance], strict=True)
+    return lax.ppermute(x, tuple(in_mesh), list(pairs))

@@ -122,7 +122,7 @@ def batches(
         padding = batch["weights"].shape[1] - args.seq_len
         counts = np.pad(counts, [(0, 0), (0, padding)])
         batch["weights"] = batch["weights"] * to_layout(counts, args.layout, shards)
-        yield place_batch(batch, mesh, batch_axis=rules.batch_axes)
+        yield place_batch(batch, mesh, rules=rules)
 
 
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:

@@ -22,6 +22,7 @@ from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hub.adapter import check_base
 from burst_jax.refusals import did_you_mean
+from burst_jax.training.adam import Moments
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
 DEFAULTS = {
@@ -129,6 +130,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--lr", type=float, help=f"peak {default('lr')}, 2e-5 with --model, 2e-4 of adapters")
     add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
+    add("--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two")
+    add("--moments", choices=get_args(Moments), default="device", help="where AdamW keeps them")
     add("--seed", type=int, default=0, help="of weights, data and sample (default: 0)")
     add = group("end").add_argument
     add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="of the end")
@@ -180,6 +183,10 @@ def prepare(args: argparse.Namespace) -> Run:
     """
     if args.model is not None:
         check_model(args.model)
+        if args.model.resolve() == (args.out / "model").resolve():
+            raise ValueError(
+                f"--model is {args.model}, where the result goes: use another --out than {args.out}"
+            )
         for name in OF_A_MODEL:
             if getattr(args, name) is not None:
                 option = "--" + name.replace("_", "-")
@@ -224,12 +231,14 @@ def prepare(args: argparse.Namespace) -> Run:
         raise ValueError(
             f"--microbatches is {args.microbatches}: they are a pipeline's; give --mesh a stage"
         )
-    multiple = rows * args.accumulate * math.lcm(stages, args.microbatches or stages)
+    microbatches = math.lcm(stages, args.microbatches or stages)
+    multiple = rows * args.accumulate * microbatches
     if args.batch % multiple:
         raise ValueError(
-            f"--batch is {args.batch}: use a multiple of {multiple}, the mesh's data and fsdp axes "
-            f"times --accumulate and the microbatches of a pipeline, like "
-            f"{-(-args.batch // multiple) * multiple}"
+            f"--batch is {args.batch}: use a multiple of {multiple}, like "
+            f"{-(-args.batch // multiple) * multiple}; the factors are {rows} (the data and fsdp "
+            f"axes of --mesh), {args.accumulate} (--accumulate) and {microbatches} "
+            "(--microbatches, and the stage axis of --mesh)"
         )
     corpus = open_corpus(args.data)
     text, held_out = corpus.split(HELD_OUT)
@@ -241,7 +250,9 @@ def prepare(args: argparse.Namespace) -> Run:
             "row and for the sample; use a shorter length or more --data"
         )
     tokens = make_tokens(args, corpus)
-    return Run(mesh, rules, make_config(args, tokens), tokens, text, held_out)
+    config = make_config(args, tokens)
+    check_split(args, config, mesh)
+    return Run(mesh, rules, config, tokens, text, held_out)
 
 
 def check_model(folder: Path) -> None:
@@ -261,6 +272,48 @@ def check_lora(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--lora-rank is {args.lora_rank}: adapters are trained beside a model; give --model"
         )
+
+
+def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
+    """Raises ValueError if the mesh cannot split the model, in terms of the command line.
+
+    The library would name the first weight that cannot be split.
+    """
+    for option, what, size, axes in (
+        ("--layers", "layers", config.num_layers, ("stage",)),
+        ("--heads", "query heads", config.num_heads, ("tensor",)),
+        ("--mlp-dim", "hidden features", config.mlp_dim, ("tensor",)),
+        # Without --model it is a multiple of 128, whatever --vocab-size says.
+        (None, "token ids", config.vocab_size, ("tensor",)),
+        ("--embed-dim", "features", config.embed_dim, ("fsdp", "seq", "stage")),
+    ):
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        if size % count:
+            split = " x ".join(
+                f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1
+            )
+            remedy = "use another --mesh"
+            if option is not None and args.model is None:
+                remedy += f", or {option} {-(-size // count) * count}"
+            raise ValueError(
+                f"{_size(args, option, size, what)}: --mesh splits them over {split}, {count} "
+                f"parts, which do not divide {size}; {remedy}"
+            )
+    heads, tensor = config.num_kv_heads, mesh.shape["tensor"]
+    if heads % tensor and tensor % heads:
+        raise ValueError(
+            f"{_size(args, '--kv-heads', heads, 'key/value heads')}: --mesh has tensor={tensor}, "
+            "and one of the two numbers must divide the other; use another --mesh"
+            + ", or other --kv-heads"
+            * (args.model is None)
+        )
+
+
+def _size(args: argparse.Namespace, option: str | None, size: int, what: str) -> str:
+    """A size of the model, and what on the command line says it."""
+    if args.model is not None:
+        return f"--model has {size} {what}"
+    return f"the model has {size} {what}" if option is None else f"{option} is {size}"
 
 
 def make_mesh(text: str | None) -> Mesh:
@@ -366,6 +419,14 @@ def make_config(
         if tokens is None:
             raise ValueError("--vocab-size is missing: --data holds tokens, and says no vocabulary")
         vocabulary = tokens.vocab_size
+    if args.heads % args.kv_heads:
+        raise ValueError(
+            f"--heads is {args.heads}, --kv-heads {args.kv_heads}: use a multiple of --kv-heads"
+        )
+    if args.head_dim % 2:
+        raise ValueError(
+            f"--head-dim is {args.head_dim}: RoPE rotates pairs of features, so it must be even"
+        )
     return DecoderConfig(
         # A multiple of 128, which every tensor axis in use divides.
         vocab_size=-(-vocabulary // 128) * 128,

@@ -35,10 +35,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_folder import check_frozen, export, first_state, frozen_mark
-from reporting import Interrupt, can_plot, check_out, plot_loss
+from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
 from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
 
 from burst_jax.data import Corpus, Loader, Rows, gather_state
+from burst_jax.first_process import by_first_process
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.platform import peak_flops, set_compiler_options
 from burst_jax.training import (
@@ -48,6 +49,7 @@ from burst_jax.training import (
     Evaluation,
     NonFinite,
     Profile,
+    Restored,
     RunLog,
     abstract_train_state,
     evaluate,
@@ -61,7 +63,7 @@ from burst_jax.training import (
     rows_here,
     split_trained,
 )
-from burst_jax.training.watch import replace_file
+from burst_jax.training.watch import CURVES, METRICS, read_metrics, replace_file, set_aside
 
 CPU_DEVICES = 8
 # Largest relative difference of the two held-out perplexities.
@@ -70,9 +72,13 @@ TOLERANCE = 1e-4
 # compared when they are restored. Learning rate and dtype may change, on purpose.
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
-    "seq_len", "batch", "packing", "steps", "seed", "model",
+    "seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
+# What a run had whose checkpoints do not say it.
+UNSAID = {"moment_dtype": "float32"}
+# What a run writes into --out, beside its checkpoints.
+OF_A_RUN = (*RESULTS, CURVES, "model", "adapter")
 
 
 def say(text: str) -> None:
@@ -92,7 +98,7 @@ def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
         corpus,
         seq_len=args.seq_len,
         batch=args.batch,
-        rows=rows_here(run.mesh, args.batch, batch_axis=run.rules.batch_axes),
+        rows=rows_here(run.mesh, args.batch, rules=run.rules),
         tokens=run.tokens,
         # The model's is rounded up, so it would let pass ids that the text may not have.
         vocab_size=args.vocab_size or run.config.vocab_size,
@@ -104,13 +110,26 @@ def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
 def place(args: argparse.Namespace, run: Run, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
     """Makes a batch of this process' rows and puts it onto the mesh."""
     batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
-    return place_batch(batch, mesh, batch_axis=run.rules.batch_axes, process_local=True)
+    return place_batch(batch, mesh, rules=run.rules, process_local=True)
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that a resumed run must have, or may change, as a checkpoint keeps them."""
     found = {name: getattr(args, name) for name in (*SAME, *MAY_CHANGE)}
     return found | {"model": None if args.model is None else str(args.model)}
+
+
+def check_same(args: argparse.Namespace, extra: Any) -> None:
+    """Raises ValueError if a checkpoint is of a run with other arguments."""
+    for name in SAME:
+        then = extra["arguments"].get(name, UNSAID.get(name))
+        now = same_arguments(args)[name]
+        if then != now:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
+                f"{then}; use the same, or another --out and --checkpoint-dir"
+            )
 
 
 def restore(
@@ -126,17 +145,10 @@ def restore(
             f"--resume is never, and {checkpoints.folder} holds checkpoints: name another "
             "--checkpoint-dir, or remove them"
         )
-    restored = checkpoints.restore(abstract)
+    restored = checkpoints.restore(abstract, check=partial(check_same, args))
     if restored is None:
         return 0, None, {}
-    for name in SAME:
-        then, now = restored.extra["arguments"].get(name), same_arguments(args)[name]
-        if then != now:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
-                f"{then}; use the same, or another --out and --checkpoint-dir"
-            )
+    by_first_process(partial(refuse_metrics_of_another_run, args, restored))
     say(f"going on from step {restored.step}, {checkpoints.folder}")
     for name in MAY_CHANGE:
         then, now = restored.extra["arguments"].get(name), getattr(args, name)
@@ -145,9 +157,26 @@ def restore(
     return restored.step, restored.state, restored.extra
 
 
+def refuse_metrics_of_another_run(args: argparse.Namespace, restored: Restored) -> None:
+    """Raises ValueError if the metrics in ``--out`` are not those of the checkpoint's run.
+
+    Going on would cut off that run's lines, and write others behind what is left of them.
+    """
+    line = read_metrics(args.out / METRICS).get(restored.step)
+    # Equal runs have equal losses to the last bit: a step is logged before it is saved.
+    if line is not None and line.get("loss") != restored.extra.get("loss", line.get("loss")):
+        raise ValueError(
+            f"--out is {args.out}, whose {METRICS} is of another run than the checkpoints in "
+            f"{args.checkpoint_dir}: their losses at step {restored.step} are {line.get('loss')} "
+            f"and {restored.extra['loss']}; use another --out, or that of these checkpoints"
+        )
+
+
 def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx.State, RunLog]:
     """Runs the steps, until Ctrl-C if it comes, and returns the weights and the log."""
-    optimizer = make_optimizer(args.lr, args.steps)
+    optimizer = make_optimizer(
+        args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
+    )
     options = attention_options(args) | {"rules": run.rules, "microbatches": args.microbatches}
     graphdef, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
     train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)
@@ -162,6 +191,8 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         loaded = extra.get("loader")
         if state is not None:
             loader.set_state(loaded)
+        elif is_main() and (moved := set_aside(args.out, OF_A_RUN)):
+            say(moved)
         params, opt_state = first_state(args, run, optimizer, options, state)
         mark = frozen_mark(params)
         check_frozen(args, extra.get("frozen"), mark)
@@ -180,10 +211,11 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
         )
         profile = stack.enter_context(Profile(args.out / "profile", args.profile))
 
-        def save(step: int) -> None:
+        def save(step: int, loss: float) -> None:
             extra = {
                 "loader": gather_state(loaded),
                 "arguments": same_arguments(args),
+                "loss": loss,
                 "frozen": mark,
             }
             checkpoints.save(step, [split_trained(params)[0], opt_state], extra)
@@ -207,11 +239,11 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
             log.step(step, numbers)
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if due or (args.checkpoint_every and step == args.steps):
-                save(step)
+                save(step, numbers["loss"])
                 saved = step
         reached = log.history[-1]["step"] if log.history else start
         if interrupt.requested and args.checkpoint_every and reached > saved:
-            save(reached)
+            save(reached, log.history[-1]["loss"])
     return params, log
 
 

@@ -65,6 +65,11 @@ class Mask:
         """Whether positions decide at all."""
         return self.left is not None or self.right is not None
 
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether every key that counts is at or before its query."""
+        return self.right == 0
+
     def allowed(
         self,
         q_positions: jax.Array,

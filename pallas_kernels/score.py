@@ -107,6 +107,48 @@ class Score:
         slopes = per_head["alibi_slopes"] * -unit
         return slopes * _distance(q_positions, kv_positions, slopes.dtype)
 
+    def bias_of_earlier_keys(
+        self,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+        unit: float = 1.0,
+    ) -> jax.Array:
+        """:meth:`bias` of keys at or before their query; any finite number where they are not.
+
+        Positions are int32 here. Kernels that have them in registers for their mask take this one:
+        float32 copies of them would take as many registers again.
+        """
+        slope = self.bias_slope(per_head, unit)
+        return slope * (kv_positions - q_positions).astype(slope.dtype)
+
+    def bias_line(
+        self, q_positions: jax.Array, per_head: Mapping[str, jax.Array], unit: float = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """``(slope, start)``: the bias of keys at or before their query is a line over positions.
+
+            bias(p_k) = line(p_k) - line(p_q)    with line(p) = slope p + start
+
+        ``start`` is ``-slope p_q``, rounded. ``line(p_q)`` would be 0 but for that rounding. It is
+        the same for all keys of a query, so a softmax can do without it until its lse is made.
+
+        A line must be computed by a multiply-add that rounds once: its error is then small beside
+        the bias, however large the positions are, and ``line(p_q)`` is exact. Rounded twice, the
+        error would be that of ``slope p_k``.
+
+        Args:
+          q_positions: float32, exact below 2^24. They may be counted from any position, and then
+            the line's are counted from it too.
+          per_head: the numbers of the queries' heads, with "alibi_slopes" among them.
+          unit: factor on the bias.
+        """
+        slope = self.bias_slope(per_head, unit)
+        return slope, -(slope * q_positions)
+
+    def bias_slope(self, per_head: Mapping[str, jax.Array], unit: float = 1.0) -> jax.Array:
+        """The slope of :meth:`bias_line`."""
+        return per_head["alibi_slopes"] * unit
+
     def in_base_2(
         self,
         raw: jax.Array,

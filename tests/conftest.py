@@ -17,8 +17,11 @@ _GPU = ("triton", "mosaic_gpu")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")
-IMPLEMENTATION = _options.parse_known_args(sys.argv[1:])[0].implementation
+_options.add_argument("-m", default="")
+_given = _options.parse_known_args(sys.argv[1:])[0]
+IMPLEMENTATION = _given.implementation
 ON_GPU = IMPLEMENTATION is not None
+REPLAYING = "replay" in _given.m
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -44,6 +47,10 @@ TIERS = {
     "hopper_kernels": (
         "compiles for H100 and reads what the compiler of one kernel says; JAX before 0.12",
         ".ci/run runs them with the oldest JAX",
+    ),
+    "replay": (
+        "the cases of other projects' tests at their own sizes: an hour or two on two cores",
+        "make replay runs them",
     ),
 }
 _NOT_RUN = pytest.StashKey[dict[str, int]]()
@@ -92,6 +99,8 @@ def pytest_collection_modifyitems(config, items):
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
         "mosaic_interpreter": jax.__version_info__ >= (0, 12),
+        # Too long for a run that does not ask for the tier by name.
+        "replay": "replay" in config.option.markexpr,
     }
     missing = [marker for marker, is_there in present.items() if not is_there]
     away = [item for item in items if any(item.get_closest_marker(m) for m in missing)]

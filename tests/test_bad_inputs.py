@@ -179,6 +179,14 @@ PLACES = {
         lambda: here(mesh_of(seq=2), 4, batch_axis="data"),
         "batch_axis is 'data': the mesh's axes are 'seq'",
     ),
+    "place_batch-rules": (
+        lambda: place(BATCH, mesh_of(seq=2), rules="seq"),
+        "rules is a str: it must be a ShardingRules",
+    ),
+    "rows_here-rules": (
+        lambda: here(mesh_of(seq=2), 2, rules=mesh_of(seq=2)),
+        "rules is a Mesh: it must be a ShardingRules",
+    ),
     "rows_here-none": (lambda: here(mesh_of(seq=2), 0), "batch is 0: it must be an integer, at le"),
     "rows_here-text": (lambda: here(mesh_of(seq=2), "4"), "batch is '4': it must be an integer"),
 }

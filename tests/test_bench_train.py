@@ -18,44 +18,52 @@ from burst_jax.bench.__main__ import main
 
 N = 4
 SMALL = dataclasses.replace(
-    train.CONFIG, vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4,
-    head_dim=8, mlp_dim=64,
+    train.SHAPES["7b-layers"], vocab_size=64, num_layers=2, embed_dim=32, num_heads=4,
+    num_kv_heads=4, head_dim=8, mlp_dim=64,
 )  # fmt: skip
 
 
 @pytest.fixture
 def small(monkeypatch):
     devices = jax.devices()[:N]
-    monkeypatch.setattr(train, "CONFIG", SMALL)
+    monkeypatch.setitem(train.SHAPES, "7b-layers", SMALL)
     monkeypatch.setattr(train, "need_gpus", lambda *_: None)
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr("burst_jax.training.step.default_compiler_options", lambda: QUICK)
 
 
 def arguments(**change):
-    given = {"lengths": [128], "ways": list(train.WAYS), "layers": 2, "steps": 1, "json": None}
+    given = {
+        "lengths": [128], "ways": list(train.WAYS), "weights": ["whole"], "shape": "7b-layers",
+        "layers": None, "remat": "attention", "mlp_chunks": 1, "steps": 1, "profile": True,
+        "json": None,
+    }  # fmt: skip
     return argparse.Namespace(**given | change)
 
 
 @pytest.mark.slow  # four ways to compile a training step
 def test_all_ways_take_the_same_step(small, tmp_path, capsys):
-    train.run(arguments(json=tmp_path / "a.json"))
+    train.run(arguments(weights=["whole", "split"], json=tmp_path / "a.json"))
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["devices"] == N
-    assert [row["way"] for row in record["rows"]] == list(train.WAYS)
+    ways = [(row["way"], row["weights"]) for row in record["rows"]]
+    three = [(way, weights) for way in train.WAYS[:3] for weights in train.WEIGHTS]
+    assert ways == [*three, ("tensor parallel", "whole")]
     first = record["rows"][0]["loss"]
     for row in record["rows"]:
         assert abs(row["loss"] - first) < 1e-3
         assert row["seconds"] > 0
         assert row["mfu"] is row["links"] is row["bare"] is None  # CPUs have neither
     printed = capsys.readouterr().out
-    assert "2 layers of 32 features, 4/4 heads x 8, bfloat16" in printed
+    assert "2 layers of 32 features, 4/4 heads x 8, vocabulary 64, bfloat16" in printed
     assert all(f"128  {way}" in printed for way in train.WAYS)
+    assert "128  zigzag, split" in printed
+    assert "remat attention, MLP in 1 chunks" in printed
 
 
 @pytest.mark.slow
 def test_tensor_parallel_splits_the_weights():
-    run = train.Run(SMALL, "tensor parallel", 64, N)
+    run = train.Run(SMALL, "tensor parallel", "whole", 64, N)
     params, state = run._states
     whole = {}
     for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
@@ -68,8 +76,17 @@ def test_tensor_parallel_splits_the_weights():
     assert jax.tree.map(lambda x: x.sharding, run._states[0]) == before
 
 
+@pytest.mark.slow
+def test_split_weights_are_split_with_their_moments():
+    run = train.Run(SMALL, "zigzag", "split", 64, N)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run._states))
+    total = sum(x.nbytes for x in jax.tree.leaves(run._states))
+    # Norm scales and counters are whole on every device.
+    assert total / N < held < 1.3 * total / N
+
+
 def test_a_step_that_differs_is_no_row(small, tmp_path, monkeypatch, capsys):
-    def measure(config, way, length, n, steps):
+    def measure(config, way, weights, length, n, *, steps, profile):
         if way == "tensor parallel":
             raise ValueError("no such split")
         loss = math.nan if way == "striped" else 4.16
@@ -81,18 +98,19 @@ def test_a_step_that_differs_is_no_row(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "measure", measure)
     train.run(arguments(json=tmp_path / "a.json"))
     printed = capsys.readouterr().out
-    assert "striped             wrong: loss nan" in printed
-    assert "contiguous          wrong: grad_norm 1.0300" in printed
-    assert "tensor parallel     no such split" in printed
+    assert "striped               wrong: loss nan" in printed
+    assert "contiguous            wrong: grad_norm 1.0300" in printed
+    assert "tensor parallel       no such split" in printed
     record = json.loads((tmp_path / "a.json").read_text())
     assert [row["way"] for row in record["rows"]] == ["zigzag"]
-    line = "zigzag               1000.0        128      -    1.00   4.1600     12.3       -"
+    line = "zigzag                 1000.0        128      -    1.00   4.1600     12.3       -"
     assert line in printed
 
 
 def test_what_cannot_be_split_is_a_line_of_the_table(small, capsys):
     train.run(arguments(lengths=[132], ways=["zigzag"]))
-    assert "zigzag              length is 132: the zigzag layout over 4" in capsys.readouterr().out
+    message = "zigzag                length is 132: the zigzag layout over 4"
+    assert message in capsys.readouterr().out
 
 
 def test_it_needs_a_gpu():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.training import CheckpointError, Checkpoints, Restored
 from burst_jax.training.checkpoint_files import restore_arrays
+from burst_jax.training.checkpoints import close_unfinished
 
 WRITER = Path(__file__).parent / "support" / "checkpoint_writer.py"
 
@@ -121,6 +123,25 @@ def test_random_keys_draw_the_same_numbers(saved):
     keys = restore(folder, states[1]).state["keys"]["many"]
     expected = jax.vmap(jax.vmap(jax.random.bits))(states[3]["keys"]["many"])
     np.testing.assert_array_equal(jax.vmap(jax.vmap(jax.random.bits))(keys), expected)
+
+
+def test_a_part_of_a_state(saved):
+    """The weights without the optimizer's state and the keys, on another mesh."""
+    folder, states = saved
+    wanted = {"params": abstract(states[3]["params"], mesh_of(8, 1), P("data"))}
+    checkpoints = Checkpoints(folder)
+    for step in (3, 2):
+        restored = checkpoints.restore(wanted, step, partial=True)
+        assert restored is not None
+        assert restored.extra == {"loader": {"next": 10 * step}}
+        assert_same(restored.state, {"params": states[step]["params"]})
+    leaf = restored.state["params"]["embed"]
+    assert leaf.sharding.is_equivalent_to(wanted["params"]["embed"].sharding, leaf.ndim)
+    with pytest.raises(ValueError, match=r"7 arrays differ.*, pass partial=True to restore a part"):
+        checkpoints.restore(wanted)
+    more = wanted | {"more": states[3]["params"]["embed"]}
+    with pytest.raises(ValueError, match=r"1 arrays differ(.|\n)*\n  more: not in the checkpoint$"):
+        checkpoints.restore(more, partial=True)
 
 
 def test_an_older_step_by_name(saved):
@@ -335,6 +356,52 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
             "one is 1. Make room there, or use another folder"
         )
     assert end == {"there": ["1", "4"], "restored": 4}
+
+
+# Python 3.12.0 to 3.12.2 start no threads in a program that is ending.
+ENDS_WRITING = sys.version_info >= (3, 12, 3)
+
+
+@pytest.mark.parametrize("end", ["unclosed", "unclosed-error"])
+def test_a_program_that_does_not_close_waits_or_says_what_is_lost(tmp_path, end):
+    process = writer(tmp_path, end)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (1 if end == "unclosed-error" else 0), errors
+    assert ("RuntimeError: the training has failed" in errors) == (end == "unclosed-error")
+    lost = re.search(
+        r"^error: checkpoint 2 could not be written to .*; the last good one is 1\. The program "
+        r"ended before .* use `with Checkpoints\(...\)`, or call close\(\)$",
+        errors,
+        re.MULTILINE,
+    )
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.float32, sharding=NamedSharding(mesh_of(1, 1), P()))
+    if ENDS_WRITING:
+        assert restore(tmp_path, {"x": x}).step == 2
+    # Whichever Python: it is written, or said to be lost.
+    assert Checkpoints(tmp_path).latest() == (1 if lost else 2), errors
+
+
+def test_a_failure_as_the_program_ends_is_said(tmp_path, monkeypatch, capsys):
+    """What Python calls before its threads end, for each that is not closed."""
+    first, second = Checkpoints(tmp_path / "first"), Checkpoints(tmp_path / "second")
+    first.save(1, {"x": jnp.ones(8)})
+    second.save(1, {"x": jnp.ones(8)})
+    assert first._writer is not None
+    write = first._writer.wait_until_finished
+
+    def fail():
+        write()
+        raise OSError("disk: No space left on device [os_error_code=28]")
+
+    monkeypatch.setattr(first._writer, "wait_until_finished", fail)
+    close_unfinished()
+    assert capsys.readouterr().err == (
+        f"error: checkpoint 1 could not be written to {first.folder}: No space left on device; "
+        "the last good one is 1. Make room there, or use another folder\n"
+    )
+    assert second.latest() == 1
+    close_unfinished()
+    assert not capsys.readouterr().err
 
 
 # --- mistakes ------------------------------------------------------------------------------------

@@ -36,15 +36,15 @@ SIZES = {
 }
 
 
-def compile_step(gpu, kernels, sizes, config=CONFIG):
-    """A step of ``TOKENS`` tokens a device, and the weights' and the state's shapes."""
+def compile_step(gpu, kernels, sizes, config=CONFIG, length=TOKENS):
+    """A step of ``length`` tokens a device, and the weights' and the state's shapes."""
     mesh = compiled.named_mesh(gpu, **sizes)
     rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
     graphdef, params, state = abstract_train_state(
         config, optimizer, mesh, rules=rules, layout="zigzag", implementation=kernels
     )
     tokens = NamedSharding(mesh, P(rules.batch_axes, "seq"))
-    shape = sizes["data"] * sizes["fsdp"], TOKENS * sizes["seq"]
+    shape = sizes["data"] * sizes["fsdp"], length * sizes["seq"]
     batch: Any = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=tokens)
         for name, dtype in (
@@ -65,35 +65,57 @@ def parts_of(tree):
     ]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "kernels", "sizes", "hidden"),
-    [
-        ("a100", "triton", "fsdp2-seq4", 2),
-        ("h100", "mosaic_gpu", "fsdp2-seq4", 1),
-        ("a100", "triton", "data2-seq2-tensor2", 0),
-    ],
+# Wide enough that a layer's products and kernels take longer than its weights travel.
+WIDE = dataclasses.replace(
+    CONFIG, num_layers=2, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336
 )
-def test_weights_are_gathered_beside_work_and_activations_never(gpu, kernels, sizes, hidden):
-    """``hidden``: in how many of the two loops, forward and backward, the next layer's weights
-    travel beside kernels or matrix products. Elsewhere XLA puts their gather beside another
-    transfer, like the sum over the tensor axis."""
-    program, params, state = compile_step(gpu, kernels, SIZES[sizes])
-    elements = {math.prod(shape) for shape in parts_of(params)}
-    gathers = compiled.gathers(program)
-    for taken, _ in gathers:
-        # Every array that is gathered is a device's part of a weight, in some order of dimensions.
-        assert {math.prod(shape) for shape in taken} <= elements
-    # The seven matrices of a layer travel together.
-    in_loops = [beside for taken, beside in gathers if len(taken) == 7]
-    assert len(in_loops) == 2
-    assert sum(map(bool, in_loops)) >= hidden
-    assert "reduce-scatter" in compiled.text_of(program)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "sizes", "config", "tokens"),
+    [
+        ("a100", "triton", "fsdp2-seq4", CONFIG, 4096),
+        ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
+        ("h100", "mosaic_gpu", "fsdp2-seq4", WIDE, 32768),
+    ],
+    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-wide"],
+)
+def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
+    gpu, kernels, sizes, config, tokens
+):
+    """In one process the copy engines move weights: a permute for each distance of two devices."""
+    program, params, state = compile_step(gpu, kernels, SIZES[sizes], config, tokens)
+    assert not compiled.moves(program, "all-gather")
+    assert "reduce-scatter" not in compiled.text_of(program)
+    parts = parts_of(params)
+    elements = {math.prod(shape) for shape in parts}
+    kv_heads = config.num_kv_heads // SIZES[sizes]["tensor"]
+    block = tokens * kv_heads * config.head_dim
+    # K and V, or their gradients, may travel in one permute with weights.
+    assert block not in elements
+    distances = SIZES[sizes]["fsdp"] * SIZES[sizes]["seq"] - 1
+    loops = []
+    for sent in compiled.moves(program, "collective-permute").values():
+        for shapes, _ in sent:
+            assert {math.prod(shape) for shape in shapes} <= elements | {block}
+        of_weights = [
+            (sum(math.prod(shape) != block for shape in shapes), beside) for shapes, beside in sent
+        ]
+        # A layer's seven matrices travel together, its gradients, or both.
+        loops.append([(count, beside) for count, beside in of_weights if count in (7, 14)])
+    forward, backward = sorted(
+        (loop for loop in loops if loop), key=lambda loop: sum(count for count, _ in loop)
+    )
+    assert sum(count for count, _ in forward) == 7 * distances
+    assert sum(count for count, _ in backward) == 14 * distances
+    if config is WIDE:
+        assert sum(bool(beside) for _, beside in forward) > distances / 2
     memory: Any = program.memory_analysis()
     held = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((params, state))
     )
-    assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * TOKENS + 2**16
+    assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * tokens + 2**16
 
 
 def test_what_is_offloaded_travels_to_the_host_beside_kernels():

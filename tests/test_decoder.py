@@ -151,6 +151,22 @@ def test_ring_equals_one_device(data, seq, layout, kind):
     assert_close(grads, want_grads, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("seq", "layout"),
+    [
+        pytest.param(1, "contiguous", marks=pytest.mark.slow),
+        (4, "zigzag"),
+        pytest.param(8, "zigzag", marks=pytest.mark.slow),
+    ],
+)
+def test_half_of_the_attention_made_again_equals_one_device(seq, layout):
+    config = dataclasses.replace(CONFIG, remat="half")
+    hidden, grads = hidden_and_grads(make_mesh(1, seq), layout, config)
+    want_hidden, want_grads = one_device()
+    assert relative_rms(hidden, want_hidden) < 1e-5
+    assert_close(grads, want_grads, 1e-5)
+
+
 TWO_LEVELS = ("data", "outer", "inner"), {"seq_axis": ("outer", "inner")}
 EXCHANGED = ("data", "seq", "heads"), {"head_parallel_axis": "heads"}
 
@@ -237,6 +253,8 @@ def test_remat_runs_no_second_forward_ring():
         assert permutes[remat] == permutes["none"]
     # K and V make three hops each; backward so do they and their gradient.
     assert permutes["full"] == permutes["none"] + 2 * 3
+    # The first half's ring, and Q, K, V, out and lse dealt out before and after it.
+    assert permutes["half"] == permutes["none"] + 2 * 3 + 2 * 5
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
 
 

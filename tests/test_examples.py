@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +17,11 @@ import pytest
 import reporting
 import run_options
 import train_lm
+from implementations import QUICK
 from ports import free_port
 
 from burst_jax.platform import peak_flops
-from burst_jax.training import RunLog
+from burst_jax.training import RunLog, make_train_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -219,7 +222,7 @@ def test_bad_arguments_are_one_line():
         (["--seq-len=-8"], "--seq-len is -8: it must be at least 1"),
         (["--layers=0"], "--layers is 0: it must be at least 1"),
         (["--kv-heads=0"], "--kv-heads is 0: it must be at least 1"),
-        (["--head-dim=7"], "head_dim is 7: RoPE rotates pairs, so it must be even"),
+        (["--head-dim=7"], "--head-dim is 7: RoPE rotates pairs of features, so it must be even"),
         (["--vocab-size=0"], "--vocab-size is 0: it must be at least 1"),
         (["--lr=nan"], "--lr is nan: it must be positive, and finite"),
         (["--lr=-1"], "--lr is -1.0: it must be positive, and finite"),
@@ -227,9 +230,16 @@ def test_bad_arguments_are_one_line():
         (["--stall-timeout=0"], "--stall-timeout is 0.0: it must be positive, and finite"),
         (["--seq-len=100"], "--seq-len is 100: the zigzag layout over 8 devices.*; use 112"),
         (["--seq-len=100", "--layout=striped"], "the striped layout over 8 devices.*; use 104"),
-        (["--mesh=data=4,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
-        (["--mesh=data=2,fsdp=2,seq=2"], "--batch is 2: use a multiple of 4, .* like 4"),
-        (["--accumulate=4"], "--batch is 2: use a multiple of 4, .* --accumulate .* like 4"),
+        (
+            ["--mesh=data=4,seq=2"],
+            r"--batch is 2: use a multiple of 4, like 4; .* are 4 \(the data",
+        ),
+        (["--mesh=data=2,fsdp=2,seq=2"], "--batch is 2: use a multiple of 4, like 4"),
+        (["--accumulate=4"], r"use a multiple of 4, .* 4 \(--accumulate\) and 1 \(--microb"),
+        (
+            ["--mesh=stage=2,seq=2", "--accumulate=2", "--microbatches=4"],
+            r"use a multiple of 8, like 8; .*, 2 \(--accumulate\) and 4 \(--microbatches, and",
+        ),
         (["--mesh=stage=2,seq=2", "--microbatches=3"], "--batch is 2: use a multiple of 6"),
         (["--microbatches=2"], "--microbatches is 2: they are a pipeline's; give --mesh a stage"),
         (["--steps=0"], "--steps is 0: it must be at least 1"),
@@ -242,7 +252,29 @@ def test_bad_arguments_are_one_line():
         (["--profile=-1"], "--profile is -1: it must be at least 0"),
         (["--sample-tokens=-1"], "--sample-tokens is -1: it must be at least 0"),
         (["--seed=-1"], "--seed is -1: it must be at least 0"),
-        (["--heads=3", "--kv-heads=2"], "num_heads is 3, num_kv_heads 2"),
+        (["--heads=3", "--kv-heads=2"], "--heads is 3, --kv-heads 2: use a multiple of --kv-heads"),
+        (
+            ["--mesh=stage=2", "--layers=3"],
+            "--layers is 3: --mesh splits them over stage=2, 2 parts, which do not divide 3; use "
+            "another --mesh, or --layers 4$",
+        ),
+        (
+            ["--mesh=tensor=4", "--heads=6", "--kv-heads=2"],
+            "--heads is 6: --mesh splits them over tensor=4, .*, or --heads 8$",
+        ),
+        (["--mesh=tensor=2", "--mlp-dim=15"], "--mlp-dim is 15: .*, or --mlp-dim 16$"),
+        (
+            ["--mesh=tensor=3", "--heads=3", "--mlp-dim=24"],
+            "the model has 256 token ids: .* over tensor=3, .* divide 256; use another --mesh$",
+        ),
+        (
+            ["--mesh=fsdp=2,seq=4", "--embed-dim=20"],
+            "--embed-dim is 20: .* over fsdp=2 x seq=4, 8 parts, .* or --embed-dim 24$",
+        ),
+        (
+            ["--mesh=tensor=4", "--heads=12", "--kv-heads=6"],
+            "--kv-heads is 6: --mesh has tensor=4, .*; use another --mesh, or other --kv-heads$",
+        ),
         (["--seq-len=16000"], "--seq-len is 16000: the text's shorter part .* has [0-9]+ bytes"),
         (["--data=nowhere"], "path is nowhere: there is no such file or folder"),
         (["--tokenizer=nowhere"], "path is nowhere: there is no such file"),
@@ -295,6 +327,46 @@ def test_ids_that_the_given_vocabulary_has_not_are_refused(corpus, tmp_path):
         args, _ = run_options.parse_args(["--data", str(data), *TINY, *options])
         with pytest.raises(ValueError, match=message):
             first_batch(args)
+
+
+def refusal(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_lm.main(list(map(str, given)))
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_another_run_into_the_same_folder_loses_nothing(corpus, tmp_path, monkeypatch, capsys):
+    """Neither the metrics and the summary of the first run, nor those of the second."""
+
+    def finish(args, *_):
+        train_lm.write_summary(args, {"checkpoints": args.checkpoint_dir.name})
+        return 0
+
+    monkeypatch.setattr(train_lm, "finish", finish)
+    quick_step = functools.partial(make_train_step, compiler_options=QUICK)
+    monkeypatch.setattr(train_lm, "make_train_step", quick_step)
+    given = ["--data", corpus, "--out", tmp_path, *TINY, "--mesh=seq=1", "--steps=1"]
+    assert train_lm.main(list(map(str, given))) == 0
+    first = losses(tmp_path)
+    assert "an earlier run" not in capsys.readouterr().out
+    other = ["--checkpoint-dir", tmp_path / "b", "--seed=1"]
+    assert train_lm.main(list(map(str, [*given, *other]))) == 0
+    assert (
+        f"{tmp_path} has an earlier run's results: metrics.jsonl is metrics.1.jsonl now, "
+        "summary.json is summary.1.json now\n"
+    ) in capsys.readouterr().out
+    kept = json.loads((tmp_path / "metrics.1.jsonl").read_text())["loss"]
+    assert [kept] == first != losses(tmp_path)
+    for name, value in (("summary.1.json", "checkpoints"), ("summary.json", "b")):
+        assert json.loads((tmp_path / name).read_text()) == {"checkpoints": value}
+    before = {path.name for path in tmp_path.iterdir()}
+    assert re.search(
+        r"--out is .*, whose metrics.jsonl is of another run than the checkpoints in .*: their "
+        rf"losses at step 1 are {losses(tmp_path)[0]} and {first[0]}; use another --out, or that",
+        refusal(given, capsys),
+    )
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def no_training(monkeypatch):

@@ -206,11 +206,21 @@ def test_adapters_need_a_model(capsys):
         (["--lora-rank=8", "--lora-targets=q"], "targets is 'q': it matches none of query (q_proj"),
         (["--layers=2"], "--layers is given beside --model, which says it: leave it out"),
         (["--tokenizer=x"], "--tokenizer is x, but --data holds tokens already"),
+        (
+            ["--mesh=stage=2"],
+            "--model has 3 layers: --mesh splits them over stage=2, 2 parts, which do not divide "
+            "3; use another --mesh\n",
+        ),
+        (["--mesh=tensor=3"], "--model has 4 query heads: --mesh splits them over tensor=3"),
+        (
+            ["--out={tmp}"],
+            "--model is {tmp}/model, where the result goes: use another --out than {tmp}",
+        ),
     ],
 )
 def test_mistakes_with_a_model_are_said(tmp_path, capsys, more, message):
     folder = hub_models.write_folder("qwen3", tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
     with pytest.raises(SystemExit, match="2"):
-        train_lm.main(arguments(folder, tmp_path, *more))
-    assert message in capsys.readouterr().err
+        train_lm.main([each.format(tmp=tmp_path) for each in arguments(folder, tmp_path, *more)])
+    assert message.format(tmp=tmp_path) in capsys.readouterr().err

@@ -123,7 +123,8 @@ def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
     given |= {"model": None, "lr": 1e-3, "dtype": "float32"}
     given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
-    return argparse.Namespace(**given | {"resume": "auto", "checkpoint_dir": "here"} | changed)
+    here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
+    return argparse.Namespace(**given | here | changed)
 
 
 def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
@@ -147,6 +148,28 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
         assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out
         with pytest.raises(ValueError, match=r"--resume is never, and .* holds checkpoints"):
             train_lm.restore(arguments_of(resume="never"), checkpoints, state)
+
+
+@pytest.mark.parametrize("loss", [1.5, 2.5, None])
+def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path, loss):
+    """``loss``: in the metrics; a checkpoint without one, of an earlier version, fits any."""
+    state, out = {"x": jnp.arange(3.0)}, tmp_path / "out"
+    extra = {"arguments": train_lm.same_arguments(arguments_of()), "loader": None}
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(3, state, extra if loss is None else extra | {"loss": 1.5})
+        checkpoints.wait()
+        with RunLog(out, 9, tokens_per_step=8, flops_per_step=1.0, peak=None) as log:
+            for step in range(1, 6):
+                log.step(step, {"loss": loss or 9.0, "grad_norm": 1.0})
+        if loss != 2.5:
+            assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == 3
+            return
+        message = (
+            r"--out is .*out, whose metrics.jsonl is of another run than the checkpoints in here: "
+            r"their losses at step 3 are 2.5 and 1.5; use another --out, or that of these"
+        )
+        with pytest.raises(ValueError, match=message):
+            train_lm.restore(arguments_of(out=out), checkpoints, state)
 
 
 # --- files that cannot be written ----------------------------------------------------------------

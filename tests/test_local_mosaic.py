@@ -106,6 +106,25 @@ def test_which_products_start_from_the_bias(scale, soft_cap, expected):
     assert not without.adds_bias
 
 
+@pytest.mark.parametrize("first", [0, 10_000_019], ids=["near", "far"])
+def test_every_form_of_the_bias_is_the_bias(first):
+    """Of keys at or before a query: the line less its value at the query, and the signed form."""
+    rng = np.random.default_rng(0)
+    kv = first + np.sort(rng.choice(5000, 40, replace=False)).astype(np.int32)
+    q = kv[-1] + np.arange(3, dtype=np.int32)[:, None]
+    score, numbers = Score(0.1), {"alibi_slopes": jnp.float32(0.7)}
+    exact = -np.float64(np.float32(0.7)) * (q - kv)
+
+    slope, start = score.bias_line(jnp.asarray(q, jnp.float32), numbers)
+    slope, start = np.float64(slope), np.asarray(start, np.float64)
+    line, at_query = (np.float32(slope * at + start) for at in (kv, q))
+    np.testing.assert_allclose(line - at_query, exact, rtol=1e-6, atol=0)
+    assert first == 0 or np.abs(at_query).max() > 0.01
+
+    signed = score.bias_of_earlier_keys(jnp.asarray(q), jnp.asarray(kv), numbers)
+    np.testing.assert_allclose(signed, exact, rtol=1e-6, atol=0)
+
+
 def test_a_kernel_refuses_tiles_that_are_not_its_own():
     _, q, do, kv, tokens = problem(t=64, s=64)
     stats = (jnp.zeros((2, 4, 64)),) * 2

@@ -37,6 +37,9 @@ CASES = [
         ("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     )
 ]
+# The second hop merges with the lse of the first, and has tiles of the backward without a mask.
+FAR_LEVELS = ("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
+FAR = dict(zip(NAMES, FAR_LEVELS, strict=True))
 PLAIN, SLOPES, FULL_SLOPES, WIDE = CASES[0], *(CASES[i] for i in (3, 5, 6))
 
 
@@ -125,6 +128,25 @@ def test_a_bias_over_a_tiny_scale(scale):
     want_o, want_lse = local.forward(REFERENCE, *arrays, spec=spec, numbers=inputs.numbers)
     np.testing.assert_allclose(lse, np.asarray(want_lse), rtol=1e-5, atol=1e-5)
     assert compare.errors(o, want_o)[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_slopes_at_far_positions():
+    """Errors are small beside the bias, not beside the positions, and an lse lacks no constant."""
+    near = inputs_of(FAR)
+    slopes = np.array([0.7, -0.3], np.float32)
+    near = dataclasses.replace(near, numbers=near.numbers | {"alibi_slopes": slopes})
+
+    def moved(tokens):
+        return tokens._replace(positions=tokens.positions + np.int32(10_000_019))
+
+    kv_tokens = [moved(tokens) for tokens in near.kv_tokens]
+    far = dataclasses.replace(near, q_tokens=moved(near.q_tokens), kv_tokens=kv_tokens)
+    got = interpret_all(far)
+    truth, one_device = local_cases.oracle(near)
+    compare.assert_as_good_as(got, one_device, truth, FAR["dtype"])
+    np.testing.assert_allclose(got[1], truth[1], rtol=1e-5, atol=1e-5)
 
 
 def nothing(*args, **kwargs):

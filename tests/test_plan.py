@@ -25,9 +25,9 @@ import burst_jax
 from burst_jax.bench.results import gib
 from burst_jax.plan import ACCURACY, GPUS, Gpu, measured
 from burst_jax.plan.__main__ import main
-from burst_jax.plan.work import scores_by_stop
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
 from burst_jax.ring.route import RingMask, make_route
+from burst_jax.ring.work import scores_by_stop
 from pallas_kernels.mask import Mask
 
 SHAPE = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}

@@ -19,9 +19,10 @@ from split_runs import AXES, CONFIG, MESHES, bytes_per_device, losses, rows, siz
 
 import burst_jax
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.models import Decoder, LayerKind, abstract_decoder
 from burst_jax.training import (
     Checkpoints,
+    abstract_params,
     abstract_train_state,
     init_train_state,
     make_batch,
@@ -91,6 +92,16 @@ def test_fewer_key_heads_than_devices_are_copied(kv_heads):
     assert_same(got, want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 3, 2), (1, 2, 2, 2, 1)], ids=str)
+def test_half_of_the_attention_made_again_takes_the_same_steps(sizes):
+    """Layers with a window and without, so that their first halves go in different orders."""
+    config = dataclasses.replace(CONFIG, layer_pattern=(LayerKind(9), LayerKind()))
+    got = losses(sizes, steps=5, config=dataclasses.replace(config, remat="half"))
+    want = losses(ONE, steps=5, config=config)
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_parts_of_a_batch_add_up_to_its_step(kind):
     got = losses((1, 2, 1, 2, 1), kind, steps=3, accumulate=2)
@@ -116,6 +127,35 @@ def test_a_checkpoint_comes_back_on_a_mesh_without_a_sequence_axis(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, restored.state) == jax.tree.map(
         lambda x: x.sharding, wanted
     )
+
+
+def test_shapes_of_weights_need_no_optimizer():
+    mesh = sized((1, 2, 1, 2, 2))
+    options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    graphdef, params = abstract_params(CONFIG, mesh, **options)
+    assert (graphdef, params) == abstract_train_state(CONFIG, OPTIMIZERS["sgd"], mesh, **options)[
+        :2
+    ]
+    assert all(isinstance(x.sharding, jax.NamedSharding) for x in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+def test_weights_alone_come_back_on_another_mesh(tmp_path):
+    before, after = sized((1, 2, 1, 2, 1)), sized((None, None, None, 4, 2))
+    small = dataclasses.replace(CONFIG, num_layers=1)
+    _, params, opt_state = init_train_state(
+        small, OPTIMIZERS["sgd"], before, 0, rules=ShardingRules.of(before), layout="zigzag"
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, [params, opt_state])
+    options: Any = {"rules": ShardingRules.of(after), "layout": "striped"}
+    graphdef, shapes = abstract_params(small, after, **options)
+    restored = Checkpoints(tmp_path).restore([shapes], partial=True)
+    assert restored is not None
+    (found,) = restored.state
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, shapes)
+    assert nnx.merge(graphdef, found).config == small
 
 
 def matrices(params):

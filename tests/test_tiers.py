@@ -26,3 +26,4 @@ def test_the_quick_tier_touches_every_file_and_says_what_it_leaves_out():
     assert files - collected == {name for name in files if name.startswith("test_compiled")}
     for marker in ("slow", "cuda_compiler"):
         assert re.search(rf"\b\d+ tests marked {marker} \(.+\): make test-all", done.stdout)
+    assert re.search(r"\b\d+ tests marked replay \(.+\): make replay runs them", done.stdout)

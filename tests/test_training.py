@@ -12,18 +12,22 @@ import pytest
 from flax import nnx
 from implementations import QUICK, quick_jit
 from jaxprs import equations
-from meshes import assert_close, make_mesh
+from meshes import assert_close, make_mesh, mesh_of
 from trainings import CONFIG, ROWS, B, D, T, V, dense_results, loss_inputs, trained
 
+from burst_jax import ShardingRules
 from burst_jax.layout import from_layout, positions
+from burst_jax.models import Decoder
 from burst_jax.training import (
     chunked_cross_entropy,
     evaluate,
+    evaluation,
     init_train_state,
     make_batch,
     make_optimizer,
     make_train_step,
     place_batch,
+    rows_here,
 )
 from burst_jax.training.optimizer import decay_mask
 
@@ -124,6 +128,36 @@ def test_batches_that_do_not_fit_the_mesh_raise(arrays, message):
     batch = {str(index): np.zeros(shape, np.int32) for index, shape in enumerate(arrays)}
     with pytest.raises(ValueError, match=message):
         place_batch(batch, make_mesh(data=2, seq=4), batch_axis="data")
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "seq": 2}])
+def test_rules_say_how_a_batch_is_split(sizes):
+    mesh = mesh_of(**sizes)
+    rules, seq = ShardingRules.of(mesh), sizes.get("seq", 1)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=seq)
+    placed = place_batch(batch, mesh, rules=rules)
+    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
+    rows = 4 // (sizes["fsdp"] * sizes.get("data", 1))
+    assert {x.data.shape for x in placed["inputs"].addressable_shards} == {(rows, 16 // seq)}
+    assert rows_here(mesh, 4, rules=rules) == [0, 1, 2, 3]
+
+
+def test_axes_beside_rules_or_axes_that_are_not_there_are_refused():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    rules, batch = ShardingRules.of(mesh), make_batch(RNG.integers(0, 9, (4, 17)))
+    with pytest.raises(ValueError, match=r"seq_axis is 'seq': the mesh's axes .*, or pass seq_axi"):
+        place_batch(batch, mesh, batch_axis="fsdp")
+    with pytest.raises(ValueError, match=r"seq_axis is None beside rules: the rules say it; leave"):
+        place_batch(batch, mesh, rules=rules, seq_axis=None)
+    with pytest.raises(ValueError, match=r"batch_axis is 'fsdp' beside rules: the rules say it"):
+        place_batch(batch, mesh, rules=rules, batch_axis="fsdp")
+    with pytest.raises(ValueError, match=r"batch_axis is 'fsdp' beside rules: the rules say it"):
+        rows_here(mesh, 4, rules=rules, batch_axis="fsdp")
+    for call in (lambda rules: place_batch(batch, mesh, rules=rules), lambda rules: rows_here(
+        mesh, 4, rules=rules
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=r"ShardingRules' data is 'data': the mesh's axes are"):
+            call(ShardingRules())
 
 
 # The loss.
@@ -389,6 +423,31 @@ def test_evaluation_counts_every_target_once():
     result = evaluate(eval_step, params, batches)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
+
+
+def test_an_evaluation_looks_at_the_first_call_alone(monkeypatch):
+    """Every look takes the model apart; a mistake that was found is found again."""
+    looks = []
+
+    def look(_):
+        looks.append("look")
+        if len(looks) == 1:
+            raise ValueError("split")
+
+    monkeypatch.setattr(Decoder, "refuse_split_weights", look)
+    monkeypatch.setattr(
+        evaluation,
+        "next_token_loss",
+        lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2,
+    )
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(), layout="zigzag")
+    eval_step = evaluation.make_eval_step(nnx.graphdef(model))
+    batch = place_batch(make_batch(ROWS, layout="zigzag"), make_mesh())
+    with pytest.raises(ValueError, match="split"):
+        eval_step(nnx.state(model), batch)
+    results = [eval_step(nnx.state(model), batch) for _ in range(3)]
+    assert len(looks) == 2
+    assert {float(total) for total, _ in results} == {float(batch["weights"].sum())}
 
 
 def test_nothing_to_evaluate_raises():

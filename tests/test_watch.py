@@ -102,7 +102,41 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path, start):
     assert [record["step"] for record in lines(tmp_path)] == list(range(1, 11))
     assert [record["loss"] for record in lines(tmp_path)] == [2.0] * start + [3.0] * (10 - start)
     assert log.history[start:] == lines(tmp_path)[start:]
+    earlier = [] if start else ["metrics.1.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*earlier, "metrics.jsonl"]
+
+
+def test_a_run_that_begins_anew_leaves_the_earlier_ones(tmp_path, capsys):
+    for loss in (1.0, 2.0, 3.0):
+        with make_log(tmp_path, tensorboard=True) as log:
+            log.step(1, {"loss": loss, "grad_norm": 1.0})
+        assert [record["loss"] for record in lines(tmp_path)] == [loss]
+    for number in (1, 2):
+        kept = (tmp_path / f"metrics.{number}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["loss"] for line in kept] == [number]
+        assert list((tmp_path / f"tensorboard.{number}").iterdir())
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path} has an earlier run's results: metrics.jsonl is metrics.{number}.jsonl now, "
+        f"tensorboard is tensorboard.{number} now"
+        for number in (1, 2)
+    ]
+
+
+def test_an_empty_log_is_not_kept(tmp_path, capsys):
+    for _ in range(2):
+        with make_log(tmp_path):
+            pass
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert not capsys.readouterr().err
+
+
+def test_what_is_renamed_together_has_one_number(tmp_path):
+    for name in ("a.json", "b.1", "c.png"):
+        (tmp_path / name).write_text("x")
+    said = watch.set_aside(tmp_path, ["a.json", "b", "c.png"])
+    assert said.endswith(": a.json is a.2.json now, c.png is c.2.png now")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.2.json", "b.1", "c.2.png"]
+    assert watch.set_aside(tmp_path, ["a.json", "b", "c.png"]) == ""
 
 
 def test_lines_that_a_kill_has_doubled_or_torn_stand_once(tmp_path):

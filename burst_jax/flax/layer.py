@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -215,6 +216,7 @@ class BurstAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         *,
         local_window_size: int | tuple[int, int] | None = None,
+        attention_fn: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
         """Attends as the call does, with a RoPE table that layers can share.
 
@@ -227,6 +229,8 @@ class BurstAttention(nnx.Module):
           segment_ids: integers ``[B, T]`` as in the call, or None.
           local_window_size: the window of this call, for layers that share their weights' stack but
             not their windows; None is the layer's option.
+          attention_fn: what is called instead of :func:`burst_attention`, or inside a ``shard_map``
+            instead of :func:`ring_attention`, with the same arguments; None is that function.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -254,10 +258,11 @@ class BurstAttention(nnx.Module):
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
         if not inside:
-            return layer.out(burst_attention(query, key, value, **options))
+            return layer.out((attention_fn or burst_attention)(query, key, value, **options))
         for name in ("mesh", "batch_axis", "head_axis"):
             options.pop(name, None)
-        out = ring_attention(query, key, value, options.pop("seq_axis", "seq"), **options)
+        axis = options.pop("seq_axis", "seq")
+        out = (attention_fn or ring_attention)(query, key, value, axis, **options)
         return project(self.out, out, summed_over=dict(self.options).get("head_axis"))
 
     def _refuse_heads_twice(self, num_heads: int) -> None:

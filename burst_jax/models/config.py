@@ -57,7 +57,7 @@ class DecoderConfig:
       dtype: floating dtype of the computation and of the residual stream.
       param_dtype: floating dtype of the weights.
       remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
-        "selective", "attention", "full" and "offload" (:mod:`burst_jax.models.remat`).
+        "selective", "attention", "half", "full" and "offload" (:mod:`burst_jax.models.remat`).
       mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
         features are in memory at a time, but for those that "none" and "selective" keep. It must
         divide the tokens of a row that a device has.

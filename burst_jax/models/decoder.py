@@ -28,10 +28,10 @@ from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.layers import DecoderLayer, norm_of
 from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
-from burst_jax.models.remat import rematerialised
+from burst_jax.models.remat import AttentionFn, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
-from burst_jax.rules import ShardingRules
+from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
     axes_size,
@@ -270,10 +270,17 @@ class Decoder(nnx.Module):
             length = lax.pmax(length, parts.over) if parts.over else length
 
         def layer_of(kind: LayerKind) -> Layer:
-            def layer(x: jax.Array, weights: nnx.State, frozen: nnx.State, sides: Any) -> jax.Array:
+            def layer(
+                x: jax.Array,
+                weights: nnx.State,
+                frozen: nnx.State,
+                sides: Any,
+                attention_fn: AttentionFn | None = None,
+            ) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
-                return nnx.merge(graphdef, weights, frozen)(x, rope, segment_ids, kind.window)
+                module = nnx.merge(graphdef, weights, frozen)
+                return module(x, rope, segment_ids, kind.window, attention_fn)
 
             return rematerialised(layer, config.remat)
 
@@ -433,8 +440,7 @@ def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[Layer
 
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
     """The attention options with the mesh axes that the rules say."""
-    if not isinstance(rules, ShardingRules):
-        raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
+    check_rules(rules)
     said = _said_by(rules)
     for name in said:
         if name in options:

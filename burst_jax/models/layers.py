@@ -17,7 +17,7 @@ from burst_jax.models.adapters import draw_adapters
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.lora_config import PROJECTIONS
-from burst_jax.models.remat import ATTENTION_SUM, BEFORE_POST_NORM, LAYER_INPUT
+from burst_jax.models.remat import ATTENTION_SUM, BEFORE_POST_NORM, LAYER_INPUT, AttentionFn
 
 
 class DecoderLayer(nnx.Module):
@@ -84,12 +84,25 @@ class DecoderLayer(nnx.Module):
         rope: RopeTable,
         segment_ids: jax.Array | None = None,
         window: int | None = None,
+        attention_fn: AttentionFn | None = None,
     ) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, D]``; ``window`` is that of the layer's kind."""
+        """``[B, T, D]`` to ``[B, T, D]``.
+
+        Args:
+          x: the residual stream.
+          rope: the table of the tokens' positions.
+          segment_ids: int32 ``[B, T]``, or None.
+          window: that of the layer's kind.
+          attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
+        """
         x = checkpoint_name(x, LAYER_INPUT)
         size = None if window is None else (window - 1, 0)
         attended = self.attention.attend(
-            self.attention_norm(x), rope, segment_ids, local_window_size=size
+            self.attention_norm(x),
+            rope,
+            segment_ids,
+            local_window_size=size,
+            attention_fn=attention_fn,
         )
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))

@@ -11,7 +11,6 @@ from burst_jax.attention_options import AttentionOptions
 from burst_jax.layout import Layout
 from burst_jax.plan.machines import Gpu
 from burst_jax.plan.memory import temp_bytes
-from burst_jax.plan.work import scores_by_stop
 from burst_jax.request import Request
 from burst_jax.ring.rotation import (
     Rotation,
@@ -21,6 +20,7 @@ from burst_jax.ring.rotation import (
     hop_bytes,
 )
 from burst_jax.ring.schedule import Send, Step, backward_schedule, count_hops, forward_schedule
+from burst_jax.ring.work import scores_by_stop
 
 _GIB = 2**30
 # The share of the work at home that is left for its second part, beside the gradient sum's last

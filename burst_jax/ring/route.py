@@ -92,15 +92,23 @@ class Route:
         """Sends a pytree from where a block is at ``start`` to where it is at ``end``."""
         if start == end:
             return tree
+        places = np.stack(np.unravel_index(np.arange(self.size), self.sizes), 1)
+        moved = (places + np.subtract(end, start)) % self.sizes
+        return self.send(tree, np.ravel_multi_index(tuple(moved.T), self.sizes))
+
+    def send[Tree](self, tree: Tree, targets: np.ndarray) -> Tree:
+        """Sends a pytree from each device r of the ring to device ``targets[r]``, all different."""
         # JAX takes the axes of a permute in the mesh's own order only, and numbers devices by it.
         mesh_order = jax.sharding.get_abstract_mesh().axis_names
         order = sorted(range(len(self.axes)), key=lambda i: mesh_order.index(self.axes[i]))
         axes = tuple(self.axes[i] for i in order)
         sizes = tuple(self.sizes[i] for i in order)
-        by = [end[i] - start[i] for i in order]
-        devices = np.indices(sizes).reshape(len(sizes), -1).T
-        targets = np.ravel_multi_index(tuple(((devices + by) % sizes).T), sizes)
-        pairs = list(enumerate(targets.tolist()))
+
+        def by_mesh(devices: np.ndarray) -> list[int]:
+            along = np.unravel_index(devices, self.sizes)
+            return np.ravel_multi_index(tuple(along[i] for i in order), sizes).tolist()
+
+        pairs = sorted(zip(by_mesh(np.arange(self.size)), by_mesh(targets), strict=True))
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 

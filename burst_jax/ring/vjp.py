@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from burst_jax.ring.local import Keys, Queries, Shard
 from burst_jax.ring.rotation import ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
 from pallas_kernels import vary, varying_axes
-from pallas_kernels.operands import PerHead
+from pallas_kernels.operands import Carry, PerHead
 from pallas_kernels.score import START_NUMBER, start_gradients
 
 # The names under which a remat policy can keep a ring's results, so that no ring runs twice:
@@ -38,19 +39,27 @@ def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
     Returns:
       ``(out, lse)``: out ``[B, T, N, H]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
-    target = current_target()
-    # Every array is marked as varying over the ring's axes, and over each further manual axis that
-    # one of them varies over. The mark's transpose sums the gradient of an array that was the same
-    # on all devices of such an axis.
-    manual = [lax.axis_index(axis) for axis in request.token_axes]
-    queries, keys, per_head = vary(shard, varying_axes(shard, manual))
-    query, key, value, *marked = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
-    axis = request.head_parallel_axis
-    per_head = {name: own_heads(x, axis) for name, x in zip(per_head, marked, strict=True)}
+    shard = for_ring(request, shard)
+    queries, keys, per_head = shard
+    query, key, value, *numbers = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
+    per_head = dict(zip(per_head, numbers, strict=True))
     shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head)
     ring = _ring_with_numbers if per_head else _ring
-    out, lse = ring(request, target, key.shape[2], shard)
+    out, lse = ring(request, current_target(), key.shape[2], shard)
     return out, lse.swapaxes(1, 2)
+
+
+def for_ring(request: Request, shard: Shard) -> Shard:
+    """The arrays of a call as the ring takes them, with the numbers of this device's heads alone.
+
+    Every array is marked as varying over the ring's axes, and over each further manual axis that
+    one of them varies over. The mark's transpose sums the gradient of an array that was the same on
+    all devices of such an axis.
+    """
+    manual = [lax.axis_index(axis) for axis in request.token_axes]
+    queries, keys, per_head = vary(shard, varying_axes(shard, manual))
+    axis = request.head_parallel_axis
+    return Shard(queries, keys, {name: own_heads(x, axis) for name, x in per_head.items()})
 
 
 def _run_ring(
@@ -61,29 +70,25 @@ def _run_ring(
     ``kv_heads`` is K, which the gradient has to know. ``shard.per_head`` has the heads that this
     device has after the exchange.
     """
-    del kv_heads
-    out, lse, _ = _exchange_and_attend(request, target, shard)
-    return out, to_tokens(lse, request.head_parallel_axis, tokens=2, heads=1)
+    return _ring_fwd(request, target, kv_heads, shard)[0]
 
 
-def _exchange_and_attend(
-    request: Request, target: Target, shard: Shard
-) -> tuple[jax.Array, jax.Array, Shard]:
-    """``(out, lse, exchanged)``: lse ``[B, N, T]`` with the ring's tokens and heads.
-
-    ``exchanged`` is what the ring ran on, with the tokens and heads that this device has after the
-    exchange.
-    """
+def exchanged(request: Request, shard: Shard) -> Shard:
+    """What the ring runs on: the tokens and heads that this device has after the exchange."""
     axis, (queries, keys, per_head) = request.head_parallel_axis, shard
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
     q_ids, kv_ids = (all_tokens(x.segment_ids, axis) for x in (queries, keys))
-    exchanged = Shard(Queries(query, q_ids), Keys(key, value, kv_ids), per_head)
-    implementation = request.resolve(target, query, (key, value), per_head)
-    out, lse = forward(request, implementation, into_kernels(implementation, exchanged))
-    out, lse = out_of_loops(implementation, (out, lse))
-    return to_tokens(out, axis, tokens=1, heads=2), lse, exchanged
+    return Shard(Queries(query, q_ids), Keys(key, value, kv_ids), per_head)
+
+
+def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
+    """The ring's forward: out and lse ``[B, N, T]`` of the tokens and heads that the shard has."""
+    query, kv = shard.queries.q, (shard.keys.k, shard.keys.v)
+    implementation = request.resolve(target, query, kv, shard.per_head)
+    results = forward(request, implementation, into_kernels(implementation, shard))
+    return out_of_loops(implementation, results)
 
 
 def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
@@ -99,7 +104,7 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
     return jnp.where(live, x, jnp.zeros((), x.dtype))
 
 
-class _Residuals(NamedTuple):
+class Residuals(NamedTuple):
     """What the gradient needs of the forward, whichever implementation made it.
 
     Attributes:
@@ -108,8 +113,9 @@ class _Residuals(NamedTuple):
       lse: ``[B, N, T]``, with the ring's tokens and heads.
       q_segment_ids: of this device's tokens before the exchange.
       differentiated: which numbers of each head need a gradient, said by an array's length
-        (:func:`_marked`). JAX keeps one tree structure of residuals for all traces of a custom_vjp,
-        so a structure may not say what differs from trace to trace. None without numbers.
+        (:func:`marked_numbers`). JAX keeps one tree structure of residuals for all traces of a
+        custom_vjp, so a structure may not say what differs from trace to trace. None without
+        numbers.
     """
 
     exchanged: Shard
@@ -125,34 +131,55 @@ def _ring_fwd(
     kv_heads: int,
     shard: Shard,
     differentiated: jax.Array | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     del kv_heads
-    out, lse, exchanged = _exchange_and_attend(request, target, shard)
-    out = checkpoint_name(out, CHECKPOINT_NAMES[0])
+    ran_on = exchanged(request, shard)
+    carry = attend_exchanged(request, target, ran_on)
+    return given_back(request, shard, ran_on, carry, differentiated)
+
+
+def given_back(
+    request: Request,
+    shard: Shard,
+    ran_on: Shard,
+    carry: Carry,
+    differentiated: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
+    """What a ring gives back, and what its gradient needs.
+
+    Args:
+      request: the call.
+      shard: its arrays.
+      ran_on: :func:`exchanged` of them.
+      carry: :func:`attend_exchanged` of that.
+      differentiated: see :class:`Residuals`.
+    """
+    axis, (out, lse) = request.head_parallel_axis, carry
+    out = checkpoint_name(to_tokens(out, axis, tokens=1, heads=2), CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
-    lse_here = to_tokens(lse, request.head_parallel_axis, tokens=2, heads=1)
+    lse_here = to_tokens(lse, axis, tokens=2, heads=1)
     ids = shard.queries.segment_ids
-    return (out, lse_here), _Residuals(exchanged, out, lse, ids, differentiated)
+    return (out, lse_here), Residuals(ran_on, out, lse, ids, differentiated)
 
 
 def _ring_with_numbers_fwd(
     request: Request, target: Target, kv_heads: int, primals: Any
-) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     """:func:`_ring_fwd` on a shard of primals that know which of them are differentiated."""
     differentiated = [name for name, x in primals.per_head.items() if x.perturbed]
     shard = custom_vjp_primal_tree_values(primals)
-    marked = _marked(differentiated, shard.per_head)
+    marked = marked_numbers(differentiated, shard.per_head)
     return _ring_fwd(request, target, kv_heads, shard, marked)
 
 
-def _marked(differentiated: list[str], per_head: PerHead) -> jax.Array:
+def marked_numbers(differentiated: Iterable[str], per_head: PerHead) -> jax.Array:
     """An array whose length says which numbers are differentiated: 1, and 2^i for the i-th name."""
     names = sorted(per_head)
     return jnp.zeros((1 + sum(2 ** names.index(name) for name in differentiated),), bool)
 
 
 def _names_of(marked: jax.Array | None, per_head: PerHead) -> list[str]:
-    """The inverse of :func:`_marked`."""
+    """The inverse of :func:`marked_numbers`."""
     bits = 0 if marked is None else marked.shape[0] - 1
     return [name for i, name in enumerate(sorted(per_head)) if bits >> i & 1]
 
@@ -165,13 +192,14 @@ def _instantiated(cotangent: jax.Array | SymbolicZero, like: jax.Array) -> jax.A
     return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(like))
 
 
-def _ring_bwd(
+def ring_gradient(
     request: Request,
     target: Target,
     kv_heads: int,
-    residuals: _Residuals,
+    residuals: Residuals,
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[Shard]:
+    """The gradients of a ring's arrays, by the backward ring."""
     (queries, keys, per_head), out, lse, segment_ids_here, marked = residuals
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
@@ -228,11 +256,11 @@ def _ring_bwd(
 
 
 _ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
-_ring.defvjp(_ring_fwd, _ring_bwd)
+_ring.defvjp(_ring_fwd, ring_gradient)
 
 # The gradients of the numbers of each head cost time, so they are made only if somebody takes them.
 # Symbolic zeros tell. In a shard_map outside of any jax.jit, JAX cannot call a custom_vjp that has
 # them, but it can call a jax.jit around one.
 _differentiated = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
-_differentiated.defvjp(_ring_with_numbers_fwd, _ring_bwd, symbolic_zeros=True)
+_differentiated.defvjp(_ring_with_numbers_fwd, ring_gradient, symbolic_zeros=True)
 _ring_with_numbers = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)

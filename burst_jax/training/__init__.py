@@ -20,6 +20,7 @@ from burst_jax.training.processes import initialize as initialize
 from burst_jax.training.processes import is_main as is_main
 from burst_jax.training.profiling import Profile as Profile
 from burst_jax.training.stall import StallGuard as StallGuard
+from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
 from burst_jax.training.state import init_train_state as init_train_state
 from burst_jax.training.state import split_trained as split_trained

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layout import Layout, pad_to_layout, to_layout
 from burst_jax.refusals import check_integer
+from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
     axes_size,
@@ -138,6 +139,7 @@ def place_batch(
     batch: Any,
     mesh: Mesh,
     *,
+    rules: ShardingRules | None = None,
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
     process_local: bool = False,
@@ -167,6 +169,7 @@ def place_batch(
     Args:
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
       mesh: the mesh to put the arrays on.
+      rules: the decoder's, which say both axes: leave ``seq_axis`` and ``batch_axis`` out.
       seq_axis: mesh axis, or axes, that T is split over, or None. With a ``head_parallel_axis`` it
         includes that axis, which the ``num_shards`` of :func:`make_batch` does not count.
       batch_axis: mesh axis, or axes, that B is split over, or None.
@@ -179,9 +182,13 @@ def place_batch(
 
     Raises:
       ValueError: arrays that are not all ``[B, T]``, axes that the mesh lacks, B or T that they do
-        not divide, or processes whose batches do not fit together.
+        not divide, axes beside ``rules``, or processes whose batches do not fit together.
     """
     mesh = check_has_devices(mesh)
+    if rules is not None:
+        _refuse_beside_rules(seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
+        check_rules(rules).check_mesh(mesh)
+        seq_axis, batch_axis = rules.seq, rules.batch_axes
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
     row_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
@@ -215,7 +222,9 @@ def place_batch(
     return jax.tree.map(place, batch)
 
 
-def rows_here(mesh: Mesh, batch: int, *, batch_axis: AxisNames = None) -> list[int]:
+def rows_here(
+    mesh: Mesh, batch: int, *, rules: ShardingRules | None = None, batch_axis: AxisNames = None
+) -> list[int]:
     """Which rows of a batch the devices of this process hold, for a loader that makes these alone.
 
     Pass what it makes to :func:`place_batch` with ``process_local=True``. Processes whose devices
@@ -224,15 +233,21 @@ def rows_here(mesh: Mesh, batch: int, *, batch_axis: AxisNames = None) -> list[i
     Args:
       mesh: the mesh of the batch.
       batch: number of rows, on all devices together.
+      rules: the decoder's, which say the axes: leave ``batch_axis`` out.
       batch_axis: mesh axis, or axes, that the rows are split over, or None.
 
     Returns:
       Row numbers, ascending.
 
     Raises:
-      ValueError: the mesh lacks the axes, or they do not divide the rows.
+      ValueError: the mesh lacks the axes, they do not divide the rows, or they are given beside
+        ``rules``.
     """
     mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
+    if rules is not None:
+        _refuse_beside_rules(batch_axis=(batch_axis, None))
+        check_rules(rules).check_mesh(mesh)
+        batch_axis = rules.batch_axes
     check_axes(mesh, {"batch_axis": batch_axis})
     split = axes_size(mesh, batch_axis)
     if batch % split:
@@ -244,6 +259,13 @@ def rows_here(mesh: Mesh, batch: int, *, batch_axis: AxisNames = None) -> list[i
     parts = _row_shards_by_process(sharding, split)[jax.process_index()]
     rows = batch // split
     return [row for part in parts for row in range(part * rows, (part + 1) * rows)]
+
+
+def _refuse_beside_rules(**given: tuple[AxisNames, AxisNames]) -> None:
+    """Raises ValueError for an argument, given as (value, default), that rules say as well."""
+    for name, (axes, default) in given.items():
+        if axes != default:
+            raise ValueError(f"{name} is {axes!r} beside rules: the rules say it; leave it out")
 
 
 def _row_shards_by_process(

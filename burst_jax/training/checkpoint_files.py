@@ -166,10 +166,16 @@ class RestoreArgs(ocp.args.CheckpointArgs):
 def restore_arrays(
     step_folder: Path, abstract: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads the arrays of a checkpoint onto the shardings of ``abstract``."""
-    handler = ocp.StandardCheckpointHandler()
+    """Reads those arrays of a checkpoint that ``abstract`` has, onto its shardings."""
+    # What saves, StandardCheckpointHandler, is made of this one, and reads all arrays or none.
+    handler = ocp.PyTreeCheckpointHandler()
+    args = ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+    )
     try:
-        return handler.restore(epath.Path(step_folder), args=ocp.args.StandardRestore(abstract))
+        return handler.restore(epath.Path(step_folder), args=args)
     finally:
         handler.close()
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from burst_jax.refusals import check_integer
 from burst_jax.training import checkpoint_files as files
+from burst_jax.training.at_exit import before_threads_end
 from burst_jax.training.processes import another_may_be_gone
 
 # So many of the newest checkpoints are tried when several are damaged.
@@ -25,6 +27,8 @@ _TRIED = 64
 _SHARED = ".all-processes-see-this"
 # In the name of a folder that orbax has not completed.
 _HALF = ".orbax-checkpoint-tmp"
+# In the errors of Python's threads and thread pools.
+_ENDING = ("interpreter shutdown", "new futures after shutdown")
 
 
 class Restored(NamedTuple):
@@ -57,8 +61,10 @@ class Checkpoints:
     With several processes every method but :meth:`latest` is called by all of them, and the folder
     must be one that all of them see.
 
-    Use it as a context manager, or call :meth:`close`: a program that ends without it loses the
-    checkpoint that is still being written, and nothing else.
+    Use it as a context manager, or call :meth:`close`. A program that ends without either still
+    waits for the checkpoint that is being written, but if that fails, a line on stderr is all that
+    says so. Python 3.12.0 to 3.12.2 start no threads in a program that is ending: with them the
+    checkpoint that is being written is lost then, and the line says it.
 
     Args:
       folder: where the checkpoints are; it is made when the first one is saved.
@@ -132,6 +138,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         self._writing = step
+        _end_with_the_program(self)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is complete, and those beyond ``keep`` are removed.
@@ -140,6 +147,7 @@ class Checkpoints:
           CheckpointError: it could not be written. The checkpoints before it are as they were.
         """
         step, self._writing = self._writing, None
+        _UNFINISHED.discard(self)
         if step is None or self._writer is None:
             return
         try:
@@ -160,7 +168,14 @@ class Checkpoints:
             if writer is not None:
                 writer.close()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        partial: bool = False,
+        check: Callable[[Any], None] | None = None,
+    ) -> Restored | None:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
         The mesh, the shardings and the number of processes may differ from those of the run that
@@ -171,6 +186,11 @@ class Checkpoints:
         Args:
           abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays.
           step: the checkpoint; None is the newest one that is not damaged.
+          partial: whether ``abstract_state`` may be a part of what was saved, like the weights
+            without the optimizer's state: ``{"params": ...}`` of ``{"params": ..., "opt_state":
+            ...}``, or ``[params]`` of ``[params, opt_state]``. No memory is taken for the rest.
+          check: called with what was saved beside the state, before the arrays are compared and
+            read; what it raises is raised.
 
         Returns:
           The step, the state, what was saved beside it, and what was refused; None if ``step`` is
@@ -198,7 +218,9 @@ class Checkpoints:
                 refused[candidate] = reason
                 continue
             record = files.read_record(folder)
-            _compare(folder, record, _shapes(wanted))
+            if check is not None:
+                check(record.extra)
+            _compare(folder, record, _shapes(wanted), partial)
             self._report(refused, candidate)
             arrays = files.restore_arrays(folder, wanted)
             leaves = [arrays[name] for name in wanted]
@@ -291,10 +313,35 @@ class Checkpoints:
         remedy = "Make room there, or use another folder"
         if another_may_be_gone(error):
             remedy = "Another process of the run may be gone"
+        elif any(text in str(error) for text in _ENDING):
+            remedy = (
+                "The program ended before it was complete, and Python before 3.12.3 starts no "
+                "threads then: use `with Checkpoints(...)`, or call close()"
+            )
         return CheckpointError(
             f"checkpoint {step} could not be written to {self.folder}: {_reason(error)}; {last}. "
             f"{remedy}"
         )
+
+
+# Those with a checkpoint that is still being written.
+_UNFINISHED: set[Checkpoints] = set()
+
+
+def _end_with_the_program(checkpoints: Checkpoints) -> None:
+    """Sees to it that the program does not end before what is being written is complete."""
+    before_threads_end(close_unfinished)
+    _UNFINISHED.add(checkpoints)
+
+
+def close_unfinished() -> None:
+    """Closes all that have a checkpoint which is still being written, and prints what fails."""
+    for checkpoints in list(_UNFINISHED):
+        try:
+            checkpoints.close()
+        except CheckpointError as error:
+            # The program is ending, so there is nobody to raise to.
+            print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _reason(error: Exception) -> str:
@@ -362,11 +409,15 @@ def _json(extra: Any) -> Any:
     return json.loads(text)
 
 
-def _compare(folder: Path, record: files.Record, wanted: dict[str, Any]) -> None:
-    """Raises a ValueError that lists every difference between the arrays there and those wanted."""
+def _compare(folder: Path, record: files.Record, wanted: dict[str, Any], partial: bool) -> None:
+    """Raises a ValueError that lists every difference between the arrays there and those wanted.
+
+    If ``partial``, arrays that are in the checkpoint only are no difference.
+    """
     there = record.arrays
     lines = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
-    lines += [f"{name}: in the checkpoint only" for name in there if name not in wanted]
+    if not partial:
+        lines += [f"{name}: in the checkpoint only" for name in there if name not in wanted]
     for name in wanted:
         if name in there and there[name] != wanted[name]:
             (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
@@ -377,8 +428,9 @@ def _compare(folder: Path, record: files.Record, wanted: dict[str, Any]) -> None
     if lines:
         raise ValueError(
             f"checkpoint {folder} is of another state, {len(lines)} arrays differ. Start with the "
-            "model and the optimizer that it was saved with (extra may say which), or begin anew "
-            "in another folder:\n  " + "\n  ".join(sorted(lines))
+            "model and the optimizer that it was saved with (extra may say which), pass "
+            "partial=True to restore a part of it, or begin anew in another folder:\n  "
+            + "\n  ".join(sorted(lines))
         )
 
 

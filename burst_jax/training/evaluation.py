@@ -39,8 +39,9 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
       chunk_size: number of tokens that the loss takes at a time on each device.
 
     Returns:
-      The function; both its results are float32 scalars. It raises ValueError if the first batch is
-      in the order of another layout than the decoder's, or of another number of shards.
+      The function; both its results are float32 scalars. At its first call it raises ValueError if
+      the batch is in the order of another layout than the decoder's, or of another number of
+      shards, or if the weights are split though the decoder has no rules.
 
     Raises:
       ValueError: chunk_size below 1.
@@ -51,15 +52,15 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
     def jitted(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
 
-    first = True
+    checked = False
 
     def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        nonlocal first
-        model = nnx.merge(graphdef, params)
-        model.refuse_split_weights()
-        if first:
+        nonlocal checked
+        if not checked:
+            model = nnx.merge(graphdef, params)
+            model.refuse_split_weights()
             model.refuse_other_layout(batch["positions"])
-        first = False
+            checked = True
         return jitted(params, batch)
 
     return eval_step

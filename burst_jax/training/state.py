@@ -115,13 +115,57 @@ def abstract_train_state(
 
     Raises:
       ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+      NotImplementedError: moments on the host under ``optax.MultiSteps``, or the like.
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
-    graphdef, params = abstract_decoder(config, **options)
-    specs = nnx.merge(graphdef, params).parts(params).tree(params)
-    opt_state = jax.eval_shape(transform_of(optimizer).init, split_trained(params)[0])
+    graphdef, params, specs = _shapes_and_specs(config, options)
+    opt_state = _types(transform_of(optimizer).init, split_trained(params)[0])
+    _refuse_wrapped_moments(opt_state)
     return graphdef, *placed((params, opt_state), params, specs, mesh)
+
+
+def abstract_params(
+    config: DecoderConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    rules: ShardingRules | None = None,
+    microbatches: int | None = None,
+    **options: Any,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The weights alone of :func:`abstract_train_state`, for which no optimizer is needed.
+
+    What restores the weights of a checkpoint, on any mesh and without the optimizer's state::
+
+        graphdef, shapes = abstract_params(config, mesh, rules=rules, layout="zigzag")
+        restored = checkpoints.restore({"params": shapes}, partial=True)
+        model = nnx.merge(graphdef, restored.state["params"])
+
+    Args:
+      config: sizes and dtypes of the decoder.
+      mesh: the mesh of the weights and of the decoder's attention.
+      rules: how the weights are split, see :func:`init_train_state`.
+      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
+      **options: attention options of the decoder beside ``mesh``.
+
+    Returns:
+      ``(graphdef, params)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
+
+    Raises:
+      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
+    """
+    mesh = resolve_mesh(mesh)
+    options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
+    graphdef, params, specs = _shapes_and_specs(config, options)
+    return graphdef, placed(params, params, specs, mesh)
+
+
+def _shapes_and_specs(
+    config: DecoderConfig, options: dict[str, Any]
+) -> tuple[nnx.GraphDef, nnx.State, Any]:
+    """The graph definition of a decoder, its weights' shapes, and how each weight is split."""
+    graphdef, params = abstract_decoder(config, **options)
+    return graphdef, params, nnx.merge(graphdef, params).parts(params).tree(params)
 
 
 def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -149,7 +193,8 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
     arrays are whole on every device.
 
     Args:
-      tree: arrays or shapes, like an optimizer's state.
+      tree: arrays, shapes or types, like an optimizer's state. What a type has in the host's memory
+        is placed there.
       params: the weights, arrays or shapes.
       specs: how each weight is split.
       mesh: the devices.
@@ -169,9 +214,49 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
         for weight, shape, of_weight in weights:
             if names[-len(weight) :] == weight:
                 spec = _of_dimensions_left(shape, of_weight, x.shape)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        if _is_on_host(x):
+            sharding = _in_host_memory(sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _types(init: Any, params: Any) -> Any:
+    """What ``init`` makes of the weights, as types: they say an array's memory, too."""
+    jaxpr, shapes = jax.make_jaxpr(init, return_shape=True)(params)
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
+
+
+def _is_on_host(x: Any) -> bool:
+    return getattr(x, "memory_space", None) == jax.memory.Space.Host
+
+
+def _refuse_wrapped_moments(opt_state: Any) -> None:
+    """Raises NotImplementedError if another transformation keeps moments that are on the host.
+
+    Those that keep the state of others, like ``optax.MultiSteps``, choose between its old and its
+    new arrays. XLA has the host do this, one element after the other.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        # Chains are tuples; everything else has names.
+        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        if _is_on_host(x) and fields[0] not in ("mu", "nu"):
+            raise NotImplementedError(
+                f"moments is 'host', and opt_state{jax.tree_util.keystr(path)} is kept by another "
+                "transformation, which would compute in the host's memory: use moments='device' "
+                "with it. optax.chain may stay, and make_train_step(accumulate=) adds up gradients"
+            )
+
+
+def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
+    here = sharding.with_memory_kind("pinned_host")
+    if here.memory_kind is None:
+        # The devices of a topology, for which programs are compiled ahead, have no memories to
+        # name, and JAX drops the name. A mesh without devices keeps it.
+        mesh = sharding.mesh.abstract_mesh
+        return NamedSharding(mesh, sharding.spec, memory_kind="pinned_host")
+    return here
 
 
 def transform_of(

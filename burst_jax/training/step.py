@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ class TrainStep:
         self._loss = partial(next_token_loss, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
+        self._weight_shardings: Any = None
 
     def __call__(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
@@ -79,6 +81,7 @@ class TrainStep:
             # the compiler chose those of the new weights, it might shard one over the sequence
             # axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
+            self._weight_shardings = jax.tree.map(_named_sharding, split_trained(params)[0])
             options = self._compiler_options
             self._jitted = jax.jit(
                 self._step,
@@ -94,7 +97,9 @@ class TrainStep:
         trained, frozen = split_trained(params)
         loss, grads = self._mean_loss_and_gradient(trained, frozen, batch)
         with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
-            updates, new_opt_state = _update(self._transform, grads, opt_state, trained)
+            updates, new_opt_state = _update(
+                self._transform, grads, opt_state, trained, self._weight_shardings
+            )
             grad_norm = optax.tree.norm(grads)
         metrics = {"loss": loss, "grad_norm": grad_norm}
         count = _step_count(opt_state)
@@ -123,11 +128,17 @@ class TrainStep:
     ) -> tuple[jax.Array, jax.Array, Any]:
         """The sums of loss, targets and gradient over parts of the batch, one after the other."""
         rows = batch["inputs"].shape[0]
-        multiple = self._accumulate * axes_size(parts.mesh, parts.out_batch_axes)
+        devices = axes_size(parts.mesh, parts.batch_axes)
+        stages = axes_size(parts.mesh, parts.stage_axis)
+        microbatches = math.lcm(stages, parts.microbatches)
+        multiple = self._accumulate * devices * microbatches
         if rows % multiple:
+            pipeline = f" and of {microbatches} microbatches of the pipeline"
             raise ValueError(
                 f"accumulate is {self._accumulate}, the batch has {rows} rows: use a multiple of "
-                f"{multiple}, so that each device has a part of the rows of each of them"
+                f"{multiple} rows, so that each part has some for each of {devices} devices"
+                + pipeline
+                * (microbatches > 1)
             )
         rows_and_tokens = parts.tokens(2)
 
@@ -186,19 +197,31 @@ def make_train_step(
 
 
 def _update(
-    transform: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+    transform: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    weight_shardings: Any,
 ) -> tuple[Any, Any]:
     """The transformation's updates and new state, split as weights and state are.
+
+    ``weight_shardings`` goes to those transformations that take further arguments: over Auto axes
+    the arrays do not tell how they are split.
 
     Transformations are written for arrays of any sharding, as they are over Auto axes. Over
     Explicit axes JAX refuses, for example, Adafactor's product of a row and a column that are split
     over different axes.
     """
+    with_more = optax.with_extra_args_support(transform)
+
+    def update(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        return with_more.update(grads, opt_state, params, weight_shardings=weight_shardings)
+
     if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(params)):
-        return transform.update(grads, opt_state, params)
+        return update(grads, opt_state, params)
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, opt_state))
-    update: Any = jax.sharding.auto_axes(transform.update, out_sharding=shardings)
-    return update(grads, opt_state, params)
+    on_auto_axes: Any = jax.sharding.auto_axes(update, out_sharding=shardings)
+    return on_auto_axes(grads, opt_state, params)
 
 
 def _named_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:

@@ -7,9 +7,10 @@ import importlib.util
 import json
 import math
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from burst_jax.training.progress import Progress, duration
 from burst_jax.training.stall import StallGuard
 
 METRICS = "metrics.jsonl"
+CURVES = "tensorboard"
 # Steps over which the speed is averaged.
 _WINDOW = 20
 # Metrics that end the run when they are not finite.
@@ -60,6 +62,9 @@ class RunLog:
 
     ``metrics.jsonl`` has one line a step. When a run goes on from step ``start``, the lines after
     it are cut off first, so that each step stands there once, however often the run was killed.
+    A run that begins anew where another one was leaves that one's lines and curves: they are
+    renamed to ``metrics.1.jsonl`` and ``tensorboard.1``, or the next free number, and a line on
+    stderr says so.
     On a terminal one progress bar is redrawn (with ``rich``, if it is installed); elsewhere about
     twenty lines are printed in all.
 
@@ -115,6 +120,10 @@ class RunLog:
             return
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
+        if start == 0:
+            moved = set_aside(out, [METRICS, CURVES])
+            if moved:
+                print(moved, file=sys.stderr, flush=True)
         self.history = cut_metrics(out / METRICS, start)
         self._path = out / METRICS
         self._file = self._path.open("a")
@@ -123,7 +132,7 @@ class RunLog:
             from tensorboardX import SummaryWriter
 
             # Curves, too, go on where the run does.
-            self._curves = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+            self._curves = SummaryWriter(str(out / CURVES), purge_step=start + 1)
 
     def __enter__(self) -> Self:
         if self._progress is not None:
@@ -225,16 +234,54 @@ def cut_metrics(path: Path, start: int) -> list[dict[str, Any]]:
 
     A half line, which a killed run leaves, goes too.
     """
+    records = read_metrics(path)
+    kept = [records[step] for step in sorted(records) if step <= start]
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """Step -> what a ``metrics.jsonl`` has of it; a half line is left out."""
     records: dict[int, dict[str, Any]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                if record["step"] <= start:
-                    records[record["step"]] = record
-    kept = [records[step] for step in sorted(records)]
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+                records[int(record["step"])] = record
+    return records
+
+
+def set_aside(folder: Path, names: Iterable[str]) -> str:
+    """Renames what an earlier run has left, so that another one can write there.
+
+    Args:
+      folder: of both runs.
+      names: of files and folders that the other run will write. Those that are there and not empty
+        are renamed, all with the same number: ``metrics.jsonl`` to ``metrics.1.jsonl``.
+
+    Returns:
+      What was done, for people; "" if there was nothing.
+    """
+    names = list(names)
+
+    def numbered(name: str, number: int) -> Path:
+        path = folder / name
+        return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+    there = [
+        name
+        for name in names
+        if (folder / name).is_dir() or ((folder / name).exists() and (folder / name).stat().st_size)
+    ]
+    number = 1
+    while any(numbered(name, number).exists() for name in names):
+        number += 1
+    for name in there:
+        (folder / name).rename(numbered(name, number))
+    if not there:
+        return ""
+    moves = ", ".join(f"{name} is {numbered(name, number).name} now" for name in there)
+    return f"{folder} has an earlier run's results: {moves}"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

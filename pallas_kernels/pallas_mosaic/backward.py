@@ -87,6 +87,9 @@ def backward(
         # Beyond the last query dO is zero, but a bias can make a weight there that overflows, and
         # zero times infinity is not a number. This lse makes the weights 0.
         lse = pad_axis(lse, 2, static.q_tiles * config.block_q, _NO_KEYS)
+    q_bases = None
+    if static.bias_is_line:
+        q_bases, lse = _bases_and_lse(static, operands, lse)
     by_key = (static.batch, static.heads, static.kv_tiles * config.block_kv)
     per_head_sums = {
         name: depending_on(jnp.zeros(by_key, jnp.float32), lse)
@@ -99,11 +102,26 @@ def backward(
         warpgroups=static.warpgroups, results=BackwardResults(dq, dk, dv, per_head_sums),
         memory=static.memory,
         operands=BackwardOperands(
-            operands.bounds, q, do, k, v, lse, delta, *tokens, operands.logits_per_head
+            operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head
         ),
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}
     return results.dq, (results.dk, results.dv), per_head
+
+
+def _bases_and_lse(
+    static: BackwardStatic, operands: Operands, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``(q_bases, lse)`` of :class:`BackwardOperands`, from lse in base 2, of whole tiles."""
+    positions = operands.q_tokens.positions
+    # Beyond the last query are copies of it, which leave the smallest position what it is.
+    positions = jnp.pad(positions, (0, lse.shape[2] - positions.shape[0]), mode="edge")
+    positions = positions.reshape(static.q_tiles, static.config.block_q)
+    bases = positions.min(1)
+    from_base = (positions - bases[:, None]).astype(jnp.float32).reshape(-1)
+    numbers = {name: x[:, None] for name, x in operands.logits_per_head.items()}
+    _, start = static.spec.score.bias_line(from_base, numbers, LOG2_E)
+    return bases, jnp.stack([lse, lse - start])
 
 
 def backward_bounds(

@@ -43,7 +43,7 @@ def _copy_step(static: BackwardStatic, refs: BackwardRefs, item: Item, step: Any
     queries = pl.ds(q_tile * block_q, block_q)
     q = operands.q.at[item.batch_row, queries, head]
     do = operands.do.at[item.batch_row, queries, head]
-    lse = operands.lse.at[item.batch_row, head, queries]
+    lse = _lse(static, operands.lse, item, step).at[item.batch_row, head, queries]
     delta = operands.delta.at[item.batch_row, head, queries]
     program_step = item.steps_before + step
 
@@ -61,6 +61,13 @@ def _copy_step(static: BackwardStatic, refs: BackwardRefs, item: Item, step: Any
     _wait_for_room(program_step, static.do_stages, barriers.do_free, do_stage)
     plgpu.copy_gmem_to_smem(do, memory.do.at[do_stage], barriers.do_arrived.at[do_stage])
     _copy_stats(delta, memory.scratch.at[where.delta(do_stage)], barriers.do_arrived.at[do_stage])
+
+
+def _lse(static: BackwardStatic, lse: Any, item: Item, step: Any) -> Any:
+    """The lse that the scores of a step are computed with: without a mask it may be another one."""
+    if not static.bias_is_line:
+        return lse
+    return lse.at[(step >= item.walk.masked * static.groups).astype(jnp.int32)]
 
 
 def _tile_and_head(static: BackwardStatic, item: Item, step: Any) -> tuple[Any, Any]:

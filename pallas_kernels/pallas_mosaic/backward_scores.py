@@ -6,7 +6,7 @@ are a matrix instruction's left operand without a change.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
+    TILE,
     along_columns,
     along_rows,
     computed_here,
+    multiply_add,
     tanh,
 )
 from pallas_kernels.pallas_mosaic.tokens import score_mask
@@ -44,11 +46,67 @@ def tile_scores(rows: KeyRows, warpgroup: Any, products: jax.Array) -> jax.Array
     return scores
 
 
-def add_bias(rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, scores: jax.Array) -> jax.Array:
-    """Scores in base 2 with their bias; the arguments are those of :func:`score_gradients`."""
-    positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
-    scores, _ = rows.static.spec.score.in_base_2(scores, *positions, rows.per_head_of(head))
-    return scores
+def exponents(
+    rows: KeyRows,
+    warpgroup: Any,
+    q_tile: Any,
+    head: Any,
+    scores: jax.Array,
+    lse: jax.Array,
+    masked: bool,
+) -> jax.Array:
+    """Logits in base 2 less lse; -inf where they do not count.
+
+    Args:
+      rows: the keys.
+      warpgroup: the number of the warpgroup, computed anew in this step.
+      q_tile: which queries.
+      head: which query head.
+      scores: float32, of :func:`tile_scores`.
+      lse: float32, in base 2, over the tile.
+      masked: whether some of the scores may not count.
+    """
+    static, score = rows.static, rows.static.spec.score
+    if static.has_bias:
+        positions = tile_positions(rows, warpgroup, q_tile, scores.shape)
+        per_head = rows.per_head_of(head)
+        if static.bias_is_line:
+            # lse comes first: there are no registers for it beside the positions.
+            scores = scores * static.base_2_factor - lse
+            scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
+            return mask_scores(rows, warpgroup, q_tile, scores)
+        scores, _ = score.in_base_2(scores, *positions, per_head)
+    if masked:
+        scores = mask_scores(rows, warpgroup, q_tile, scores)
+    return scores * static.base_2_factor - lse
+
+
+class BiasLine(NamedTuple):
+    """The bias in base 2 less lse, over a tile in which all scores count: no key is after a query.
+
+    It is ``slope (p_k - base) - offset``, see :meth:`pallas_kernels.score.Score.bias_line`. The
+    base is the smallest position of the queries. No key is after it, so neither a query nor a key
+    is further from it than they are from each other: every rounding error is small beside the bias.
+
+    Attributes:
+      slope: a scalar.
+      keys: float32 ``[64]``, the keys' positions less the base.
+    """
+
+    slope: jax.Array
+    keys: jax.Array
+
+    @classmethod
+    def of(cls, rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any) -> BiasLine:
+        """That of a tile; the arguments are those of :func:`score_gradients`."""
+        slope = rows.static.spec.score.bias_slope(rows.per_head_of(head), LOG2_E)
+        from_base = rows.load_tokens(warpgroup).positions - rows.refs.operands.q_bases[q_tile]
+        return cls(slope, from_base.astype(jnp.float32))
+
+    def less(self, offsets: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Over the tile. ``offsets``: float32 ``[block_q]``, lse less the start of the line."""
+        keys, offsets = along_rows(self.keys, shape), along_columns(offsets, shape)
+        return multiply_add(self.slope, keys, -offsets, TILE)
 
 
 def tile_positions(

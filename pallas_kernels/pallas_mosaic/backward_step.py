@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pallas_mosaic.backward_per_head import add_per_head_sums
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.backward_scores import (
-    add_bias,
+    BiasLine,
+    exponents,
     logit_gradients,
-    mask_scores,
     score_gradients,
     tile_scores,
 )
@@ -145,16 +145,20 @@ def _weights_and_gradients(
     plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
     plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
     plgpu.wgmma(dp_ref, memory.v.at[data.keys], memory.do.at[data.do_stage].transpose((1, 0)))
+    line = None
+    if static.bias_is_line and not masked:
+        # Loaded while the products are made.
+        line = BiasLine.of(rows, data.warpgroup, data.q_tile, data.head)
     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
     scores = tile_scores(rows, data.warpgroup, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
     lse = plgpu.load(memory.scratch.at[where.lse(data.stage)], layout=COLUMNS)
-    if static.has_bias:
-        scores = add_bias(rows, data.warpgroup, data.q_tile, data.head, scores)
-    if masked:
-        scores = mask_scores(rows, data.warpgroup, data.q_tile, scores)
-    lse = along_columns(lse, scores.shape)
-    p = computed_here(jnp.exp2(scores * static.base_2_factor - lse))
+    if line is None:
+        lse = along_columns(lse, scores.shape)
+        scores = exponents(rows, data.warpgroup, data.q_tile, data.head, scores, lse, masked)
+    else:
+        scores = scores * static.base_2_factor + line.less(lse, scores.shape)
+    p = computed_here(jnp.exp2(scores))
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
     dp, p = computed_here(dp, p)
     wait_for_queries(rows, step + 1)

@@ -47,7 +47,8 @@ def _finish_softmax(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """``(what acc is multiplied by, what the incoming o is multiplied by, lse)``."""
     memory, warpgroup = rows.refs.memory, rows.warpgroup
-    divisor, lse = softmax.finish(m, total)
+    excess = rows.excess()
+    divisor, lse = softmax.finish(m if excess is None else m - excess, total)
     weight = 1 / divisor
     if not rows.static.carried:
         return weight, None, lse

@@ -13,7 +13,7 @@ from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.items import Item
 from pallas_kernels.pallas_mosaic.operands import ForwardRefs
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
-from pallas_kernels.pallas_mosaic.tiles import ROWS, i32
+from pallas_kernels.pallas_mosaic.tiles import ROWS, i32, multiply_add
 from pallas_kernels.pallas_mosaic.tokens import SideTokens
 
 
@@ -29,6 +29,8 @@ class QueryRows(NamedTuple):
       tokens: positions and segment ids of the queries, in registers along the rows of a tile.
       positions: float32 ``[64]``, positions of the queries; None unless the products of queries and
         keys start from the bias.
+      line: ``(slope, start)`` of the bias over the scale, a scalar and float32 ``[64]``, see
+        :meth:`pallas_kernels.score.Score.bias_line`; None unless products start from a line.
       per_head: of each per-head array that logits are made with, the number of the item's head.
     """
 
@@ -39,6 +41,7 @@ class QueryRows(NamedTuple):
     queries: Any
     tokens: SideTokens
     positions: jax.Array | None
+    line: tuple[jax.Array, jax.Array] | None
     per_head: dict[str, Any]
 
     @classmethod
@@ -47,9 +50,26 @@ class QueryRows(NamedTuple):
         first = item.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
         queries = pl.ds(first, WARPGROUP_ROWS)
         tokens = refs.operands.q_tokens.load(item.batch_row, queries, ROWS)
-        positions = tokens.positions.astype(jnp.float32) if static.bias_in_products else None
         per_head = {name: ref[item.head] for name, ref in refs.operands.per_head.items()}
-        return cls(static, refs, warpgroup, item, queries, tokens, positions, per_head)
+        positions = line = None
+        if static.bias_in_products:
+            positions = tokens.positions.astype(jnp.float32)
+            if static.bias_is_line:
+                score = static.spec.score
+                line = score.bias_line(positions, per_head, unit=1 / score.raw_factor)
+        return cls(static, refs, warpgroup, item, queries, tokens, positions, line, per_head)
+
+    def excess(self) -> jax.Array | None:
+        """float32 ``[64]``: by how much scores in base 2 are too large; None if by nothing.
+
+        It is what the line of the bias is at the queries' own positions.
+        """
+        if self.line is None:
+            return None
+        slope, start = self.line
+        assert self.positions is not None
+        at_query = multiply_add(slope, self.positions, start, ROWS)
+        return at_query * self.static.base_2_factor
 
     def stage(self, step: Any) -> Any:
         """The stage that holds the keys of a step, or their values."""

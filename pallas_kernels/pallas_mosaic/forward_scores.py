@@ -11,7 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
-from pallas_kernels.pallas_mosaic.tiles import COLUMNS, TILE, along_columns, along_rows, tanh
+from pallas_kernels.pallas_mosaic.tiles import (
+    COLUMNS,
+    TILE,
+    along_columns,
+    along_rows,
+    multiply_add,
+    tanh,
+)
 from pallas_kernels.pallas_mosaic.tokens import score_mask
 
 
@@ -26,10 +33,13 @@ def start_of_products(rows: QueryRows, stage: Any) -> jax.Array:
     """
     static = rows.static
     shape = (WARPGROUP_ROWS, static.config.block_kv)
-    q_positions, k_positions = rows.positions, rows.refs.memory.k_positions.at[stage]
-    assert q_positions is not None
-    q_positions = along_rows(q_positions, shape)
-    k_positions = along_columns(plgpu.load(k_positions, layout=COLUMNS), shape)
+    k_positions = plgpu.load(rows.refs.memory.k_positions.at[stage], layout=COLUMNS)
+    k_positions = along_columns(k_positions, shape)
+    if rows.line is not None:
+        slope, start = rows.line
+        return multiply_add(slope, k_positions, along_rows(start, shape), TILE)
+    assert rows.positions is not None
+    q_positions = along_rows(rows.positions, shape)
     score = static.spec.score
     bias = score.bias(q_positions, k_positions, rows.per_head, unit=1 / score.raw_factor)
     assert bias is not None

@@ -24,7 +24,10 @@ def start(rows: QueryRows) -> tuple[jax.Array, jax.Array]:
     sinks = rows.refs.operands.sink
     sink = None if sinks is None else sinks[rows.item.head]
     m, total = softmax.start((WARPGROUP_ROWS,), sink)
-    return plgpu.layout_cast(m, ROWS), plgpu.layout_cast(total, ROWS)
+    m, total = plgpu.layout_cast(m, ROWS), plgpu.layout_cast(total, ROWS)
+    if sink is not None and (excess := rows.excess()) is not None:
+        m = m + excess
+    return m, total
 
 
 def weigh(

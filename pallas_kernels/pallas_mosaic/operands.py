@@ -73,10 +73,13 @@ class BackwardOperands(NamedTuple):
       do: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``.
       v: ``[B, S, K, H]``.
-      lse: float32 ``[B, N, T]``, in base 2.
+      lse: float32 ``[B, N, T]``, in base 2. With ``q_bases``: ``[2, B, N, T]``, first this, for
+        tiles that need a mask, then for all others lse less the start of the bias's line.
       delta: float32 ``[B, N, T]``, times the scale if :attr:`BackwardStatic.scale_in_ds`.
       q_tokens: of the queries.
       kv_tokens: of the keys.
+      q_bases: int32 ``[query tiles]``, the smallest position of each tile of queries. None unless
+        :attr:`BackwardStatic.bias_is_line`.
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
     """
 
@@ -89,6 +92,7 @@ class BackwardOperands(NamedTuple):
     delta: Any
     q_tokens: SideTokens
     kv_tokens: SideTokens
+    q_bases: Any
     per_head: dict[str, Any]
 
 

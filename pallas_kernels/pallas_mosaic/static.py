@@ -114,13 +114,19 @@ class MosaicStatic:
         return self.has_bias and not self.bias_in_products
 
     @property
+    def bias_is_line(self) -> bool:
+        """Whether the bias is made as a line over the keys' positions, and not from distances."""
+        return False
+
+    @property
     def base_2_factor(self) -> float:
         """What takes a tile's scores to logits in base 2, inside the softmax's exponent.
 
-        With a bias that is added later the scores are in base 2 already: it had to be added to them
-        there.
+        With a bias that is added later, and is no line, the scores are in base 2 already: it had to
+        be added to them there.
         """
-        return 1.0 if self.adds_bias else self.spec.score.raw_factor * LOG2_E
+        in_base_2 = self.adds_bias and not self.bias_is_line
+        return 1.0 if in_base_2 else self.spec.score.raw_factor * LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +145,14 @@ class ForwardStatic(MosaicStatic):
     def bias_in_products(self) -> bool:
         """See :attr:`MosaicStatic.bias_in_products`: where the score lets them."""
         return self.has_bias and self.spec.score.starts_products
+
+    @property
+    def bias_is_line(self) -> bool:
+        """See :attr:`MosaicStatic.bias_is_line`: where every key that counts is before its query.
+
+        Scores that the mask hides then start from any finite number.
+        """
+        return self.bias_in_products and self.spec.mask.hides_later_keys
 
     @property
     def warpgroups(self) -> int:
@@ -215,6 +229,15 @@ class BackwardStatic(MosaicStatic):
     def half_dim(self) -> int:
         """How many lanes of dQ a warpgroup makes."""
         return self.dim // 2
+
+    @property
+    def bias_is_line(self) -> bool:
+        """See :attr:`MosaicStatic.bias_is_line`: where every key that counts is before its query.
+
+        Only in tiles that need no mask: ``BiasLine`` in ``backward_scores.py``.
+        """
+        no_cap = self.spec.score.logits_soft_cap is None
+        return self.has_bias and self.spec.mask.hides_later_keys and no_cap
 
     @property
     def scale_in_ds(self) -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import math
 
 from pallas_kernels.score import LOG2_E
 
@@ -41,6 +42,24 @@ def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def tanh(x: jax.Array) -> jax.Array:
     """To float32 accuracy; the GPU's own instruction has 11 bits."""
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
+
+
+def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array, layout: Any) -> jax.Array:
+    """``x y + z``, rounded once: exact wherever float32 can hold the result.
+
+    Args:
+      x: float32, a scalar.
+      y: float32, in ``layout``.
+      z: float32, in ``layout``, of y's shape.
+      layout: that of the result, too.
+    """
+    result = plgpu.ShapeDtypeStruct(y.shape, jnp.dtype(jnp.float32), layout)
+    types = plgpu.Layout.WG_SPLAT(()), layout, layout
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(_multiply_add)(x, y, z)
+
+
+def _multiply_add(_, x, y, z):
+    return y._pointwise(lambda y, z, x: math.fma(x, y, z), z, x)
 
 
 def computed_here(*values: jax.Array) -> Any:

@@ -63,3 +63,14 @@ def packed_segments(rng, batch, length):
             row[at : min(at + size, length - length // 8)] = segment
             at, segment = at + size + gap, segment + 1
     return rows
+
+
+def slotted_segments(rng, batch, length, slots=5):
+    """Slots of equal size, each a document and the padding behind it, then padding to the end."""
+    size = length // (slots + 1)
+    rows = np.zeros((batch, length), np.int32)
+    for row in rows:
+        for slot in range(slots):
+            document = int(rng.integers(1, size))
+            row[slot * size : slot * size + document] = slot + 1
+    return rows

@@ -1,6 +1,7 @@
-"""A process that saves checkpoints until it is killed, or until the disk is full.
+"""A process that saves checkpoints until it is killed, until the disk is full, or until it ends.
 
-``python checkpoint_writer.py FOLDER forever|limited``; started by tests/test_checkpoints.py.
+``python checkpoint_writer.py FOLDER forever|limited|unclosed|unclosed-error``; started by
+tests/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -48,4 +49,23 @@ def save_limited(folder: Path) -> None:
     print(json.dumps({"there": there, "restored": restored.step}))
 
 
-{"forever": save_forever, "limited": save_limited}[sys.argv[2]](Path(sys.argv[1]))
+def end_unclosed(folder: Path) -> Checkpoints:
+    """Saves one that is complete and one that is still being written when the program ends."""
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {"x": jnp.ones((8, 8))})
+    checkpoints.save(2, {"x": jax.random.normal(jax.random.key(0), (2048, 1024))})
+    return checkpoints
+
+
+def end_unclosed_by_an_error(folder: Path) -> None:
+    """The same in a program that fails."""
+    checkpoints = end_unclosed(folder)
+    raise RuntimeError(f"the training has failed, {checkpoints.folder}")
+
+
+CHECKPOINTS = {
+    "forever": save_forever,
+    "limited": save_limited,
+    "unclosed": end_unclosed,
+    "unclosed-error": end_unclosed_by_an_error,
+}[sys.argv[2]](Path(sys.argv[1]))

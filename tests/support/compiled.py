@@ -202,28 +202,33 @@ def beside(events):
     ] + [[] for kind, _ in events if kind == "sync"]
 
 
-def gathers(program):
-    """Of every all-gather of the program the shapes that it takes, and what runs beside it.
+def moves(program, opcode):
+    """``(shapes that it sends, what runs beside it)`` of every such transfer, by computation.
 
     What runs beside it are the matrix products and the library's kernels between its start and its
     end; an empty list where it is not hidden.
+
+    Args:
+      program: the compiled program.
+      opcode: "all-gather" or "collective-permute".
     """
-    found, fused = [], _fused_kernels(program)
+    found, fused = {}, _fused_kernels(program)
     for computation in computations(program):
+        here = found.setdefault(computation, [])
         open_ones: dict[str, tuple[list, list]] = {}
-        for name, result, opcode, operands, rest in operations(program, computation):
-            if opcode in ("all-gather", "all-gather-start"):
+        for name, result, code, operands, rest in operations(program, computation):
+            if code in (opcode, f"{opcode}-start"):
                 shapes = _SHAPE.findall(result)
-                half = len(shapes) // 2 if opcode.endswith("start") else 0
-                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[: half or None]]
-                found.append((taken, []))
-                open_ones[name] = found[-1]
-            elif opcode == "all-gather-done":
+                half = len(shapes) // 2 if code.endswith("start") else None
+                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[:half]]
+                open_ones[name] = taken, []
+                here.append(open_ones[name])
+            elif code == f"{opcode}-done":
                 del open_ones[operands.strip().lstrip("%")]
-            elif _works(name, opcode, rest, fused):
+            elif _works(name, code, rest, fused):
                 for _, beside_it in open_ones.values():
                     beside_it.append(name)
-    return found
+    return {computation: here for computation, here in found.items() if here}
 
 
 def host_copies(program, computation="ENTRY"):

@@ -143,6 +143,26 @@ def one_device(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, d
     return [np.asarray(x, np.float64) for x in results]
 
 
+def by_row_and_key_head(results, query, key, value, keep, do, dlse):
+    """``results``, which is :func:`truth` or :func:`one_device`, in the memory of one key head.
+
+    Rows and key heads do not see each other, so each is computed alone, with its query heads.
+    """
+    group = query.shape[2] // key.shape[2]
+    rows = []
+    for row in range(query.shape[0]):
+        heads = []
+        for head in range(key.shape[2]):
+            q, do_, dlse_ = (
+                x[row : row + 1, :, head * group : (head + 1) * group] for x in (query, do, dlse)
+            )
+            k, v = (x[row : row + 1, :, head : head + 1] for x in (key, value))
+            of_row = keep if keep.shape[0] == 1 else keep[row : row + 1]
+            heads.append(results(q, k, v, of_row, do_, dlse_))
+        rows.append([np.concatenate(parts, 2) for parts in zip(*heads, strict=True)])
+    return [np.concatenate(parts, 0) for parts in zip(*rows, strict=True)]
+
+
 @functools.partial(quick_jit, static_argnames="soft_cap")
 def _one_device(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]

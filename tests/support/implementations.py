@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
-from conftest import IMPLEMENTATION, ON_GPU
+from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
 
 from pallas_kernels import (
     MOSAIC_GPU,
@@ -16,8 +16,9 @@ from pallas_kernels import (
 )
 from pallas_kernels.pallas_triton.configs import TritonConfig
 
-# Most of these tests' time is compile time, for programs that run once.
-QUICK = None if ON_GPU else {"xla_backend_optimization_level": 0}
+# Most of these tests' time is compile time, for programs that run once. Not so on a GPU, nor of
+# other projects' cases at their own sizes.
+QUICK = None if ON_GPU or REPLAYING else {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 

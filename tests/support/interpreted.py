@@ -7,7 +7,7 @@ thread, the programs one after the other, and finds data races by vector clocks.
   operands and adds to its accumulator when its warpgroup waits for it, not before, and to overwrite
   an operand earlier is a race;
 - copies to device memory that add, and copies under a condition;
-- the kernels' own PTX: the drawing of tickets, and a fence;
+- the kernels' own instructions: the drawing of tickets, a fence, a multiply-add that rounds once;
 - that a wait which nobody ends is an error.
 
 It does not show races between the threads of one warpgroup, register layouts, and what the copy
@@ -224,6 +224,12 @@ def _draw_ticket(*, token, thread, count, slot, source_info):
     return token
 
 
+def _multiply_add(x, y, z):
+    """``x y + z``, rounded once: the product of two float32 is exact in float64."""
+    x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
+    return (x * y + z).astype(np.float32)
+
+
 def _call(interpreter, eqn, function, token, results=_TOKEN, **kwargs):
     """Has a callback run when the equation is."""
     run = functools.partial(function, source_info=eqn.source_info)
@@ -300,6 +306,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (tiles.__name__, "end_reads"):
             where = {"mesh_location": self.mesh_location}
             return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
+        if name == (tiles.__name__, "_multiply_add"):
+            return token, [jax.pure_callback(_multiply_add, eqn.outvars[0].aval, *get_invals())]
         assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
         count, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)

@@ -103,6 +103,7 @@ def lengths(shard, layout, ring):
     t, s = {
         "even": (64, 64),
         "63": (63, 63),
+        "50": (50, 50),
         "100": (100, 100),
         "longer_keys": (20, 57),
         "longer_queries": (70, 31),
@@ -129,9 +130,12 @@ def make_inputs(case, seed=0, scale=1.0):
     return (q, k, v), (do, dlse), segments
 
 
-def ring_results(case, arrays, cotangents, segments, **options: Any):
+def ring_results(
+    case, arrays, cotangents, segments, attention=burst_jax.burst_attention, **options: Any
+):
     """(out, lse, dq, dk, dv) in natural order, then gradients of the numbers of each head.
 
+    ``attention`` takes the arguments of ``burst_attention``.
     In small tiles unless ``options`` names another implementation: in the tiles that ship a shard
     here is one tile, so that the second half of the work at home would be empty.
     """
@@ -152,7 +156,7 @@ def ring_results(case, arrays, cotangents, segments, **options: Any):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays, cotangents, segments, numbers):
         def attend(query, key, value, numbers):
-            return burst_jax.burst_attention(
+            return attention(
                 query,
                 key,
                 value,

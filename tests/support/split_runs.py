@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,19 +72,22 @@ def rules_of(mesh: jax.sharding.Mesh) -> burst_jax.ShardingRules:
     return burst_jax.ShardingRules(**named)
 
 
-@functools.cache
-def losses(
+def run(
     sizes: tuple[int | None, ...],
     kind: AxisType = AxisType.Auto,
     packed: bool = True,
     steps: int = STEPS,
     accumulate: int = 1,
     config: DecoderConfig = CONFIG,
-) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step, on a mesh of AXES of these sizes, see :func:`sized`."""
+    **options: Any,
+) -> tuple[list[list[float]], Any, Any]:
+    """Loss and gradient norm of each step, the weights and the optimizer's state after the last.
+
+    The mesh is of AXES of these sizes, see :func:`sized`; options are those of the optimizer.
+    """
     mesh = sized(sizes, kind)
     rules = rules_of(mesh)
-    optimizer = make_optimizer(2e-3, STEPS, warmup_steps=2)
+    optimizer = make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
     graphdef, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, layout="zigzag"
     )
@@ -101,6 +105,13 @@ def losses(
             params, state, metrics = step(params, state, placed)
             history.append([float(metrics[name]) for name in ("loss", "grad_norm")])
     assert all(map(math.isfinite, np.ravel(history)))
+    return history, params, state
+
+
+@functools.cache
+def losses(*args: Any, **options: Any) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each step of a :func:`run`."""
+    history, _, _ = run(*args, **options)
     return [loss for loss, _ in history], [norm for _, norm in history]
 
 

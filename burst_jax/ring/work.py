@@ -15,7 +15,7 @@ def scores_by_stop(route: Route, mask: RingMask) -> dict[Stop, tuple[float, floa
 
     Args:
       route: the route of the side that travels.
-      mask: of the same side. A plan knows no segment ids.
+      mask: of the same side. Segment ids exclude nothing here.
     """
     _, _, q_count = shard_runs(mask.layout, mask.q_length, mask.size)
     _, _, kv_count = shard_runs(mask.layout, mask.kv_length, mask.size)

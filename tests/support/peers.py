@@ -1,0 +1,90 @@
+"""Attention as other projects' tests ask for it, and what dense attention makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import compare
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import slotted_segments
+from rings import forward_and_gradients
+
+import burst_jax
+from burst_jax.layout import Layout
+from burst_jax.sharding import axes_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Random arrays, and what they may see of each other.
+
+    Attributes:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      mask: with segments every slot of a row has padding of its own.
+      dtype: of the arrays.
+    """
+
+    query: tuple[int, int, int, int]
+    key: tuple[int, int, int, int]
+    mask: dense.Mask
+    dtype: str
+
+    def __str__(self):
+        sizes = "x".join(map(str, self.query))
+        return f"{sizes}-group{self.query[2] // self.key[2]}-{self.dtype}"
+
+
+# Tests that follow each other ask for the same problem, and its answer takes up to a minute.
+@functools.lru_cache(maxsize=1)
+def solved(problem: Problem):
+    """``(arrays, cotangents, segment ids, truth, one device's results)``."""
+    rng = np.random.default_rng(0)
+    kind = jnp.dtype(problem.dtype)
+    shapes = problem.query, problem.key, problem.key, problem.query
+    # Each is rounded at once: the large ones are a gigabyte in float64.
+    q, k, v, do = (rng.normal(size=shape).astype(kind) for shape in shapes)
+    dlse = rng.normal(size=q.shape[:3]).astype(np.float32)
+    ids = slotted_segments(rng, *q.shape[:2]) if problem.mask.segments else None
+    keep = problem.mask.dense(ids, ids, q.shape[1], k.shape[1])
+    given = q, k, v, keep, do, dlse
+    truth, one = (
+        dense.by_row_and_key_head(results, *given) for results in (dense.truth, dense.one_device)
+    )
+    return (q, k, v), (do, dlse), ids, truth, one
+
+
+def assert_as_good_as_dense(mesh, problem: Problem, layout: Layout, **options: Any):
+    """Out, lse and gradients as exact as dense attention's on one device in the same dtype.
+
+    Padded tokens get exactly zero out and gradients. ``options``: of ``burst_attention``, the
+    mask's where they differ from the problem's own.
+    """
+    arrays, cotangents, ids, truth, one = solved(problem)
+    n = axes_size(mesh, options.get("seq_axis", "seq"))
+    segments: dict[str, Any] = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+    def run(*arrays):
+        given, permuted = burst_jax.to_layout((arrays, segments), layout, n)
+        results = burst_jax.burst_attention(
+            *given,
+            mesh=mesh,
+            layout=layout,
+            return_residual=True,
+            **permuted,
+            **(problem.mask.options | options),
+        )
+        return burst_jax.from_layout(results, layout, n)
+
+    got = jax.device_get(forward_and_gradients(run)(arrays, cotangents))
+    compare.assert_as_good_as(got, one, truth, problem.dtype)
+    if ids is not None:
+        out, _, dq, dk, dv = got
+        padding = ids == 0
+        assert padding.any()
+        assert not any(x[padding].any() for x in (out, dq, dk, dv))
