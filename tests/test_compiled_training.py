@@ -32,6 +32,7 @@ CONFIG = DecoderConfig(
 TOKENS = 4096
 SIZES = {
     "fsdp2-seq4": {"data": 1, "fsdp": 2, "seq": 4, "tensor": 1},
+    "seq8": {"data": 1, "fsdp": 1, "seq": 8, "tensor": 1},
     "data2-seq2-tensor2": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
 }
 
@@ -76,9 +77,9 @@ WIDE = dataclasses.replace(
     [
         ("a100", "triton", "fsdp2-seq4", CONFIG, 4096),
         ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
-        ("h100", "mosaic_gpu", "fsdp2-seq4", WIDE, 32768),
+        ("h100", "mosaic_gpu", "seq8", WIDE, 32768),
     ],
-    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-wide"],
+    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-seq8-wide"],
 )
 def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     gpu, kernels, sizes, config, tokens
