@@ -55,6 +55,17 @@ def check_integer(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def check_seed(seed: Any) -> int:
+    """``seed`` as a Python int.
+
+    Raises:
+      ValueError: it is not in 0 ... 2**32 - 1. JAX would take its last 32 bits, and so 0 for 2**32.
+    """
+    if check_integer("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed is {seed}: it must be below 2**32")
+    return int(seed)
+
+
 def refuse_other_arguments(
     function: Callable[..., object], positional: tuple[object, ...], others: Mapping[str, object]
 ) -> None:

@@ -18,8 +18,9 @@ from jax.sharding import AxisType, Mesh
 from burst_jax import ShardingRules
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.layout import Layout, padded_length
-from burst_jax.models import DecoderConfig, load_config
+from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
+from burst_jax.models.hub.adapter import check_base
 from burst_jax.refusals import did_you_mean
 from burst_jax.training.adam import Moments
 
@@ -54,18 +55,21 @@ DEFAULTS = {
 }
 AT_LEAST_1 = (
     "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
-    "mlp_chunks",
+    "mlp_chunks", "lora_rank",
     "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
-POSITIVE = ("lr", "stall_timeout")
+POSITIVE = ("lr", "stall_timeout", "lora_alpha")
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
 # What a model folder says.
 OF_A_MODEL = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
-# Peak learning rate of a model that is fine-tuned.
+# Peak learning rate of a model that is fine-tuned, and of adapters beside it.
 FINE_TUNING_LR = 2e-5
+LORA_LR = 2e-4
+# What is said of adapters.
+OF_LORA = ("lora_alpha", "lora_targets", "lora_export")
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,9 +120,14 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
     add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
     add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
+    add = group("low-rank adapters of --model").add_argument
+    add("--lora-rank", type=int, help="train adapters of this rank, and no other weights")
+    add("--lora-alpha", type=float, help="their factor is alpha / rank (default: the rank)")
+    add("--lora-targets", metavar="REGEX", help="projections with adapters (default: all seven)")
+    add("--lora-export", choices=("merged", "adapter"), help="what is written (default: merged)")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
-    add("--lr", type=float, help=f"peak learning rate {default('lr')}, 2e-5 with --model")
+    add("--lr", type=float, help=f"peak {default('lr')}, 2e-5 with --model, 2e-4 of adapters")
     add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
     add("--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two")
@@ -183,7 +192,8 @@ def prepare(args: argparse.Namespace) -> Run:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} is given beside --model, which says it: leave it out")
         if args.lr is None:
-            args.lr = FINE_TUNING_LR
+            args.lr = FINE_TUNING_LR if args.lora_rank is None else LORA_LR
+    check_lora(args)
     for name, value in DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -197,7 +207,7 @@ def prepare(args: argparse.Namespace) -> Run:
                 raise ValueError(f"{option} is {value}: it must be at least {least}")
     for name in POSITIVE:
         value = getattr(args, name)
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is {value}: it must be positive, and finite")
     if args.checkpoint_every is None:
@@ -249,6 +259,19 @@ def check_model(folder: Path) -> None:
     """Raises ValueError if there is no folder of ``--model``."""
     if not folder.is_dir():
         raise ValueError(f"--model is {folder}: there is no such folder")
+
+
+def check_lora(args: argparse.Namespace) -> None:
+    """Raises ValueError for adapters without a model, and for what is said of no adapters."""
+    if args.lora_rank is None:
+        for name in OF_LORA:
+            if getattr(args, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is of low-rank adapters: give --lora-rank, too")
+    elif args.model is None:
+        raise ValueError(
+            f"--lora-rank is {args.lora_rank}: adapters are trained beside a model; give --model"
+        )
 
 
 def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
@@ -356,13 +379,23 @@ def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | Tokeni
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """How a model folder is loaded: computed in ``--dtype``, its weights trained in float32."""
+    """How a model folder is loaded: computed in ``--dtype``.
+
+    Its weights are trained in float32; beside adapters they stay, in ``--dtype``.
+    """
     return {
         "dtype": jnp.dtype(args.dtype),
-        "param_dtype": jnp.dtype(jnp.float32),
+        "param_dtype": jnp.dtype("float32" if args.lora_rank is None else args.dtype),
         "remat": args.remat,
         "mlp_chunks": args.mlp_chunks,
     }
+
+
+def make_lora(args: argparse.Namespace) -> Lora | None:
+    """The adapters that are trained beside a model, or None."""
+    if args.lora_rank is None:
+        return None
+    return Lora(args.lora_rank, args.lora_alpha, args.lora_targets or ".*")
 
 
 def make_config(
@@ -374,7 +407,10 @@ def make_config(
       ValueError: nothing says the vocabulary's size, or sizes do not fit together.
     """
     if args.model is not None:
-        return load_config(args.model, **model_options(args))
+        config = load_config(args.model, **model_options(args))
+        if args.lora_export == "adapter":
+            check_base(config, args.model)
+        return dataclasses.replace(config, lora=make_lora(args))
     mlp_dim = args.mlp_dim
     if mlp_dim is None:
         mlp_dim = -(-args.embed_dim * 8 // (3 * 64)) * 64

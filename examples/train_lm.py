@@ -9,9 +9,10 @@ them and a bigger model. It ends with the held-out perplexity by the ring and by
 must agree, and a sample. It writes metrics.jsonl, summary.json and loss.png into the folder that
 ``--out`` names, and checkpoints into a folder beside them. Started again with the same command it
 goes on from the last checkpoint, on the same mesh or on another one. With ``--model`` it fine-tunes
-a folder of transformers, and writes the result as such a folder, OUT/model. metrics.jsonl has a
-line for each step; runs of one seed and batch size see the same data on any mesh and any number of
-processes, so their lines can be compared.
+a folder of transformers, and writes the result as such a folder, OUT/model; with ``--lora-rank``
+beside it, it trains low-rank adapters alone, and merges them or writes OUT/adapter, a folder of
+peft. metrics.jsonl has a line for each step; runs of one seed and batch size see the same data on
+any mesh and any number of processes, so their lines can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from model_folder import check_frozen, export, first_state, frozen_mark
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
-from run_options import SAMPLE_CONTEXT, Run, model_options, one_device, parse_args, prepare
+from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
 
-from burst_jax import models
 from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.first_process import by_first_process
 from burst_jax.models import Decoder, abstract_decoder
@@ -53,7 +53,6 @@ from burst_jax.training import (
     RunLog,
     abstract_train_state,
     evaluate,
-    init_train_state,
     initialize,
     is_main,
     make_batch,
@@ -62,6 +61,7 @@ from burst_jax.training import (
     make_train_step,
     place_batch,
     rows_here,
+    split_trained,
 )
 from burst_jax.training.watch import CURVES, METRICS, read_metrics, replace_file, set_aside
 
@@ -71,11 +71,14 @@ TOLERANCE = 1e-4
 # A run goes on from a checkpoint only with the same data and schedule; the sizes of the weights are
 # compared when they are restored. Learning rate and dtype may change, on purpose.
 MAY_CHANGE = ("lr", "dtype")
-SAME = ("seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype")
+SAME = (
+    "seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype",
+    "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 # What a run had whose checkpoints do not say it.
 UNSAID = {"moment_dtype": "float32"}
 # What a run writes into --out, beside its checkpoints.
-OF_A_RUN = (*RESULTS, CURVES, "model")
+OF_A_RUN = (*RESULTS, CURVES, "model", "adapter")
 
 
 def say(text: str) -> None:
@@ -132,7 +135,7 @@ def check_same(args: argparse.Namespace, extra: Any) -> None:
 def restore(
     args: argparse.Namespace, checkpoints: Checkpoints, abstract: Any
 ) -> tuple[int, Any, Any]:
-    """``(step, state, loader's state)`` of the last good checkpoint; step 0 if there is none.
+    """``(step, state, extra)`` of the last good checkpoint; ``(0, None, {})`` if there is none.
 
     Raises:
       ValueError: the checkpoint is of a run with other arguments.
@@ -144,14 +147,14 @@ def restore(
         )
     restored = checkpoints.restore(abstract, check=partial(check_same, args))
     if restored is None:
-        return 0, None, None
+        return 0, None, {}
     by_first_process(partial(refuse_metrics_of_another_run, args, restored))
     say(f"going on from step {restored.step}, {checkpoints.folder}")
     for name in MAY_CHANGE:
         then, now = restored.extra["arguments"].get(name), getattr(args, name)
         if then is not None and then != now:
             say(f"with --{name} {now}, which was {then}")
-    return restored.step, restored.state, restored.extra["loader"]
+    return restored.step, restored.state, restored.extra
 
 
 def refuse_metrics_of_another_run(args: argparse.Namespace, restored: Restored) -> None:
@@ -169,56 +172,30 @@ def refuse_metrics_of_another_run(args: argparse.Namespace, restored: Restored) 
         )
 
 
-def load_model(args: argparse.Namespace, run: Run, options: dict[str, Any]) -> Decoder:
-    """The decoder of ``--model``."""
-    say(f"loading {args.model}")
-    return models.load(args.model, mesh=run.mesh, **options, **model_options(args))
-
-
-def export(args: argparse.Namespace, run: Run, params: nnx.State) -> None:
-    """Writes a fine-tuned model as a folder of transformers, with its tokenizer, in ``--dtype``."""
-    folder = args.out / "model"
-    options = attention_options(args) | {"rules": run.rules}
-    graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, **options)
-
-    def make_room() -> None:
-        if folder.exists():
-            shutil.rmtree(folder)  # Of the same run: its checkpoints have it all.
-
-    def copy_tokenizer() -> None:
-        for file in args.model.glob("*token*"):
-            shutil.copy(file, folder)
-
-    by_first_process(make_room)
-    models.save(nnx.merge(graphdef, params), folder, dtype=jnp.dtype(args.dtype))
-    by_first_process(copy_tokenizer)
-    say(f"the model is in {folder}")
-
-
 def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx.State, RunLog]:
     """Runs the steps, until Ctrl-C if it comes, and returns the weights and the log."""
     optimizer = make_optimizer(
         args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
     )
     options = attention_options(args) | {"rules": run.rules, "microbatches": args.microbatches}
-    graphdef, *abstract = abstract_train_state(run.config, optimizer, run.mesh, **options)
+    graphdef, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
     train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)
     peak, tokens = peak_flops(run.mesh.devices.flat[0].device_kind), args.batch * args.seq_len
 
     with ExitStack() as stack:
         loader = stack.enter_context(make_loader(args, run, run.text))
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
-        start, state, loaded = restore(args, checkpoints, abstract)
-        if state is None:
-            if is_main() and (moved := set_aside(args.out, OF_A_RUN)):
-                say(moved)
-            weights = None if args.model is None else nnx.state(load_model(args, run, options))
-            _, *state = init_train_state(
-                run.config, optimizer, run.mesh, args.seed, params=weights, **options
-            )
-        else:
+        # Frozen weights are in no checkpoint: the model's folder has them.
+        abstract = [split_trained(shapes)[0], opt_shapes]
+        start, state, extra = restore(args, checkpoints, abstract)
+        loaded = extra.get("loader")
+        if state is not None:
             loader.set_state(loaded)
-        params, opt_state = state
+        elif is_main() and (moved := set_aside(args.out, OF_A_RUN)):
+            say(moved)
+        params, opt_state = first_state(args, run, optimizer, options, state)
+        mark = frozen_mark(params)
+        check_frozen(args, extra.get("frozen"), mark)
         log = stack.enter_context(
             RunLog(
                 args.out,
@@ -239,8 +216,9 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
                 "loader": gather_state(loaded),
                 "arguments": same_arguments(args),
                 "loss": loss,
+                "frozen": mark,
             }
-            checkpoints.save(step, [params, opt_state], extra)
+            checkpoints.save(step, [split_trained(params)[0], opt_state], extra)
 
         def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
             """Each batch, and the loader's state after it."""
@@ -390,7 +368,7 @@ def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -
       The exit code: 1 if the two perplexities differ by more than ``TOLERANCE``.
     """
     if args.model is not None:
-        export(args, run, params)
+        export(args, run, attention_options(args), params)
     run = with_dtype(run, args.eval_dtype)
     ring = held_out(args, run, params, run.mesh)
     say(f"held-out perplexity of {ring.tokens:,} tokens, in {args.eval_dtype}:")
@@ -469,6 +447,11 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 f"x {args.seq_len} tokens a step, {args.layout} over {sizes or 'one device'} of "
                 f"{run.mesh.devices.flat[0].device_kind}"
             )
+            if run.config.lora is not None:
+                say(
+                    f"{run.config.num_adapter_params / 1e6:.2f} M weights of adapters are trained, "
+                    f"on {', '.join(run.config.lora.projections)}, and no others"
+                )
             params, log = train(args, run, interrupt)
         except (ValueError, OSError, NotImplementedError, NonFinite, CheckpointError) as error:
             parser.error(str(error))

@@ -14,10 +14,12 @@ from implementations import quick_jit
 from meshes import relative_rms
 
 from burst_jax.flax.layer import add_bias
-from burst_jax.models import DecoderConfig
+from burst_jax.flax.low_rank import set_adapter
+from burst_jax.models import DecoderConfig, Lora
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
 
 B, T, D, M = 2, 12, 16, 24
+RANK = 4
 CONFIG = DecoderConfig(embed_dim=D, mlp_dim=M)
 
 
@@ -28,17 +30,27 @@ def random(*shape, seed=0):
 def made(config):
     """The graph of a feed-forward, and weights without zeros."""
     init = nnx.initializers.lecun_normal()
-    graphdef, state = nnx.split(GatedMLP(config, down_init=init, rngs=nnx.Rngs(0)))
+    layer = GatedMLP(config, down_init=init, rngs=nnx.Rngs(0))
+    if config.lora is not None:
+        for linear in (layer.gate, layer.up, layer.down):
+            a = jnp.zeros((linear.in_features, RANK))
+            set_adapter(linear, a, jnp.zeros((RANK, linear.out_features)), config.lora.scale)
+    graphdef, state = nnx.split(layer)
     leaves, tree = jax.tree.flatten(state)
     drawn = [jnp.asarray(random(*x.shape, seed=i), x.dtype) / 4 for i, x in enumerate(leaves)]
     return graphdef, jax.tree.unflatten(tree, drawn)
 
 
-def formula(weights, x, activation):
+def formula(weights, x, config):
     def linear(name, x):
-        return x @ weights[name]["kernel"] + weights[name].get("bias", 0)
+        of = weights[name]
+        adapter = 0
+        if config.lora is not None:
+            adapter = config.lora.scale * (x @ of["kernel_lora_a"]) @ of["kernel_lora_b"]
+        return x @ of["kernel"] + adapter + of.get("bias", 0)
 
-    return linear("down", ACTIVATIONS[activation](linear("gate", x)) * linear("up", x))
+    activation = ACTIVATIONS[config.activation]
+    return linear("down", activation(linear("gate", x)) * linear("up", x))
 
 
 def results(config, dtype=jnp.float32):
@@ -59,7 +71,7 @@ def dense(config):
     with jax.enable_x64(True):
         x, cotangent = (jnp.asarray(random(B, T, D, seed=s)) for s in (7, 8))
         out, vjp = jax.vjp(
-            lambda weights, x: formula(weights, x, config.activation),
+            lambda weights, x: formula(weights, x, config),
             jax.tree.map(jnp.asarray, weights),
             x,
         )
@@ -81,6 +93,20 @@ def test_values_and_gradients_are_the_formula(activation, bias, remat, chunks):
     )
     got, want = results(config), dense(config)
     jax.tree.map(lambda got, want: check(got, want, 1e-5), got, want)
+
+
+@pytest.mark.parametrize(("bias", "remat", "chunks"), [(False, "none", 1), (True, "attention", 3)])
+def test_adapters_are_the_formula_and_the_rest_is_frozen(bias, remat, chunks):
+    config = dataclasses.replace(
+        CONFIG, mlp_bias=bias, remat=remat, mlp_chunks=chunks, lora=Lora(RANK, alpha=10.0)
+    )
+    (out, dweights, dx), want = results(config), dense(config)
+    check(out, want[0], 1e-5)
+    check(dx, want[2], 1e-5)
+    for name in ("gate", "up", "down"):
+        for adapter in ("kernel_lora_a", "kernel_lora_b"):
+            check(dweights[name][adapter], want[1][name][adapter], 1e-5)
+        assert not np.any(dweights[name]["kernel"])
 
 
 def check(got, want, limit):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import shutil
 
 import hub_models
 import jax
@@ -16,10 +18,12 @@ import train_lm
 from flax import nnx
 from implementations import QUICK, quick_jit
 from meshes import make_mesh, mesh_of
+from safetensors.numpy import save_file
 
 from burst_jax import ShardingRules
-from burst_jax.models import load, load_config
+from burst_jax.models import Lora, load, load_adapter, load_config, merge_lora
 from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
+from burst_jax.training.checkpoint_files import read_record
 
 OPTIMIZER = optax.adam(1e-3)
 ROWS, LENGTH = 2, 48
@@ -134,9 +138,72 @@ def test_train_lm_fine_tunes_and_exports(tmp_path):
     assert all(0 < change < 0.1 for change in jax.tree.leaves(moved))
 
 
+LORA = ["--lora-rank=4", "--lora-alpha=8", "--lora-targets=query|up", "--lr=1e-2"]
+
+
+@pytest.mark.slow
+def test_train_lm_trains_adapters_and_goes_on_from_them(tmp_path, capsys):
+    """Two steps in two runs are two steps in one; the base is as it was, and in no checkpoint."""
+    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    every = "--checkpoint-every=1"
+    assert train_lm.main(arguments(folder, tmp_path, *LORA, every)) == 0
+    assert "weights of adapters are trained, on query, up, and no others" in capsys.readouterr().out
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    out.rename(whole)
+    # The same run, but killed after its first step.
+    shutil.copytree(whole / "checkpoints" / "1", out / "checkpoints" / "1")
+    more = [*LORA, every, "--lora-export=adapter"]
+    assert train_lm.main(arguments(folder, tmp_path, *more)) == 0
+    assert "going on from step 1" in capsys.readouterr().out
+    last = [(run / "metrics.jsonl").read_text().splitlines()[-1] for run in (whole, out)]
+    assert [json.loads(line)["step"] for line in last] == [2, 2]
+    assert json.loads(last[0])["loss"] == json.loads(last[1])["loss"]
+    record = read_record(out / "checkpoints" / "2").arrays
+    sizes = [math.prod(shape) for shape, _ in record.values()]
+    count = dataclasses.replace(load_config(folder), lora=Lora(4, 8.0, "query|up"))
+    assert sum(sizes) == 3 * count.num_adapter_params + 2  # Weights, two moments, two counts.
+    merged, base = (load(each, mesh=make_mesh()) for each in (whole / "model", folder))
+    adapted = load_adapter(base, out / "adapter")
+    assert (out / "adapter" / "tokenizer.json").exists()
+    differences = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max()), nnx.state(merged), nnx.state(merge_lora(adapted))
+    )
+    assert max(jax.tree.leaves(differences)) < 1e-6
+    moved = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max()), nnx.state(merged), nnx.state(base)
+    )
+    assert sum(change > 0 for change in jax.tree.leaves(moved)) == 2
+
+    weights = hub_models.tensors("qwen3")
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(SystemExit, match="2"):
+        train_lm.main(arguments(folder, tmp_path, *more))
+    error = capsys.readouterr().err
+    assert f"--model is {folder}, whose weights have changed: the adapters in" in error
+    other = folder.rename(tmp_path / "other")
+    with pytest.raises(SystemExit, match="2"):
+        train_lm.main(arguments(other, tmp_path, *more))
+    assert f"--model is {other}: the checkpoints in" in capsys.readouterr().err
+
+
+def test_adapters_need_a_model(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_lm.main(["--lora-rank=8"])
+    message = "--lora-rank is 8: adapters are trained beside a model; give --model"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--lora-alpha=8"], "--lora-alpha is of low-rank adapters: give --lora-rank, too"),
+        (["--lora-export=adapter"], "--lora-export is of low-rank adapters: give --lora-rank, too"),
+        (["--lora-rank=0"], "--lora-rank is 0: it must be at least 1"),
+        (["--lora-rank=8", "--lora-alpha=0"], "--lora-alpha is 0.0: it must be positive, and fin"),
+        (["--lora-rank=8", "--lora-targets=q"], "targets is 'q': it matches none of query (q_proj"),
         (["--layers=2"], "--layers is given beside --model, which says it: leave it out"),
         (["--tokenizer=x"], "--tokenizer is x, but --data holds tokens already"),
         (

@@ -122,6 +122,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
 def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
     given |= {"model": None, "lr": 1e-3, "dtype": "float32"}
+    given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
     here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
     return argparse.Namespace(**given | here | changed)
 
@@ -132,14 +133,16 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
         saved = train_lm.same_arguments(arguments_of())
         checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
-        step, restored, loader = train_lm.restore(arguments_of(), checkpoints, state)
-        assert (step, loader) == (3, "its state")
+        step, restored, extra = train_lm.restore(arguments_of(), checkpoints, state)
+        assert (step, extra["loader"]) == (3, "its state")
         assert jnp.array_equal(restored["x"], state["x"])
         message = "--seed is 1: the checkpoints in here are of a run with 0; use the same"
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(seed=1), checkpoints, state)
         with pytest.raises(ValueError, match=r"--model is there: .* are of a run with None"):
             train_lm.restore(arguments_of(model="there"), checkpoints, state)
+        with pytest.raises(ValueError, match=r"--lora-rank is 8: .* are of a run with None"):
+            train_lm.restore(arguments_of(lora_rank=8), checkpoints, state)
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
         assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out

@@ -48,11 +48,12 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
 
     x, side = normal(3, width), normal(3, width)
     stacked = {"w": normal(count, width, width), "b": normal(count, width)}
+    constant = {"scale": normal(count, width)}
     functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
 
     def layer_of(kind):
-        def layer(x, weights, side):
-            return x + functions[kind](x @ weights["w"] + weights["b"]) * side
+        def layer(x, weights, frozen, side):
+            return x + functions[kind](x @ weights["w"] + weights["b"]) * frozen["scale"] * side
 
         return layer
 
@@ -65,11 +66,12 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
 
     def loop(x, stacked):
         for index, layer in enumerate(in_order):
-            x = layer(x, gather(jax.tree.map(lambda w, i=index: w[i], stacked)), side)
+            weights, frozen = jax.tree.map(lambda w, i=index: w[i], (stacked, constant))
+            x = layer(x, gather(weights), gather(frozen), side)
         return x
 
     def scanned(x, stacked):
-        return run(in_order, gather, x, stacked, side)
+        return run(in_order, gather, x, stacked, constant, side)
 
     cotangent = normal(3, width)
 

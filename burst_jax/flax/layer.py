@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from burst_jax.api import burst_attention, ring_attention
 from burst_jax.attention_options import AttentionOptions
+from burst_jax.flax.low_rank import add_adapter, cut_outputs
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
@@ -288,11 +289,12 @@ class BurstAttention(nnx.Module):
         if linear.kernel.shape[-2] == needed:
             return linear
         first = lax.axis_index(flat_names(dict(self.options)["head_axis"])) * num_heads // (n // k)
-        graphdef, state = nnx.split(linear)
+        graphdef, adapter, state = nnx.split(linear, nnx.LoRAParam, ...)
         mine = jax.tree.map(
             lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
         )
-        return nnx.merge(graphdef, mine)
+        adapter = cut_outputs(adapter, first * self.head_dim, needed * self.head_dim)
+        return nnx.merge(graphdef, adapter, mine)
 
     def _refuse_explicit_heads(self) -> None:
         """Raises if heads are split over an Explicit axis.
@@ -317,14 +319,15 @@ def project(
 ) -> jax.Array:
     """``linear(x)`` with whichever features ``linear`` has here, inside a ``shard_map``.
 
-    The bias is added apart: nnx adds one of all devices' features only, and where devices' products
-    are summed over mesh axes it counts once.
+    Its adapter, if it has one, is added. The bias is added apart: nnx adds one of all devices'
+    features only, and where devices' products are summed over mesh axes it counts once.
     """
-    if linear.bias is None:
-        return sum_over(linear(x), summed_over)
-    kernel = nnx.merge(*nnx.split(linear))
-    kernel.bias, kernel.use_bias = None, False
-    return add_bias(sum_over(kernel(x), summed_over), linear.bias[...])
+    kernel = linear
+    if linear.bias is not None:
+        kernel = nnx.merge(*nnx.split(linear))
+        kernel.bias, kernel.use_bias = None, False
+    out = sum_over(add_adapter(linear, x, kernel(x)), summed_over)
+    return out if linear.bias is None else add_bias(out, linear.bias[...])
 
 
 def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:

@@ -9,6 +9,11 @@ from burst_jax.models.config import LayerKind as LayerKind
 from burst_jax.models.decoder import Decoder as Decoder
 from burst_jax.models.decoder import DecoderConfig as DecoderConfig
 from burst_jax.models.decoder import abstract_decoder as abstract_decoder
+from burst_jax.models.hub.adapter import load_adapter as load_adapter
+from burst_jax.models.hub.adapter import save_adapter as save_adapter
 from burst_jax.models.hub.load import load as load
 from burst_jax.models.hub.load import load_config as load_config
 from burst_jax.models.hub.save import save as save
+from burst_jax.models.lora import add_lora as add_lora
+from burst_jax.models.lora import merge_lora as merge_lora
+from burst_jax.models.lora_config import Lora as Lora

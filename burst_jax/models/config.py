@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.flax.rope_variants import Rope
+from burst_jax.models.lora_config import Lora
 from burst_jax.models.remat import Remat
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -79,6 +80,9 @@ class DecoderConfig:
         ``dtype``.
       hub_config: the text of the ``config.json`` that :func:`burst_jax.models.load` has read, with
         which :func:`burst_jax.models.save` keeps what no field here says, like token ids.
+      lora: the low-rank adapters of the layers' projections, or None. With adapters all other
+        weights are frozen: they have no gradients and no optimizer state
+        (:func:`burst_jax.models.add_lora`).
 
     Raises:
       ValueError: sizes that do not fit together, an unknown remat or activation.
@@ -112,6 +116,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     scale_embeddings: bool = False
     hub_config: str | None = None
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -149,6 +154,8 @@ class DecoderConfig:
             raise ValueError(f"norm_epsilon is {self.norm_epsilon}: it must be positive")
         if not self.layer_pattern:
             raise ValueError("layer_pattern is empty: it must have a LayerKind, or several")
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ValueError(f"lora is a {type(self.lora).__name__}: it must be a Lora, or None")
         for name in ("dtype", "param_dtype"):
             dtype = getattr(self, name)
             try:
@@ -187,11 +194,29 @@ class DecoderConfig:
         mlp = 3 * self.embed_dim * self.mlp_dim
         return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
 
+    @property
+    def num_adapter_params(self) -> int:
+        """Number of weights of the low-rank adapters; 0 if there are none."""
+        if self.lora is None:
+            return 0
+        sizes = {
+            "query": (self.embed_dim, self.num_heads * self.head_dim),
+            "key": (self.embed_dim, self.num_kv_heads * self.head_dim),
+            "value": (self.embed_dim, self.num_kv_heads * self.head_dim),
+            "out": (self.num_heads * self.head_dim, self.embed_dim),
+            "gate": (self.embed_dim, self.mlp_dim),
+            "up": (self.embed_dim, self.mlp_dim),
+            "down": (self.mlp_dim, self.embed_dim),
+        }
+        features = sum(sum(sizes[name]) for name in self.lora.projections)
+        return self.num_layers * self.lora.rank * features
+
     def train_flops_per_token(self, length: int) -> float:
         """Floating point operations per token of one forward and backward pass.
 
-        Each weight takes 6: a multiplication and an addition forward, twice that backward. The
-        attention of a layer takes ``12 N H keys``: two products of ``2 N H keys`` forward, twice
+        Each weight takes 6: a multiplication and an addition forward, twice that backward. Beside
+        adapters, which take 6, frozen weights take 4, as they have no gradient. The attention of a
+        layer takes ``12 N H keys``: two products of ``2 N H keys`` forward, twice
         that backward, where ``keys`` is the mean number of keys of a token: ``length / 2``, and
         less if the layer has a window. Recomputed work does not count.
 
@@ -202,4 +227,6 @@ class DecoderConfig:
         for kind in self.layer_kinds:
             seen = length if kind.window is None else min(kind.window, length)
             keys += seen - seen * seen / (2 * length)
-        return 6.0 * self.num_matmul_params + 12.0 * self.num_heads * self.head_dim * keys
+        each = 6.0 if self.lora is None else 4.0
+        weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
+        return weights + 12.0 * self.num_heads * self.head_dim * keys

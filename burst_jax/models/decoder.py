@@ -171,6 +171,13 @@ class Decoder(nnx.Module):
         options |= {"is_causal": True, "batch_axis": parts.out_batch_axes}
         return refuse_wrong_order(hidden, positions, segment_ids, options)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a decoder like this one is made with, beside its config and ``rngs``."""
+        said = {} if self.rules is None else _said_by(self.rules)
+        options = {name: value for name, value in self.options if name not in said}
+        return {"rules": self.rules, "microbatches": self.microbatches, **options}
+
     def parts(self, weights: Any = None) -> Parts:
         """How this decoder's arrays are split.
 
@@ -242,9 +249,14 @@ class Decoder(nnx.Module):
         x = embed(table, tokens, parts.tensor_axes).astype(config.dtype)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        graphdef, stacked = nnx.split(self.layers)
+        # Adapters are trained alone.
+        trained = nnx.Param if config.lora is None else nnx.LoRAParam
+        graphdef, stacked, frozen = nnx.split(self.layers, trained, ...)
         # The scan takes the first dimension off, which counts the layers.
-        layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"])
+        layer_specs = {
+            path: P(*spec[1:])
+            for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
+        }
 
         kinds = _kinds_of_a_stage(config.layer_kinds, parts)
         ropes = list(dict.fromkeys(config.layer_ropes))
@@ -261,12 +273,13 @@ class Decoder(nnx.Module):
             def layer(
                 x: jax.Array,
                 weights: nnx.State,
+                frozen: nnx.State,
                 sides: Any,
                 attention_fn: AttentionFn | None = None,
             ) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
-                module = nnx.merge(graphdef, weights)
+                module = nnx.merge(graphdef, weights, frozen)
                 return module(x, rope, segment_ids, kind.window, attention_fn)
 
             return rematerialised(layer, config.remat)
@@ -274,14 +287,16 @@ class Decoder(nnx.Module):
         layers = {kind: layer_of(kind) for kind in kinds}
 
         def gather(weights: nnx.State) -> nnx.State:
-            return whole(weights, layer_specs)
+            return jax.tree_util.tree_map_with_path(
+                lambda path, weight: whole(weight, layer_specs[path]), weights
+            )
 
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
+            run_stack = run_ahead if parts.gathers(list(layer_specs.values())) else run_layers
             in_order = [layers[kind] for kind in kinds]
-            return run_stack(in_order, gather, x, stacked, (tables, segment_ids))
+            return run_stack(in_order, gather, x, stacked, frozen, (tables, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids
@@ -426,15 +441,20 @@ def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[Layer
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
     """The attention options with the mesh axes that the rules say."""
     check_rules(rules)
-    said: dict[str, AxisNames] = {
-        "seq_axis": rules.seq,
-        "batch_axis": rules.batch_axes or None,
-        "head_axis": rules.tensor,
-    }
+    said = _said_by(rules)
     for name in said:
         if name in options:
             raise ValueError(f"{name} is given beside rules: the rules say it; leave it out")
     return options | said  # pyrefly: ignore
+
+
+def _said_by(rules: ShardingRules) -> dict[str, AxisNames]:
+    """The attention options that the rules say."""
+    return {
+        "seq_axis": rules.seq,
+        "batch_axis": rules.batch_axes or None,
+        "head_axis": rules.tensor,
+    }
 
 
 def _check_stacked(stacked: nnx.State, parts: Parts) -> None:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.flax.layer import add_bias
+from burst_jax.flax.low_rank import adapter_of
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import MLP_PRODUCTS, keeps_mlp_products
 from burst_jax.sharding import AxisNames
@@ -33,6 +34,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 class GatedMLP(nnx.Module):
     """``(activation(x Wgate) * x Wup) Wdown``: SwiGLU or GeGLU (Shazeer 2020), with biases or none.
+
+    With adapters (:mod:`burst_jax.flax.low_rank`) the three matrices are constants.
 
     Args:
       config: sizes and dtypes, the activation, whether there are biases, the number of chunks.
@@ -79,12 +82,17 @@ class GatedMLP(nnx.Module):
                 f"mlp_chunks is {config.mlp_chunks}: it must divide the {x.shape[1]} tokens of a "
                 "row that each device has"
             )
-        how = _How(config.activation, config.mlp_chunks, keeps_mlp_products(config.remat))
-        weights: Weights = {
-            "gate": self._weights(self.gate),
-            "up": self._weights(self.up),
+        how = _How(
+            config.activation,
+            config.mlp_chunks,
+            keeps_mlp_products(config.remat),
+            frozen=config.lora is not None,
+        )
+        weights = {
+            "gate": self._projection(self.gate),
+            "up": self._projection(self.up),
             # The bias of the results counts once, whoever sums them.
-            "down": self._weights(self.down)[:1],
+            "down": self._projection(self.down)._replace(bias=None),
         }
         x = x.astype(config.dtype)
         out = _feed_forward(how, *vary((x, weights), varying_axes(x, weights)))
@@ -92,10 +100,57 @@ class GatedMLP(nnx.Module):
         bias = self.down.bias
         return out if bias is None else add_bias(out, bias[...])
 
-    def _weights(self, linear: nnx.Linear) -> tuple[jax.Array, ...]:
-        """The kernel and, if there is one, the bias."""
-        params = (linear.kernel,) if linear.bias is None else (linear.kernel, linear.bias)
-        return tuple(param[...].astype(self.config.dtype) for param in params)
+    def _projection(self, linear: nnx.Linear) -> Projection:
+        dtype = self.config.dtype
+        bias = None if linear.bias is None else linear.bias[...].astype(dtype)
+        return Projection(linear.kernel[...].astype(dtype), bias, adapter_of(linear, dtype))
+
+
+class Projection(NamedTuple):
+    """``x W + bias + (x A) B``, of which bias and adapter may be missing.
+
+    Attributes:
+      kernel: W, ``[inputs, outputs]``.
+      bias: ``[outputs]``, or None.
+      adapter: A ``[inputs, r]`` and B ``[r, outputs]``, or None.
+    """
+
+    kernel: Any
+    bias: Any
+    adapter: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The product of ``[B, T, inputs]``."""
+        out = x @ self.kernel
+        if self.bias is not None:
+            out += self.bias
+        if self.adapter is not None:
+            a, b = self.adapter
+            out += (x @ a) @ b
+        return out
+
+    def input_gradient(self, dout: jax.Array) -> jax.Array:
+        """The gradient of x, from that of the product."""
+        dx = dout @ self.kernel.T
+        if self.adapter is not None:
+            a, b = self.adapter
+            dx += (dout @ b.T) @ a.T
+        return dx
+
+    def gradients(self, x: jax.Array, dout: jax.Array, frozen: bool) -> Projection:
+        """The float32 gradients of the weights; of what is frozen and of what is missing None."""
+        kernel = bias = adapter = None
+        if not frozen:
+            kernel = _outer(x, dout)
+            bias = None if self.bias is None else _total(dout)
+        if self.adapter is not None:
+            a, b = self.adapter
+            adapter = _outer(x, dout @ b.T), _outer(x @ a, dout)
+        return Projection(kernel, bias, adapter)
+
+    def trained(self, frozen: bool) -> Projection:
+        """The weights that :meth:`gradients` has gradients of, and None for the others."""
+        return Projection(None, None, self.adapter) if frozen else self
 
 
 class _How(NamedTuple):
@@ -106,27 +161,20 @@ class _How(NamedTuple):
       chunks: number of chunks of tokens.
       keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward pass.
         Else it makes them again, a chunk at a time.
+      frozen: whether kernels and biases are constants, so that adapters alone have gradients.
     """
 
     activation: str
     chunks: int
     keeps_products: bool
+    frozen: bool
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return ACTIVATIONS[self.activation](gate) * up
 
 
-# "gate", "up" and "down": the kernel, and of the first two perhaps the bias.
-Weights = dict[str, tuple[jax.Array, ...]]
-
-
-def _products(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
-    """``x Wgate`` and ``x Wup`` with their biases."""
-
-    def product(kernel: jax.Array, *bias: jax.Array) -> jax.Array:
-        return sum(bias, x @ kernel)
-
-    return product(*weights["gate"]), product(*weights["up"])
+# "gate", "up" and "down"; the last one without its bias.
+Weights = dict[str, Projection]
 
 
 def _cut(x: jax.Array, chunks: int) -> jax.Array:
@@ -149,8 +197,8 @@ def _feed_forward(how: _How, x: jax.Array, weights: Weights) -> jax.Array:
 
 def _forward(how: _How, x: jax.Array, weights: Weights) -> Any:
     def chunk(x: jax.Array) -> Any:
-        products = _products(x, weights)
-        out = how.hidden(*products) @ weights["down"][0]
+        products = weights["gate"](x), weights["up"](x)
+        out = weights["down"](how.hidden(*products))
         return out, products if how.keeps_products else None
 
     if how.chunks == 1:
@@ -163,18 +211,17 @@ def _forward(how: _How, x: jax.Array, weights: Weights) -> Any:
 
 def _backward(how: _How, residuals: Any, dout: jax.Array) -> Any:
     x, weights, products = residuals
-    (gate, *_), (up, *_), (down,) = (weights[name] for name in ("gate", "up", "down"))
+    gate, up, down = (weights[name] for name in ("gate", "up", "down"))
 
     def chunk(x: jax.Array, dout: jax.Array, products: Any) -> tuple[jax.Array, Weights]:
         """dx, and the float32 gradients of the weights."""
-        made = _products(x, weights) if products is None else products
+        made = (gate(x), up(x)) if products is None else products
         hidden, vjp = jax.vjp(how.hidden, *made)
-        dgate, dup = vjp(dout @ down.T)
-        dx = dgate @ gate.T + dup @ up.T
-        results = {"gate": (x, dgate), "up": (x, dup), "down": (hidden, dout)}
+        dgate, dup = vjp(down.input_gradient(dout))
+        dx = gate.input_gradient(dgate) + up.input_gradient(dup)
+        pairs = {"gate": (x, dgate), "up": (x, dup), "down": (hidden, dout)}
         return dx, {
-            name: (_outer(*pair), _total(pair[1]))[: len(weights[name])]
-            for name, pair in results.items()
+            name: weights[name].gradients(*pair, how.frozen) for name, pair in pairs.items()
         }
 
     if how.chunks == 1:
@@ -185,7 +232,8 @@ def _backward(how: _How, residuals: Any, dout: jax.Array) -> Any:
             dx, parts = chunk(*inputs)
             return jax.tree.map(jnp.add, sums, parts), dx
 
-        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), weights)
+        trained = {name: weights[name].trained(how.frozen) for name in weights}
+        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), trained)
         cut = jax.tree.map(partial(_cut, chunks=how.chunks), (x, dout, products))
         dweights, dx = lax.scan(step, vary(zeros, varying_axes(x)), cut)
         dx = _joined(dx)

@@ -10,10 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.layer import BurstAttention
+from burst_jax.flax.low_rank import Linear
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.rope import RopeTable
+from burst_jax.models.adapters import draw_adapters
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.feed_forward import GatedMLP
+from burst_jax.models.lora_config import PROJECTIONS
 from burst_jax.models.remat import ATTENTION_SUM, BEFORE_POST_NORM, LAYER_INPUT, AttentionFn
 
 
@@ -64,6 +67,16 @@ class DecoderLayer(nnx.Module):
             config, down_init=out_init, hidden_axis=options.get("head_axis"), rngs=rngs
         )
         self.post_mlp_norm = norm_of(config) if config.post_norms else None
+        if config.lora is not None:
+            draw_adapters(self.projections(), config.lora, rngs)
+
+    def projections(self) -> dict[str, Linear]:
+        """The layer's projections by name, see :class:`burst_jax.models.Lora`."""
+        attention = ("query", "key", "value", "out")
+        return {
+            name: getattr(self.attention if name in attention else self.mlp, name)
+            for name in PROJECTIONS
+        }
 
     def __call__(
         self,

@@ -49,12 +49,12 @@ def rematerialised(layer: Callable[..., jax.Array], remat: Remat) -> Layer:
     """A layer whose backward pass recomputes what ``remat`` says.
 
     Args:
-      layer: ``(x, weights, sides, attention_fn=None) -> x``; ``attention_fn`` takes the place of
-        ``ring_attention``, and None is that.
+      layer: ``(x, weights, frozen, sides, attention_fn=None) -> x``; ``attention_fn`` takes the
+        place of ``ring_attention``, and None is that.
       remat: what is kept.
 
     Returns:
-      ``(x, weights, sides) -> x``, for :func:`burst_jax.models.stack.run_ahead`.
+      ``(x, weights, frozen, sides) -> x``, for :func:`burst_jax.models.stack.run_ahead`.
     """
     if remat == "none":
         return layer
@@ -73,10 +73,10 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
     """
 
     @jax.custom_vjp
-    def run(x: jax.Array, weights: Any, sides: Any) -> jax.Array:
-        return layer(x, weights, sides)
+    def run(x: jax.Array, weights: Any, frozen: Any, sides: Any) -> jax.Array:
+        return layer(x, weights, frozen, sides)
 
-    def forward(x: jax.Array, weights: Any, sides: Any) -> tuple[jax.Array, Any]:
+    def forward(x: jax.Array, weights: Any, frozen: Any, sides: Any) -> tuple[jax.Array, Any]:
         kept: list[SecondHalf] = []
 
         def attend(*arrays: Any, **options: Any) -> jax.Array:
@@ -84,10 +84,11 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
             kept.append(half)
             return out
 
-        return layer(x, weights, sides, attend), (x, weights, sides, kept)
+        out = layer(x, weights, frozen, sides, attend)
+        return out, (x, weights, frozen, sides, kept)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None]:
-        x, weights, sides, kept = residuals
+    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+        x, weights, frozen, sides, kept = residuals
 
         def again(x: jax.Array, weights: Any) -> jax.Array:
             halves = iter(kept)
@@ -95,9 +96,9 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
             def attend(*arrays: Any, **options: Any) -> jax.Array:
                 return attend_again(*ring_call(*arrays, **options), next(halves))[0]
 
-            return layer(x, weights, sides, attend)
+            return layer(x, weights, frozen, sides, attend)
 
-        return *jax.vjp(again, x, weights)[1](gradient), None
+        return *jax.vjp(again, x, weights)[1](gradient), None, None
 
     run.defvjp(forward, backward)
     return run

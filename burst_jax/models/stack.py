@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# (x, one layer's weights, what all layers share) -> x.
-Layer = Callable[[jax.Array, Any, Any], jax.Array]
+# (x, one layer's weights, its frozen weights, what all layers share) -> x.
+Layer = Callable[[jax.Array, Any, Any, Any], jax.Array]
 
 
 class Run(NamedTuple):
@@ -88,7 +88,12 @@ def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
 
 
 def run_layers(
-    layers: Sequence[Layer], gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
+    layers: Sequence[Layer],
+    gather: Callable[[Any], Any],
+    x: jax.Array,
+    stacked: Any,
+    frozen: Any,
+    sides: Any,
 ) -> jax.Array:
     """:func:`run_ahead` without its schedule, for weights that are whole already.
 
@@ -96,26 +101,35 @@ def run_layers(
     reads a part of a stack adds up arrays of the size of the stack.
     """
     if any(layer is not layers[0] for layer in layers):
-        return run_ahead(layers, gather, x, stacked, sides)
+        return run_ahead(layers, gather, x, stacked, frozen, sides)
 
-    def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        return layers[0](x, gather(weights), sides), None
+    def body(x: jax.Array, parts: tuple[Any, Any]) -> tuple[jax.Array, None]:
+        weights, constant = parts
+        return layers[0](x, gather(weights), gather(constant), sides), None
 
-    return lax.scan(body, x, stacked)[0]
+    return lax.scan(body, x, (stacked, lax.stop_gradient(frozen)))[0]
 
 
 def run_ahead(
-    layers: Sequence[Layer], gather: Callable[[Any], Any], x: jax.Array, stacked: Any, sides: Any
+    layers: Sequence[Layer],
+    gather: Callable[[Any], Any],
+    x: jax.Array,
+    stacked: Any,
+    frozen: Any,
+    sides: Any,
 ) -> jax.Array:
     """``x`` through all layers, whose weights are gathered one layer ahead.
 
     Args:
-      layers: for each layer ``(x, weights, sides) -> x``, the layer with its whole weights; layers
-        of one kind have the same function. What ``jax.checkpoint`` makes of it decides what the
-        backward pass recomputes.
-      gather: one layer's weights from this device's parts; differentiable.
+      layers: for each layer ``(x, weights, frozen, sides) -> x``, the layer with its whole weights;
+        layers of one kind have the same function. What ``jax.checkpoint`` makes of it decides what
+        the backward pass recomputes.
+      gather: one layer's weights from this device's parts, of ``stacked`` or of ``frozen``;
+        differentiable.
       x: the first layer's input.
       stacked: pytree of this device's parts, each with a first dimension that counts the layers.
+      frozen: pytree of parts like these, of weights that are constants and get no gradient; it may
+        be empty.
       sides: pytree that all layers read, like positions; constants, which get no gradient.
 
     Returns:
@@ -131,34 +145,44 @@ def run_ahead(
         index = jnp.clip(index, 0, count - 1)
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, False), stacked)
 
+    def whole(parts: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
+        """The weights of a layer, and its frozen weights."""
+        stacked, frozen = of_layer(parts, index)
+        return gather(stacked), gather(frozen)
+
     @jax.custom_vjp
-    def run(x: jax.Array, stacked: Any, sides: Any) -> jax.Array:
-        def body(run: Run, carry: tuple[jax.Array, Any], index: jax.Array, _: None) -> Any:
-            x, weights = carry
-            ahead = gather(of_layer(stacked, index + 1))
-            return (layers[run.layer](x, weights, sides), ahead), None
+    def run(x: jax.Array, stacked: Any, frozen: Any, sides: Any) -> jax.Array:
+        parts = stacked, frozen
 
-        return _walk(blocks, body, (x, gather(of_layer(stacked, np.int32(0)))))[0][0]
-
-    def forward(x: jax.Array, stacked: Any, sides: Any) -> tuple[jax.Array, Any]:
         def body(run: Run, carry: tuple[jax.Array, Any], index: jax.Array, _: None) -> Any:
-            x, weights = carry
-            ahead = gather(of_layer(stacked, index + 1))
+            x, (weights, constant) = carry
+            ahead = whole(parts, index + 1)
+            return (layers[run.layer](x, weights, constant, sides), ahead), None
+
+        return _walk(blocks, body, (x, whole(parts, np.int32(0))))[0][0]
+
+    def forward(x: jax.Array, stacked: Any, frozen: Any, sides: Any) -> tuple[jax.Array, Any]:
+        parts = stacked, frozen
+
+        def body(run: Run, carry: tuple[jax.Array, Any], index: jax.Array, _: None) -> Any:
+            x, (weights, constant) = carry
+            ahead = whole(parts, index + 1)
             layer = layers[run.layer]
-            out, vjp = jax.vjp(lambda x, weights: layer(x, weights, sides), x, weights)
-            kept_as[run], pieces = _without(vjp, (weights, sides))
+            out, vjp = jax.vjp(lambda x, weights: layer(x, weights, constant, sides), x, weights)
+            kept_as[run], pieces = _without(vjp, (weights, constant, sides))
             return (out, ahead), pieces
 
-        (out, _), pieces = _walk(blocks, body, (x, gather(of_layer(stacked, np.int32(0)))))
-        return out, (pieces, stacked, sides)
+        (out, _), pieces = _walk(blocks, body, (x, whole(parts, np.int32(0))))
+        return out, (pieces, parts, sides)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None]:
-        pieces, stacked, sides = residuals
+    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+        pieces, parts, sides = residuals
+        stacked, _ = parts
 
         def body(run: Run, carry: Any, index: jax.Array, pieces: list[jax.Array]) -> Any:
             gradient, weights, of_stacked = carry
-            ahead = gather(of_layer(stacked, index - 1))
-            gradient, of_weights = kept_as[run].vjp(pieces, (weights, sides))(gradient)
+            ahead = whole(parts, index - 1)
+            gradient, of_weights = kept_as[run].vjp(pieces, (*weights, sides))(gradient)
             (of_parts,) = jax.vjp(gather, of_layer(stacked, index))[1](of_weights)
             of_stacked = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
@@ -167,13 +191,13 @@ def run_ahead(
             )
             return (gradient, ahead, of_stacked), None
 
-        last = gather(of_layer(stacked, np.int32(count - 1)))
+        last = whole(parts, np.int32(count - 1))
         carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
         gradient, _, of_stacked = _walk(blocks, body, carry, pieces, reverse=True)[0]
-        return gradient, of_stacked, None
+        return gradient, of_stacked, None, None
 
     run.defvjp(forward, backward)
-    return run(x, stacked, sides)
+    return run(x, stacked, frozen, sides)
 
 
 def _walk(

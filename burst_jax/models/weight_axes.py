@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from burst_jax.flax.low_rank import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.lora_config import PROJECTIONS
 from burst_jax.rules import LogicalAxes, ShardingRules, check_divides
 from burst_jax.sharding import AxisNames, axes_size, flat_names
 
@@ -39,6 +41,23 @@ WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
     ("final_norm", "scale"): (None,),
 }
 EMBEDDING: LogicalAxes = ("vocab", "embed")
+
+
+def _axes_of_adapters() -> dict[tuple[str, str], LogicalAxes]:
+    """Those of A ``[inputs, r]`` and B ``[r, outputs]`` of each projection.
+
+    Heads and their features are one dimension there, which is split as the heads are. The rank is
+    never split.
+    """
+    found: dict[tuple[str, str], LogicalAxes] = {}
+    for name in PROJECTIONS:
+        axes = WEIGHT_AXES[name, "kernel"]
+        found[name, LORA_A] = (axes[0], None)
+        found[name, LORA_B] = (None, axes[-1] if name == "out" else axes[1])
+    return found
+
+
+WEIGHT_AXES |= _axes_of_adapters()
 
 
 def logical_axes(path: tuple[Any, ...]) -> LogicalAxes:

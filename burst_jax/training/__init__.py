@@ -23,6 +23,7 @@ from burst_jax.training.stall import StallGuard as StallGuard
 from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
 from burst_jax.training.state import init_train_state as init_train_state
+from burst_jax.training.state import split_trained as split_trained
 from burst_jax.training.step import TrainStep as TrainStep
 from burst_jax.training.step import make_train_step as make_train_step
 from burst_jax.training.watch import NonFinite as NonFinite

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
-from burst_jax.refusals import check_integer
+from burst_jax.refusals import check_seed
 from burst_jax.rules import ShardingRules
 from burst_jax.sharding import check_has_devices, resolve_mesh
 from burst_jax.training.optimizer import Optimizer
@@ -37,6 +37,9 @@ def init_train_state(
             model.config, optimizer, mesh, seed, rules=rules, params=nnx.state(model)
         )
 
+    If the decoder has low-rank adapters (``config.lora``), the optimizer has a state for these
+    alone.
+
     Args:
       config: sizes and dtypes of the decoder.
       optimizer: what :func:`make_optimizer` returns, or any optax transformation.
@@ -58,9 +61,7 @@ def init_train_state(
         0 ... 2**32 - 1, or ``params`` are another decoder's.
     """
     check_has_devices(mesh)
-    if check_integer("seed", seed, 0) >= 2**32:
-        # JAX would take its last 32 bits, and so 0 for 2**32.
-        raise ValueError(f"seed is {seed}: it must be below 2**32")
+    check_seed(seed)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, shapes, opt_shapes = abstract_train_state(config, optimizer, **options)
     shardings = jax.tree.map(lambda x: x.sharding, (shapes, opt_shapes))
@@ -68,11 +69,12 @@ def init_train_state(
     if params is not None:
         _check_weights(params, shapes)
         params = jax.device_put(params, shardings[0])
-        return graphdef, params, jax.jit(start, out_shardings=shardings[1])(params)
+        opt_state = jax.jit(start, out_shardings=shardings[1])(split_trained(params)[0])
+        return graphdef, params, opt_state
 
     def init() -> tuple[nnx.State, optax.OptState]:
         params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=seed), **options))
-        return params, start(params)
+        return params, start(split_trained(params)[0])
 
     params, opt_state = jax.jit(init, out_shardings=shardings)()
     return graphdef, params, opt_state
@@ -118,7 +120,7 @@ def abstract_train_state(
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params, specs = _shapes_and_specs(config, options)
-    opt_state = _types(transform_of(optimizer).init, params)
+    opt_state = _types(transform_of(optimizer).init, split_trained(params)[0])
     _refuse_wrapped_moments(opt_state)
     return graphdef, *placed((params, opt_state), params, specs, mesh)
 
@@ -164,6 +166,22 @@ def _shapes_and_specs(
     """The graph definition of a decoder, its weights' shapes, and how each weight is split."""
     graphdef, params = abstract_decoder(config, **options)
     return graphdef, params, nnx.merge(graphdef, params).parts(params).tree(params)
+
+
+def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The weights that are trained, and those that are frozen.
+
+    Those of low-rank adapters are trained alone, all weights if there are none.
+    ``nnx.merge_state(trained, frozen)`` is all of them again.
+
+    Args:
+      params: a decoder's state, arrays or shapes.
+
+    Returns:
+      ``(trained, frozen)``; ``frozen`` may be empty.
+    """
+    adapters, others = nnx.split_state(params, nnx.LoRAParam, ...)
+    return (adapters, others) if jax.tree.leaves(adapters) else (others, adapters)
 
 
 def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -13,20 +13,22 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from burst_jax.models.parts import Parts
 from burst_jax.platform import compiler_options as default_compiler_options
 from burst_jax.refusals import check_integer
 from burst_jax.sharding import axes_size
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 from burst_jax.training.optimizer import Optimizer
-from burst_jax.training.state import transform_of
+from burst_jax.training.state import split_trained, transform_of
 
 
 class TrainStep:
     """The jitted training step of a decoder, which :func:`make_train_step` makes.
 
     ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. The memory of the old
-    ``params`` and ``opt_state`` is donated to the new ones, which keep the old ones' shardings.
+    ``params`` and ``opt_state`` is donated to the new ones, which keep the old ones' shardings. If
+    the decoder has low-rank adapters, they alone have gradients, and all other weights stay.
     Metrics are float32 scalars: ``loss`` (weighted mean of nats per target, before the update),
     ``grad_norm`` (norm of the gradient before clipping), and ``learning_rate`` if the optimizer is
     an :class:`burst_jax.training.Optimizer` whose state counts its steps.
@@ -79,7 +81,7 @@ class TrainStep:
             # the compiler chose those of the new weights, it might shard one over the sequence
             # axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
-            self._weight_shardings = shardings[0]
+            self._weight_shardings = jax.tree.map(_named_sharding, split_trained(params)[0])
             options = self._compiler_options
             self._jitted = jax.jit(
                 self._step,
@@ -92,37 +94,39 @@ class TrainStep:
     def _step(
         self, params: Any, opt_state: Any, batch: Batch[jax.Array]
     ) -> tuple[Any, Any, dict[str, Any]]:
-        loss, grads = self._mean_loss_and_gradient(params, batch)
+        trained, frozen = split_trained(params)
+        loss, grads = self._mean_loss_and_gradient(trained, frozen, batch)
         with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
             updates, new_opt_state = _update(
-                self._transform, grads, opt_state, params, self._weight_shardings
+                self._transform, grads, opt_state, trained, self._weight_shardings
             )
             grad_norm = optax.tree.norm(grads)
         metrics = {"loss": loss, "grad_norm": grad_norm}
         count = _step_count(opt_state)
         if self._schedule is not None and count is not None:
             metrics["learning_rate"] = jnp.asarray(self._schedule(count), jnp.float32)
-        return optax.apply_updates(params, updates), new_opt_state, metrics
+        new: Any = optax.apply_updates(trained, updates)
+        return nnx.merge_state(new, frozen), new_opt_state, metrics
 
     def _mean_loss_and_gradient(
-        self, params: Any, batch: Batch[jax.Array]
+        self, trained: Any, frozen: Any, batch: Batch[jax.Array]
     ) -> tuple[jax.Array, Any]:
-        def total_loss(params: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return self._loss(nnx.merge(self._graphdef, params), batch)
+        def total_loss(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return self._loss(nnx.merge(self._graphdef, trained, frozen), batch)
 
         gradient = jax.value_and_grad(total_loss, has_aux=True)
         if self._accumulate == 1:
-            (total, count), grads = gradient(params, batch)
+            (total, count), grads = gradient(trained, batch)
         else:
-            total, count, grads = self._accumulated(gradient, params, batch)
+            parts = nnx.merge(self._graphdef, trained, frozen).parts()
+            total, count, grads = self._accumulated(gradient, trained, batch, parts)
         count = jnp.where(count == 0, 1.0, count)  # A batch without targets has the loss 0.
         return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
     def _accumulated(
-        self, gradient: Any, params: Any, batch: Batch[jax.Array]
+        self, gradient: Any, trained: Any, batch: Batch[jax.Array], parts: Parts
     ) -> tuple[jax.Array, jax.Array, Any]:
         """The sums of loss, targets and gradient over parts of the batch, one after the other."""
-        parts = nnx.merge(self._graphdef, params).parts(params)
         rows = batch["inputs"].shape[0]
         devices = axes_size(parts.mesh, parts.batch_axes)
         stages = axes_size(parts.mesh, parts.stage_axis)
@@ -150,11 +154,11 @@ class TrainStep:
         )(batch)
 
         def add(sums: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:
-            (total, count), grads = gradient(params, batch)
+            (total, count), grads = gradient(trained, batch)
             return jax.tree.map(jnp.add, sums, (total, count, grads)), None
 
         zero = jnp.zeros((), jnp.float32)
-        zeros = zero, zero, jax.tree.map(jnp.zeros_like, params)
+        zeros = zero, zero, jax.tree.map(jnp.zeros_like, trained)
         return jax.lax.scan(add, zeros, cuts)[0]
 
 

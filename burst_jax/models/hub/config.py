@@ -269,4 +269,6 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         remat="none",
         mlp_chunks=1,
         hub_config=None,
+        # Adapters are merged, or written apart.
+        lora=None,
     )

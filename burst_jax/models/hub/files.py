@@ -47,6 +47,7 @@ class TensorFiles:
 
     Args:
       folder: what transformers' ``save_pretrained`` writes.
+      single: the name of the file that has all tensors; that of a model may be several files.
       text_part: whether to take the language model of a model of text and images, under the names
         that its tensors have in a model of their own.
 
@@ -55,9 +56,9 @@ class TensorFiles:
       ValueError: a file is damaged, or the files and their index do not agree.
     """
 
-    def __init__(self, folder: Path, *, text_part: bool = False) -> None:
+    def __init__(self, folder: Path, *, single: str = SINGLE, text_part: bool = False) -> None:
         self._slices: dict[str, Any] = {}
-        for path, expected in _files(folder).items():
+        for path, expected in _files(folder, single).items():
             file = _opened(path)
             if expected is not None and (
                 differ := sorted(expected.symmetric_difference(file.keys()))
@@ -96,12 +97,16 @@ def _text_name(stored: str) -> str:
     return _TEXT.sub("model.", stored, count=1).removeprefix("language_model.")
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
+def _files(folder: Path, name: str) -> dict[Path, set[str] | None]:
     """The weight files, as transformers finds them, each with the tensors that the index says.
 
     That is the single file, if there is one, and else those of the index.
     """
-    single, index = folder / SINGLE, folder / INDEX
+    single, index = folder / name, folder / INDEX
+    if name != SINGLE:
+        if not single.exists():
+            raise FileNotFoundError(f"{folder} lacks {name}")
+        return {single: None}
     tensors = _tensors_of(index) if index.exists() else None
     if single.exists():
         if tensors is not None:

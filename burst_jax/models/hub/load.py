@@ -96,15 +96,15 @@ def load(
     specs = flat(parts.tree(shapes))
     files = TensorFiles(folder, text_part=text_part)
     weights = weights_of(shapes, family, config.num_layers)
-    _check(folder, files, weights, ignore)
+    check_tensors(folder, files, weights, ignore)
     values = {}
     for weight in weights:
         sharding = NamedSharding(parts.mesh, specs[weight.path])
-        values[weight.path] = _read(files, weight, sharding, np.dtype(config.param_dtype))
+        values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
     return nnx.merge(graphdef, tree_of(shapes, values))
 
 
-def _read(
+def read_weight(
     files: TensorFiles, weight: Weight, sharding: NamedSharding, dtype: np.dtype
 ) -> jax.Array:
     """One weight, of which this process reads what its devices keep."""
@@ -134,8 +134,12 @@ def _part(
     return out if weight.stacked else out[0]
 
 
-def _check(
-    folder: Path, files: TensorFiles, weights: list[Weight], ignore: Collection[str]
+def check_tensors(
+    folder: Path,
+    files: TensorFiles,
+    weights: list[Weight],
+    ignore: Collection[str],
+    described_by: str = "its config.json describes",
 ) -> None:
     """Raises ValueError that names all tensors that are missing, left over, or not as expected."""
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
@@ -164,7 +168,7 @@ def _check(
     ]
     if found:
         raise ValueError(
-            f"{folder} does not have the tensors that its config.json describes; "
+            f"{folder} does not have the tensors that {described_by}; "
             + "; ".join(found)
             + ("; pass ignore= to leave tensors out" if left_over else "")
         )

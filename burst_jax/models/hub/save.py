@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from burst_jax.models.hub.config import config_json
 from burst_jax.models.hub.files import INDEX, SINGLE, safetensors
 from burst_jax.models.hub.layout import Weight, flat, weights_of
 from burst_jax.models.hub.new_folder import NewFolder
+from burst_jax.models.lora import merge_lora
+
+# A file's tensors: (name, the weight, the layer or None).
+Plan = dict[str, list[tuple[str, Weight, int | None]]]
 
 
 def save(
@@ -37,7 +41,9 @@ def save(
 
     A decoder that was loaded has the ``config.json`` that it was loaded with, but for the dtype.
     For another one a family of models is found that computes the same. Tokenizer files are not
-    written: copy them.
+    written: copy them. Low-rank adapters are merged into the weights
+    (:func:`burst_jax.models.merge_lora`), which takes the memory of the weights that have some once
+    more; :func:`burst_jax.models.save_adapter` writes them alone.
 
     The folder is written under another name and renamed when it is complete. All processes of a run
     must call this together. The first one writes, and its memory holds one file's tensors, twice
@@ -63,12 +69,35 @@ def save(
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}: it must be at least 1")
-    state = nnx.state(model)
     dtype = jnp.dtype(model.config.param_dtype if dtype is None else dtype)
     written, family = config_json(model.config, dtype, max_length)
+    if model.config.lora is not None:
+        model = merge_lora(model, param_dtype=dtype)
+    state = nnx.state(model)
     plan = _plan(weights_of(state, family, model.config.num_layers), dtype, max_file_bytes)
-    writer = _Writer(Path(folder), dtype)
-    arrays = flat(state)
+    texts = {"config.json": written}
+    if len(plan) > 1:
+        texts[INDEX] = _index(plan, dtype)
+    write_folder(Path(folder), plan, flat(state), dtype, texts)
+
+
+def write_folder(
+    folder: Path,
+    plan: Plan,
+    arrays: Mapping[tuple[str, ...], jax.Array],
+    dtype: jnp.dtype,
+    texts: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Writes tensors and JSON files into a new folder, see :func:`save`.
+
+    Args:
+      folder: a folder that does not exist yet, or is empty.
+      plan: which tensors each file has.
+      arrays: the weights by path.
+      dtype: of the tensors.
+      texts: the content of each JSON file.
+    """
+    writer = _Writer(folder, dtype)
     try:
         by_first_process(writer.begin)
         for file, tensors in plan.items():
@@ -78,9 +107,6 @@ def save(
                 if jax.process_index() == 0:
                     writer.keep(name, weight, whole)
             by_first_process(lambda file=file: writer.write(file))
-        texts = {"config.json": written}
-        if len(plan) > 1:
-            texts[INDEX] = _index(plan, dtype)
         by_first_process(lambda: writer.finish(texts))
     finally:
         writer.discard()
@@ -118,7 +144,7 @@ class _Writer:
         )
         self._content = {}
 
-    def finish(self, texts: dict[str, dict[str, Any]]) -> None:
+    def finish(self, texts: Mapping[str, Mapping[str, Any]]) -> None:
         assert self._new is not None
         for file, content in texts.items():
             text = json.dumps(content, indent=2, sort_keys=True)
@@ -130,15 +156,11 @@ class _Writer:
             self._new.discard()
 
 
-# A file's tensors: (name, the weight, the layer or None).
-_Plan = dict[str, list[tuple[str, Weight, int | None]]]
-
-
-def _plan(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> _Plan:
+def _plan(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Plan:
     """Which tensors each file has: layer by layer, none beyond the size unless it is alone."""
     files: list[list[tuple[str, Weight, int | None]]] = [[]]
     size = 0
-    for tensor in _in_order(weights):
+    for tensor in in_order(weights):
         more = _bytes(tensor[1], dtype)
         if files[-1] and size + more > max_file_bytes:
             files.append([])
@@ -153,7 +175,8 @@ def _plan(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> _Plan
     }
 
 
-def _in_order(weights: list[Weight]) -> Iterator[tuple[str, Weight, int | None]]:
+def in_order(weights: list[Weight]) -> Iterator[tuple[str, Weight, int | None]]:
+    """The weights' tensors layer by layer: (name, the weight, the layer or None)."""
     stacked = [weight for weight in weights if weight.stacked]
     yield from ((weight.names[0], weight, None) for weight in weights if not weight.stacked)
     for layer in range(len(stacked[0].names)):
@@ -164,7 +187,7 @@ def _bytes(weight: Weight, dtype: jnp.dtype) -> int:
     return int(np.prod(weight.shape)) * dtype.itemsize
 
 
-def _index(plan: _Plan, dtype: jnp.dtype) -> dict[str, Any]:
+def _index(plan: Plan, dtype: jnp.dtype) -> dict[str, Any]:
     tensors = [(name, file, weight) for file, some in plan.items() for name, weight, _ in some]
     return {
         "metadata": {"total_size": sum(_bytes(weight, dtype) for _, _, weight in tensors)},

@@ -1,0 +1,156 @@
+"""Low-rank adapters in folders of peft, and merged into folders of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import hub_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from implementations import quick_jit
+from meshes import assert_close, mesh_of, random_like
+from safetensors.numpy import load_file, save_file
+
+import burst_jax
+from burst_jax import ShardingRules
+from burst_jax.models import Lora, add_lora, load, load_adapter, save, save_adapter
+
+RANK, ALPHA = 3, 12.0
+TARGETS = "query|value|out|down"
+LENGTH = 64
+
+
+def loaded(folder, mesh):
+    rules = ShardingRules.of(mesh)
+    return load(folder, mesh=mesh, rules=rules, layout="zigzag", dtype=jnp.float32)
+
+
+def trained(model):
+    """A decoder with adapters as after some training: no B is zero."""
+    graphdef, adapters, others = nnx.split(
+        add_lora(model, RANK, alpha=ALPHA, targets=TARGETS), nnx.LoRAParam, ...
+    )
+    drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
+    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), drawn, adapters)
+    return nnx.merge(graphdef, placed, others)
+
+
+def logits(model, shards):
+    tokens = burst_jax.to_layout(hub_models.TOKENS[None, :LENGTH], "zigzag", shards)
+    positions = burst_jax.positions("zigzag", LENGTH, num_shards=shards)
+    graphdef, state = nnx.split(model)
+
+    @quick_jit
+    def run(state):
+        model = nnx.merge(graphdef, state)
+        return model.unembed(model(tokens, positions))
+
+    return burst_jax.from_layout(np.asarray(run(state)), "zigzag", shards)
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_folders_compute_what_the_adapters_do(tmp_path, name):
+    folder = hub_models.write_folder(name, tmp_path / "model")
+    mesh = mesh_of(seq=2, tensor=2)
+    model = trained(loaded(folder, mesh))
+    want = logits(model, 2)
+    save_adapter(model, tmp_path / "adapter", base=folder)
+    save(model, tmp_path / "merged")
+
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["peft_type"] == "LORA"
+    assert said["task_type"] == "CAUSAL_LM"
+    assert said["base_model_name_or_path"] == str(folder)
+    assert (said["r"], said["lora_alpha"]) == (RANK, ALPHA)
+    assert said["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    weights = hub_models.tensors(name)
+    projections = [tensor for tensor in weights if re.search(r"(down|o|q|v)_proj\.weight$", tensor)]
+    assert len(tensors) == 2 * len(projections)
+    for tensor in projections:
+        stem = "base_model.model." + tensor.removesuffix("weight")
+        a, b = tensors[stem + "lora_A.weight"], tensors[stem + "lora_B.weight"]
+        outputs, inputs = weights[tensor].shape
+        assert (a.shape, b.shape) == ((RANK, inputs), (outputs, RANK))
+        # What peft adds, in PyTorch's order of dimensions.
+        weights[tensor] = weights[tensor] + ALPHA / RANK * b @ a
+    by_peft = tmp_path / "by_peft"
+    by_peft.mkdir()
+    (by_peft / "config.json").write_text((folder / "config.json").read_text())
+    save_file(weights, by_peft / "model.safetensors")
+
+    plain = loaded(folder, one := mesh_of(seq=1))
+    assert np.abs(logits(plain, 1) - want).max() > 0.1
+    assert_close(logits(loaded(by_peft, one), 1), want, 1e-5)
+    assert_close(logits(loaded(tmp_path / "merged", one), 1), want, 1e-5)
+    again = load_adapter(plain, tmp_path / "adapter")
+    assert_close(logits(again, 1), want, 1e-5)
+    assert again.config.lora == Lora(RANK, ALPHA, tuple(TARGETS.split("|")))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(jax.device_get(nnx.to_pure_dict(nnx.state(m, nnx.LoRAParam))) for m in (again, model)),
+    )
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A model, and the config and tensors of its adapter's folder."""
+    folder = hub_models.write_folder("qwen3", tmp_path_factory.mktemp("models") / "model")
+    model = loaded(folder, mesh_of(seq=1))
+    place = folder.parent / "adapter"
+    save_adapter(add_lora(model, RANK, targets="query"), place)
+    config = json.loads((place / "adapter_config.json").read_text())
+    return model, config, load_file(place / "adapter_model.safetensors")
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        ({"peft_type": "IA3"}, {}, NotImplementedError, "has peft_type 'IA3': there is 'LORA'"),
+        ({"use_dora": True}, {}, NotImplementedError, "use_dora is True. .* merge_and_unload"),
+        ({"bias": "all"}, {}, NotImplementedError, "bias is 'all'"),
+        ({"rank_pattern": {"q": 1}}, {}, NotImplementedError, r"rank_pattern is \{'q': 1\}"),
+        ({"new_kind": 3}, {}, NotImplementedError, "new_kind is 3"),
+        ({"r": 5}, {}, ValueError, r"of another shape: .*lora_A.weight is \[3, 32\], expected \[5"),
+        ({}, {FIRST: None}, ValueError, "that adapter_config.json and the model .*; missing: base"),
+        ({}, {"other": np.ones(1, np.float32)}, ValueError, "left over: other"),
+    ],
+)  # fmt: skip
+def test_adapters_that_are_refused(tmp_path, adapter, config, tensors, error, message):
+    model, said, there = adapter
+    changed = {name: x for name, x in (there | tensors).items() if x is not None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said | config))
+    save_file(changed, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(error, match=message):
+        load_adapter(model, tmp_path)
+
+
+def test_folders_that_are_refused(tmp_path, adapter):
+    model, said, there = adapter
+    with pytest.raises(ValueError, match="model has no adapters: add_lora gives it some; save wri"):
+        save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(FileNotFoundError):
+        load_adapter(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_model.safetensors"):
+        load_adapter(model, tmp_path)
+    save_file({"x": there[FIRST]}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has no tensor of a projection: it is no LoRA of peft"):
+        load_adapter(model, tmp_path)
+    del said["r"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"adapter_config.json lacks r"):
+        load_adapter(model, tmp_path)
+    with_adapters = add_lora(model, RANK)
+    with pytest.raises(ValueError, match=r"model has adapters already, Lora\(rank=3"):
+        load_adapter(with_adapters, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    with pytest.raises(NotImplementedError, match="'gemma3', and the decoder is a 'qwen3': peft"):
+        save_adapter(with_adapters, tmp_path / "adapter", base=tmp_path)
