@@ -257,6 +257,11 @@ class Decoder(nnx.Module):
             length = vary(jnp.max(present) + 1, frozenset(parts.over))
             length = lax.pmax(length, parts.over) if parts.over else length
 
+        ahead = parts.gathers(layer_specs)
+
+        def gather(weights: nnx.State) -> nnx.State:
+            return whole(weights, layer_specs)
+
         def layer_of(kind: LayerKind) -> Layer:
             def layer(
                 x: jax.Array,
@@ -266,22 +271,22 @@ class Decoder(nnx.Module):
             ) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
-                module = nnx.merge(graphdef, weights)
+                # Weights that are whole already are marked here, where the backward pass does it
+                # again. Marked outside they would be kept for it, in a second stack.
+                module = nnx.merge(graphdef, weights if ahead else gather(weights))
                 return module(x, rope, segment_ids, kind.window, attention_fn)
 
             return rematerialised(layer, config.remat)
 
         layers = {kind: layer_of(kind) for kind in kinds}
 
-        def gather(weights: nnx.State) -> nnx.State:
-            return whole(weights, layer_specs)
-
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack = run_ahead if parts.gathers(layer_specs) else run_layers
             in_order = [layers[kind] for kind in kinds]
-            return run_stack(in_order, gather, x, stacked, (tables, segment_ids))
+            if ahead:
+                return run_ahead(in_order, gather, x, stacked, (tables, segment_ids))
+            return run_layers(in_order, lambda weights: weights, x, stacked, (tables, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids
