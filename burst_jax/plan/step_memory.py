@@ -140,9 +140,11 @@ def _backward(s: Sizes, way: Way, rotation: str, fused: bool) -> dict[str, float
     # The gradient of the residual stream, the normed input; q, out and its gradient; k, v.
     attention = 2 * one + 3 * query + 2 * kv + ring
     hidden = features * s.hidden / way.mlp_chunks
-    # Gate, up, and the gradients of the hidden features and of gate or up.
-    products = max(4 * hidden, 3 * hidden + 2 / 3 * summed)
-    states = 5 * one
+    # Gate, up, and the gradients of the hidden features and of gate or up. Products that were kept
+    # are read where they are, and what they were made of is not there again.
+    kept = way.remat in ("none", "selective")
+    products = max((3 if kept else 4) * hidden, 3 * hidden + 2 / 3 * summed)
+    states = (3 if kept else 5) * one
     if way.mlp_chunks > 1:
         # Chunks of inputs and results; they add to the weights' gradients.
         states += 3 * one / way.mlp_chunks + kv

@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 # token and feature of the residual stream: norms, RoPE, the gate, sums, casts. Forward, backward,
 # and of what the backward pass does again.
 _PASSES = {"forward": 45, "backward": 90}
-# Bytes for each logit: float32 logits are written and read three times, slopes written and read
-# twice.
-_LOGIT_BYTES = 22
+# Bytes for each logit: float32 logits are written and read twice, slopes written and read once.
+_LOGIT_BYTES = 16
 # Bytes for each weight that a device keeps: AdamW reads gradient, weight and moments, writes weight
 # and moments; before that the gradient is divided and its norm taken.
 _UPDATE_BYTES = 24
 # The share of a layer's work, forward or backward, beside which its weights' transfers lie.
 _BESIDE = 0.5
-# Of the work of a causal attention the queries of the first half of a row have a quarter.
-_FIRST_HALF = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +90,7 @@ def step_seconds(
     cluster: Cluster,
     attentions: list[Estimate],
     *,
+    first_half: float,
     chunk_size: int,
     moment_size: int,
 ) -> StepSeconds:
@@ -103,6 +101,7 @@ def step_seconds(
       way: how the step is split.
       cluster: the devices.
       attentions: of each layer.
+      first_half: seconds of all layers' attention for the first half of each row, forward.
       chunk_size: number of tokens that the loss takes at a time.
       moment_size: bytes of one of the optimizer's moments of a weight.
     """
@@ -111,7 +110,7 @@ def step_seconds(
     bandwidth = 1e9 * gpu.bandwidth
     forward = sum(each.forward_seconds for each in attentions)
     backward = sum(each.backward_seconds for each in attentions)
-    again = forward * {"full": 1.0, "half": _FIRST_HALF}.get(remat, 0.0)
+    again = {"full": forward, "half": first_half}.get(remat, 0.0)
 
     products = s.layers * 2 * s.tokens * s.products / rate
     done_again = s.layers * 2 * s.tokens * _products_again(s, remat) / rate

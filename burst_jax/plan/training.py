@@ -16,10 +16,11 @@ from burst_jax.plan.sizes import Sizes, sizes_of
 from burst_jax.plan.step_memory import StepMemory, step_memory
 from burst_jax.plan.step_time import StepSeconds, attention_of, step_seconds
 from burst_jax.plan.training_table import table
-from burst_jax.plan.way import Moments, Way, Weights
+from burst_jax.plan.way import Way, Weights
 
 if TYPE_CHECKING:
     from burst_jax.models.config import DecoderConfig
+    from burst_jax.training.adam import Moments
 
 # The share of a GPU's memory that a step may take: the rest is for CUDA, NCCL, and what the model
 # does not know.
@@ -179,6 +180,7 @@ def plan_training(
     """
     from burst_jax.models.config import DecoderConfig
     from burst_jax.models.decoder import abstract_decoder
+    from burst_jax.training.adam import Moments
 
     if not isinstance(config, DecoderConfig):
         raise ValueError(
@@ -276,16 +278,23 @@ class _Planner:
             for kind in dict.fromkeys(config.layer_kinds)
         }  # fmt: skip
         attentions = [by_kind[kind] for kind in config.layer_kinds]
+        # Without a window the queries of the first half of a row see a quarter of the keys.
+        first_half = sum(
+            by_kind[kind].forward_seconds / (4 if kind.window is None else 2)
+            for kind in config.layer_kinds
+        )
         found = []
         for remat in get_args(Remat):
             if remat == "half" and way.seq > 1 and way.layout == "contiguous":
                 continue  # Some devices have none of the second half.
             for moments in places:
                 kind = dataclasses.replace(way, remat=remat, moments=moments)
-                found.append(self._in_chunks(kind, sizes, attentions))
+                found.append(self._in_chunks(kind, sizes, attentions, first_half))
         return found
 
-    def _in_chunks(self, way: Way, sizes: Sizes, attentions: list[Estimate]) -> StepEstimate:
+    def _in_chunks(
+        self, way: Way, sizes: Sizes, attentions: list[Estimate], first_half: float
+    ) -> StepEstimate:
         """The fewest chunks of the feed-forward that fit, or those that need the least memory."""
         counts = [count for count in _CHUNKS if self.length // way.seq % count == 0]
         ways = [dataclasses.replace(way, mlp_chunks=count) for count in counts]
@@ -298,6 +307,7 @@ class _Planner:
             ways[at],
             self.cluster,
             attentions,
+            first_half=first_half,
             chunk_size=_CHUNK_SIZE,
             moment_size=self.moment_size,
         )

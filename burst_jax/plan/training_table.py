@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # JAX takes this share of a GPU's memory unless it is told otherwise.
 _JAX_TAKES = 0.75
+# GiB of the host's memory that JAX pins for a process, unless it is told otherwise.
+_JAX_PINS = 64
 
 
 def table(plan: TrainingPlan, *, everything: bool = False) -> str:
@@ -152,9 +155,16 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
         if plan.moment_dtype != "float32":
             flags += ["--moment-dtype", plan.moment_dtype]
         lines.append(f"    python examples/train_lm.py {' '.join(flags)}")
-    if best.memory.total > _JAX_TAKES * plan.cluster.gpu.memory * _GIB:
+    gpu, gpus = plan.cluster.gpu, plan.cluster.gpus
+    if best.memory.total > _JAX_TAKES * gpu.memory * _GIB:
         lines.append(
-            "    # JAX takes three quarters of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+            "    # JAX takes three quarters of the memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        )
+    pinned = gpus * best.memory.host / _GIB
+    if pinned > _JAX_PINS:
+        lines.append(
+            f"    # JAX pins {_JAX_PINS} GiB of the host's memory for a process, {gpus} GPUs need "
+            f"more: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}"
         )
     return lines
 

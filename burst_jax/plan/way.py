@@ -14,9 +14,9 @@ from burst_jax.rules import ShardingRules
 
 if TYPE_CHECKING:
     from burst_jax.models.remat import Remat
+    from burst_jax.training.adam import Moments
 
 Weights = Literal["split", "whole"]
-Moments = Literal["device", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
