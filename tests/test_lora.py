@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def base(mesh, config=CONFIG, **options):
     return nnx.merge(graphdef, weights)
 
 
-def with_random_adapters(mesh, *, targets=".*", remat=CONFIG.remat, **options):
+def with_random_adapters(mesh, *, targets=".*", remat: Any = CONFIG.remat, **options):
     """One with adapters whose B is not zero, so that A has gradients."""
     lora = Lora(RANK, ALPHA, targets)
     return base(mesh, dataclasses.replace(CONFIG, lora=lora, remat=remat), **options)
