@@ -294,11 +294,9 @@ def test_of_moments_on_the_host_a_gpu_has_a_layer_at_most(dtype):
     options = burst_jax.compiler_options("gpu")
     program = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     memory: Any = program.memory_analysis()
-    of_adam: Any = state[1][1]
-    weights, moments = (
-        bytes_of_parts(state[0]),
-        bytes_of_parts((adam_state[1].mu, adam_state[1].nu)),
-    )
+    opt_state: Any = state[1]
+    weights = bytes_of_parts(state[0])
+    moments = bytes_of_parts((opt_state[1].mu, opt_state[1].nu))
     assert moments == weights * 2 * jnp.dtype(dtype).itemsize // 4
     # They are renewed in place, and nothing is computed or copied on the host.
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == moments
