@@ -18,6 +18,7 @@ from burst_jax.layout import pad_to_layout as pad_to_layout
 from burst_jax.layout import positions as positions
 from burst_jax.layout import to_layout as to_layout
 from burst_jax.plan import plan as plan
+from burst_jax.plan import plan_training as plan_training
 from burst_jax.platform import compiler_options as compiler_options
 from burst_jax.platform import set_compiler_options as set_compiler_options
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from burst_jax.platform import has_peer_copies
 from burst_jax.sharding import AxisNames, flat_names
-from pallas_kernels.arrays import vary, varying_axes
+from pallas_kernels.arrays import row_major, vary, varying_axes
 
 # For each split dimension of a weight the mesh axes that split it.
 Split = tuple[tuple[int, tuple[str, ...]], ...]
@@ -83,7 +83,9 @@ def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype) -> jax.Array:
-    weight = weight.astype(travels)
+    # NCCL gathers along the first dimension in memory. For another one XLA transposes, here one
+    # layer's part and not the stack of all layers' that it may be a slice of.
+    weight = row_major(weight.astype(travels))
     for dim, names in split:
         if has_peer_copies():
             weight = gather_by_permutes(weight, names, dim)
@@ -109,7 +111,7 @@ def _gather_bwd(
             gradient = scatter_by_permutes(gradient, names, dim)
         else:
             gradient = lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
-    return (gradient.astype(empty.dtype),)
+    return (row_major(gradient.astype(empty.dtype)),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -71,6 +72,16 @@ def depending_on(x: jax.Array, other: jax.Array) -> jax.Array:
     residual. What a kernel changes in place may not be one, so it must depend on an operand.
     """
     return _depending_on.bind(x, other)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """``x`` in memory in the order of its dimensions, the last one contiguous; values untouched.
+
+    XLA lays an array out as suits the operations that read it, and, to save a copy, the arrays that
+    it is made from. If one of these is a slice that a scan takes of a stack, the whole stack is
+    copied into the other order before the scan, and both are in memory.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _identity(name: str, abstract: Callable[..., Any]) -> Primitive:

@@ -10,18 +10,12 @@ import compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_steps import compile_step
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import burst_jax
-from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig
-from burst_jax.training import (
-    abstract_train_state,
-    chunked_cross_entropy,
-    make_optimizer,
-    make_train_step,
-)
+from burst_jax.training import chunked_cross_entropy
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -32,29 +26,15 @@ CONFIG = DecoderConfig(
 TOKENS = 4096
 SIZES = {
     "fsdp2-seq4": {"data": 1, "fsdp": 2, "seq": 4, "tensor": 1},
+    "seq8": {"data": 1, "fsdp": 1, "seq": 8, "tensor": 1},
     "data2-seq2-tensor2": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
 }
 
 
-def compile_step(gpu, kernels, sizes, config=CONFIG, length=TOKENS):
-    """A step of ``length`` tokens a device, and the weights' and the state's shapes."""
-    mesh = compiled.named_mesh(gpu, **sizes)
-    rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
-    graphdef, params, state = abstract_train_state(
-        config, optimizer, mesh, rules=rules, layout="zigzag", implementation=kernels
-    )
-    tokens = NamedSharding(mesh, P(rules.batch_axes, "seq"))
-    shape = sizes["data"] * sizes["fsdp"], length * sizes["seq"]
-    batch: Any = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=tokens)
-        for name, dtype in (
-            ("inputs", jnp.int32), ("targets", jnp.int32), ("positions", jnp.int32),
-            ("weights", jnp.float32),
-        )
-    }  # fmt: skip
-    step = make_train_step(graphdef, optimizer, compiler_options=burst_jax.compiler_options("gpu"))
-    traced = step.trace(params, state, batch | {"segment_ids": None})
-    return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
+def compile_small(gpu, kernels, sizes, config=CONFIG, tokens=TOKENS):
+    """A step of ``tokens`` tokens a device, and the weights' and the state's shapes."""
+    rows, length = sizes["data"] * sizes["fsdp"], tokens * sizes["seq"]
+    return compile_step(gpu, kernels, sizes, config, length=length, batch=rows)
 
 
 def parts_of(tree):
@@ -76,15 +56,15 @@ WIDE = dataclasses.replace(
     [
         ("a100", "triton", "fsdp2-seq4", CONFIG, 4096),
         ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
-        ("h100", "mosaic_gpu", "fsdp2-seq4", WIDE, 32768),
+        ("h100", "mosaic_gpu", "seq8", WIDE, 32768),
     ],
-    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-wide"],
+    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-seq8-wide"],
 )
 def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     gpu, kernels, sizes, config, tokens
 ):
     """In one process the copy engines move weights: a permute for each distance of two devices."""
-    program, params, state = compile_step(gpu, kernels, SIZES[sizes], config, tokens)
+    program, params, state = compile_small(gpu, kernels, SIZES[sizes], config, tokens)
     assert not compiled.moves(program, "all-gather")
     assert "reduce-scatter" not in compiled.text_of(program)
     parts = parts_of(params)
@@ -116,12 +96,25 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
         for x in jax.tree.leaves((params, state))
     )
     assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * tokens + 2**16
+    made = compiled.arrays_in_order(program)
+    # No stack of what layers keep, of their weights or gradients is copied into another order.
+    shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params["layers"])]
+    stacks = {size for size in map(math.prod, shards) if size > 2**16}
+    stacks.add(config.num_layers * tokens * config.num_heads * config.head_dim)
+    moved = {size for name, op, _, size in made if "transpose" in name or op == "copy"}
+    assert not stacks & moved
+    # The head's gradient is summed, into this device's part, before the layers' backward pass.
+    head: Any = params["head"]["kernel"]
+    part = "f32", math.prod(head.sharding.shard_shape(head.shape))
+    sent = [i for i, (_, op, *array) in enumerate(made) if "permute" in op and tuple(array) == part]
+    assert sent
+    assert max(sent) < max(i for i, (_, op, *_) in enumerate(made) if op == "while")
 
 
 def test_what_is_offloaded_travels_to_the_host_beside_kernels():
     config = dataclasses.replace(CONFIG, remat="offload")
     sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
-    program, _, _ = compile_step("h100", "triton", sizes, config)
+    program, _, _ = compile_small("h100", "triton", sizes, config)
     memory: Any = program.memory_analysis()
     # The layer's input, out and lse.
     lanes = config.embed_dim + config.num_heads * config.head_dim

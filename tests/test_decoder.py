@@ -16,9 +16,11 @@ from compiled import text_of
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
+from jaxprs import equations
 from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layout import from_layout, to_layout
+from burst_jax.layout import positions as burst_positions
 from burst_jax.models import (
     Decoder,
     DecoderConfig,
@@ -211,6 +213,29 @@ def test_causal_and_segments_hide_what_they_should():
     assert same[0, 10:].all()  # Another segment.
     assert same[1, :20].all()
     assert not same[1, 20:27].any()
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_no_second_stack_of_whole_weights_is_kept(remat):
+    config = dataclasses.replace(CONFIG, remat=remat)
+    graphdef, shapes = abstract_decoder(config, mesh=make_mesh(seq=4), layout="zigzag")
+    positions = burst_positions("zigzag", T, 4)
+
+    def gradient(params, tokens):
+        def total(params):
+            return nnx.merge(graphdef, params)(tokens, positions).sum()
+
+        return jax.grad(total)(params)
+
+    jaxpr = jax.make_jaxpr(gradient)(shapes, jax.ShapeDtypeStruct((B, T), jnp.int32)).jaxpr
+    stacks = [
+        out
+        for equation, _ in equations(jaxpr)
+        if equation.primitive.name == "scan"
+        for out in equation.outvars
+        if out.aval.shape == (config.num_layers, config.embed_dim, config.mlp_dim)
+    ]
+    assert len(stacks) == 2  # The gradients of gate and up.
 
 
 def compiled_gradient(remat):

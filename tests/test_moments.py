@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
+import compiled
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, mesh_of, relative_rms
 
+import burst_jax
+from burst_jax.bench import train as bench_train
 from burst_jax.training import Checkpoints, abstract_train_state, adam, make_optimizer
 from burst_jax.training.rounding import random_words, round_at_random
 
@@ -214,7 +218,9 @@ def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):
     renewed = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
-        renewed(state)  # Takes the memory of what is being written.
+        renewed(state)
+        # The step has taken the memory, although the files may not be written yet.
+        assert all(x.is_deleted() for x in arrays)
         checkpoints.wait()
         for mesh, moments in ((one, "host"), (other, "device"), (other, "host")):
             wanted = state_on(mesh, moments)
@@ -258,3 +264,47 @@ def test_optax_multi_steps_keep_moments_in_bfloat16():
     state: Any = abstract_train_state(SMALL, wrapped, mesh_of(seq=2))[2]
     dtypes = {x.dtype for x in jax.tree.leaves(state.inner_opt_state) if x.ndim}
     assert dtypes == {jnp.dtype(jnp.bfloat16)}
+
+
+def bytes_of_parts(tree):
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_of_moments_on_the_host_a_gpu_has_a_layer_at_most(dtype):
+    """Compiled for two GPUs: AdamW of Llama 3 8B, whose weights are split over both."""
+    mesh = compiled.named_mesh("h100", seq=2)
+    rules = split_runs.rules_of(mesh)
+    optimizer = make_optimizer(1e-4, 10, moment_dtype=dtype, moments="host")
+    config = bench_train.SHAPES["llama-3-8b"]
+    state: Any = abstract_train_state(config, optimizer, mesh, rules=rules, layout="zigzag")[1:]
+    shardings: Any = jax.tree.map(lambda x: x.sharding, state)
+    transform = optax.with_extra_args_support(optimizer.transform)
+
+    def step(weights, opt_state):
+        gradients = jax.lax.optimization_barrier(jax.tree.map(jnp.sin, weights))
+        updates, opt_state = transform.update(
+            gradients, opt_state, weights, weight_shardings=shardings[0]
+        )
+        return optax.apply_updates(weights, updates), opt_state
+
+    with jax.numpy_dtype_promotion("standard"):
+        traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings).trace(*state)
+    options = burst_jax.compiler_options("gpu")
+    program = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    memory: Any = program.memory_analysis()
+    opt_state: Any = state[1]
+    weights = bytes_of_parts(state[0])
+    moments = bytes_of_parts((opt_state[1].mu, opt_state[1].nu))
+    assert moments == weights * 2 * jnp.dtype(dtype).itemsize // 4
+    # They are renewed in place, and nothing is computed or copied on the host.
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == moments
+    assert memory.host_temp_size_in_bytes == 0
+    assert weights <= memory.argument_size_in_bytes < weights + 64
+    # Beside weights and gradients: both moments of a layer's largest matrix, old and new.
+    beside = memory.temp_size_in_bytes - weights
+    assert beside < 1.05 * 4 * 4 * config.embed_dim * config.mlp_dim // mesh.size
+    assert beside < 2 * bytes_of_parts(state[0]["layers"]) // config.num_layers

@@ -269,6 +269,13 @@ class Decoder(nnx.Module):
             length = vary(jnp.max(present) + 1, frozenset(parts.over))
             length = lax.pmax(length, parts.over) if parts.over else length
 
+        ahead = parts.gathers(list(layer_specs.values()))
+
+        def gather(weights: nnx.State) -> nnx.State:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, weight: whole(weight, layer_specs[path]), weights
+            )
+
         def layer_of(kind: LayerKind) -> Layer:
             def layer(
                 x: jax.Array,
@@ -279,6 +286,10 @@ class Decoder(nnx.Module):
             ) -> jax.Array:
                 tables, segment_ids = sides
                 rope = tables[table_of[kind.rope]]
+                # Weights that are whole already are marked here, where the backward pass does it
+                # again. Marked outside they would be kept for it, in a second stack.
+                if not ahead:
+                    weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
                 return module(x, rope, segment_ids, kind.window, attention_fn)
 
@@ -286,17 +297,14 @@ class Decoder(nnx.Module):
 
         layers = {kind: layer_of(kind) for kind in kinds}
 
-        def gather(weights: nnx.State) -> nnx.State:
-            return jax.tree_util.tree_map_with_path(
-                lambda path, weight: whole(weight, layer_specs[path]), weights
-            )
-
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack = run_ahead if parts.gathers(list(layer_specs.values())) else run_layers
             in_order = [layers[kind] for kind in kinds]
-            return run_stack(in_order, gather, x, stacked, frozen, (tables, segment_ids))
+            run_stack, gathered_by = (
+                (run_ahead, gather) if ahead else (run_layers, lambda weights: weights)
+            )
+            return run_stack(in_order, gathered_by, x, stacked, frozen, (tables, segment_ids))
 
         x = vary(x, frozenset(parts.over))
         sides = positions, segment_ids

@@ -225,7 +225,8 @@ def _backward(how: _How, residuals: Any, dout: jax.Array) -> Any:
         }
 
     if how.chunks == 1:
-        dx, dweights = chunk(x, dout, products)
+        # XLA would leave the weights' gradients for later, and what they are made of in memory.
+        dx, dweights = lax.optimization_barrier(chunk(x, dout, products))
     else:
 
         def step(sums: Any, inputs: Any) -> tuple[Any, jax.Array]:

@@ -60,6 +60,8 @@ def rematerialised(layer: Callable[..., jax.Array], remat: Remat) -> Layer:
         return layer
     if remat == "half":
         return _keeping_half(layer)
+    if remat == "full":
+        return _recomputed(layer)
     # prevent_cse puts barriers against merging the recomputation with the forward pass. A scan
     # keeps the two apart anyway, so barriers would only cost time.
     return jax.checkpoint(layer, policy=_POLICIES[remat], prevent_cse=False)
@@ -104,13 +106,34 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
     return run
 
 
+def _recomputed(layer: Callable[..., jax.Array]) -> Layer:
+    """``layer`` with a gradient that keeps nothing but its arguments, and calls it again.
+
+    ``jax.checkpoint`` would keep the results of a kernel that writes into an array, as Hopper's do.
+    """
+
+    @jax.custom_vjp
+    def run(x: jax.Array, weights: Any, frozen: Any, sides: Any) -> jax.Array:
+        return layer(x, weights, frozen, sides)
+
+    def forward(x: jax.Array, weights: Any, frozen: Any, sides: Any) -> tuple[jax.Array, Any]:
+        return layer(x, weights, frozen, sides), (x, weights, frozen, sides)
+
+    def backward(arguments: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+        x, weights, frozen, sides = arguments
+        _, vjp = jax.vjp(lambda x, weights: layer(x, weights, frozen, sides), x, weights)
+        return *vjp(gradient), None, None
+
+    run.defvjp(forward, backward)
+    return run
+
+
 _policies = jax.checkpoint_policies
 _POLICIES = {
     "selective": _policies.save_only_these_names(
         *CHECKPOINT_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS
     ),
     "attention": _policies.save_only_these_names(*CHECKPOINT_NAMES),
-    "full": None,
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT, *CHECKPOINT_NAMES],

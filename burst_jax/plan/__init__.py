@@ -1,20 +1,29 @@
 """Compares the ways to split a sequence: bytes, seconds and memory of each, without a GPU.
 
-``burst_jax.plan(...)``, or ``python -m burst_jax.plan --help``.
+``burst_jax.plan(...)`` for one attention, ``burst_jax.plan_training(...)`` for a decoder's whole
+training step, or ``python -m burst_jax.plan --help``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from burst_jax.layout import LAYOUTS
 from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu
-from burst_jax.plan.machines import find_gpu
-from burst_jax.plan.model import Attention, Cluster, Estimate, Model, Scheme
+from burst_jax.plan.model import (
+    Attention,
+    Cluster,
+    Estimate,
+    Model,
+    Scheme,
+    check_sizes,
+    cluster_of,
+)
 from burst_jax.plan.table import table
+from burst_jax.plan.training import TrainingPlan as TrainingPlan
+from burst_jax.plan.training import plan_training as plan_training
 from burst_jax.request import Request
 from burst_jax.ring.exchange import check_heads
 from burst_jax.ring.rotation import ROTATIONS
@@ -111,27 +120,14 @@ def plan(
         GPU, or no way to split this length at all.
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    sizes = {
-        "length": length,
-        "num_heads": num_heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "batch": batch,
-        "hosts": hosts,
-        "gpus_per_host": gpus_per_host,
-    }
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is {size!r}: it must be a positive integer")
+    check_sizes(
+        length=length, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, batch=batch
+    )
     if num_heads % kv_heads:
         raise ValueError(
             f"num_kv_heads is {kv_heads}, num_heads {num_heads}: num_heads must be a multiple of it"
         )
-    if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
-        raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
-    cluster = Cluster(
-        find_gpu(gpu) if isinstance(gpu, str) else gpu, hosts, gpus_per_host, float(host_link)
-    )
+    cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
     attention = Attention(
         length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size
     )  # fmt: skip
@@ -180,4 +176,4 @@ def _check(attention: Attention, request: Request) -> None:
     check_heads(heads, kv_heads, request.head_parallel_size, "the exchange")
 
 
-__all__ = ["GPUS", "Estimate", "Gpu", "Plan", "plan"]
+__all__ = ["GPUS", "Estimate", "Gpu", "Plan", "TrainingPlan", "plan", "plan_training"]

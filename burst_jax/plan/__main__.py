@@ -1,4 +1,4 @@
-"""Compares the ways to split one attention over a cluster: ``python -m burst_jax.plan``."""
+"""Compares the ways to split an attention, or a training step: ``python -m burst_jax.plan``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
 
 from burst_jax.bench.results import replacing
-from burst_jax.plan import GPUS, plan
+from burst_jax.plan import GPUS, Plan, TrainingPlan, plan, plan_training
+from burst_jax.plan.shapes import SHAPES, config_of
+from burst_jax.plan.training_table import table
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
+# What says one attention, and what says a training step. None is not given.
+_ATTENTION = ("heads", "kv_heads", "head_dim", "full", "window")
+_TRAINING = ("moments", "moment_dtype", "all")
 
 
 def tokens(text: str) -> int:
@@ -21,54 +29,61 @@ def tokens(text: str) -> int:
     return int(found.group(1)) * _UNITS[found.group(2)]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Prints the plan."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m burst_jax.plan", description="Compares the ways to split one attention."
+        prog="python -m burst_jax.plan",
+        description="Compares the ways to split one attention, or with --model those to train.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--length", type=tokens, help="tokens: 65536, 64K, 1M")
     what.add_argument(
         "--measured", action="store_true", help="instead: measured rings beside the model's"
     )
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--gpus-per-host", type=int, default=8)
     parser.add_argument(
         "--host-link", type=float, default=50.0, help="GB/s of one GPU to another host"
     )
-    parser.add_argument("--full", action="store_true", help="no causal mask")
-    parser.add_argument("--window", type=tokens, help="local_window_size, to the left")
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
         help="write all of it here, too, with the recommended mesh and arguments; - is stdout",
     )  # fmt: skip
+    add = parser.add_argument_group("one attention").add_argument
+    add("--heads", type=int, help="query heads (default: 32)")
+    add("--kv-heads", type=int, help="default: as many as heads")
+    add("--head-dim", type=int, help="features of a head (default: 128)")
+    add("--full", action="store_true", default=None, help="no causal mask")
+    add("--window", type=tokens, help="local_window_size, to the left")
+    add = parser.add_argument_group("a training step").add_argument
+    add("--model", help=f"a model folder, or {', '.join(SHAPES)}")
+    add("--moments", choices=("device", "host"), help="of AdamW (default: compares both)")
+    add("--moment-dtype", choices=("float32", "bfloat16"), help="of AdamW (default: float32)")
+    add("--all", action="store_true", default=None, help="print every way")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the plan."""
+    parser = _parser()
     args = parser.parse_args(arguments)
     if args.measured:
         if args != parser.parse_args(["--measured"]):
             parser.error("--measured takes no other option: the runs are as they are")
-        from burst_jax.plan import measured  # It needs the benchmark, which a plan does not.
+        # They need the benchmark, which a plan does not.
+        from burst_jax.plan import measured, measured_steps
 
-        print("\n\n".join(map(measured.table, measured.load())))
+        print("\n\n".join([*map(measured.table, measured.load()), measured_steps.table()]))
         return
+    wrong, why = (_TRAINING, "needs --model") if args.model is None else (
+        _ATTENTION, "is given beside --model, which says it: leave it out"
+    )  # fmt: skip
+    for name in wrong:
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} {why}")
     try:
-        found = plan(
-            length=args.length,
-            batch=args.batch,
-            num_heads=args.heads,
-            num_kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            gpu=args.gpu,
-            hosts=args.hosts,
-            gpus_per_host=args.gpus_per_host,
-            host_link=args.host_link,
-            is_causal=not args.full,
-            local_window_size=None if args.window is None else (args.window, 0),
-        )
+        found = _attention(args) if args.model is None else _training(args)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     text = json.dumps(found.record(), indent=1, allow_nan=False)
@@ -81,7 +96,38 @@ def main(arguments: list[str] | None = None) -> None:
                 file.write_text(text + "\n")
         except OSError as error:
             raise SystemExit(f"--json: {error}") from error
-    print(found)
+    if isinstance(found, TrainingPlan) and args.all:
+        print(table(found, everything=True))
+    else:
+        print(found)
+
+
+def _cluster(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("length", "batch", "gpu", "hosts", "gpus_per_host", "host_link")
+    return {name: getattr(args, name) for name in names}
+
+
+def _attention(args: argparse.Namespace) -> Plan:
+    return plan(
+        **_cluster(args),
+        num_heads=32 if args.heads is None else args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=128 if args.head_dim is None else args.head_dim,
+        is_causal=not args.full,
+        local_window_size=None if args.window is None else (args.window, 0),
+    )
+
+
+def _training(args: argparse.Namespace) -> TrainingPlan:
+    if Path(args.model).is_dir():
+        from burst_jax.models import load_config
+
+        # As train_lm.py loads it.
+        config = load_config(args.model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    else:
+        config = config_of(args.model)
+    dtype = args.moment_dtype or "float32"
+    return plan_training(config, **_cluster(args), moments=args.moments, moment_dtype=dtype)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ class Gpu:
       source: where the numbers come from.
       peer_link: GB/s of a permute where one process has all GPUs, so that their copy engines move
         the blocks; None is ``link``.
-      exchange_link: GB/s of an all-to-all inside a host while no kernel runs; None is ``link``.
+      exchange_link: GB/s of an all-to-all inside a host while no kernel runs, and of a gather of
+        weights or a sum of gradients; None is ``link``.
+      matmul: TFLOP/s of large 16-bit matrix products in a training step; None is ``forward``.
+      peak: TFLOP/s of its data sheet, of which MFU is a share; None says no MFU.
+      host_copy: GB/s to the host's memory, and as many back at the same time.
     """
 
     name: str
@@ -38,12 +42,15 @@ class Gpu:
     source: str
     peer_link: float | None = None
     exchange_link: float | None = None
+    matmul: float | None = None
+    peak: float | None = None
+    host_copy: float = 50.0
 
 
 _H200 = Gpu(
     "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, True,
     "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
-    exchange_link=255,
+    exchange_link=255, matmul=650, peak=989,
 )  # fmt: skip
 GPUS = {
     "h200": _H200,
@@ -55,7 +62,7 @@ GPUS = {
         "a100", 80, 175, 110, 0.85, 25e-6, 1600, 87, False,
         "not measured: reasoned from shared-memory reads and others' kernels "
         "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
-        peer_link=253, exchange_link=170,
+        peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.layout import Layout
-from burst_jax.plan.machines import Gpu
+from burst_jax.plan.machines import Gpu, find_gpu
 from burst_jax.plan.memory import temp_bytes
 from burst_jax.request import Request
 from burst_jax.ring.rotation import (
@@ -83,6 +83,32 @@ class Cluster:
         """GB/s of a permute inside a host: several hosts are several processes."""
         gpu = self.gpu
         return gpu.link if self.hosts > 1 or gpu.peer_link is None else gpu.peer_link
+
+    @property
+    def exchange_link(self) -> float:
+        """GB/s inside a host of an all-to-all, a gather or a sum."""
+        gpu = self.gpu
+        return gpu.link if gpu.exchange_link is None else gpu.exchange_link
+
+
+def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float) -> Cluster:
+    """The cluster that these arguments of a plan say.
+
+    Raises:
+      ValueError: an unknown GPU, a number that is not positive.
+    """
+    check_sizes(hosts=hosts, gpus_per_host=gpus_per_host)
+    if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
+        raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
+    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    return Cluster(found, hosts, gpus_per_host, float(host_link))
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError for a size that is not a positive integer."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}: it must be a positive integer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,9 +329,9 @@ class Model:
 
     def _swap_seconds(self, swaps: int) -> float:
         """Seconds of an all-to-all of so many bytes: both kinds of links work at the same time."""
-        gpu, crossing = self._cluster.gpu, self._crossing(swaps)
-        link = gpu.link if gpu.exchange_link is None else gpu.exchange_link
-        return 1e-9 * max((swaps - crossing) / link, crossing / self._cluster.host_link)
+        cluster, crossing = self._cluster, self._crossing(swaps)
+        inside = (swaps - crossing) / cluster.exchange_link
+        return 1e-9 * max(inside, crossing / cluster.host_link)
 
     def _forward(self) -> _Seconds:
         rate = 1e12 * self._cluster.gpu.forward * self._rate_share

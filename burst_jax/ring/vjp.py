@@ -21,6 +21,7 @@ from burst_jax.ring.local import Keys, Queries, Shard
 from burst_jax.ring.rotation import ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
 from pallas_kernels import vary, varying_axes
+from pallas_kernels.arrays import row_major
 from pallas_kernels.operands import Carry, PerHead
 from pallas_kernels.score import START_NUMBER, start_gradients
 
@@ -206,8 +207,10 @@ def ring_gradient(
     do = _without_padding(do, segment_ids_here)
     axis = request.head_parallel_axis
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
-    wide = (x.astype(jnp.float32) for x in (do, out))
-    products = jnp.einsum("btnh,btnh->bnt", *wide, precision=lax.Precision.HIGHEST)
+    # XLA would lay out and dO out by heads, as delta is. In a scan over layers out is a slice of
+    # what all of them have kept, and the whole stack would be copied.
+    products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    products = row_major(products).swapaxes(1, 2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)

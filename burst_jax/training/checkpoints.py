@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -29,6 +30,7 @@ _SHARED = ".all-processes-see-this"
 _HALF = ".orbax-checkpoint-tmp"
 # In the errors of Python's threads and thread pools.
 _ENDING = ("interpreter shutdown", "new futures after shutdown")
+_HOST_MEMORY = "pinned_host"
 
 
 class Restored(NamedTuple):
@@ -107,7 +109,8 @@ class Checkpoints:
         Args:
           step: number of the checkpoint, above all that are there.
           state: pytree of ``jax.Array``, random keys among them. Each device's part is copied to
-            the host once; of parts that several devices hold, one is written.
+            the host once, or from there if it is in pinned memory; of parts that several devices
+            hold, one is written.
           extra: what JSON can hold, like the loader's state and the run's configuration; the same
             on all processes.
 
@@ -134,7 +137,8 @@ class Checkpoints:
             except OSError as error:
                 raise self._failed(step, error) from error
         try:
-            self._writer.save(self.folder / str(step), args=files.SaveArgs(arrays, record))
+            args = files.SaveArgs(_with_own_memory(arrays), record)
+            self._writer.save(self.folder / str(step), args=args)
         except Exception as error:
             raise self._failed(step, error) from error
         self._writing = step
@@ -375,6 +379,20 @@ def _by_name(tree: Any) -> dict[str, Any]:
             )
         named[name] = leaf
     return named
+
+
+def _with_own_memory(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays, with copies of those that are in the host's memory.
+
+    orbax writes from the memory in which it finds them there, and the next step needs it.
+    """
+    on_host = {name: x for name, x in named.items() if x.sharding.memory_kind == _HOST_MEMORY}
+    return named | _copies(on_host)
+
+
+@jax.jit
+def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, arrays)
 
 
 def _abstract(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

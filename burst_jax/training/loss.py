@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,7 @@ def _local_loss(
     options: HeadLoss,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's part, and the sums of loss and weight over the mesh axes of the tokens."""
+    hidden, kernel = _gradients_together(hidden, kernel)
     # Gathered here, so that the kernel's gradient is summed over the mesh once, not once a chunk.
     kernel = gather_weights(
         kernel, kernel_spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
@@ -170,6 +172,27 @@ def _local_loss(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     loss = fused_loss(hidden, kernel, targets.reshape(-1), weights.reshape(-1), options)
     return lax.psum((loss, jnp.sum(weights)), token_axes)
+
+
+@jax.custom_vjp
+def _gradients_together(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are. The gradient of hidden is passed on when that of kernel is summed.
+
+    Nothing but the optimizer waits for the kernel's gradient. XLA would sum it over the devices
+    after the backward pass of all layers, beside which each device would have it whole.
+    """
+    return hidden, kernel
+
+
+def _together_forward(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, None]:
+    return (hidden, kernel), None
+
+
+def _together_backward(_: None, gradients: Any) -> Any:
+    return lax.optimization_barrier(gradients)
+
+
+_gradients_together.defvjp(_together_forward, _together_backward)
 
 
 def _options(

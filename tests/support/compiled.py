@@ -292,6 +292,15 @@ def permutes_between_hosts(program, gpus):
     ]
 
 
+def arrays_in_order(program, computation="ENTRY"):
+    """``(name, opcode, dtype, elements)`` of each array that an operation makes, in order."""
+    return [
+        (name, opcode, dtype, math.prod(map(int, filter(None, sizes.split(",")))))
+        for name, result, opcode, _, _ in operations(program, computation)
+        for dtype, sizes in _SHAPE.findall(result)
+    ]
+
+
 def exchanged_bytes(program):
     """Bytes of every array that an all-to-all exchanges, on one device."""
     return [
