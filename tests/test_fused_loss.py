@@ -176,6 +176,17 @@ def test_second_derivatives(tensor):
         assert_close(product, (ahead - behind) / 2e-5, 1e-5)
 
 
+def test_a_frozen_kernel_has_no_gradient_and_the_others_stay():
+    inputs = arrays(2, 16, 30)
+    free, frozen = (
+        run(inputs, 1.5, make_mesh(), chunk_size=8, frozen_kernel=each) for each in (False, True)
+    )
+    np.testing.assert_array_equal(free[1], frozen[1])
+    np.testing.assert_array_equal(free[2][0], frozen[2][0])
+    assert np.any(free[2][1])
+    assert not np.any(frozen[2][1])
+
+
 def products_of(wants):
     inputs = arrays(1, 16, 30)
 

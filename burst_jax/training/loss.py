@@ -45,6 +45,7 @@ def chunked_cross_entropy(
     chunk_size: int = CHUNK_SIZE,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
+    frozen_kernel: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of ``weights * (lse - logits[target] + z_loss * lse**2)``, ``lse = logsumexp(logits)``.
 
@@ -83,6 +84,7 @@ def chunked_cross_entropy(
         (arXiv 2204.02311, section 5).
       logits_soft_cap: keeps the logits between -cap and cap, as Gemma 2 does (arXiv 2408.00118,
         section 2); None is no cap.
+      frozen_kernel: whether the kernel is a constant, whose gradient is 0 and is not computed.
 
     Returns:
       ``(sum of losses in nats, sum of weights)``, float32 scalars.
@@ -103,12 +105,15 @@ def chunked_cross_entropy(
     # Hidden states are not moved here: that would cost much, so the caller must split them so.
     targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
     kernel = place_explicit(kernel, mesh, kernel_spec)
+    if frozen_kernel:
+        kernel = lax.stop_gradient(kernel)
     local = jax.shard_map(
         partial(
             _local_loss,
             token_axes=flat_names(batch_axis, seq_axis),
             kernel_spec=kernel_spec,
             options=options,
+            frozen_kernel=frozen_kernel,
         ),
         mesh=mesh,
         in_specs=(token_spec(batch_axis, seq_axis, ndim=3), kernel_spec, tokens, tokens),
@@ -148,6 +153,8 @@ def next_token_loss(
         batch_axis=parts.out_batch_axes,
         vocab_axis=parts.tensor_axes,
         kernel_spec=kernel_spec,
+        # Beside adapters nothing else is trained.
+        frozen_kernel=model.config.lora is not None,
     )
 
 
@@ -160,9 +167,11 @@ def _local_loss(
     token_axes: tuple[str, ...],
     kernel_spec: PartitionSpec,
     options: HeadLoss,
+    frozen_kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's part, and the sums of loss and weight over the mesh axes of the tokens."""
-    hidden, kernel = _gradients_together(hidden, kernel)
+    if not frozen_kernel:
+        hidden, kernel = _gradients_together(hidden, kernel)
     # Gathered here, so that the kernel's gradient is summed over the mesh once, not once a chunk.
     kernel = gather_weights(
         kernel, kernel_spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
