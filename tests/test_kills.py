@@ -121,15 +121,10 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
 
 def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
-<<<<<<< HEAD
-    given |= {"model": None, "lr": 1e-3, "dtype": "float32"}
+    given |= {"model": None, "lr": 1e-3, "dtype": "float32", "moment_dtype": "float32"}
     given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
     here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
     return argparse.Namespace(**given | here | changed)
-=======
-    given |= {"model": None, "lr": 1e-3, "dtype": "float32", "moment_dtype": "float32"}
-    return argparse.Namespace(**given | {"resume": "auto", "checkpoint_dir": "here"} | changed)
->>>>>>> moments
 
 
 def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
@@ -146,15 +141,12 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
             train_lm.restore(arguments_of(seed=1), checkpoints, state)
         with pytest.raises(ValueError, match=r"--model is there: .* are of a run with None"):
             train_lm.restore(arguments_of(model="there"), checkpoints, state)
-<<<<<<< HEAD
         with pytest.raises(ValueError, match=r"--lora-rank is 8: .* are of a run with None"):
             train_lm.restore(arguments_of(lora_rank=8), checkpoints, state)
-=======
         # Another dtype makes another state, and the message must say which flag it is.
         other, message = {"x": state["x"].astype(jnp.bfloat16)}, "--moment-dtype is bfloat16: the c"
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, other)
->>>>>>> moments
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
         assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import sys
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.flax.low_rank import LORA_A, LORA_B, add_adapter, set_adapter
 from burst_jax.models import DecoderConfig, Lora, abstract_decoder, add_lora, merge_lora
+from burst_jax.models.remat import Remat
 from burst_jax.training import (
     init_train_state,
     make_batch,
@@ -56,7 +56,7 @@ def base(mesh, config=CONFIG, **options):
     return nnx.merge(graphdef, weights)
 
 
-def with_random_adapters(mesh, *, targets=".*", remat: Any = CONFIG.remat, **options):
+def with_random_adapters(mesh, *, targets=".*", remat: Remat = "attention", **options):
     """One with adapters whose B is not zero, so that A has gradients."""
     lora = Lora(RANK, ALPHA, targets)
     return base(mesh, dataclasses.replace(CONFIG, lora=lora, remat=remat), **options)
