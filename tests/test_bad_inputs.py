@@ -135,6 +135,18 @@ STEPS = {
     "final": (lambda: optimizer_of(1e-3, 9, final_fraction=-1), "final_fraction is -1: it must be"),
     "clip": (lambda: optimizer_of(1e-3, 9, clip_norm=0), "clip_norm is 0: it must be positive"),
     "b2": (lambda: optimizer_of(1e-3, 9, b2=1), "b2 is 1: it must be at least 0, and below 1"),
+    "moment-dtype": (
+        lambda: optimizer_of(1e-3, 9, moment_dtype="float16"),
+        "moment_dtype is float16: use float32 or bfloat16",
+    ),
+    "moment-dtype-text": (
+        lambda: optimizer_of(1e-3, 9, moment_dtype="float99"),
+        "moment_dtype is 'float99': use float32 or bfloat16",
+    ),
+    "moments": (
+        lambda: optimizer_of(1e-3, 9, moments="cpu"),
+        "moments is 'cpu': use one of 'device', 'host'",
+    ),
 }
 ROWS = np.zeros((2, 9), int)
 BATCHES = {

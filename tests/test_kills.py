@@ -143,11 +143,22 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
             train_lm.restore(arguments_of(model="there"), checkpoints, state)
         with pytest.raises(ValueError, match=r"--lora-rank is 8: .* are of a run with None"):
             train_lm.restore(arguments_of(lora_rank=8), checkpoints, state)
+        # Another dtype makes another state, and the message must say which flag it is.
+        other, message = {"x": state["x"].astype(jnp.bfloat16)}, "--moment-dtype is bfloat16: the c"
+        with pytest.raises(ValueError, match=message):
+            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, other)
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
         assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out
         with pytest.raises(ValueError, match=r"--resume is never, and .* holds checkpoints"):
             train_lm.restore(arguments_of(resume="never"), checkpoints, state)
+        # A run of before there was the flag.
+        del saved["moment_dtype"]
+        checkpoints.save(4, state, {"arguments": saved, "loader": "its state"})
+        checkpoints.wait()
+        assert train_lm.restore(arguments_of(), checkpoints, state)[0] == 4
+        with pytest.raises(ValueError, match=f"{message}.* of a run with float32"):
+            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, other)
 
 
 @pytest.mark.parametrize("loss", [1.5, 2.5, None])
