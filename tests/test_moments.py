@@ -90,11 +90,11 @@ def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
 
     want = run("device", None, 1e9)
     assert {x.dtype for x in jax.tree.leaves((want[1].mu, want[1].nu))} == {jnp.dtype(dtype)}
-    for shardings in (None, split):
-        same_bits(run("device", shardings, 1e9), want)
-        same_bits(run("host", shardings, 1e9), want)
-        # The norm that clips is a sum, in another order on another mesh.
-        same_bits(run("host", shardings, 1.0), run("device", shardings, 1.0))
+    same_bits(run("host", None, 1e9), want)
+    same_bits(run("device", split, 1e9), want)
+    same_bits(run("host", split, 1e9), want)
+    # The norm that clips is a sum, in another order on another mesh.
+    same_bits(run("host", split, 1.0), run("device", split, 1.0))
 
 
 def test_rounding_at_random_has_the_mean_of_what_it_rounds():
@@ -165,6 +165,7 @@ def forty_steps(moment_dtype=jnp.float32, moments="device", steps=40):
     return split_runs.run(FSDP2_SEQ2, AxisType.Explicit, steps=steps, **options)
 
 
+@pytest.mark.slow
 def test_bfloat16_moments_train_as_float32_ones():
     """In 40 steps the weights move 2 % at most away from where float32 moments move them."""
     _, first, _ = forty_steps(steps=0)
