@@ -83,14 +83,14 @@ def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype) -> jax.Array:
-    # NCCL gathers along the first dimension in memory. For another one XLA transposes, here one
-    # layer's part and not the stack of all layers' that it may be a slice of.
-    weight = row_major(weight.astype(travels))
+    weight = weight.astype(travels)
     for dim, names in split:
         if has_peer_copies():
             weight = gather_by_permutes(weight, names, dim)
         else:
-            weight = lax.all_gather(weight, names, axis=dim, tiled=True)
+            # NCCL gathers along the first dimension in memory. For another one XLA transposes: here
+            # one layer's part, not the stack of all layers' that it may be a slice of.
+            weight = lax.all_gather(row_major(weight), names, axis=dim, tiled=True)
     return weight.astype(used)
 
 
@@ -111,7 +111,8 @@ def _gather_bwd(
             gradient = scatter_by_permutes(gradient, names, dim)
         else:
             gradient = lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
-    return (row_major(gradient.astype(empty.dtype)),)
+            gradient = row_major(gradient)
+    return (gradient.astype(empty.dtype),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

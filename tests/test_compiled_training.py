@@ -99,16 +99,16 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     made = compiled.arrays_in_order(program)
     # No stack of what layers keep, of their weights or gradients is copied into another order.
     shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params["layers"])]
-    stacks = {size for size in map(math.prod, shards) if size > 2**16}
-    stacks.add(config.num_layers * tokens * config.num_heads * config.head_dim)
-    moved = {size for name, op, _, size in made if "transpose" in name or op == "copy"}
+    stacks = {("f32", size) for size in map(math.prod, shards) if size > 2**16}
+    stacks.add(("bf16", config.num_layers * tokens * config.num_heads * config.head_dim))
+    moved = {tuple(array) for name, op, *array in made if "transpose" in name or op == "copy"}
     assert not stacks & moved
     # The head's gradient is summed, into this device's part, before the layers' backward pass.
     head: Any = params["head"]["kernel"]
     part = "f32", math.prod(head.sharding.shard_shape(head.shape))
-    sent = [i for i, (_, op, *array) in enumerate(made) if "permute" in op and tuple(array) == part]
-    assert sent
-    assert max(sent) < max(i for i, (_, op, *_) in enumerate(made) if op == "while")
+    loop = max(i for i, (_, op, *_) in enumerate(made) if op == "while")
+    came = ("collective-permute", "collective-permute-done")
+    assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
 
 
 def test_what_is_offloaded_travels_to_the_host_beside_kernels():
