@@ -35,8 +35,8 @@ def small(monkeypatch):
 def arguments(**change):
     given = {
         "lengths": [128], "ways": list(train.WAYS), "weights": ["whole"], "shape": "7b-layers",
-        "layers": None, "remat": "attention", "mlp_chunks": 1, "steps": 1, "profile": True,
-        "json": None,
+        "layers": None, "remat": "attention", "remat_layers": None, "mlp_chunks": 1, "steps": 1,
+        "profile": True, "json": None,
     }  # fmt: skip
     return argparse.Namespace(**given | change)
 

@@ -164,6 +164,9 @@ def add_command(commands: Any) -> None:
         "--remat", choices=get_args(Remat), default=DecoderConfig.remat,
         help="what a layer keeps for the backward pass",
     )  # fmt: skip
+    parser.add_argument(
+        "--remat-layers", type=positive, help="layers that are selective, the others are attention"
+    )
     parser.add_argument("--mlp-chunks", type=positive, default=DecoderConfig.mlp_chunks)
     parser.add_argument("--steps", type=positive, default=3, help="timed, after one that is not")
     parser.add_argument(
@@ -183,7 +186,7 @@ def run(args: argparse.Namespace) -> None:
     config = SHAPES[args.shape]
     config = dataclasses.replace(
         config, num_layers=args.layers or config.num_layers, remat=args.remat,
-        mlp_chunks=args.mlp_chunks,
+        remat_layers=args.remat_layers, mlp_chunks=args.mlp_chunks,
     )  # fmt: skip
     peak = peak_flops(kind)
     heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"

@@ -33,13 +33,14 @@ def load_config(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: Remat = "attention",
+    remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> DecoderConfig:
     """The config of the decoder that :func:`load` makes of a folder; the arguments are the same."""
     return read_config(
-        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
-        ignore=ignore,
+        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
+        mlp_chunks=mlp_chunks, ignore=ignore,
     )[0]  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def load(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: Remat = "attention",
+    remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
     **options: Unpack[AttentionOptions],
@@ -70,6 +72,7 @@ def load(
       dtype: of the computation; None is the dtype that ``config.json`` says.
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`burst_jax.models.DecoderConfig`.
+      remat_layers: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
       ignore: names that are no mistake: keys of ``config.json``, options of its RoPE and tensors of
         the files that this library does not know, and that do not change the computation.
@@ -89,8 +92,8 @@ def load(
     """
     folder = Path(folder)
     config, family, text_part = read_config(
-        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
-        ignore=ignore,
+        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
+        mlp_chunks=mlp_chunks, ignore=ignore,
     )  # fmt: skip
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
