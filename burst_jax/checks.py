@@ -5,6 +5,7 @@ Whether the arrays fit what the call asks for is in :mod:`burst_jax.shape_checks
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
@@ -13,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from burst_jax.sharding import AxisNames
 from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.operands import PerHead
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -30,8 +33,9 @@ def make_spec(
     scale: float | None,
     local_window_size: int | tuple[int, int] | None,
     logits_soft_cap: float | None,
+    dropout_rate: float = 0.0,
 ) -> AttentionSpec:
-    """The masks and the scale of ``jax.nn.dot_product_attention``'s arguments, as one spec.
+    """Masks, score and dropout of the public functions' arguments, as one spec.
 
     ``head_dim`` makes the default scale.
     """
@@ -41,7 +45,7 @@ def make_spec(
         right = 0
     if scale is None:
         scale = head_dim**-0.5
-    return AttentionSpec.of(
+    spec = AttentionSpec.of(
         scale=_number("scale", scale, "fold a traced scale into the query"),
         left=left,
         right=right,
@@ -49,6 +53,35 @@ def make_spec(
         if logits_soft_cap is None
         else _number("logits_soft_cap", logits_soft_cap, "it is static"),
     )
+    rate = _number("dropout_rate", dropout_rate, "it is static", or_none="")
+    return dataclasses.replace(spec, dropout=Dropout(rate)) if rate else spec
+
+
+def dropout_seeds(
+    query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
+) -> jax.Array | None:
+    """A random number for each batch row and head, int32 ``[B, N]``; None if nothing is dropped.
+
+    Raises:
+      ValueError: there is no key although weights are dropped, or it is not one key.
+    """
+    if not dropout_rate:
+        return None
+    if dropout_key is None:
+        raise ValueError(
+            f"dropout_rate is {dropout_rate} and dropout_key is None: pass a new jax.random.key "
+            "at each call, or dropout_rate=0.0 where nothing is to be dropped"
+        )
+    _check_is_array("dropout_key", dropout_key, "a jax.random.key")
+    typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
+    if dropout_key.ndim != (0 if typed else 1) or not (typed or dropout_key.dtype == jnp.uint32):
+        raise ValueError(
+            f"dropout_key has shape {dropout_key.shape} and dtype {dropout_key.dtype}: it must be "
+            "one key, as jax.random.key(0) is"
+        )
+    batch, _, heads, _ = query.shape
+    bits = jax.random.bits(dropout_key, (batch, heads), jnp.uint32)
+    return lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def check_bool(name: str, value: object) -> None:
@@ -57,9 +90,9 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
-def _number(name: str, value: Any, remedy: str) -> float:
+def _number(name: str, value: Any, remedy: str, or_none: str = " or None") -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
+        raise ValueError(f"{name} is {value!r}: it must be a Python number{or_none}; {remedy}")
     try:
         return float(value)
     except OverflowError:
