@@ -106,7 +106,7 @@ class Operands:
 
     @property
     def dropout_rows(self) -> RowNumbers:
-        """The numbers of every row of weights, ``[B, N, T]``, for operands with dropout."""
+        """The numbers of every row of weights, ``[B, N, T]``; of operands with dropout."""
         assert self.dropout_seeds is not None
         return row_numbers(self.dropout_seeds[:, :, None], self.q_tokens.positions[None, None, :])
 

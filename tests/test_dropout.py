@@ -64,7 +64,7 @@ def test_a_ring_is_as_exact_as_one_device_with_the_same_weights_dropped(case):
 
 def test_other_keys_drop_other_weights_and_the_mean_is_attention_without_dropout():
     case = a_case(2, "contiguous", "full", shard="50")
-    arrays, *_ = make_inputs(case)
+    arrays = [jnp.asarray(x) for x in make_inputs(case)[0]]
     mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
     attend = jax.jit(
         lambda key: burst_jax.burst_attention(*arrays, mesh=mesh, dropout_rate=0.5, dropout_key=key)
@@ -80,7 +80,7 @@ def test_other_keys_drop_other_weights_and_the_mean_is_attention_without_dropout
 def test_rows_and_heads_of_all_devices_have_their_own_seeds():
     """The same as on one device, with batch, heads and sequence split, in both kinds of meshes."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, 32, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 32, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     options = {"is_causal": True, "dropout_rate": 0.4, "dropout_key": jax.random.key(9)}
     want = burst_jax.burst_attention(
         q, k, v, mesh=mesh_of(jax.sharding.AxisType.Auto, seq=1), **options
@@ -105,7 +105,10 @@ def test_rows_and_heads_of_all_devices_have_their_own_seeds():
             {"dropout_rate": 0.1, "dropout_key": np.zeros((3, 2), np.uint32)},
             "dropout_key has shape (3, 2) and dtype uint32: it must be one key",
         ),
-        ({"dropout_rate": 0.1, "dropout_key": 3}, "dropout_key is a int: it must be a jax.random.key"),
+        (
+            {"dropout_rate": 0.1, "dropout_key": 3},
+            "dropout_key is a int: it must be a jax.random.key",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(options, message):

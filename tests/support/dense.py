@@ -95,7 +95,7 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
     columns = scrambled(kv ^ np.uint32(0x3C6EF372))
     sums = (rows | np.uint32(1))[..., None] * columns + scrambled(rows)[..., None]
     kept = sums.view(np.int32) >= round(rate * 2**32) - 2**31
-    return np.where(kept, 1 / (1 - rate), 0).astype(np.float32)
+    return np.where(kept, 1 / (1 - rate), 0)
 
 
 def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None):
@@ -191,7 +191,7 @@ def by_row_and_key_head(results, query, key, value, keep, do, dlse):
 def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    factors = jnp.float32(1) if factors is None else factors
+    factors = jnp.asarray(1 if factors is None else factors, jnp.float32)
     out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
     delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
     dp = _einsum("btnh,bsnh->bnts", do, value) * factors
