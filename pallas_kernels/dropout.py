@@ -7,31 +7,25 @@ is kept depends on numbers of its own row and column alone, and not on where or 
 So it is the same on any number of devices, in every layout, for every tile, and in the backward
 pass, which computes it again.
 
-    kept  =  a(seed, p_q) c(p_k) + b(seed, p_q)  >=  threshold         (int32, wrapping around)
+    kept  =  a(seed, p_q) c(p_k)  >=  threshold         (int32, wrapping around)
 
-``seed`` is one random number for each batch row and query head, ``p`` are positions. a, b and c are
-scrambled, and a is odd. Then the sum is uniform over all int32, and any two keys of a row are kept
-independently of each other: this is multiply-shift hashing (Dietzfelbinger 1996, "Universal hashing
-and k-wise independent random variables via integer arithmetic without primes"). Everything but one
-multiply-add, one comparison and one selection is work for each token, not for each score.
+``seed`` is one random number for each batch row and query head, ``p`` are positions. a and c are
+scrambled until nothing of the order of tokens is left, and odd. Then the product is uniform over
+all odd int32. Two keys of a row, or two queries of a column, are kept independently of each other
+but for one pair in millions, whose numbers happen to have a simple ratio: this is multiplicative
+hashing, with a random multiplier for every row (Dietzfelbinger et al. 1997, "A reliable randomized
+algorithm for the closest-pair problem"). All but one multiplication, one comparison and one
+selection is work for each token, not for each score.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-
-class RowNumbers(NamedTuple):
-    """a and b of some queries, int32, shaped as their positions are."""
-
-    factor: jax.Array
-    start: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +51,28 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """The smallest sum that keeps a weight, in -2^31 .. 2^31 - 1."""
+        """The smallest product that keeps a weight, in -2^31 .. 2^31 - 1."""
         return min(round(self.rate * 2**32), 2**32 - 1) - 2**31
 
-    def kept(self, rows: RowNumbers, columns: jax.Array) -> jax.Array:
+    def kept(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
         """Which scores of a tile are kept.
 
         Args:
           rows: :func:`row_numbers` of the queries, which broadcast against the tile.
           columns: :func:`column_numbers` of the keys, which broadcast against the tile.
         """
-        return rows.factor * columns + rows.start >= jnp.int32(self.threshold)
+        return rows * columns >= jnp.int32(self.threshold)
 
 
-def row_numbers(seeds: jax.Array, q_positions: jax.Array) -> RowNumbers:
-    """a and b of queries. ``seeds``, int32, are those of their batch rows and heads."""
-    mixed = _scrambled(seeds ^ _scrambled(q_positions))
-    return RowNumbers(mixed | jnp.int32(1), _scrambled(mixed))
+def row_numbers(seeds: jax.Array, q_positions: jax.Array) -> jax.Array:
+    """a of queries. ``seeds``, int32, are those of their batch rows and heads."""
+    return _scrambled(seeds ^ _scrambled(q_positions)) | jnp.int32(1)
 
 
 def column_numbers(kv_positions: jax.Array) -> jax.Array:
     """c of keys."""
-    return _scrambled(kv_positions ^ jnp.int32(0x3C6EF372))
+    # A number of its own, lest position 0 be scrambled to 0.
+    return _scrambled(kv_positions ^ jnp.int32(0x3C6EF372)) | jnp.int32(1)
 
 
 def _scrambled(x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.dropout import RowNumbers, row_numbers
+from pallas_kernels.dropout import row_numbers
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
 
 # The softmax over some keys: o float32 [B, T, N, H], and lse float32 [B, N, T].
@@ -105,8 +105,8 @@ class Operands:
         return self.q_tokens.segment_ids is not None
 
     @property
-    def dropout_rows(self) -> RowNumbers:
-        """The numbers of every row of weights, ``[B, N, T]``; of operands with dropout."""
+    def dropout_rows(self) -> jax.Array:
+        """The number of every row of weights, ``[B, N, T]``; of operands with dropout."""
         assert self.dropout_seeds is not None
         return row_numbers(self.dropout_seeds[:, :, None], self.q_tokens.positions[None, None, :])
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
-from pallas_kernels.dropout import RowNumbers, column_numbers
+from pallas_kernels.dropout import column_numbers
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
 from pallas_kernels.spec import AttentionSpec
@@ -107,8 +107,7 @@ class _Scores:
         dropout = self._spec.dropout
         if dropout is None:
             return x
-        rows = self._operands.dropout_rows
-        rows = RowNumbers(*(self.by_group(number)[..., None] for number in rows))
+        rows = self.by_group(self._operands.dropout_rows)[..., None]
         kept = dropout.kept(rows, column_numbers(self.positions[1]))
         return jnp.where(kept, x * dropout.unit, 0)
 

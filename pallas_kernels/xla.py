@@ -18,7 +18,7 @@ from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, takes_anything
 from pallas_kernels.bounds import halves_of_tiles, over_batch, query_bounds
-from pallas_kernels.dropout import RowNumbers, column_numbers
+from pallas_kernels.dropout import column_numbers
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
@@ -222,9 +222,8 @@ class _KeyTiles:
         dropout = self.spec.dropout
         if dropout is None:
             return x
-        rows = RowNumbers(queries["row_factor"][..., None], queries["row_start"][..., None])
         columns = column_numbers(self._tile(self.positions, j, 0))
-        kept = dropout.kept(rows, columns[None, None, None, None, :])
+        kept = dropout.kept(queries["dropout_rows"][..., None], columns[None, None, None, None, :])
         return jnp.where(kept, x * dropout.unit, 0)
 
     def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
@@ -290,8 +289,7 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
         "bounds": over_batch(operands.bounds),
     }
     if operands.dropout_seeds is not None:
-        rows = (_split_stats(x, operands.groups, block) for x in operands.dropout_rows)
-        stacked["row_factor"], stacked["row_start"] = rows
+        stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
     if tokens.segment_ids is not None:
         ids = pad_axis(tokens.segment_ids, 1, count * block)
         stacked["segment_ids"] = ids.reshape(ids.shape[0], count, block).swapaxes(0, 1)

@@ -39,8 +39,6 @@ def mosaic_gpu(
 def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | None:
     """Why a kernel cannot take these, or None; the arguments are about the head dim."""
     q, k, dim = operands.q, operands.k, operands.head_dim
-    if operands.dropout_seeds is not None:
-        return "dropout_rate is not 0; 'triton' and 'xla' drop weights"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16 or float16"
     if dim % multiple_of or dim > most:

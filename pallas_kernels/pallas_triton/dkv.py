@@ -54,7 +54,7 @@ def backward_dkv(
         (do, query_block),
         (operands.k, key_block),
         (operands.v, key_block),
-        (stats, arguments.all_stats_block()),
+        (stats, arguments.block((2, None, groups, q_length), lambda b, h, j: (0, b, h, 0))),
     ):
         arguments.add(array, block)
     if dkv is not None:
@@ -99,7 +99,7 @@ def _kernel(
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
-        rows = sides.rows(query_ok, as_row, h, tokens)
+        rows = sides.rows((h, tokens), query_ok, as_row)
         dp = dropped(spec.dropout, rows, columns, dp if unit == 1 else dp * unit)
         ds = spec.score.through_cap(raw, p * (dp - delta[None, :]))
         kept = dropped(spec.dropout, rows, columns, p)

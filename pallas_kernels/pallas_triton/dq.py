@@ -53,7 +53,7 @@ def backward_dq(
         (do, query_block),
         (operands.k, key_block),
         (operands.v, key_block),
-        (stats, arguments.stat_block()),
+        (stats, arguments.block((2, None, None, block_q), lambda b, h, i: (0, b, h, i))),
     ):
         arguments.add(array, block)
     if dq is not None:
@@ -62,7 +62,7 @@ def backward_dq(
     per_head_sums = (
         stats.shape[1:],
         jnp.float32,
-        arguments.block((None, None, block_q), lambda b, h, i: (b, h, i)),
+        arguments.stat_block(),
     )
     names = spec.score.differentiated
     results = [(operands.q.shape, jnp.float32, query_block), *[per_head_sums] * len(names)]
@@ -89,7 +89,7 @@ def _kernel(
     # Queries beyond the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
-    rows = sides.rows(query_ok, as_column)
+    rows = sides.rows(slice(None), query_ok, as_column)
 
     def key_tile(masked, _, j, state):
         dq, per_head_sums = state

@@ -52,7 +52,7 @@ def forward(
     block_q, lanes, groups = config.block_q, static.lanes, static.groups
     arguments = Arguments(static, operands)
     query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
-    lse_block = arguments.block((None, None, block_q), lambda b, h, i: (b, h, i))
+    lse_block = arguments.stat_block()
     all_keys = (None, static.kv_length, None, lanes)
     key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
     arguments.add(operands.q, query_block)
@@ -91,7 +91,7 @@ def _kernel(
     # Queries beyond the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
-    rows = sides.rows(query_ok, as_column)
+    rows = sides.rows(slice(None), query_ok, as_column)
 
     def key_tile(masked, _, j, state):
         # Invariant: m is the largest logit in base 2 so far, of the sink and of the tiles visited;

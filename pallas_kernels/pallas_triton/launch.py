@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
@@ -140,20 +139,19 @@ class Arguments:
         if self._has_dropout:
             # Made once for all programs: each of them would make the numbers of all its columns.
             rows = self.stat_block() if by_query else self.all_stats_block()
-            self.add(jnp.stack(operands.dropout_rows), rows)
+            self.add(operands.dropout_rows, rows)
             index = (lambda b, h, i: (0,)) if by_query else (lambda b, h, i: (i,))
             columns = column_numbers(operands.kv_tokens.positions)
             self.add(columns, self.block((kv_size,), index))
 
     def stat_block(self) -> pl.BlockSpec:
-        """Of ``[2, B, N, T]``, for programs that are split over queries."""
-        block = (2, None, None, self._static.config.block_q)
-        return self.block(block, lambda b, h, i: (0, b, h, i))
+        """Of ``[B, N, T]``, for programs that are split over queries."""
+        return self.block((None, None, self._static.config.block_q), lambda b, h, i: (b, h, i))
 
     def all_stats_block(self) -> pl.BlockSpec:
-        """Of ``[2, B, N, T]``, for programs that are split over keys."""
-        block = (2, None, self._static.groups, self._static.q_length)
-        return self.block(block, lambda b, h, i: (0, b, h, 0))
+        """Of ``[B, N, T]``, for programs that are split over keys."""
+        block = (None, self._static.groups, self._static.q_length)
+        return self.block(block, lambda b, h, i: (b, h, 0))
 
     def block(self, shape: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
         """A block at ``index(batch row, head, tile)``."""

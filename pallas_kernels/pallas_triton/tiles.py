@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dropout import Dropout, RowNumbers
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
 
@@ -86,7 +86,7 @@ class SideRefs(NamedTuple):
       kv_segment_ids: int32 segment ids of the keys, or None.
       per_head: the per-head arrays that logits are made with, one number for each query head of the
         program.
-      dropout_rows: int32, the two numbers of each query's row of weights; None without dropout.
+      dropout_rows: int32, the number of each query's row of weights; None without dropout.
       dropout_columns: int32, the number of each key's column of weights; None without dropout.
     """
 
@@ -121,15 +121,11 @@ class SideRefs(NamedTuple):
         ids = None if segment_ids is None else shaped(load(segment_ids.at[which], inside))
         return TileTokens(shaped(load(positions.at[which], inside)), ids, shaped(inside))
 
-    def rows(self, inside: Any, shaped: Any, *index: Any) -> RowNumbers | None:
-        """Dropout's numbers of some queries; None without dropout.
-
-        ``index``: which of the program's queries; ``inside`` and ``shaped`` as for :meth:`queries`.
-        """
+    def rows(self, which: Any, inside: Any, shaped: Any) -> Any:
+        """Dropout's numbers of some queries; None without dropout."""
         if self.dropout_rows is None:
             return None
-        numbers = (load(stat(self.dropout_rows, which, *index), inside) for which in (0, 1))
-        return RowNumbers(*map(shaped, numbers))
+        return shaped(load(self.dropout_rows.at[which], inside))
 
     def columns(self, which: Any, inside: Any, shaped: Any) -> Any:
         """Dropout's numbers of some keys; None without dropout."""

@@ -91,10 +91,9 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
         return x ^ (x >> 16)
 
     seeds, q, kv = (np.asarray(x).astype(np.uint32) for x in (seeds, q_positions, kv_positions))
-    rows = scrambled(seeds[:, :, None] ^ scrambled(q))
-    columns = scrambled(kv ^ np.uint32(0x3C6EF372))
-    sums = (rows | np.uint32(1))[..., None] * columns + scrambled(rows)[..., None]
-    kept = sums.view(np.int32) >= round(rate * 2**32) - 2**31
+    rows = scrambled(seeds[:, :, None] ^ scrambled(q)) | np.uint32(1)
+    columns = scrambled(kv ^ np.uint32(0x3C6EF372)) | np.uint32(1)
+    kept = (rows[..., None] * columns).view(np.int32) >= round(rate * 2**32) - 2**31
     return np.where(kept, 1 / (1 - rate), 0)
 
 
