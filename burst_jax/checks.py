@@ -53,7 +53,11 @@ def make_spec(
         if logits_soft_cap is None
         else _number("logits_soft_cap", logits_soft_cap, "it is static"),
     )
-    rate = _number("dropout_rate", dropout_rate, "it is static", or_none="")
+    if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, (int, float, np.floating)):
+        raise ValueError(
+            f"dropout_rate is {dropout_rate!r}: it must be a Python number below 1, and is static"
+        )
+    rate = float(dropout_rate)
     return dataclasses.replace(spec, dropout=Dropout(rate)) if rate else spec
 
 
@@ -65,23 +69,30 @@ def dropout_seeds(
     Raises:
       ValueError: there is no key although weights are dropped, or it is not one key.
     """
+    key = None if dropout_key is None else _one_key(dropout_key)
     if not dropout_rate:
         return None
-    if dropout_key is None:
+    if key is None:
         raise ValueError(
             f"dropout_rate is {dropout_rate} and dropout_key is None: pass a new jax.random.key "
             "at each call, or dropout_rate=0.0 where nothing is to be dropped"
         )
-    _check_is_array("dropout_key", dropout_key, "a jax.random.key")
-    typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
-    if dropout_key.ndim != (0 if typed else 1) or not (typed or dropout_key.dtype == jnp.uint32):
-        raise ValueError(
-            f"dropout_key has shape {dropout_key.shape} and dtype {dropout_key.dtype}: it must be "
-            "one key, as jax.random.key(0) is"
-        )
     batch, _, heads, _ = query.shape
-    bits = jax.random.bits(dropout_key, (batch, heads), jnp.uint32)
-    return lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jax.random.bits(key, (batch, heads), jnp.uint32), jnp.int32)
+
+
+def _one_key(key: jax.Array) -> jax.Array:
+    """``key``, of either kind that JAX has, as a ``jax.random.key``."""
+    _check_is_array("dropout_key", key, "a jax.random.key")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    if not typed or key.ndim:
+        raise ValueError(
+            f"dropout_key has shape {key.shape} and dtype {key.dtype}: it must be one key, as "
+            "jax.random.key(0) is"
+        )
+    return key
 
 
 def check_bool(name: str, value: object) -> None:
@@ -90,9 +101,9 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
-def _number(name: str, value: Any, remedy: str, or_none: str = " or None") -> float:
+def _number(name: str, value: Any, remedy: str) -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} is {value!r}: it must be a Python number{or_none}; {remedy}")
+        raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
     try:
         return float(value)
     except OverflowError:

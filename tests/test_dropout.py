@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id, make_inputs
 
 import burst_jax
+from burst_jax import LinenBurstAttention
 from pallas_kernels.dropout import Dropout, column_numbers, row_numbers
 
 
@@ -93,13 +97,50 @@ def test_rows_and_heads_of_all_devices_have_their_own_seeds():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_layers_drop_weights_unless_they_are_told_not_to():
+    mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
+    sizes = {"num_heads": 2, "rope_theta": None, "mesh": mesh}
+    x = jax.random.normal(jax.random.key(0), (1, 16, 8))
+    layer = burst_jax.BurstAttention(8, **sizes, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=re.escape("dropout_rate is 0.5 and rngs is None: call")):
+        layer(x)
+    dropped = [layer(x, rngs=nnx.Rngs(dropout=1)) for _ in range(2)]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    without = burst_jax.BurstAttention(8, **sizes, rngs=nnx.Rngs(0))(x)
+    np.testing.assert_array_equal(layer(x, deterministic=True), without)
+    assert np.abs(dropped[0] - without).mean() > 0.01
+    layer.eval()
+    np.testing.assert_array_equal(layer(x), without)
+    layer.train()
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P(None, "seq")),
+        out_specs=jax.P(None, "seq"),
+    )
+    def inside(key, x):
+        return layer(x, rngs=nnx.Rngs(dropout=key))
+
+    np.testing.assert_allclose(inside(jax.random.key(1), x), dropped[0], rtol=1e-5, atol=1e-6)
+
+    twin = LinenBurstAttention(**sizes, dropout_rate=0.5)
+    params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+    np.testing.assert_array_equal(twin.apply(params, x, deterministic=True), without)
+    outs: list[Any] = [
+        twin.apply(params, x, rngs={"dropout": jax.random.key(i)}) for i in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert np.abs(outs[2] - outs[0]).mean() > 0.01
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dropout_rate": 0.1}, "dropout_rate is 0.1 and dropout_key is None: pass a new jax.ran"),
         ({"dropout_rate": 1.0}, "dropout_rate is 1.0: it must be a probability below 1"),
         ({"dropout_rate": -0.1}, "dropout_rate is -0.1: it must be a probability below 1"),
-        ({"dropout_rate": None}, "dropout_rate is None: it must be a Python number; it is static"),
+        ({"dropout_rate": None}, "dropout_rate is None: it must be a Python number below 1"),
         (
             {"dropout_rate": 0.1, "dropout_key": np.zeros((3, 2), np.uint32)},
             "dropout_key has shape (3, 2) and dtype uint32: it must be one key",
