@@ -99,9 +99,10 @@ class MosaicStatic:
         return self.spec.mask.reads_positions or self.has_segments or self.has_bias
 
     @property
-    def has_cap_or_bias(self) -> bool:
-        """Whether there is a soft cap or a bias: both take registers."""
-        return self.has_bias or self.spec.score.logits_soft_cap is not None
+    def needs_registers(self) -> bool:
+        """Whether there is a soft cap, a bias or dropout: all of them take registers."""
+        has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
+        return self.has_bias or has_cap or drops
 
     @property
     def bias_in_products(self) -> bool:
@@ -258,7 +259,7 @@ class BackwardStatic(MosaicStatic):
             self.kv_tiles,
             last_first=False,
             shared_bytes=8 * self.q_length * self.dim,
-            looped=backward_loops(self.dim, self.has_segments, self.has_cap_or_bias),
+            looped=backward_loops(self.dim, self.has_segments, self.needs_registers),
         )
 
     @property
