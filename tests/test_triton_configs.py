@@ -49,5 +49,9 @@ def test_shared_memory_counts_what_is_walked_over_in_every_stage():
     assert config.shared_memory("dkv", 128, 2) == (2 * 3 * 16 + 2 * 32) * kib
     # A head dim of 96 is padded to 128 lanes; rows in registers take no shared memory.
     assert config.shared_memory("dq", 96, 2) == config.shared_memory("dq", 128, 2)
+    # Values of another head dim: v and dO have their own lanes.
+    assert config.shared_memory("forward", 192, 2, 128) == (3 * (64 + 32) + 32) * kib
+    assert config.shared_memory("dq", 192, 2, 128) == (3 * (64 + 32) + 32 + 16) * kib
+    assert config.shared_memory("dkv", 192, 2, 128) == (3 * (32 + 16) + 64 + 32) * kib
     kept = TritonConfig(64, 128, num_warps=8, num_stages=3, rows_in_registers=True)
     assert kept.shared_memory("dq", 128, 2) == 2 * 3 * 32 * kib
