@@ -17,6 +17,7 @@ from burst_jax.checks import (
     check_outside_shard_map,
     check_per_head,
     check_segment_ids,
+    dropout_seeds,
 )
 from burst_jax.layout import Layout
 from burst_jax.placement import Placement
@@ -84,6 +85,8 @@ def burst_attention(
     key_value_segment_ids: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
@@ -139,6 +142,11 @@ def burst_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. Over ``head_axis`` both arrays are split as the heads are.
+      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
+        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
+      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
+        Which ones are dropped depends on key, row, head and
+        positions, not on devices, layout or implementation.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -177,14 +185,19 @@ def burst_attention(
         scale=scale,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
         implementation=implementation,
         backward=backward,
     )
+    seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
     arrays = {"query": query, "key": key, "value": value} | segment_ids
     check_devices(mesh, arrays | per_head)
-    out, lse = _on_mesh(request, placement, placement.placed(arrays), placement.placed(per_head))
+    arrays, per_head = placement.placed(arrays), placement.placed(per_head)
+    if seeds is not None:
+        arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
+    out, lse = _on_mesh(request, placement, arrays, per_head)
     return (out, lse) if return_residual else out
 
 
@@ -200,7 +213,7 @@ def _on_mesh(
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
         queries = Queries(arrays["query"], arrays.get("query_segment_ids"))
         keys = Keys(arrays["key"], arrays["value"], arrays.get("key_value_segment_ids"))
-        return attend_shard(request, Shard(queries, keys, per_head))
+        return attend_shard(request, Shard(queries, keys, per_head, arrays.get("dropout_seeds")))
 
     in_specs = tuple({name: placement.spec(name) for name in of} for of in (arrays, per_head))
     return jax.shard_map(
@@ -265,6 +278,8 @@ def ring_attention(
     key_value_segment_ids: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
@@ -316,6 +331,11 @@ def ring_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
+        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
+      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
+        Devices with other rows or heads must pass another key:
+        fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -351,6 +371,8 @@ def ring_attention(
         key_value_segment_ids=key_value_segment_ids,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
         implementation=implementation,
         backward=backward,
     )
@@ -369,6 +391,8 @@ def ring_call(
     key_value_segment_ids: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     **options: Any,
 ) -> tuple[Request, Shard]:
     """A call of :func:`ring_attention`, checked: what it asks for, and its arrays.
@@ -386,11 +410,13 @@ def ring_call(
         head_parallel_axis,
         size_in_shard_map,
         head_dim=query.shape[3],
+        dropout_rate=dropout_rate,
         **options,
     )
+    seeds = dropout_seeds(query, dropout_rate, dropout_key)
     if not request.token_axes:
         check_inside_shard_map()
     check_local_shapes(request, query, key)
     queries = Queries(query, segment_ids.get("query_segment_ids"))
     keys = Keys(key, value, segment_ids.get("key_value_segment_ids"))
-    return request, Shard(queries, keys, per_head)
+    return request, Shard(queries, keys, per_head, seeds)

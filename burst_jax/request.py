@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,8 +17,10 @@ from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
 from burst_jax.sharding import AxisNames, flat_names
 from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
-from pallas_kernels.operands import PerHead
 from pallas_kernels.score import LOGITS_NUMBERS
+
+if TYPE_CHECKING:
+    from burst_jax.ring.local import Shard
 
 # What an implementation can do depends on no tokens, and the choice comes before there are any.
 _NO_POSITIONS: Any = np.zeros(0, np.int32)
@@ -67,6 +69,7 @@ class Request:
         scale: float | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        dropout_rate: float = 0.0,
         implementation: str | Implementation | None = None,
         backward: RotationChoice = "auto",
     ) -> Request:
@@ -92,7 +95,9 @@ class Request:
         if head_parallel_axis is not None:
             head_parallel_size = size_of("head_parallel_axis", head_parallel_axis)
         return cls(
-            spec=make_spec(head_dim, is_causal, scale, local_window_size, logits_soft_cap),
+            spec=make_spec(
+                head_dim, is_causal, scale, local_window_size, logits_soft_cap, dropout_rate
+            ),
             layout=layout,
             ring_axes=ring_axes,
             ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
@@ -125,18 +130,17 @@ class Request:
     def resolve(
         self,
         target: Target,
-        query: jax.Array,
-        kv: tuple[jax.Array, jax.Array],
-        per_head: PerHead,
+        shard: Shard,
         *,
         backward: bool = False,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
+        (query, *_), (key, value, _), per_head, seeds = shard
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(query, *kv, _NO_TOKENS, _NO_TOKENS, per_head),
+            operands=Operands(query, key, value, _NO_TOKENS, _NO_TOKENS, per_head, seeds),
             backward=backward,
         )
 

@@ -69,6 +69,12 @@ def pytest_addoption(parser):
         help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
     parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="at most N cases of every test, from the first to the last; all of hopper_kernels",
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=3,
@@ -88,6 +94,7 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: {reason}")
 
 
+@pytest.hookimpl(trylast=True)  # Behind -m and -k, so that cases are counted which they leave.
 def pytest_collection_modifyitems(config, items):
     if ON_GPU:
         names = {item.path.name for item in items}
@@ -111,6 +118,25 @@ def pytest_collection_modifyitems(config, items):
         )
     config.hook.pytest_deselected(items=away)
     items[:] = [item for item in items if item not in away]
+    most = config.getoption("--cases")
+    if most is not None:
+        kept = set(few_cases(items, most))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def few_cases(items, most):
+    """At most so many cases of each test, among them the first and the last; of some tests all."""
+    cases = {}
+    for item in items:
+        all_of_them = item.get_closest_marker("hopper_kernels") is not None
+        cases.setdefault(item.nodeid if all_of_them else item.nodeid.split("[")[0], []).append(item)
+    kept = []
+    for alike in cases.values():
+        count = min(most, len(alike))
+        places = {round(i * (len(alike) - 1) / max(1, count - 1)) for i in range(count)}
+        kept += [alike[place] for place in sorted(places)]
+    return kept
 
 
 # Tests that were deselected are counted where they were collected, which under pytest-xdist is in
@@ -137,10 +163,12 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    counts = config.stash.get(_NOT_RUN, {})
-    if not any(counts.values()):
+    counts, most = config.stash.get(_NOT_RUN, {}), config.getoption("--cases")
+    if not any(counts.values()) and most is None:
         return
     terminalreporter.section("not run")
+    if most is not None:
+        terminalreporter.write_line(f"further cases than {most} of every test: --cases {most}.")
     for marker, count in counts.items():
         if count:
             reason, remedy = TIERS[marker]

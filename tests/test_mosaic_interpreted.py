@@ -23,9 +23,9 @@ from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 needs_interpreter = pytest.mark.mosaic_interpreter
 # The smallest tiles there are. Lengths are chosen for few steps, with parts of tiles on both sides.
 KERNELS = mosaic_gpu(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
-NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers"
+NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 CASES = [
-    dict(zip(NAMES, levels, strict=True))
+    dict(zip(NAMES, levels, strict=False))
     for levels in (
         ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
         ("full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks"),
@@ -35,6 +35,8 @@ CASES = [
         ("packed_causal", "striped", 2, (2, 2), (136, 72), 64, "bfloat16", "both"),
         ("full", "zigzag", 1, (2, 1), (136, 200), 32, "float16", "slopes"),
         ("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
+        ("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
+        ("packed", "contiguous", 2, (2, 2), (136, 136), 64, "bfloat16", "both", 0.1),
     )
 ]
 # Values of another head dim than keys: a smaller one, and a larger one.
@@ -43,7 +45,7 @@ CASES[1]["value_dim"], CASES[4]["value_dim"] = 32, 96
 LATENT = {**CASES[0], "lengths": (72, 136), "head_dim": 192, "value_dim": 128}
 # The second hop merges with the lse of the first, and has tiles of the backward without a mask.
 FAR_LEVELS = ("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
-FAR = dict(zip(NAMES, FAR_LEVELS, strict=True))
+FAR = dict(zip(NAMES, FAR_LEVELS, strict=False))
 PLAIN, SLOPES, FULL_SLOPES, WIDE = CASES[0], *(CASES[i] for i in (3, 5, 6))
 
 
@@ -61,7 +63,7 @@ def interpret(run, *arrays, **options):
 def interpret_all(inputs, kernels=KERNELS, **options):
     run = functools.partial(attend, kernels, inputs.spec)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    return interpret(run, *arrays, inputs.numbers, **options)
+    return interpret(run, *arrays, inputs.numbers, inputs.seeds, **options)
 
 
 def interpret_forward(inputs, carry=None, out_dtype=None, **options):

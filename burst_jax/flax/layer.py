@@ -36,6 +36,7 @@ REFUSED = {
     "key_value_segment_ids": "pass segment_ids to the call",
     "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "dropout_key": "pass rngs to the call, which takes the key from them",
     "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
@@ -78,9 +79,10 @@ class BurstAttention(nnx.Module):
       kernel_init: initializer of the query, key and value kernels.
       out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
       rngs: random numbers for the initializers (stream "params").
-      **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout and
-        is_causal, but not ``return_residual``, not the numbers of each head (``sink_logits``,
-        ``alibi_slopes``), and not the segment ids, which are an argument of the call.
+      **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
+        is_causal and dropout_rate, but not ``return_residual``, not the numbers of each head
+        (``sink_logits``, ``alibi_slopes``), not ``dropout_key``, which the call takes from its
+        ``rngs``, and not the segment ids, which are an argument of the call.
 
     Raises:
       TypeError: an unknown option.
@@ -133,6 +135,8 @@ class BurstAttention(nnx.Module):
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = tuple(sorted(options.items()))
+        # What nnx's train() and eval() set in a whole model.
+        self.deterministic = False
 
         def linear(
             features: int | tuple[int, ...],
@@ -177,6 +181,9 @@ class BurstAttention(nnx.Module):
         x: jax.Array,
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> jax.Array:
         """Attends over the whole sequence.
 
@@ -188,6 +195,9 @@ class BurstAttention(nnx.Module):
           segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend inside their
             segment. 0 is padding, which attends to nothing and is attended by nothing, so documents
             count from 1. None is one segment.
+          deterministic: whether nothing is dropped although there is a ``dropout_rate``; None is
+            the layer's attribute of this name, which ``model.eval()`` and ``model.train()`` set.
+          rngs: random numbers of dropout (stream "dropout"); needed where weights are dropped.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -200,19 +210,20 @@ class BurstAttention(nnx.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
+        dropout_key = self._dropout_key(deterministic, rngs)
         if self.rope_theta is None:
             if positions is not None:
                 raise ValueError(
                     "positions are given but rope_theta is None: the layer would ignore them"
                 )
-            return self.attend(x, None, segment_ids)
+            return self.attend(x, None, segment_ids, dropout_key=dropout_key)
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs the position of every token, in the order that "
                 "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out = self.attend(x, rope, segment_ids)
+        out = self.attend(x, rope, segment_ids, dropout_key=dropout_key)
         return refuse_wrong_order(out, positions, segment_ids, dict(self.options))
 
     def attend(
@@ -223,6 +234,7 @@ class BurstAttention(nnx.Module):
         *,
         local_window_size: int | tuple[int, int] | None = None,
         attention_fn: Callable[..., jax.Array] | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Attends as the call does, with a RoPE table that layers can share.
 
@@ -237,6 +249,7 @@ class BurstAttention(nnx.Module):
             not their windows; None is the layer's option.
           attention_fn: what is called instead of :func:`burst_attention`, or inside a ``shard_map``
             instead of :func:`ring_attention`, with the same arguments; None is that function.
+          dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None drops nothing.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -263,13 +276,31 @@ class BurstAttention(nnx.Module):
         options: Any = dict(self.options) | segments
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
+        options["dropout_key"] = dropout_key
+        if dropout_key is None:
+            options["dropout_rate"] = 0.0
         if not inside:
             return layer.out((attention_fn or burst_attention)(query, key, value, **options))
-        for name in ("mesh", "batch_axis", "head_axis"):
-            options.pop(name, None)
+        others = flat_names(*(options.pop(name, None) for name in ("batch_axis", "head_axis")))
+        options.pop("mesh", None)
+        if dropout_key is not None and others:
+            # Devices along these axes have other rows or heads, which drop weights of their own.
+            options["dropout_key"] = jax.random.fold_in(dropout_key, lax.axis_index(others))
         axis = options.pop("seq_axis", "seq")
         out = (attention_fn or ring_attention)(query, key, value, axis, **options)
         return project(self.out, out, summed_over=dict(self.options).get("head_axis"))
+
+    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
+        """The key of a call's dropout; None if it drops nothing."""
+        rate = dict(self.options).get("dropout_rate", 0.0)
+        if not rate or (self.deterministic if deterministic is None else deterministic):
+            return None
+        if rngs is None:
+            raise ValueError(
+                f"dropout_rate is {rate} and rngs is None: call the layer with "
+                "rngs=nnx.Rngs(dropout=seed), or with deterministic=True where nothing is dropped"
+            )
+        return rngs.dropout()
 
     def _refuse_heads_twice(self, num_heads: int) -> None:
         """Raises if devices along ``head_axis`` have the same heads: all would be summed."""

@@ -179,7 +179,7 @@ def _busiest(request: Request, tokens: int) -> float:
 def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     """Out and lse of the first half of every shard, by a ring over these halves."""
     tokens = _first_tokens(shard)
-    (q, q_ids, *_), keys, per_head = shard
+    (q, q_ids, *_), keys, per_head, seeds = shard
     q, q_ids, k, v, kv_ids = jax.tree.map(lambda x: x[:, :tokens], (q, q_ids, *keys))
     ring = first_half(request, tokens)
     route = ring.route(tokens, tokens)
@@ -187,7 +187,7 @@ def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     if dealt:
         q, q_ids, k, v, kv_ids = deal(route, (q, q_ids, k, v, kv_ids))
     out, lse = attend_exchanged(
-        ring, target, Shard(Queries(q, q_ids), Keys(k, v, kv_ids), per_head)
+        ring, target, Shard(Queries(q, q_ids), Keys(k, v, kv_ids), per_head, seeds)
     )
     if dealt:
         out, lse = deal_back(route, (out, lse.swapaxes(1, 2)))

@@ -14,8 +14,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
+from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
+    ROWS,
     TILE,
     along_columns,
     along_rows,
@@ -138,6 +140,21 @@ def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -
     return scores
 
 
+def kept_weights(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """Which weights of a tile are kept; None if nothing is dropped."""
+    numbers, dropout = rows.refs.operands.dropout, rows.static.spec.dropout
+    if numbers is None or dropout is None:
+        return None
+    config = rows.static.config
+    queries = pl.ds(q_tile * config.block_q, config.block_q)
+    first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
+    of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
+    of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
+    return dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
+
+
 def logit_gradients(
     rows: KeyRows, weights: jax.Array, dp: jax.Array, delta: jax.Array
 ) -> jax.Array:
@@ -149,7 +166,10 @@ def logit_gradients(
       dp: float32, ``v dO^T``.
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
-    dp = dp * rows.static.spec.score.scale if rows.static.scale_in_ds else dp
+    spec = rows.static.spec
+    unit = 1.0 if spec.dropout is None else spec.dropout.unit
+    unit = unit * spec.score.scale if rows.static.scale_in_ds else unit
+    dp = dp if unit == 1 else dp * unit
     return weights * (dp - along_columns(delta, weights.shape))
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.backward_scores import (
     BiasLine,
     exponents,
+    kept_weights,
     logit_gradients,
     score_gradients,
     tile_scores,
@@ -141,7 +142,7 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
 def _weights_and_gradients(
     rows: KeyRows, masked: bool, step: Any, data: _StepData, scores_ref: Any, dp_ref: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype."""
+    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype; P without dropped weights."""
     static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
     where = ScratchLayout.of(static.config)
     plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
@@ -164,12 +165,16 @@ def _weights_and_gradients(
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
     dp, p = computed_here(dp, p)
     wait_for_queries(rows, step + 1)
+    used = p
+    ok = kept_weights(rows, data.warpgroup, data.q_tile, data.head, p.shape)
+    if ok is not None:
+        used, dp = jnp.where(ok, p, 0.0), jnp.where(ok, dp, 0.0)
     delta = plgpu.load(memory.scratch.at[where.delta(data.do_stage)], layout=COLUMNS)
     ds = logit_gradients(rows, p, dp, delta)
     if static.spec.score.differentiated:
         add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)
     ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse)
-    return p.astype(static.dtype), ds.astype(static.dtype)
+    return used.astype(static.dtype), ds.astype(static.dtype)
 
 
 def _add_products(

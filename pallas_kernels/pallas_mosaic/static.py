@@ -102,9 +102,10 @@ class MosaicStatic:
         return self.spec.mask.reads_positions or self.has_segments or self.has_bias
 
     @property
-    def has_cap_or_bias(self) -> bool:
-        """Whether there is a soft cap or a bias: both take registers."""
-        return self.has_bias or self.spec.score.logits_soft_cap is not None
+    def needs_registers(self) -> bool:
+        """Whether there is a soft cap, a bias or dropout: all of them take registers."""
+        has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
+        return self.has_bias or has_cap or drops
 
     @property
     def bias_in_products(self) -> bool:
@@ -268,7 +269,7 @@ class BackwardStatic(MosaicStatic):
             last_first=False,
             shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
             looped=backward_loops(
-                max(self.dim, self.value_dim), self.has_segments, self.has_cap_or_bias
+                max(self.dim, self.value_dim), self.has_segments, self.needs_registers
             ),
         )
 

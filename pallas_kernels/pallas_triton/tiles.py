@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
 
@@ -93,6 +94,8 @@ class SideRefs(NamedTuple):
       kv_segment_ids: int32 segment ids of the keys, or None.
       per_head: the per-head arrays that logits are made with, one number for each query head of the
         program.
+      dropout_rows: int32, the number of each query's row of weights; None without dropout.
+      dropout_columns: int32, the number of each key's column of weights; None without dropout.
     """
 
     q_positions: Any
@@ -100,6 +103,8 @@ class SideRefs(NamedTuple):
     q_segment_ids: Any
     kv_segment_ids: Any
     per_head: dict[str, Any]
+    dropout_rows: Any = None
+    dropout_columns: Any = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -124,13 +129,25 @@ class SideRefs(NamedTuple):
         ids = None if segment_ids is None else shaped(load(segment_ids.at[which], inside))
         return TileTokens(shaped(load(positions.at[which], inside)), ids, shaped(inside))
 
+    def rows(self, which: Any, inside: Any, shaped: Any) -> Any:
+        """Dropout's numbers of some queries; None without dropout."""
+        if self.dropout_rows is None:
+            return None
+        return shaped(load(self.dropout_rows.at[which], inside))
+
+    def columns(self, which: Any, inside: Any, shaped: Any) -> Any:
+        """Dropout's numbers of some keys; None without dropout."""
+        if self.dropout_columns is None:
+            return None
+        return shaped(load(self.dropout_columns.at[which], inside))
+
     def per_head_of(self, head: Any) -> dict[str, jax.Array]:
         """Of each per-head array, the number of one of the program's query heads."""
         return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
 
 
 def split_sides(
-    refs: tuple, has_segments: bool, names: tuple[str, ...]
+    refs: tuple, has_segments: bool, names: tuple[str, ...], has_dropout: bool
 ) -> tuple[Any, SideRefs, list]:
     """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
     table, q_positions, kv_positions, *rest = refs
@@ -138,8 +155,17 @@ def split_sides(
     if has_segments:
         q_ids, kv_ids, *rest = rest
     per_head = dict(zip(names, rest, strict=False))
-    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, per_head)
-    return table, sides, rest[len(names) :]
+    rest = rest[len(names) :]
+    rows = columns = None
+    if has_dropout:
+        rows, columns, *rest = rest
+    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, per_head, rows, columns)
+    return table, sides, rest
+
+
+def dropped(dropout: Dropout | None, rows: Any, columns: Any, x: jax.Array) -> jax.Array:
+    """``x`` of a tile's scores, 0 where weights are dropped; all of it without dropout."""
+    return x if dropout is None else jnp.where(dropout.kept(rows, columns), x, 0.0)
 
 
 def score_mask(mask: Mask, q: TileTokens, kv: TileTokens) -> jax.Array | None:
