@@ -117,7 +117,10 @@ def backward(
         tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
         return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
-    start = tuple(vary(jnp.zeros(x.shape, jnp.float32), axes) for x in (keys.k, keys.v))
+    # Where both head dims are one, dK and dV begin as the same zeros.
+    shapes = keys.k.shape, keys.v.shape
+    zeros = {shape: vary(jnp.zeros(shape, jnp.float32), axes) for shape in dict.fromkeys(shapes)}
+    start = tuple(zeros[shape] for shape in shapes)
     (dk, dv), (new_dq, per_head_sums) = lax.scan(query_tile, start, vary(query_tiles, axes))
     new_dq = _join_queries(new_dq, q.shape)
     dk, dv = keys.join(dk * spec.score.scale), keys.join(dv)

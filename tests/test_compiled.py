@@ -285,12 +285,12 @@ def test_dropout_spills_no_registers(gpu, head_dim):
     assert events.count(("kernel", "burst_dq")) == 3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_sinks_and_slopes_spill_no_registers(gpu, head_dim):
+def test_sinks_and_slopes_spill_no_registers(gpu, head_dim, value_dim):
     """Triton's kernels, with the gradients of both, in whole tiles without segments."""
     mesh = compiled.gpu_mesh(gpu, 2)
-    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim)
+    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim, value_dim=value_dim)
     numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
 
     def run(query, key, value, sinks, slopes):

@@ -26,6 +26,19 @@ def test_each_table_is_for_its_gpu():
     assert configs(dtype="bfloat16") == configs(dtype="float16") != configs(dtype="float32")
 
 
+@pytest.mark.parametrize("capability", [None, 8.0, 9.0])
+def test_values_of_fewer_lanes_leave_room_for_larger_tiles(capability):
+    def tiles(dim, value_dim):
+        return triton_configs(
+            capability, dim, "bfloat16", 4096, 4096, PLAIN, False, value_dim=value_dim
+        )
+
+    assert (tiles(192, 128) == tiles(192, 192)) == (capability is None)
+    # Wider values than keys take the tiles of heads as wide as the values.
+    assert tiles(64, 256) == tiles(256, 256)
+    assert tiles(64, 64) == configs(capability, 64)
+
+
 @pytest.mark.parametrize("capability", [8.0, 9.0])
 @pytest.mark.parametrize(
     "what",
