@@ -6,6 +6,7 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 
 import argparse
 import gc
+import os
 import pathlib
 import sys
 
@@ -25,6 +26,12 @@ REPLAYING = "replay" in _given.m
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+# Most of the tests' time is compiling, for programs that run a few times on few numbers. Programs
+# that tests start inherit the variable. Other projects' cases, at their own sizes, run longer than
+# they compile.
+COMPILE_QUICKLY = not ON_GPU and not REPLAYING
+if COMPILE_QUICKLY:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -81,6 +88,13 @@ def pytest_addoption(parser):
         metavar="N",
         help="how often tests/test_kills.py kills a training run (default: 3)",
     )
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly(request):
+    """On CPUs. What is compiled for a GPU is what a user's GPU would run."""
+    quickly = COMPILE_QUICKLY and request.node.get_closest_marker("cuda_compiler") is None
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from pallas_kernels.pallas_mosaic.tiles import (
     along_columns,
     along_rows,
     computed_here,
+    constant,
     multiply_add,
     tanh,
 )
@@ -140,10 +141,14 @@ def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -
     return scores
 
 
-def kept_weights(
+def dropout_factors(
     rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Which weights of a tile are kept; None if nothing is dropped."""
+    """What dropout multiplies the weights of a tile by; None if nothing is dropped.
+
+    By products of these the compiler adds nothing. Where it selects between weights and 0, it first
+    rounds the weights, to 16 bits, and then takes pairs of them apart.
+    """
     numbers, dropout = rows.refs.operands.dropout, rows.static.spec.dropout
     if numbers is None or dropout is None:
         return None
@@ -152,7 +157,8 @@ def kept_weights(
     first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
     of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
     of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
-    return dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
+    kept = dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
+    return jnp.where(kept, constant(shape, dropout.unit, TILE), 0.0)
 
 
 def logit_gradients(
@@ -166,10 +172,7 @@ def logit_gradients(
       dp: float32, ``v dO^T``.
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
-    spec = rows.static.spec
-    unit = 1.0 if spec.dropout is None else spec.dropout.unit
-    unit = unit * spec.score.scale if rows.static.scale_in_ds else unit
-    dp = dp if unit == 1 else dp * unit
+    dp = dp * rows.static.spec.score.scale if rows.static.scale_in_ds else dp
     return weights * (dp - along_columns(delta, weights.shape))
 
 

@@ -20,8 +20,8 @@ from pallas_kernels.pallas_mosaic.backward_per_head import add_per_head_sums
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.backward_scores import (
     BiasLine,
+    dropout_factors,
     exponents,
-    kept_weights,
     logit_gradients,
     score_gradients,
     tile_scores,
@@ -142,7 +142,7 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
 def _weights_and_gradients(
     rows: KeyRows, masked: bool, step: Any, data: _StepData, scores_ref: Any, dp_ref: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype; P without dropped weights."""
+    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype; P after dropout."""
     static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
     where = ScratchLayout.of(static.config)
     plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
@@ -166,9 +166,9 @@ def _weights_and_gradients(
     dp, p = computed_here(dp, p)
     wait_for_queries(rows, step + 1)
     used = p
-    ok = kept_weights(rows, data.warpgroup, data.q_tile, data.head, p.shape)
-    if ok is not None:
-        used, dp = jnp.where(ok, p, 0.0), jnp.where(ok, dp, 0.0)
+    factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, p.shape)
+    if factors is not None:
+        used, dp = p * factors, dp * factors
     delta = plgpu.load(memory.scratch.at[where.delta(data.do_stage)], layout=COLUMNS)
     ds = logit_gradients(rows, p, dp, delta)
     if static.spec.score.differentiated:

@@ -67,11 +67,10 @@ def write_dkv(
       warpgroup: number of the warpgroup.
       place: of the key tile.
       dk: float32 ``[64, H]``, still to be scaled unless :attr:`BackwardStatic.scale_in_ds`.
-      dv: float32 ``[64, Hv]``, still to be multiplied by dropout's unit.
+      dv: float32 ``[64, Hv]``.
     """
     half = static.half_dim
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
-    dv = dv if static.spec.dropout is None else dv * static.spec.dropout.unit
     for target, gradient in ((refs.results.dk, dk), (refs.results.dv, dv)):
         for first in range(0, gradient.shape[1], half):
             part = gradient[:, first : first + half]

@@ -54,7 +54,7 @@ def _backward_unsupported(operands: Operands) -> str | None:
     """Why the backward kernel cannot take these, or None.
 
     Head dims end at 128. Of (192, 128), say, dK, dV and a warpgroup's half of dQ alone would take
-    208 of a thread's 240 registers, and the smallest number of stages 256 KiB of shared memory.
+    208 of a thread's 240 registers, and the smallest number of stages 258 KiB of shared memory.
     """
     reason = _unsupported(operands, multiple_of=32, most=128)
     if reason is None and operands.value_dim % (operands.head_dim // 2):
