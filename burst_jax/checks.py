@@ -25,6 +25,7 @@ from pallas_kernels.dropout import Dropout
 from pallas_kernels.operands import PerHead
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_LETTERS = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
 
 
 def make_spec(
@@ -133,7 +134,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     """Raises ValueError unless query, key and value can attend to each other."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         _check_is_array(name, array, "an array")
-        letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
+        letters = _LETTERS[name]
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
         _check_static(name, letters, array.shape)
@@ -145,9 +146,10 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
             )
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"key has shape {key.shape}, value {value.shape}: they must be equal, [B, S, K, H]"
+            f"key has shape {key.shape}, value {value.shape}: they must be equal but for the head "
+            "dim, [B, S, K, H] and [B, S, K, Hv]"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(

@@ -23,6 +23,7 @@ FACTORS: dict[str, tuple] = {
     "heads": ((4, 4), (8, 2), (8, 1)),
     "lengths": ((48, 48), (63, 45), (20, 57), (9, 7)),
     "head_dim": (16, 40, 33),
+    "value_dim": ("same", 24),
     "dtype": ("float32", "bfloat16", "float16"),
     "numbers": ("none", "sinks", "slopes", "both"),
     "dropout": (0.0, 0.3),

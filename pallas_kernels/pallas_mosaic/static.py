@@ -36,7 +36,8 @@ class MosaicStatic:
       kv_length: S, keys.
       heads: N, heads of queries.
       kv_heads: K, heads of keys.
-      dim: H, the head dim.
+      dim: H, the head dim of queries and keys.
+      value_dim: Hv, that of values, of o and of dO.
       dtype: of queries, keys, values and dO.
       has_segments: whether tokens have segment ids.
       has_bias: whether something is added to the logits because of where the tokens are.
@@ -50,6 +51,7 @@ class MosaicStatic:
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     dtype: np.dtype
     has_segments: bool
     has_bias: bool
@@ -67,6 +69,7 @@ class MosaicStatic:
             heads=heads,
             kv_heads=operands.k.shape[2],
             dim=dim,
+            value_dim=operands.value_dim,
             dtype=operands.q.dtype,
             has_segments=operands.has_segments,
             has_bias=operands.has_bias,
@@ -173,12 +176,12 @@ class ForwardStatic(MosaicStatic):
     @property
     def lanes(self) -> int:
         """How many lanes of the incoming o are in shared memory at a time."""
-        return float32_lanes(self.dim)
+        return float32_lanes(self.value_dim)
 
     @property
     def out_lanes(self) -> int:
         """How many lanes of o are written at a time, a multiple of ``lanes``."""
-        return result_lanes(self.dim, self.float32_out)
+        return result_lanes(self.value_dim, self.float32_out)
 
     @property
     def items(self) -> Items:
@@ -188,7 +191,7 @@ class ForwardStatic(MosaicStatic):
             self.heads,
             self.q_tiles,
             last_first=True,
-            shared_bytes=4 * self.kv_length * self.dim // self.groups,
+            shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
             equal=not (self.spec.mask.reads_positions or self.has_segments),
             looped=forward_loops(self.config, self.has_segments),
         )
@@ -197,7 +200,13 @@ class ForwardStatic(MosaicStatic):
     def memory(self) -> ForwardMemory:
         """Descriptions of the shared memory."""
         return ForwardMemory.of(
-            self.config, self.dim, self.dtype, self.out_dtype, self.carried, self.bias_in_products
+            self.config,
+            self.dim,
+            self.dtype,
+            self.out_dtype,
+            self.carried,
+            self.bias_in_products,
+            self.value_dim,
         )
 
 
@@ -228,7 +237,7 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def half_dim(self) -> int:
-        """How many lanes of dQ a warpgroup makes."""
+        """How many lanes of dQ a warpgroup makes; dK and dV are written by so many, too."""
         return self.dim // 2
 
     @property
@@ -258,11 +267,13 @@ class BackwardStatic(MosaicStatic):
             self.kv_heads,
             self.kv_tiles,
             last_first=False,
-            shared_bytes=8 * self.q_length * self.dim,
-            looped=backward_loops(self.dim, self.has_segments, self.needs_registers),
+            shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
+            looped=backward_loops(
+                max(self.dim, self.value_dim), self.has_segments, self.needs_registers
+            ),
         )
 
     @property
     def memory(self) -> BackwardMemory:
         """Descriptions of the shared memory."""
-        return BackwardMemory.of(self.config, self.dim, self.dtype)
+        return BackwardMemory.of(self.config, self.dim, self.dtype, self.value_dim)
