@@ -46,6 +46,10 @@ def mask_of(spec, q_tokens, kv_tokens):
     if spec.mask.right is not None:
         keep &= ahead <= spec.mask.right
     keep = keep[None]
+    if q_tokens.key_starts is not None:
+        keep = keep & (kv >= np.asarray(q_tokens.key_starts)[:, :, None])
+    if q_tokens.key_ends is not None:
+        keep = keep & (kv < np.asarray(q_tokens.key_ends)[:, :, None])
     if q_tokens.segment_ids is not None:
         q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
         same = q_ids[:, :, None] == kv_ids[:, None, :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from burst_jax.attention_options import MaskArrays
+from burst_jax.checks import WindowSize
 from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.flax.options import check_options
 from burst_jax.layout import Layout
@@ -92,7 +94,7 @@ class LinenBurstAttention(linen.Module):
     layout: Layout = "contiguous"
     is_causal: bool = False
     scale: float | None = None
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     logits_soft_cap: float | None = None
     implementation: str | Implementation | None = None
     backward: RotationChoice = "auto"
@@ -110,6 +112,7 @@ class LinenBurstAttention(linen.Module):
         x: jax.Array,
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
+        **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
 
@@ -117,6 +120,7 @@ class LinenBurstAttention(linen.Module):
           x: ``[B, T, D]``, its tokens in the order of ``layout``.
           positions: as in the call of :class:`burst_jax.BurstAttention`.
           segment_ids: as in the call of :class:`burst_jax.BurstAttention`.
+          **masks: as in the call of :class:`burst_jax.BurstAttention`.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -141,7 +145,7 @@ class LinenBurstAttention(linen.Module):
             return self._with_metadata(name, weights[name])
 
         nnx.replace_by_pure_dict(state, {name: self.param(name, made, name) for name in shapes})
-        return nnx.merge(graphdef, state)(x, positions, segment_ids)
+        return nnx.merge(graphdef, state)(x, positions, segment_ids, **masks)
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments, which it checks."""

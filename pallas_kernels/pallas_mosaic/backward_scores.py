@@ -115,23 +115,26 @@ def tile_positions(
     """``(of the queries, of the keys)``, over a tile of scores."""
     block_q = rows.static.config.block_q
     queries = pl.ds(q_tile * block_q, block_q)
-    q_tokens = rows.refs.operands.q_tokens._replace(segment_ids=None)
+    q_tokens = rows.refs.operands.q_tokens.only("positions")
     q_positions = q_tokens.load(None, queries, COLUMNS).positions
     k_positions = rows.load_tokens(warpgroup).positions
     return along_columns(q_positions, shape), along_rows(k_positions, shape)
 
 
 def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -> jax.Array:
-    """Scores, -inf where positions or segment ids forbid them."""
+    """Scores, -inf where positions, ranges of keys or segment ids forbid them."""
     static, k_tokens = rows.static, rows.load_tokens(warpgroup)
     queries = pl.ds(q_tile * static.config.block_q, static.config.block_q)
     q_tokens = rows.refs.operands.q_tokens.load(rows.item.batch_row, queries, COLUMNS)
-    # One test after the other, first the window's, then the segments': the positions and the ids
+    # One test after the other, first by positions, then the segments': the positions and the ids
     # would not fit in registers together.
-    window = q_tokens._replace(segment_ids=None), k_tokens._replace(segment_ids=None)
-    tests = [(static.spec.mask, *window)]
+    k_positions = k_tokens.only("positions")
+    tests = [(static.mask, q_tokens.only("positions"), k_positions)]
+    if static.has_key_ranges:
+        sides = (q_tokens.only(name) for name in ("key_starts", "key_ends"))
+        tests = [(Mask(), side, k_positions) for side in sides if not side.is_empty]
     if static.has_segments:
-        tests.append((Mask(), q_tokens, k_tokens))
+        tests.append((Mask(), q_tokens.only("segment_ids"), k_tokens.only("segment_ids")))
     for mask, q_tested, k_tested in tests:
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))

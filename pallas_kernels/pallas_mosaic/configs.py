@@ -81,7 +81,8 @@ def backward_config(head_dim: int) -> MosaicConfig:
 def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
     """Whether a forward program has registers for a loop over items.
 
-    Three warpgroups have none left where there are segment ids.
+    Three warpgroups have none left where there are segment ids, or ranges of keys, which
+    ``has_segments`` stands for, too.
     """
     return config.block_q < 3 * WARPGROUP_ROWS or not has_segments
 
@@ -89,7 +90,8 @@ def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
 def backward_loops(head_dim: int, has_segments: bool, has_cap_or_bias: bool) -> bool:
     """Whether a backward program has registers for a loop over items.
 
-    Programs of wide heads have none left where there are segment ids, a soft cap or a bias.
+    Programs of wide heads have none left where there are segment ids, ranges of keys (which
+    ``has_segments`` stands for, too), a soft cap or a bias.
     """
     return head_dim <= 96 or not (has_segments or has_cap_or_bias)
 

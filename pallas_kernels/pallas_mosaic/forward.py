@@ -91,7 +91,9 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     # window.
     other_tests = operands.has_segments or spec.mask.left is not None
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
-    return forward_config(operands.head_dim, bias_counts or score.logits_soft_cap is not None)
+    # Ranges of keys are two more numbers of each query.
+    takes_registers = bias_counts or operands.has_key_ranges or score.logits_soft_cap is not None
+    return forward_config(operands.head_dim, takes_registers)
 
 
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
