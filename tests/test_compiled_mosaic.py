@@ -34,7 +34,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, **config,
+    segments=False, ranges=False, **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -48,6 +48,7 @@ def compile_one(
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
+      ranges: with starts and ends of the keys that each query sees.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
     """
     local, length = mosaic_gpu(**config), 1096 if full else 1152
@@ -63,24 +64,28 @@ def compile_one(
     key = array(BATCH, length, KV_HEADS, dim, dtype=dtype)
     stats = array(2, BATCH, HEADS, length)
     ids = array(BATCH, length, dtype=jnp.int32) if full or segments else None
+    of_queries = dict.fromkeys(
+        ("key_starts", "key_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
+    )
     per_head = dict.fromkeys(("sink_logits", "alibi_slopes") if numbers else (), array(HEADS))
     of_keys = array(*key.shape)
     sums = array(*query.shape), array(*stats.shape[1:]) if half == "forward" else (of_keys, of_keys)
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, ids, per_head):
+    def operands_of(q, k, ids, ranges, per_head):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
-        return Operands(q, k, k, q_tokens=tokens, kv_tokens=tokens, per_head=per_head)
+        q_tokens = tokens._replace(**ranges)
+        return Operands(q, k, k, q_tokens=q_tokens, kv_tokens=tokens, per_head=per_head)
 
-    def forward(q, k, stats, ids, sums, per_head):
+    def forward(q, k, stats, ids, ranges, sums, per_head):
         del stats
-        operands = operands_of(q, k, ids, per_head)
+        operands = operands_of(q, k, ids, ranges, per_head)
         operands = operands.replace(bounds=local.forward_bounds(operands, spec=spec))
         return local.forward(operands, sums, spec=spec, out_dtype=out_dtype)
 
-    def backward(q, k, stats, ids, sums, per_head):
-        operands = operands_of(q, k, ids, per_head)
+    def backward(q, k, stats, ids, ranges, sums, per_head):
+        operands = operands_of(q, k, ids, ranges, per_head)
         bounds = local.backward_bounds(operands, spec=spec)
         operands = operands.replace(bounds=bounds, do=q, stats=stats)
         assert local.backward is not None
@@ -89,7 +94,7 @@ def compile_one(
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    return compiled.compile_for(run, query, key, stats, ids, sums, per_head)
+    return compiled.compile_for(run, query, key, stats, ids, of_queries, sums, per_head)
 
 
 @pytest.fixture
@@ -131,6 +136,23 @@ def fits(seen):
 )
 def test_sinks_and_slopes_fit_in_the_registers(report, half, dim, carried, segments):
     fits(report(half, dim, carried=carried, numbers=True, segments=segments))
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "options"),
+    [
+        ("forward", 64, {}),
+        ("forward", 128, {"full": True}),
+        ("forward", 256, {}),
+        ("backward", 64, {"full": True}),
+        ("backward", 128, {}),
+        ("backward", 128, {"segments": True}),
+        ("backward", 128, {"numbers": True}),
+    ],
+    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
+)
+def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
+    fits(report(half, dim, ranges=True, **options))
 
 
 @pytest.mark.parametrize(
