@@ -18,6 +18,7 @@ from burst_jax.checks import (
     check_outside_shard_map,
     check_per_head,
     check_segment_ids,
+    dropout_seeds,
 )
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
@@ -91,6 +92,8 @@ def burst_attention(
     key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
@@ -161,6 +164,11 @@ def burst_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. Over ``head_axis`` both arrays are split as the heads are.
+      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
+        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
+      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
+        Which ones are dropped depends on key, row, head and
+        positions, not on devices, layout or implementation.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -212,14 +220,19 @@ def burst_attention(
         local_window_size=local_window_size,
         lifts_causality=prefix_lengths is not None,
         logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
         implementation=implementation,
         backward=backward,
     )
+    seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
     arrays = {"query": query, "key": key, "value": value} | hidden_by
     check_devices(mesh, arrays | per_head)
-    out, lse = _on_mesh(request, placement, placement.placed(arrays), placement.placed(per_head))
+    arrays, per_head = placement.placed(arrays), placement.placed(per_head)
+    if seeds is not None:
+        arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
+    out, lse = _on_mesh(request, placement, arrays, per_head)
     return (out, lse) if return_residual else out
 
 
@@ -233,7 +246,8 @@ def _on_mesh(
     """Global out ``[B, T, N, H]`` and lse ``[B, T, N]``."""
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
-        return attend_shard(request, Shard(*sides_of(request, arrays), per_head))
+        sides = sides_of(request, arrays)
+        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds")))
 
     in_specs = tuple(
         {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
@@ -305,6 +319,8 @@ def ring_attention(
     key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
@@ -372,6 +388,11 @@ def ring_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
+        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
+      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
+        Devices with other rows or heads must pass another key:
+        fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -412,6 +433,8 @@ def ring_attention(
         key_ends=key_ends,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
         implementation=implementation,
         backward=backward,
     )
@@ -437,6 +460,8 @@ def ring_call(
     key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     **options: Any,
 ) -> tuple[Request, Shard]:
     """A call of :func:`ring_attention`, checked: what it asks for, and its arrays.
@@ -469,10 +494,12 @@ def ring_call(
         is_causal=is_causal,
         local_window_size=local_window_size,
         lifts_causality=prefix_lengths is not None,
+        dropout_rate=dropout_rate,
         **options,
     )
+    seeds = dropout_seeds(query, dropout_rate, dropout_key)
     if not request.token_axes:
         check_inside_shard_map()
     check_local_shapes(request, query, key)
     sides = sides_of(request, {"query": query, "key": key, "value": value} | hidden_by)
-    return request, Shard(*sides, per_head)
+    return request, Shard(*sides, per_head, seeds)

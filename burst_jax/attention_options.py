@@ -40,6 +40,8 @@ class RingOptions(MaskArrays, total=False):
     key_value_segment_ids: jax.Array | None
     sink_logits: jax.Array | None
     alibi_slopes: jax.Array | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
     implementation: str | Implementation | None
     backward: RotationChoice
 

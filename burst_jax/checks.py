@@ -5,6 +5,7 @@ Whether the arrays fit what the call asks for is in :mod:`burst_jax.shape_checks
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
@@ -13,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from burst_jax.sharding import AxisNames
 from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.operands import PerHead
 
 # One side of a window: tokens, None for no limit, or a traced integer.
@@ -35,8 +38,9 @@ def make_spec(
     local_window_size: WindowSize,
     logits_soft_cap: float | None,
     lifts_causality: bool = False,
+    dropout_rate: float = 0.0,
 ) -> AttentionSpec:
-    """The masks and the scale of ``jax.nn.dot_product_attention``'s arguments, as one spec.
+    """Masks, score and dropout of the public functions' arguments, as one spec.
 
     ``head_dim`` makes the default scale. Of a mask it has what is static: neither traced sides of
     the window nor, with ``lifts_causality``, causality.
@@ -49,7 +53,7 @@ def make_spec(
         right = None if lifts_causality else 0
     if scale is None:
         scale = head_dim**-0.5
-    return AttentionSpec.of(
+    spec = AttentionSpec.of(
         scale=_number("scale", scale, "fold a traced scale into the query"),
         left=left,
         right=right,
@@ -57,6 +61,46 @@ def make_spec(
         if logits_soft_cap is None
         else _number("logits_soft_cap", logits_soft_cap, "it is static"),
     )
+    if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, (int, float, np.floating)):
+        raise ValueError(
+            f"dropout_rate is {dropout_rate!r}: it must be a Python number below 1, and is static"
+        )
+    rate = float(dropout_rate)
+    return dataclasses.replace(spec, dropout=Dropout(rate)) if rate else spec
+
+
+def dropout_seeds(
+    query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
+) -> jax.Array | None:
+    """A random number for each batch row and head, int32 ``[B, N]``; None if nothing is dropped.
+
+    Raises:
+      ValueError: there is no key although weights are dropped, or it is not one key.
+    """
+    key = None if dropout_key is None else _one_key(dropout_key)
+    if not dropout_rate:
+        return None
+    if key is None:
+        raise ValueError(
+            f"dropout_rate is {dropout_rate} and dropout_key is None: pass a new jax.random.key "
+            "at each call, or dropout_rate=0.0 where nothing is to be dropped"
+        )
+    batch, _, heads, _ = query.shape
+    return lax.bitcast_convert_type(jax.random.bits(key, (batch, heads), jnp.uint32), jnp.int32)
+
+
+def _one_key(key: jax.Array) -> jax.Array:
+    """``key``, of either kind that JAX has, as a ``jax.random.key``."""
+    check_is_array("dropout_key", key, "a jax.random.key")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    if not typed or key.ndim:
+        raise ValueError(
+            f"dropout_key has shape {key.shape} and dtype {key.dtype}: it must be one key, as "
+            "jax.random.key(0) is"
+        )
+    return key
 
 
 def check_bool(name: str, value: object) -> None:

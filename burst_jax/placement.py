@@ -29,6 +29,7 @@ _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "local_window_size[1]": (),
     "sink_logits": ("heads",),
     "alibi_slopes": ("heads",),
+    "dropout_seeds": ("batch", "heads"),
     "out": ("batch", "tokens", "heads", None),
     "lse": ("batch", "tokens", "heads"),
 }
@@ -108,6 +109,13 @@ class Placement:
         }
         return P(*(axes[dimension] for dimension in dimensions))
 
+    def split(self, name: str, array: jax.Array) -> jax.Array:
+        """An array that the library made, split as the mesh's Explicit axes need it."""
+        explicit = self.mesh.explicit_axes
+        if not explicit:
+            return array
+        return jax.reshard(array, jax.NamedSharding(self.mesh, only(self.spec(name), explicit)))
+
     def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
 
@@ -126,8 +134,7 @@ class Placement:
             needed = self.spec(name, array.ndim)
             sharding = getattr(jax.typeof(array), "sharding", None)
             if sharding is None or sharding.mesh.empty:
-                here = jax.NamedSharding(self.mesh, only(needed, explicit))
-                placed[name] = jax.reshard(array, here)
+                placed[name] = self.split(name, array)
                 continue
             if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,8 +18,10 @@ from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
 from burst_jax.sharding import AxisNames, flat_names
 from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
-from pallas_kernels.operands import PerHead
 from pallas_kernels.score import LOGITS_NUMBERS
+
+if TYPE_CHECKING:
+    from burst_jax.ring.local import Shard
 
 # What an implementation can do depends on no tokens, and the choice comes before there are any.
 _NO_POSITIONS: Any = np.zeros(0, np.int32)
@@ -69,6 +71,7 @@ class Request:
         local_window_size: WindowSize = None,
         lifts_causality: bool = False,
         logits_soft_cap: float | None = None,
+        dropout_rate: float = 0.0,
         implementation: str | Implementation | None = None,
         backward: RotationChoice = "auto",
     ) -> Request:
@@ -98,7 +101,13 @@ class Request:
             head_parallel_size = size_of("head_parallel_axis", head_parallel_axis)
         return cls(
             spec=make_spec(
-                head_dim, is_causal, scale, local_window_size, logits_soft_cap, lifts_causality
+                head_dim,
+                is_causal,
+                scale,
+                local_window_size,
+                logits_soft_cap,
+                lifts_causality,
+                dropout_rate,
             ),
             layout=layout,
             ring_axes=ring_axes,
@@ -132,23 +141,19 @@ class Request:
     def resolve(
         self,
         target: Target,
-        query: jax.Array,
-        kv: tuple[jax.Array, jax.Array],
-        per_head: PerHead,
+        shard: Shard,
         *,
         backward: bool = False,
         token_arrays: Mapping[str, jax.Array] | None = None,
     ) -> Implementation:
-        """The local attention that runs on ``target`` for these arrays.
-
-        ``token_arrays`` are those of the queries.
-        """
-        q_tokens = Tokens(_NO_POSITIONS, **(token_arrays or {}))
+        """The local attention that runs on ``target`` for these arrays."""
+        queries, (key, value, _), per_head, seeds = shard
+        q_tokens = Tokens(_NO_POSITIONS, **queries.token_arrays)
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(query, *kv, q_tokens, _NO_TOKENS, per_head),
+            operands=Operands(queries.q, key, value, q_tokens, _NO_TOKENS, per_head, seeds),
             backward=backward,
         )
 

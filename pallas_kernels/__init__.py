@@ -13,6 +13,7 @@ from pallas_kernels.choice import NAMES as NAMES
 from pallas_kernels.choice import SlowerKernelsWarning as SlowerKernelsWarning
 from pallas_kernels.choice import find as find
 from pallas_kernels.choice import resolve as resolve
+from pallas_kernels.dropout import Dropout as Dropout
 from pallas_kernels.mask import Mask as Mask
 from pallas_kernels.merge import merge as merge
 from pallas_kernels.operands import Operands as Operands

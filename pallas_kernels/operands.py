@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dropout import row_numbers
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
 
@@ -59,6 +60,7 @@ class Operands:
       kv_tokens: positions and segment ids of the keys.
       per_head: "alibi_slopes" and "sink_logits" (:mod:`pallas_kernels.score`), float32 ``[N]``;
         each only if the call has it.
+      dropout_seeds: int32 ``[B, N]``, where weights are dropped (:mod:`pallas_kernels.dropout`).
       bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
         ``backward_bounds`` made of these operands.
       do: backward only: the gradient of o, ``[B, T, N, H]``.
@@ -72,6 +74,7 @@ class Operands:
     q_tokens: Tokens
     kv_tokens: Tokens
     per_head: PerHead = dataclasses.field(default_factory=dict)
+    dropout_seeds: jax.Array | None = None
     bounds: Any = None
     do: jax.Array | None = None
     stats: jax.Array | None = None
@@ -138,6 +141,12 @@ class Operands:
             end = end_of_keys_in_window(positions, mask.right)[None]
             ranges["key_ends"] = jnp.minimum(ranges.get("key_ends", end), end)
         return Mask(), ranges
+
+    @property
+    def dropout_rows(self) -> jax.Array:
+        """The number of every row of weights, ``[B, N, T]``; of operands with dropout."""
+        assert self.dropout_seeds is not None
+        return row_numbers(self.dropout_seeds[:, :, None], self.q_tokens.positions[None, None, :])
 
     def cotangents(self) -> tuple[jax.Array, jax.Array]:
         """``(do, stats)`` of the operands of a backward, which have both."""

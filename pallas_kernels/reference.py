@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
+from pallas_kernels.dropout import column_numbers
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
 from pallas_kernels.spec import AttentionSpec
@@ -38,6 +39,7 @@ def forward(
     p = p / jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, m + jnp.log(jnp.where(total == 0, 1, total)))
     q = operands.q
+    p = scores.dropped(p)
     o = _einsum("bkgts,bskh->btkgh", p, _wide(operands.v)).reshape(q.shape)
     lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
     if carry is not None:
@@ -61,8 +63,9 @@ def backward(
     lse, delta = (scores.by_group(x)[..., None] for x in stats)
     p = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
     q, do = scores.grouped(q), scores.grouped(do)
-    dv = _einsum("bkgts,btkgh->bskh", p, do)
-    ds = jnp.where(p == 0, 0, p * (_einsum("btkgh,bskh->bkgts", do, v) - delta))
+    dv = _einsum("bkgts,btkgh->bskh", scores.dropped(p), do)
+    dp = scores.dropped(_einsum("btkgh,bskh->bkgts", do, v))
+    ds = jnp.where(p == 0, 0, p * (dp - delta))
     per_head = {
         name: x.sum((0, 3, 4)).reshape(-1)
         for name, x in spec.score.per_head_gradients(ds, *scores.positions).items()
@@ -98,6 +101,15 @@ class _Scores:
     def by_group(self, x: jax.Array) -> jax.Array:
         """``[B, N, T]`` to ``[B, K, G, T]``."""
         return x.reshape(x.shape[0], -1, self._operands.groups, x.shape[-1])
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """``x`` of all scores, 0 for weights that are dropped, and so much larger for others."""
+        dropout = self._spec.dropout
+        if dropout is None:
+            return x
+        rows = self.by_group(self._operands.dropout_rows)[..., None]
+        kept = dropout.kept(rows, column_numbers(self.positions[1]))
+        return jnp.where(kept, x * dropout.unit, 0)
 
     def masked_logits(self) -> jax.Array:
         """Logits, -inf where the mask forbids."""

@@ -1,9 +1,10 @@
-"""What one local attention computes, apart from its arrays: the mask and the score."""
+"""What one local attention computes, apart from its arrays: mask, score and dropout."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
 
@@ -15,10 +16,12 @@ class AttentionSpec:
     Attributes:
       mask: which keys a query sees.
       score: how a logit is made of a product.
+      dropout: which weights are dropped; None drops none.
     """
 
     mask: Mask
     score: Score
+    dropout: Dropout | None = None
 
     @classmethod
     def of(

@@ -18,6 +18,7 @@ from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, takes_anything
 from pallas_kernels.bounds import halves_of_tiles, over_batch, query_bounds
+from pallas_kernels.dropout import column_numbers
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
@@ -142,7 +143,8 @@ def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, st
     p = jnp.exp(logits - m_next[..., None])
     shrink = jnp.exp(m - m_next)
     total = total * shrink + p.sum(-1)
-    acc = acc * shrink[..., None] + _matmul("bkgqs,bksh->bkgqh", p.astype(v.dtype), v)
+    kept = keys.dropped(queries, p, j).astype(v.dtype)
+    acc = acc * shrink[..., None] + _matmul("bkgqs,bksh->bkgqh", kept, v)
     return acc, total, m_next
 
 
@@ -155,14 +157,15 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
     score, (k, v) = keys.spec.score, keys.slice(j)
     raw = keys.raw(queries, k)
     p = jnp.exp(keys.logits(queries, raw, j) - queries["lse"][..., None])
-    dp = _matmul("bkgqh,bksh->bkgqs", queries["do"], v)
+    dp = keys.dropped(queries, _matmul("bkgqh,bksh->bkgqs", queries["do"], v), j)
     ds = p * (dp - queries["delta"][..., None])
     parts = score.per_head_gradients(ds, *keys.positions_of(queries, j))
     per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
     ds = score.through_cap(raw, ds).astype(k.dtype)
     dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
     new_dk = _matmul("bkgqs,bkgqh->bksh", ds, queries["q"])
-    new_dv = _matmul("bkgqs,bkgqh->bksh", p.astype(v.dtype), queries["do"])
+    kept = keys.dropped(queries, p, j).astype(v.dtype)
+    new_dv = _matmul("bkgqs,bkgqh->bksh", kept, queries["do"])
     return dq, (keys.add(dk, new_dk, j), keys.add(dv, new_dv, j)), per_head_sums
 
 
@@ -213,6 +216,15 @@ class _KeyTiles:
             queries["positions"][None, None, None, :, None],
             kv_positions[None, None, None, None, :],
         )
+
+    def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:
+        """``x`` of a tile's scores, 0 for weights that are dropped, and larger for the others."""
+        dropout = self.spec.dropout
+        if dropout is None:
+            return x
+        columns = column_numbers(self._tile(self.positions, j, 0))
+        kept = dropout.kept(queries["dropout_rows"][..., None], columns[None, None, None, None, :])
+        return jnp.where(kept, x * dropout.unit, 0)
 
     def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
         """Logits of a query tile against key tile j, -inf where masked."""
@@ -281,6 +293,8 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
         "positions": positions,
         "bounds": over_batch(operands.bounds),
     }
+    if operands.dropout_seeds is not None:
+        stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
     by_row = tokens.key_ranges
     if tokens.segment_ids is not None:
         by_row["segment_ids"] = tokens.segment_ids

@@ -6,6 +6,7 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 
 import argparse
 import gc
+import os
 import pathlib
 import sys
 
@@ -25,6 +26,12 @@ REPLAYING = "replay" in _given.m
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+# Most of the tests' time is compiling, for programs that run a few times on few numbers. Programs
+# that tests start inherit the variable. Other projects' cases, at their own sizes, run longer than
+# they compile.
+COMPILE_QUICKLY = not ON_GPU and not REPLAYING
+if COMPILE_QUICKLY:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -69,12 +76,25 @@ def pytest_addoption(parser):
         help="run tests/test_local_*.py with these kernels compiled, on a GPU",
     )
     parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="at most N cases of every test, from the first to the last; all of hopper_kernels",
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=3,
         metavar="N",
         help="how often tests/test_kills.py kills a training run (default: 3)",
     )
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly(request):
+    """On CPUs. What is compiled for a GPU is what a user's GPU would run."""
+    quickly = COMPILE_QUICKLY and request.node.get_closest_marker("cuda_compiler") is None
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture
@@ -88,6 +108,7 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: {reason}")
 
 
+@pytest.hookimpl(trylast=True)  # Behind -m and -k, so that cases are counted which they leave.
 def pytest_collection_modifyitems(config, items):
     if ON_GPU:
         names = {item.path.name for item in items}
@@ -111,6 +132,25 @@ def pytest_collection_modifyitems(config, items):
         )
     config.hook.pytest_deselected(items=away)
     items[:] = [item for item in items if item not in away]
+    most = config.getoption("--cases")
+    if most is not None:
+        kept = set(few_cases(items, most))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def few_cases(items, most):
+    """At most so many cases of each test, among them the first and the last; of some tests all."""
+    cases = {}
+    for item in items:
+        all_of_them = item.get_closest_marker("hopper_kernels") is not None
+        cases.setdefault(item.nodeid if all_of_them else item.nodeid.split("[")[0], []).append(item)
+    kept = []
+    for alike in cases.values():
+        count = min(most, len(alike))
+        places = {round(i * (len(alike) - 1) / max(1, count - 1)) for i in range(count)}
+        kept += [alike[place] for place in sorted(places)]
+    return kept
 
 
 # Tests that were deselected are counted where they were collected, which under pytest-xdist is in
@@ -137,10 +177,12 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    counts = config.stash.get(_NOT_RUN, {})
-    if not any(counts.values()):
+    counts, most = config.stash.get(_NOT_RUN, {}), config.getoption("--cases")
+    if not any(counts.values()) and most is None:
         return
     terminalreporter.section("not run")
+    if most is not None:
+        terminalreporter.write_line(f"further cases than {most} of every test: --cases {most}.")
     for marker, count in counts.items():
         if count:
             reason, remedy = TIERS[marker]

@@ -263,6 +263,23 @@ def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim)
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("gpu", GPUS)
+def test_dropout_spills_no_registers(gpu, head_dim):
+    mesh = compiled.gpu_mesh(gpu, 2)
+    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct((), key.dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def run(query, key, value, dropout_key):
+        drops = {"dropout_rate": 0.1, "dropout_key": dropout_key}
+        return gradient(attend(mesh, implementation="triton", **drops))(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, key, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("gpu", GPUS)
 def test_sinks_and_slopes_spill_no_registers(gpu, head_dim):
     """Triton's kernels, with the gradients of both, in whole tiles without segments."""
     mesh = compiled.gpu_mesh(gpu, 2)

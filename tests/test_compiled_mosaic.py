@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from burst_jax import burst_attention
-from pallas_kernels import AttentionSpec, Operands, Tokens, mosaic_gpu
+from pallas_kernels import AttentionSpec, Dropout, Operands, Tokens, mosaic_gpu
 from pallas_kernels.pallas_mosaic.configs import (
     SHARED_MEMORY,
     MosaicConfig,
@@ -34,7 +35,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, ranges=False, **config,
+    segments=False, ranges=False, dropout=False, **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -49,6 +50,7 @@ def compile_one(
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
       ranges: with starts and ends of the keys that each query sees.
+      dropout: with dropped weights.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
     """
     local, length = mosaic_gpu(**config), 1096 if full else 1152
@@ -56,6 +58,9 @@ def compile_one(
     spec = AttentionSpec.of(next(SCALES), right=0)
     if full:
         spec = AttentionSpec.of(next(SCALES), left=300, right=0, logits_soft_cap=20.0)
+
+    if dropout:
+        spec = dataclasses.replace(spec, dropout=Dropout(0.1))
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
@@ -67,25 +72,25 @@ def compile_one(
     of_queries = dict.fromkeys(
         ("key_starts", "key_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
     )
+    seeds = array(BATCH, HEADS, dtype=jnp.int32) if dropout else None
     per_head = dict.fromkeys(("sink_logits", "alibi_slopes") if numbers else (), array(HEADS))
     of_keys = array(*key.shape)
     sums = array(*query.shape), array(*stats.shape[1:]) if half == "forward" else (of_keys, of_keys)
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, ids, ranges, per_head):
+    def operands_of(q, k, ids, ranges, per_head, seeds):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
-        q_tokens = tokens._replace(**ranges)
-        return Operands(q, k, k, q_tokens=q_tokens, kv_tokens=tokens, per_head=per_head)
+        return Operands(q, k, k, tokens._replace(**ranges), tokens, per_head, seeds)
 
-    def forward(q, k, stats, ids, ranges, sums, per_head):
+    def forward(q, k, stats, ids, ranges, sums, *of_heads):
         del stats
-        operands = operands_of(q, k, ids, ranges, per_head)
+        operands = operands_of(q, k, ids, ranges, *of_heads)
         operands = operands.replace(bounds=local.forward_bounds(operands, spec=spec))
         return local.forward(operands, sums, spec=spec, out_dtype=out_dtype)
 
-    def backward(q, k, stats, ids, ranges, sums, per_head):
-        operands = operands_of(q, k, ids, ranges, per_head)
+    def backward(q, k, stats, ids, ranges, sums, *of_heads):
+        operands = operands_of(q, k, ids, ranges, *of_heads)
         bounds = local.backward_bounds(operands, spec=spec)
         operands = operands.replace(bounds=bounds, do=q, stats=stats)
         assert local.backward is not None
@@ -94,7 +99,8 @@ def compile_one(
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    return compiled.compile_for(run, query, key, stats, ids, of_queries, sums, per_head)
+    arrays = query, key, stats, ids, of_queries, sums, per_head, seeds
+    return compiled.compile_for(run, *arrays)
 
 
 @pytest.fixture
@@ -136,6 +142,13 @@ def fits(seen):
 )
 def test_sinks_and_slopes_fit_in_the_registers(report, half, dim, carried, segments):
     fits(report(half, dim, carried=carried, numbers=True, segments=segments))
+
+
+@pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_dropout_fits_in_the_registers(report, half, dim, segments):
+    fits(report(half, dim, dropout=True, segments=segments))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 )
 def test_blocks_run_one_after_the_other_and_print_what_they_say(page):
     code = "\n".join(blocks(page, "python"))
-    hidden = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "SLURM")
+    hidden = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_DISABLE", "SLURM")
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     env["JAX_PLATFORMS"] = "cpu"
     if page != README:  # Which is somebody's first program, and runs as theirs does.

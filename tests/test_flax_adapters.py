@@ -260,13 +260,18 @@ def test_the_docstrings_segment_ids_run(adapter):
         assert (second[0, :4] != out[0, :4]).any()
 
 
-def test_deterministic_dropout_is_none():
+def test_the_layer_of_flax_drops_weights_unless_it_is_deterministic():
     x = random_like(jax.ShapeDtypeStruct((1, 8, FEATURES), jnp.float32), 1)
     fn = nnx_attention_fn(mesh=make_mesh(seq=2))
     ring = make_layer(attention_fn=fn, dropout_rate=0.5)
     assert relative_rms(ring(x, deterministic=True), make_layer()(x)) < 1e-5
-    with pytest.raises(NotImplementedError, match=r"dropout_rate is 0.5: .*deterministic=True"):
-        ring(x, deterministic=False)
+    rngs = [nnx.Rngs(dropout=seed) for seed in (3, 3, 4)]
+    outs = [ring(x, deterministic=False, rngs=each) for each in rngs]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert relative_rms(outs[2], outs[0]) > 0.1
+    on_four = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=4)), dropout_rate=0.5)
+    four = on_four(x, deterministic=False, rngs=nnx.Rngs(dropout=3))
+    assert relative_rms(four, outs[0]) < 1e-5
 
 
 ARRAY = np.zeros((1, 8, 2, 4), np.float32)
@@ -278,7 +283,7 @@ ARRAY = np.zeros((1, 8, 2, 4), np.float32)
         ({"mask": np.ones((1, 1, 8, 8), bool)}, ValueError, r"mask of shape \(1, 1, 8, 8\).*segm"),
         ({"bias": np.ones((1, 2, 8, 8))}, ValueError, r"bias of shape \(1, 2, 8, 8\).*is_causal"),
         ({"module": object()}, ValueError, r"sow_weights=True: .*sow_weights=False"),
-        ({"dropout_rate": 0.1}, NotImplementedError, r"dropout_rate is 0.1: .*set it to 0.0"),
+        ({"dropout_rate": 0.1}, ValueError, r"dropout_rate is 0.1 and dropout_key is None"),
         ({"precision": "highest"}, NotImplementedError, r"precision is 'highest': .*pass None"),
         ({"key": ARRAY[0]}, ValueError, r"key has batch dimensions \(\), query \(1,\)"),
         ({"query": ARRAY[0, 0]}, ValueError, r"query has shape \(2, 4\): it needs \[\*batch"),

@@ -36,17 +36,9 @@ import burst_jax
 # How many calls of each kind a test makes, in random order.
 KINDS = {"valid": 52, "spelled": 26, "mistake": 106, "either": 4, "cannot run": 6, "unknown": 6}
 # Programs of a test: what a call costs is nearly all compiling.
-QUICK_PLANS, PLANS = 5, 9
+QUICK_PLANS, PLANS = 3, 5
 # How large an error of a gradient may be that is one sum over all scores of a head.
 NUMBER_SLACK = 10
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly():
-    """Programs that run a few times on few numbers."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def arguments(plan: Plan, call: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from meshes import assert_close, make_mesh, mesh_of, random_like
 from test_flax_layer import make_layer
 
 from burst_jax import BurstAttention, LinenBurstAttention, burst_attention, positions
+from burst_jax.flax.layer import REFUSED
 from burst_jax.flax.linen_layer import _OF_LINEN
 from burst_jax.flax.options import OPTIONS
 
@@ -37,13 +38,8 @@ def test_it_has_the_nnx_layers_arguments():
         for name, parameter in of_nnx.items()
         if name not in ("self", "in_features", "rngs", "options")
     }
-    refused = ("query_segment_ids", "key_value_segment_ids", "sink_logits", "alibi_slopes")
     optional = inspect.signature(burst_attention).parameters
-    passed_on = {
-        name: optional[name].default
-        for name in OPTIONS
-        if name not in (*refused, "return_residual")
-    }
+    passed_on = {name: optional[name].default for name in OPTIONS if name not in REFUSED}
     fields = dataclasses.fields(LinenBurstAttention)
     missing = inspect.Parameter.empty
     got = {

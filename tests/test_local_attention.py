@@ -25,6 +25,7 @@ FACTORS: dict[str, tuple] = {
     "head_dim": (16, 40, 33),
     "dtype": ("float32", "bfloat16", "float16"),
     "numbers": ("none", "sinks", "slopes", "both"),
+    "dropout": (0.0, 0.3),
 }
 if ON_GPU:
     # Many shipped tiles, whole and ragged.
@@ -35,6 +36,7 @@ if IMPLEMENTATION == "mosaic_gpu":
     FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))
     FACTORS["head_dim"] = (32, 64, 96, 128)
     FACTORS["dtype"] = ("bfloat16", "float16")
+    FACTORS["dropout"] = (0.0,)
 CASES = all_pairs(FACTORS)
 # Interpreted kernels compile slowly: every other case, which still meets every level.
 CASES_BY_NAME = {"xla": range(len(CASES)), "triton": range(0, len(CASES), 2)}
@@ -72,7 +74,7 @@ def results(implementation, index, dtype=None):
     """What ``attend`` makes of a case, as NumPy arrays; ``dtype`` instead of the case's own."""
     inputs = make_inputs(index)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    arrays += (inputs.numbers,)
+    arrays += inputs.numbers, inputs.seeds
     if dtype is not None:
         arrays = jax.tree.map(
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays

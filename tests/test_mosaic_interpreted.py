@@ -23,9 +23,9 @@ from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 needs_interpreter = pytest.mark.mosaic_interpreter
 # The smallest tiles there are. Lengths are chosen for few steps, with parts of tiles on both sides.
 KERNELS = mosaic_gpu(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
-NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers"
+NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 CASES = [
-    dict(zip(NAMES, levels, strict=True))
+    dict(zip(NAMES, levels, strict=False))
     for levels in (
         ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
         ("full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks"),
@@ -37,12 +37,14 @@ CASES = [
         ("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
         ("packed_window_ranges", "striped", 2, (2, 1), (136, 72), 32, "bfloat16", "slopes"),
         ("ranges", "contiguous", 1, (2, 1), (72, 136), 64, "bfloat16", "none"),
+        ("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
+        ("packed", "contiguous", 2, (2, 2), (136, 136), 64, "bfloat16", "both", 0.1),
     )
 ]
 # The second hop merges with the lse of the first, and has tiles of the backward without a mask.
 FAR_LEVELS = ("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
-FAR = dict(zip(NAMES, FAR_LEVELS, strict=True))
-PLAIN, SLOPES, FULL_SLOPES, WIDE, RANGES = CASES[0], *(CASES[i] for i in (3, 5, 6, 8))
+FAR = dict(zip(NAMES, FAR_LEVELS, strict=False))
+PLAIN, SLOPES, FULL_SLOPES, WIDE, RANGES = CASES[0], *(CASES[i] for i in (3, 5, 6, 7))
 
 
 def inputs_of(case):
@@ -59,7 +61,7 @@ def interpret(run, *arrays, **options):
 def interpret_all(inputs, kernels=KERNELS, **options):
     run = functools.partial(attend, kernels, inputs.spec)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    return interpret(run, *arrays, inputs.numbers, **options)
+    return interpret(run, *arrays, inputs.numbers, inputs.seeds, **options)
 
 
 def interpret_forward(inputs, carry=None, out_dtype=None, **options):

@@ -14,7 +14,11 @@ from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.options import check_options
 from burst_jax.flax.shapes import attend_any_shape
 
-REFUSED = {"return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)"}
+REFUSED = {
+    "return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)",
+    "dropout_rate": "give it to Flax's layer, which passes it on",
+    "dropout_key": "Flax's layer makes one at every call",
+}
 
 
 def nnx_attention_fn(
@@ -53,7 +57,9 @@ def nnx_attention_fn(
     ``is_causal``        causal if the layer's call or the option says so (Flax always
                          passes it, False by default, so False cannot overrule the option)
     ``dtype``            query, key and value are promoted to it, as Flax's function does
-    ``dropout_rate``     only with ``deterministic=True``, otherwise NotImplementedError
+    ``dropout_rate``     honoured unless ``deterministic``; every row and head drops weights of its
+                         own, also with ``broadcast_dropout``, which saves memory in Flax's function
+                         and none here
     ``precision``        None or what means the same (``Precision.DEFAULT``, "default"), otherwise
                          NotImplementedError
     ``mask``, ``bias``   refused: a dense [T, S] array would not fit any device
@@ -79,7 +85,7 @@ def nnx_attention_fn(
       ValueError: at once, for ``return_residual``, or for ``pad`` with another layout than
         contiguous; when called, for what the table above refuses, and without ``pad`` for lengths
         that the mesh does not divide.
-      NotImplementedError: when called, for dropout or a precision.
+      NotImplementedError: when called, for a precision.
     """
     return _attention_fn("nnx_attention_fn", pad, options)
 
@@ -125,7 +131,7 @@ def linen_attention_fn(
       ValueError: at once, for ``return_residual``, or for ``pad`` with another layout than
         contiguous; when called, for a dense mask or bias, for sown weights, and without ``pad`` for
         lengths that the mesh does not divide.
-      NotImplementedError: when called, for dropout, a precision or an einsum of the caller's.
+      NotImplementedError: when called, for a precision or an einsum of the caller's.
     """
     return _attention_fn("linen_attention_fn", pad, options)
 
@@ -168,11 +174,10 @@ def _attention_fn(owner: str, pad: bool, options: AttentionOptions) -> Callable[
         qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
-        # How to drop does not matter where nothing is dropped; the softmax is always float32.
-        del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+        # Masks of dropout take no memory that could be shared; the softmax is always float32.
+        del broadcast_dropout, force_fp32_for_softmax
         _refuse_arrays(mask=mask, bias=bias)
         _refuse_sown_weights(module)
-        _refuse_dropout(dropout_rate, deterministic)
         _refuse_precision(precision)
         _refuse_positions(input_positions)
         _refuse_einsums(
@@ -181,7 +186,10 @@ def _attention_fn(owner: str, pad: bool, options: AttentionOptions) -> Callable[
         )
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         causal = bool(options.get("is_causal", False)) or is_causal
-        return attend_any_shape(query, key, value, {**options, "is_causal": causal}, pad=pad)
+        of_call: AttentionOptions = {**options, "is_causal": causal}
+        if dropout_rate > 0.0 and not deterministic:
+            of_call |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
+        return attend_any_shape(query, key, value, of_call, pad=pad)
 
     return attention_fn
 
@@ -203,15 +211,6 @@ def _refuse_sown_weights(module: object) -> None:
         raise ValueError(
             "sow_weights=True: attention weights [T, S] never exist as an array in a ring; "
             "call the layer with sow_weights=False"
-        )
-
-
-def _refuse_dropout(rate: float, deterministic: bool) -> None:
-    """Raises if the layer would drop attention weights."""
-    if rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            f"dropout_rate is {rate}: attention dropout is not implemented; set it to "
-            "0.0 or call the layer with deterministic=True"
         )
 
 

@@ -38,6 +38,7 @@ REFUSED = {
     **dict.fromkeys(MASK_ARRAYS, "pass it to the call, beside segment_ids"),
     "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "dropout_key": "pass rngs to the call, which takes the key from them",
     "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
@@ -78,10 +79,11 @@ class BurstAttention(nnx.Module):
       kernel_init: initializer of the query, key and value kernels.
       out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
       rngs: random numbers for the initializers (stream "params").
-      **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout and
-        is_causal, but not ``return_residual``, not the numbers of each head (``sink_logits``,
-        ``alibi_slopes``), and not segment ids, lengths, prefixes and ranges of keys, which are
-        arguments of the call.
+      **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
+        is_causal and dropout_rate, but not ``return_residual``, not the numbers of each head
+        (``sink_logits``, ``alibi_slopes``), not ``dropout_key``, which the call takes from its
+        ``rngs``, and not segment ids, lengths, prefixes and ranges of keys, which are arguments of
+        the call.
 
     Raises:
       TypeError: an unknown option.
@@ -130,6 +132,8 @@ class BurstAttention(nnx.Module):
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = tuple(sorted(options.items()))
+        # What nnx's train() and eval() set in a whole model.
+        self.deterministic = False
 
         def linear(
             features: int | tuple[int, ...],
@@ -174,6 +178,9 @@ class BurstAttention(nnx.Module):
         x: jax.Array,
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
         **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
@@ -186,6 +193,9 @@ class BurstAttention(nnx.Module):
           segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend inside their
             segment. 0 is padding, which attends to nothing and is attended by nothing, so documents
             count from 1. None is one segment.
+          deterministic: whether nothing is dropped although there is a ``dropout_rate``; None is
+            the layer's attribute of this name, which ``model.eval()`` and ``model.train()`` set.
+          rngs: random numbers of dropout (stream "dropout"); needed where weights are dropped.
           **masks: :func:`burst_attention`'s ``query_seq_lengths``, ``key_value_seq_lengths``,
             ``prefix_lengths``, ``key_starts`` and ``key_ends``.
 
@@ -200,19 +210,20 @@ class BurstAttention(nnx.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
+        dropout_key = self._dropout_key(deterministic, rngs)
         if self.rope_theta is None:
             if positions is not None:
                 raise ValueError(
                     "positions are given but rope_theta is None: the layer would ignore them"
                 )
-            return self.attend(x, None, segment_ids, **masks)
+            return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs the position of every token, in the order that "
                 "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out = self.attend(x, rope, segment_ids, **masks)
+        out = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
         return refuse_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
@@ -223,6 +234,7 @@ class BurstAttention(nnx.Module):
         *,
         local_window_size: WindowSize = None,
         attention_fn: Callable[..., jax.Array] | None = None,
+        dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends as the call does, with a RoPE table that layers can share.
@@ -238,6 +250,7 @@ class BurstAttention(nnx.Module):
             not their windows; None is the layer's option.
           attention_fn: what is called instead of :func:`burst_attention`, or inside a ``shard_map``
             instead of :func:`ring_attention`, with the same arguments; None is that function.
+          dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None drops nothing.
           **masks: as in the call.
 
         Returns:
@@ -271,13 +284,31 @@ class BurstAttention(nnx.Module):
         options: Any = dict(self.options) | segments | masks
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
+        options["dropout_key"] = dropout_key
+        if dropout_key is None:
+            options["dropout_rate"] = 0.0
         if not inside:
             return layer.out((attention_fn or burst_attention)(query, key, value, **options))
-        for name in ("mesh", "batch_axis", "head_axis"):
-            options.pop(name, None)
+        others = flat_names(*(options.pop(name, None) for name in ("batch_axis", "head_axis")))
+        options.pop("mesh", None)
+        if dropout_key is not None and others:
+            # Devices along these axes have other rows or heads, which drop weights of their own.
+            options["dropout_key"] = jax.random.fold_in(dropout_key, lax.axis_index(others))
         axis = options.pop("seq_axis", "seq")
         out = (attention_fn or ring_attention)(query, key, value, axis, **options)
         return project(self.out, out, summed_over=dict(self.options).get("head_axis"))
+
+    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
+        """The key of a call's dropout; None if it drops nothing."""
+        rate = dict(self.options).get("dropout_rate", 0.0)
+        if not rate or (self.deterministic if deterministic is None else deterministic):
+            return None
+        if rngs is None:
+            raise ValueError(
+                f"dropout_rate is {rate} and rngs is None: call the layer with "
+                "rngs=nnx.Rngs(dropout=seed), or with deterministic=True where nothing is dropped"
+            )
+        return rngs.dropout()
 
     def _refuse_heads_twice(self, num_heads: int) -> None:
         """Raises if devices along ``head_axis`` have the same heads: all would be summed."""

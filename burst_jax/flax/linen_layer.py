@@ -96,6 +96,7 @@ class LinenBurstAttention(linen.Module):
     scale: float | None = None
     local_window_size: WindowSize = None
     logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
     backward: RotationChoice = "auto"
 
@@ -112,6 +113,8 @@ class LinenBurstAttention(linen.Module):
         x: jax.Array,
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        deterministic: bool = False,
         **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
@@ -120,6 +123,8 @@ class LinenBurstAttention(linen.Module):
           x: ``[B, T, D]``, its tokens in the order of ``layout``.
           positions: as in the call of :class:`burst_jax.BurstAttention`.
           segment_ids: as in the call of :class:`burst_jax.BurstAttention`.
+          deterministic: whether nothing is dropped although there is a ``dropout_rate``. Otherwise
+            the stream "dropout" gives the random numbers.
           **masks: as in the call of :class:`burst_jax.BurstAttention`.
 
         Returns:
@@ -145,7 +150,11 @@ class LinenBurstAttention(linen.Module):
             return self._with_metadata(name, weights[name])
 
         nnx.replace_by_pure_dict(state, {name: self.param(name, made, name) for name in shapes})
-        return nnx.merge(graphdef, state)(x, positions, segment_ids, **masks)
+        rngs = None
+        if self.dropout_rate and not deterministic:
+            rngs = nnx.Rngs(dropout=self.make_rng("dropout"))
+        layer = nnx.merge(graphdef, state)
+        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs, **masks)
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments, which it checks."""

@@ -89,14 +89,14 @@ def gradient_to_tokens(
 
 
 def own_heads(x: jax.Array, axis_name: str | None) -> jax.Array:
-    """The entries ``[N / h]`` of ``x`` ``[N]`` for the heads that :func:`to_heads` leaves here.
+    """The entries ``[..., N / h]`` of ``x [..., N]`` for the heads that :func:`to_heads` leaves.
 
     Its gradient is JAX's own: zero for the heads of the other devices.
     """
     if axis_name is None:
         return x
-    count = x.shape[0] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count)
+    count = x.shape[-1] // lax.axis_size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count, axis=-1)
 
 
 def all_tokens(x: jax.Array, axis_name: str | None) -> jax.Array:

@@ -186,7 +186,8 @@ def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     dealt = ring.layout == "zigzag"
     if dealt:
         queries, keys = deal(route, (queries, keys))
-    out, lse = attend_exchanged(ring, target, Shard(queries, keys, shard.per_head))
+    shard = shard._replace(queries=queries, keys=keys)
+    out, lse = attend_exchanged(ring, target, shard)
     if dealt:
         out, lse = deal_back(route, (out, lse.swapaxes(1, 2)))
         lse = lse.swapaxes(1, 2)

@@ -85,11 +85,13 @@ class Shard(NamedTuple):
       queries: its queries.
       keys: its keys and values.
       per_head: float32 ``[N]`` each, by the name of the public argument: the numbers of each head.
+      dropout_seeds: int32 ``[B, N]``, where weights are dropped.
     """
 
     queries: Queries
     keys: Keys
     per_head: PerHead
+    dropout_seeds: jax.Array | None = None
 
 
 class LocalForward:
@@ -100,13 +102,13 @@ class LocalForward:
     """
 
     def __init__(self, request: Request, implementation: Implementation, shard: Shard):
-        queries, keys, per_head = shard
+        queries, keys, per_head, seeds = shard
         self.route = route = request.route(queries.length, keys.length)
         q_tokens = request.tokens(route, queries.length, route.home, queries.token_arrays)
 
         def operands(stop: Stop | jax.Array, keys: Keys) -> Operands:
             kv_tokens = request.tokens(route, keys.length, stop, keys.token_arrays)
-            return Operands(queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head)
+            return Operands(queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             assert isinstance(block, Keys)
@@ -153,7 +155,7 @@ class LocalBackward:
     def __init__(
         self, request: Request, implementation: Implementation, shard: Shard, rotation: Rotation
     ):
-        queries, keys, per_head = shard
+        queries, keys, per_head, seeds = shard
         rotate_kv = rotation == "rotate_kv"
         lengths = queries.length, keys.length
         self.route = route = request.route(*lengths, queries_travel=not rotate_kv)
@@ -166,9 +168,8 @@ class LocalBackward:
             arriving = request.tokens(route, block.length, stop, block.token_arrays)
             queries, keys = _swap(rotate_kv, staying, block)
             tokens = _swap(rotate_kv, here, arriving)
-            return Operands(
-                queries.q, keys.k, keys.v, *tokens, per_head, do=queries.do, stats=queries.stats
-            )
+            arrays = queries.q, keys.k, keys.v, *tokens, per_head, seeds
+            return Operands(*arrays, do=queries.do, stats=queries.stats)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             return implementation.backward_bounds(operands(stop, block), spec=request.spec)

@@ -41,10 +41,10 @@ def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
       ``(out, lse)``: out ``[B, T, N, H]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
     shard = for_ring(request, shard)
-    queries, keys, per_head = shard
+    queries, keys, per_head, seeds = shard
     query, key, value, *numbers = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
     per_head = dict(zip(per_head, numbers, strict=True))
-    shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head)
+    shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head, seeds)
     ring = _ring_with_numbers if per_head else _ring
     out, lse = ring(request, current_target(), key.shape[2], shard)
     return out, lse.swapaxes(1, 2)
@@ -58,9 +58,10 @@ def for_ring(request: Request, shard: Shard) -> Shard:
     all devices of such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
-    queries, keys, per_head = vary(shard, varying_axes(shard, manual))
+    queries, keys, per_head, seeds = vary(shard, varying_axes(shard, manual))
     axis = request.head_parallel_axis
-    return Shard(queries, keys, {name: own_heads(x, axis) for name, x in per_head.items()})
+    per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
+    return Shard(queries, keys, per_head, None if seeds is None else own_heads(seeds, axis))
 
 
 def _run_ring(
@@ -76,7 +77,7 @@ def _run_ring(
 
 def exchanged(request: Request, shard: Shard) -> Shard:
     """What the ring runs on: the tokens and heads that this device has after the exchange."""
-    axis, (queries, keys, per_head) = request.head_parallel_axis, shard
+    axis, (queries, keys, per_head, seeds) = request.head_parallel_axis, shard
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
@@ -84,15 +85,12 @@ def exchanged(request: Request, shard: Shard) -> Shard:
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()}
         for side in (queries, keys)
     )
-    return Shard(Queries(query, **q_arrays), Keys(key, value, **kv_arrays), per_head)
+    return Shard(Queries(query, **q_arrays), Keys(key, value, **kv_arrays), per_head, seeds)
 
 
 def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
     """The ring's forward: out and lse ``[B, N, T]`` of the tokens and heads that the shard has."""
-    query, kv = shard.queries.q, (shard.keys.k, shard.keys.v)
-    implementation = request.resolve(
-        target, query, kv, shard.per_head, token_arrays=shard.queries.token_arrays
-    )
+    implementation = request.resolve(target, shard)
     results = forward(request, implementation, into_kernels(implementation, shard))
     return out_of_loops(implementation, results)
 
@@ -206,7 +204,7 @@ def ring_gradient(
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[Shard]:
     """The gradients of a ring's arrays, by the backward ring."""
-    (queries, keys, per_head), out, lse, segment_ids_here, marked = residuals
+    (queries, keys, per_head, seeds), out, lse, segment_ids_here, marked = residuals
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
@@ -239,14 +237,13 @@ def ring_gradient(
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),
     )
     request = request.differentiating(differentiated)
-    implementation = request.resolve(
-        target, query, kv, per_head, backward=True, token_arrays=queries.token_arrays
-    )
     shard = Shard(
         queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
         keys._replace(k=kv[0], v=kv[1]),
         per_head,
+        seeds,
     )
+    implementation = request.resolve(target, shard, backward=True)
     results = backward(request, implementation, into_kernels(implementation, shard), rotation)
     dq, dkv, gradients = out_of_loops(implementation, results)
     dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(kv))

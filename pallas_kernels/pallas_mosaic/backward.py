@@ -31,6 +31,7 @@ from pallas_kernels.pallas_mosaic.configs import (
     MosaicConfig,
     backward_config,
 )
+from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.items import each_item
 from pallas_kernels.pallas_mosaic.launch import call, split_warpgroups
 from pallas_kernels.pallas_mosaic.memory import BackwardBarriers, ScratchLayout
@@ -102,7 +103,8 @@ def backward(
         warpgroups=static.warpgroups, results=BackwardResults(dq, dk, dv, per_head_sums),
         memory=static.memory,
         operands=BackwardOperands(
-            operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head
+            operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head,
+            DropoutNumbers.padded(operands, config),
         ),
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}

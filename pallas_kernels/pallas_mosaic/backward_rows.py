@@ -47,7 +47,8 @@ class KeyRows(NamedTuple):
         """The warpgroup's keys of an item."""
         end = item.steps_before + item.steps
         rows = cls(static, refs, warpgroup, item, end, None, None)
-        if not static.has_bias:  # Beside a bias there are no registers to keep them in.
+        # Beside a bias or dropout there are no registers to keep them in.
+        if not static.has_bias and static.spec.dropout is None:
             rows = rows._replace(tokens=rows.load_tokens(warpgroup))
         # Made once; but with a soft cap anew in every step, which leaves the registers to the cap.
         if static.keys_are_cut_off and static.spec.score.logits_soft_cap is None:

@@ -14,12 +14,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
+from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
+    ROWS,
     TILE,
     along_columns,
     along_rows,
     computed_here,
+    constant,
     multiply_add,
     tanh,
 )
@@ -152,6 +155,26 @@ def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
     return scores
+
+
+def dropout_factors(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """What dropout multiplies the weights of a tile by; None if nothing is dropped.
+
+    By products of these the compiler adds nothing. Where it selects between weights and 0, it first
+    rounds the weights, to 16 bits, and then takes pairs of them apart.
+    """
+    numbers, dropout = rows.refs.operands.dropout, rows.static.spec.dropout
+    if numbers is None or dropout is None:
+        return None
+    config = rows.static.config
+    queries = pl.ds(q_tile * config.block_q, config.block_q)
+    first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
+    of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
+    of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
+    kept = dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
+    return jnp.where(kept, constant(shape, dropout.unit, TILE), 0.0)
 
 
 def logit_gradients(

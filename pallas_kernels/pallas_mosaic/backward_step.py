@@ -20,6 +20,7 @@ from pallas_kernels.pallas_mosaic.backward_per_head import add_per_head_sums
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.backward_scores import (
     BiasLine,
+    dropout_factors,
     exponents,
     logit_gradients,
     score_gradients,
@@ -139,7 +140,7 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
 def _weights_and_gradients(
     rows: KeyRows, masked: bool, step: Any, data: _StepData, scores_ref: Any, dp_ref: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype."""
+    """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype; P after dropout."""
     static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
     where = ScratchLayout.of(static.config)
     plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
@@ -162,12 +163,16 @@ def _weights_and_gradients(
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
     dp, p = computed_here(dp, p)
     wait_for_queries(rows, step + 1)
+    used = p
+    factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, p.shape)
+    if factors is not None:
+        used, dp = p * factors, dp * factors
     delta = plgpu.load(memory.scratch.at[where.delta(data.do_stage)], layout=COLUMNS)
     ds = logit_gradients(rows, p, dp, delta)
     if static.spec.score.differentiated:
         add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)
     ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse)
-    return p.astype(static.dtype), ds.astype(static.dtype)
+    return used.astype(static.dtype), ds.astype(static.dtype)
 
 
 def _add_products(

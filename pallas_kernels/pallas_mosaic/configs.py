@@ -58,13 +58,14 @@ class MosaicConfig:
         return Tiles(self.block_q, self.block_kv)
 
 
-def forward_config(head_dim: int, has_cap_or_bias: bool = False) -> MosaicConfig:
+def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:
     """The forward kernel's tiles.
 
-    ``has_cap_or_bias``: there is something that takes registers which three warpgroups do not have:
-    a soft cap, a bias that is added to the scores, or a bias beside segment ids or a window.
+    ``needs_registers``: there is something that takes registers which three warpgroups do not have:
+    dropout, a soft cap, a bias that is added to the scores, or a bias beside segment ids or a
+    window.
     """
-    if head_dim <= 64 and not has_cap_or_bias:
+    if head_dim <= 64 and not needs_registers:
         return MosaicConfig(192, 128, 2)
     if head_dim <= 128:
         return MosaicConfig(128, 128, 2)
@@ -87,13 +88,13 @@ def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
     return config.block_q < 3 * WARPGROUP_ROWS or not has_segments
 
 
-def backward_loops(head_dim: int, has_segments: bool, has_cap_or_bias: bool) -> bool:
+def backward_loops(head_dim: int, has_segments: bool, needs_registers: bool) -> bool:
     """Whether a backward program has registers for a loop over items.
 
-    Programs of wide heads have none left where there are segment ids, ranges of keys (which
-    ``has_segments`` stands for, too), a soft cap or a bias.
+    Programs of wide heads have none left where there are segment ids or ranges of keys (which
+    ``has_segments`` stands for, too), or where ``needs_registers``: a soft cap, a bias or dropout.
     """
-    return head_dim <= 96 or not (has_segments or has_cap_or_bias)
+    return head_dim <= 96 or not (has_segments or needs_registers)
 
 
 def swizzle_lanes(lanes: int, itemsize: int) -> int:

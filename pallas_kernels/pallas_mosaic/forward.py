@@ -20,6 +20,7 @@ from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
 from pallas_kernels.operands import Carry, Operands
 from pallas_kernels.pallas_mosaic.configs import REGISTERS, MosaicConfig, forward_config
+from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.forward_compute import compute_items
 from pallas_kernels.pallas_mosaic.forward_copy import copy_item
 from pallas_kernels.pallas_mosaic.items import each_item
@@ -56,6 +57,7 @@ def forward(
     inputs = ForwardOperands(
         operands.bounds, operands.q, operands.k, operands.v, q_tokens, kv_tokens, k_positions,
         per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
+        dropout=DropoutNumbers.padded(operands, config),
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
     # Without padding it would overwrite the lse of the next head.
@@ -91,9 +93,10 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     # window.
     other_tests = operands.has_segments or spec.mask.left is not None
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
+    others_count = score.logits_soft_cap is not None or spec.dropout is not None
     # Ranges of keys are two more numbers of each query.
-    takes_registers = bias_counts or operands.has_key_ranges or score.logits_soft_cap is not None
-    return forward_config(operands.head_dim, takes_registers)
+    others_count = others_count or operands.has_key_ranges
+    return forward_config(operands.head_dim, bias_counts or others_count)
 
 
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:

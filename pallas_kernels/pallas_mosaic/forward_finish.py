@@ -49,7 +49,8 @@ def _finish_softmax(
     memory, warpgroup = rows.refs.memory, rows.warpgroup
     excess = rows.excess()
     divisor, lse = softmax.finish(m if excess is None else m - excess, total)
-    weight = 1 / divisor
+    dropout = rows.static.spec.dropout
+    weight = (1.0 if dropout is None else dropout.unit) / divisor
     if not rows.static.carried:
         return weight, None, lse
     plgpu.barrier_wait(memory.lse_arrived.at[warpgroup])

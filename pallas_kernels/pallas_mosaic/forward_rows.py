@@ -32,6 +32,7 @@ class QueryRows(NamedTuple):
       line: ``(slope, start)`` of the bias over the scale, a scalar and float32 ``[64]``, see
         :meth:`pallas_kernels.score.Score.bias_line`; None unless products start from a line.
       per_head: of each per-head array that logits are made with, the number of the item's head.
+      dropout: int32 ``[64]``, the numbers of the queries; None if nothing is dropped.
     """
 
     static: ForwardStatic
@@ -43,6 +44,7 @@ class QueryRows(NamedTuple):
     positions: jax.Array | None
     line: tuple[jax.Array, jax.Array] | None
     per_head: dict[str, Any]
+    dropout: jax.Array | None
 
     @classmethod
     def of(cls, static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, item: Item) -> QueryRows:
@@ -51,13 +53,17 @@ class QueryRows(NamedTuple):
         queries = pl.ds(first, WARPGROUP_ROWS)
         tokens = refs.operands.q_tokens.load(item.batch_row, queries, ROWS)
         per_head = {name: ref[item.head] for name, ref in refs.operands.per_head.items()}
-        positions = line = None
+        positions = line = dropout = None
+        if refs.operands.dropout is not None:
+            place = item.batch_row, item.head, queries
+            dropout = refs.operands.dropout.load_rows(*place, ROWS)
         if static.bias_in_products:
             positions = tokens.positions.astype(jnp.float32)
             if static.bias_is_line:
                 score = static.spec.score
                 line = score.bias_line(positions, per_head, unit=1 / score.raw_factor)
-        return cls(static, refs, warpgroup, item, queries, tokens, positions, line, per_head)
+        logits_of = positions, line, per_head
+        return cls(static, refs, warpgroup, item, queries, tokens, *logits_of, dropout)
 
     def excess(self) -> jax.Array | None:
         """float32 ``[64]``: by how much scores in base 2 are too large; None if by nothing.

@@ -10,13 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import softmax
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
 from pallas_kernels.pallas_mosaic.forward_scores import tile_scores
-from pallas_kernels.pallas_mosaic.tiles import ROWS, along_rows, computed_here
+from pallas_kernels.pallas_mosaic.tiles import (
+    COLUMNS,
+    ROWS,
+    along_columns,
+    along_rows,
+    computed_here,
+)
 
 
 def start(rows: QueryRows) -> tuple[jax.Array, jax.Array]:
@@ -44,12 +51,26 @@ def weigh(
       masked: whether some of the tile's scores may not count.
 
     Returns:
-      ``(weights, m, total, shrink)``: the tile's weights, the new m and total, and what sums over
-      the tiles before are to be multiplied by.
+      ``(weights, m, total, shrink)``: the tile's weights without those that are dropped, the new m
+      and total, and what sums over the tiles before are to be multiplied by.
     """
     factor = rows.static.base_2_factor
     scores = tile_scores(rows, step, products, masked)
     m_next = jnp.maximum(m, scores.max(axis=1) * factor)
     shrink = jnp.exp2(m - m_next)
     p = jnp.exp2(scores * factor - along_rows(m_next, scores.shape))
-    return computed_here(p, m_next, total * shrink + p.sum(axis=1), shrink)
+    total = total * shrink + p.sum(axis=1)
+    return computed_here(without_dropped(rows, step, p), m_next, total, shrink)
+
+
+def without_dropped(rows: QueryRows, step: Any, weights: jax.Array) -> jax.Array:
+    """A step's weights, 0 where they are dropped."""
+    numbers, dropout = rows.refs.operands.dropout, rows.static.spec.dropout
+    if numbers is None or dropout is None:
+        return weights
+    block_kv, shape = rows.static.config.block_kv, weights.shape
+    keys = pl.ds(rows.item.walk.tile(step) * block_kv, block_kv)
+    columns = along_columns(numbers.load_columns(keys, COLUMNS), shape)
+    assert rows.dropout is not None
+    kept = dropout.kept(along_rows(rows.dropout, shape), columns)
+    return jnp.where(kept, weights, 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.memory import BackwardBarriers, BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_mosaic.static import MosaicStatic
 from pallas_kernels.pallas_mosaic.tokens import SideTokens
@@ -42,6 +43,7 @@ class ForwardOperands(NamedTuple):
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
       sink: float32 ``[N]``, what the softmax starts with; None without sinks, and with a carry.
       carry: what to merge with. None without a carry, and where the results are written over it.
+      dropout: None if nothing is dropped.
     """
 
     bounds: Any
@@ -54,6 +56,7 @@ class ForwardOperands(NamedTuple):
     per_head: dict[str, Any]
     sink: Any
     carry: ForwardResults | None
+    dropout: DropoutNumbers | None
 
 
 class ForwardRefs(NamedTuple):
@@ -81,6 +84,7 @@ class BackwardOperands(NamedTuple):
       q_bases: int32 ``[query tiles]``, the smallest position of each tile of queries. None unless
         :attr:`BackwardStatic.bias_is_line`.
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
+      dropout: None if nothing is dropped.
     """
 
     bounds: Any
@@ -94,6 +98,7 @@ class BackwardOperands(NamedTuple):
     kv_tokens: SideTokens
     q_bases: Any
     per_head: dict[str, Any]
+    dropout: DropoutNumbers | None
 
 
 class BackwardResults(NamedTuple):

@@ -112,9 +112,10 @@ class MosaicStatic:
         return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
 
     @property
-    def has_cap_or_bias(self) -> bool:
-        """Whether there is a soft cap or a bias: both take registers."""
-        return self.has_bias or self.spec.score.logits_soft_cap is not None
+    def needs_registers(self) -> bool:
+        """Whether there is a soft cap, a bias or dropout: all of them take registers."""
+        has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
+        return self.has_bias or has_cap or drops
 
     @property
     def bias_in_products(self) -> bool:
@@ -272,7 +273,7 @@ class BackwardStatic(MosaicStatic):
             last_first=False,
             shared_bytes=8 * self.q_length * self.dim,
             looped=backward_loops(
-                self.dim, self.has_segments or self.has_key_ranges, self.has_cap_or_bias
+                self.dim, self.has_segments or self.has_key_ranges, self.needs_registers
             ),
         )
 

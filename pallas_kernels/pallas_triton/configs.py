@@ -81,7 +81,7 @@ class TritonConfigs(NamedTuple):
 class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``.
 
-    ``fast`` is for lengths of whole tiles without segment ids, soft cap or bias. All of these take
+    ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
     registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
     which smaller tiles suit better anyway.
     """
@@ -188,6 +188,7 @@ def triton_configs(
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
+        plain = plain and spec.dropout is None
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
         if plain or entry.general is None:

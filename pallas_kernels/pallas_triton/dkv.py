@@ -19,6 +19,7 @@ from pallas_kernels.pallas_triton.tiles import (
     SideRefs,
     as_column,
     as_row,
+    dropped,
     in_range,
     lanes_in,
     load,
@@ -75,6 +76,8 @@ def _kernel(
     kv_tile_ok = tile_mask(key_ok, lane_ok)
     k, v = load(k_ref.at[:, :], kv_tile_ok), load(v_ref.at[:, :], kv_tile_ok)
     keys = sides.keys(slice(None), key_ok, as_column)
+    columns = sides.columns(slice(None), key_ok, as_column)
+    unit = 1.0 if spec.dropout is None else spec.dropout.unit
 
     def query_tile(masked, h, i, sums):
         # Scores are transposed, [keys, queries]: dK and dV need no transposed operand.
@@ -96,8 +99,11 @@ def _kernel(
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
+        rows = sides.rows((h, tokens), query_ok, as_row)
+        dp = dropped(spec.dropout, rows, columns, dp if unit == 1 else dp * unit)
         ds = spec.score.through_cap(raw, p * (dp - delta[None, :]))
-        dv += lowering.dot(p.astype(do.dtype), do)
+        kept = dropped(spec.dropout, rows, columns, p)
+        dv += lowering.dot(kept.astype(do.dtype), do)
         return dk + lowering.dot(ds.astype(q.dtype), q), dv
 
     dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(k_ref.shape, jnp.float32)
@@ -105,8 +111,9 @@ def _kernel(
         # dV starts from what it is added to. dK cannot, because its scale comes last. Added at the
         # end, both would take more registers there than there are.
         dv = load(dkv_in_refs[1].at[:, :], kv_tile_ok)
+        dv = dv if unit == 1 else dv / unit
     dk, dv = over_tiles(table, query_tile, (dk, dv), heads=static.groups)
-    lowering.store(dv_ref.at[:, :], dv, mask=kv_tile_ok)
+    lowering.store(dv_ref.at[:, :], dv if unit == 1 else dv * unit, mask=kv_tile_ok)
     dk *= spec.score.scale
     if dkv_in_refs:
         dk += load(dkv_in_refs[0].at[:, :], kv_tile_ok)

@@ -18,6 +18,7 @@ from pallas_kernels.pallas_triton.tiles import (
     SideRefs,
     as_column,
     as_row,
+    dropped,
     in_range,
     lanes_in,
     load,
@@ -61,7 +62,7 @@ def backward_dq(
     per_head_sums = (
         stats.shape[1:],
         jnp.float32,
-        arguments.block((None, None, block_q), lambda b, h, i: (b, h, i)),
+        arguments.stat_block(),
     )
     names = spec.score.differentiated
     results = [(operands.q.shape, jnp.float32, query_block), *[per_head_sums] * len(names)]
@@ -88,6 +89,7 @@ def _kernel(
     # Queries beyond the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
+    rows = sides.rows(slice(None), query_ok, as_column)
 
     def key_tile(masked, _, j, state):
         dq, per_head_sums = state
@@ -105,6 +107,9 @@ def _kernel(
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)
+        if spec.dropout is not None:
+            dp *= spec.dropout.unit
+        dp = dropped(spec.dropout, rows, sides.columns(tokens, key_ok, as_row), dp)
         ds = p * (dp - delta[:, None])
         parts = spec.score.per_head_gradients(ds, *positions)
         per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}

@@ -23,6 +23,7 @@ from pallas_kernels.pallas_triton.tiles import (
     SideRefs,
     as_column,
     as_row,
+    dropped,
     in_range,
     lanes_in,
     load,
@@ -51,7 +52,7 @@ def forward(
     block_q, lanes, groups = config.block_q, static.lanes, static.groups
     arguments = Arguments(static, operands)
     query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
-    lse_block = arguments.block((None, None, block_q), lambda b, h, i: (b, h, i))
+    lse_block = arguments.stat_block()
     all_keys = (None, static.kv_length, None, lanes)
     key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
     arguments.add(operands.q, query_block)
@@ -90,6 +91,7 @@ def _kernel(
     # Queries beyond the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
+    rows = sides.rows(slice(None), query_ok, as_column)
 
     def key_tile(masked, _, j, state):
         # Invariant: m is the largest logit in base 2 so far, of the sink and of the tiles visited;
@@ -110,7 +112,8 @@ def _kernel(
         shrink = exp2(m, 1.0, -m_next)
         total = total * shrink + p.sum(-1)
         v = load(v_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
-        acc = acc * shrink[:, None] + lowering.dot(p.astype(v.dtype), v)
+        kept = dropped(spec.dropout, rows, sides.columns(tokens, key_ok, as_row), p)
+        acc = acc * shrink[:, None] + lowering.dot(kept.astype(v.dtype), v)
         return acc, total, m_next
 
     sink = None
@@ -121,6 +124,8 @@ def _kernel(
     state = jnp.zeros(q_ref.shape, jnp.float32), total, m
     acc, total, m = over_tiles(table, key_tile, state)
     divisor, lse = softmax.finish(m, total)
+    if spec.dropout is not None:
+        divisor /= spec.dropout.unit
     if start == "carry":
         o_in_ref, lse_in_ref = start_refs
         w_in, w_new, lse = merge_weights(load(lse_in_ref.at[:], query_ok), lse)

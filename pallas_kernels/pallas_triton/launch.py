@@ -10,6 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
+from pallas_kernels.dropout import column_numbers
 from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
@@ -107,7 +108,8 @@ class Arguments:
     """A kernel's arguments and their blocks, in the order in which the kernel takes them.
 
     The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
-    of keys and per-head arrays (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+    of keys, per-head arrays and dropout's numbers
+    (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
       static: what is static about the launch.
@@ -142,6 +144,23 @@ class Arguments:
             self.add(x, self.block((None, q_size), self._by_row(x.shape[0] != 1, by_query)))
         for array in operands.logits_per_head.values():
             self.add(array, self.per_head_block())
+        self._has_dropout = operands.dropout_seeds is not None
+        if self._has_dropout:
+            # Made once for all programs: each of them would make the numbers of all its columns.
+            rows = self.stat_block() if by_query else self.all_stats_block()
+            self.add(operands.dropout_rows, rows)
+            index = (lambda b, h, i: (0,)) if by_query else (lambda b, h, i: (i,))
+            columns = column_numbers(operands.kv_tokens.positions)
+            self.add(columns, self.block((kv_size,), index))
+
+    def stat_block(self) -> pl.BlockSpec:
+        """Of ``[B, N, T]``, for programs that are split over queries."""
+        return self.block((None, None, self._static.config.block_q), lambda b, h, i: (b, h, i))
+
+    def all_stats_block(self) -> pl.BlockSpec:
+        """Of ``[B, N, T]``, for programs that are split over keys."""
+        block = (None, self._static.groups, self._static.q_length)
+        return self.block(block, lambda b, h, i: (b, h, 0))
 
     @staticmethod
     def _by_row(by_batch: bool, is_tile: bool) -> Callable[..., tuple]:
@@ -177,9 +196,8 @@ class Arguments:
         static = self._static
 
         def body(*refs):
-            table, sides, refs = split_sides(
-                refs, self._has_segments, self._range_names, self._per_head_names
-            )
+            names = self._range_names, self._per_head_names
+            table, sides, refs = split_sides(refs, self._has_segments, *names, self._has_dropout)
             kernel(static, table, sides, *refs)
 
         # A result varies over the mesh axes that any argument varies over.

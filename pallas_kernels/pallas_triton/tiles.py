@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dropout import Dropout
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
 
@@ -88,6 +89,8 @@ class SideRefs(NamedTuple):
       key_ranges: int32 ``key_starts`` and ``key_ends`` of the queries, those that there are.
       per_head: the per-head arrays that logits are made with, one number for each query head of the
         program.
+      dropout_rows: int32, the number of each query's row of weights; None without dropout.
+      dropout_columns: int32, the number of each key's column of weights; None without dropout.
     """
 
     q_positions: Any
@@ -96,6 +99,8 @@ class SideRefs(NamedTuple):
     kv_segment_ids: Any
     key_ranges: dict[str, Any]
     per_head: dict[str, Any]
+    dropout_rows: Any = None
+    dropout_columns: Any = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -129,13 +134,29 @@ class SideRefs(NamedTuple):
         ranges = {name: loaded(ref) for name, ref in key_ranges.items()}
         return TileTokens(loaded(read), loaded(segment_ids), shaped(inside), ranges)
 
+    def rows(self, which: Any, inside: Any, shaped: Any) -> Any:
+        """Dropout's numbers of some queries; None without dropout."""
+        if self.dropout_rows is None:
+            return None
+        return shaped(load(self.dropout_rows.at[which], inside))
+
+    def columns(self, which: Any, inside: Any, shaped: Any) -> Any:
+        """Dropout's numbers of some keys; None without dropout."""
+        if self.dropout_columns is None:
+            return None
+        return shaped(load(self.dropout_columns.at[which], inside))
+
     def per_head_of(self, head: Any) -> dict[str, jax.Array]:
         """Of each per-head array, the number of one of the program's query heads."""
         return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
 
 
 def split_sides(
-    refs: tuple, has_segments: bool, range_names: tuple[str, ...], names: tuple[str, ...]
+    refs: tuple,
+    has_segments: bool,
+    range_names: tuple[str, ...],
+    names: tuple[str, ...],
+    has_dropout: bool,
 ) -> tuple[Any, SideRefs, list]:
     """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
     table, q_positions, kv_positions, *rest = refs
@@ -144,8 +165,17 @@ def split_sides(
         q_ids, kv_ids, *rest = rest
     named = dict(zip((*range_names, *names), rest, strict=False))
     ranges, per_head = ({name: named[name] for name in of} for of in (range_names, names))
-    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head)
-    return table, sides, rest[len(named) :]
+    rest = rest[len(named) :]
+    rows = columns = None
+    if has_dropout:
+        rows, columns, *rest = rest
+    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head, rows, columns)
+    return table, sides, rest
+
+
+def dropped(dropout: Dropout | None, rows: Any, columns: Any, x: jax.Array) -> jax.Array:
+    """``x`` of a tile's scores, 0 where weights are dropped; all of it without dropout."""
+    return x if dropout is None else jnp.where(dropout.kept(rows, columns), x, 0.0)
 
 
 def score_mask(mask: Mask, q: TileTokens, kv: TileTokens) -> jax.Array | None:

@@ -91,7 +91,25 @@ def per_head(kind, heads, seed=0):
     return {"none": {}, "both": given["sinks"] | given["slopes"], **given}[kind]
 
 
-def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None):
+def dropout_factors(seeds, rate, q_positions, kv_positions):
+    """What dropout multiplies each weight with, 0 or ``1 / (1 - rate)``: ``[B, N, T, S]``.
+
+    ``seeds`` are int32 ``[B, N]``.
+    """
+
+    def scrambled(x):
+        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+        return x ^ (x >> 16)
+
+    seeds, q, kv = (np.asarray(x).astype(np.uint32) for x in (seeds, q_positions, kv_positions))
+    rows = scrambled(seeds[:, :, None] ^ scrambled(q)) | np.uint32(1)
+    columns = scrambled(kv ^ np.uint32(0x3C6EF372)) | np.uint32(1)
+    kept = (rows[..., None] * columns).view(np.int32) >= round(rate * 2**32) - 2**31
+    return np.where(kept, 1 / (1 - rate), 0)
+
+
+def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None):
     """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated."""
     numbers = numbers or {}
     keep = jnp.asarray(keep)[:, None]
@@ -106,7 +124,8 @@ def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=Non
         sinks = numbers["sink_logits"].astype(logits.dtype)[None, :, None, None]
         lse = jnp.where(some, jnp.logaddexp(lse, sinks), sinks)
     p = jnp.where(some, jnp.exp(logits - lse), 0)
-    out = _einsum("bnts,bsnh->btnh", p.astype(value.dtype), value).astype(query.dtype)
+    used = p if factors is None else p * factors.astype(p.dtype)
+    out = _einsum("bnts,bsnh->btnh", used.astype(value.dtype), value).astype(query.dtype)
     if "sink_logits" not in numbers:
         lse = jnp.where(some, lse, -jnp.inf)
     return out, lse[..., 0].swapaxes(1, 2), p
@@ -117,7 +136,9 @@ def repeat_heads(key, heads):
     return jnp.repeat(key, heads // key.shape[2], axis=2)
 
 
-def truth(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None):
+def truth(
+    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None
+):
     """``(out, lse, dq, dk, dv)`` in float64, gradients by autodiff, as NumPy arrays.
 
     Behind them the gradients of the numbers of each head, in the order of their names. Rows that
@@ -126,15 +147,15 @@ def truth(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distan
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, value, do, dlse)]
         numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), numbers or {})
-        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, soft_cap)
+        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, factors, soft_cap)
         return [np.asarray(x) for x in results]
 
 
 @functools.partial(quick_jit, static_argnames="soft_cap")
-def _truth(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
+def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap):
     def run(query, key, value, numbers):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        out, lse, _ = attention(query, key, value, keep, soft_cap, numbers, distance)
+        out, lse, _ = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
         seen = keep.any(-1)[..., None]
         if "sink_logits" in numbers:
             seen = True
@@ -145,13 +166,15 @@ def _truth(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
     return out, lse, *gradients, *(of_numbers[name] for name in sorted(numbers))
 
 
-def one_device(query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None):
+def one_device(
+    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None
+):
     """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64.
 
     Behind them the gradients of the numbers of each head, as :func:`truth` has them.
     """
     arrays = [jnp.asarray(x) for x in (query, key, value, do, dlse, keep)]
-    results = _one_device(*arrays, numbers or {}, distance, soft_cap)
+    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap)
     return [np.asarray(x, np.float64) for x in results]
 
 
@@ -176,12 +199,13 @@ def by_row_and_key_head(results, query, key, value, keep, do, dlse):
 
 
 @functools.partial(quick_jit, static_argnames="soft_cap")
-def _one_device(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
+def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance)
+    factors = jnp.asarray(1 if factors is None else factors, jnp.float32)
+    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
     delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
-    dp = _einsum("btnh,bsnh->bnts", do, value)
+    dp = _einsum("btnh,bsnh->bnts", do, value) * factors
     dlogits = p * (dp - delta.swapaxes(1, 2)[..., None])
     cap = jax.vjp(lambda x: _capped(x, dim, soft_cap), _einsum("btnh,bsnh->bnts", query, key))[1]
     # The scale goes in after the matmul, where a fused kernel puts it.
@@ -189,7 +213,7 @@ def _one_device(query, key, value, do, dlse, keep, numbers, distance, soft_cap):
     scale = np.float32(1 / np.sqrt(dim))
     dq = _einsum("bnts,bsnh->btnh", ds, key) * scale
     dk = _einsum("bnts,btnh->bsnh", ds, query) * scale
-    dv = _einsum("bnts,btnh->bsnh", p.astype(dtype), do)
+    dv = _einsum("bnts,btnh->bsnh", (p * factors).astype(dtype), do)
     dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, dim).sum(3) for x in (dk, dv))
     of_numbers = []
     if "alibi_slopes" in numbers:

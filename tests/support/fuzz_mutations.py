@@ -56,6 +56,11 @@ NEVER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(IDS, (3, "ids", [[1]], (1,), object(), np.int32(1), np.ndarray)),
     **dict.fromkeys(LENGTHS + RANGES, (3, "all", [1], (1,), object(), np.int32(1), np.ndarray)),
     **dict.fromkeys(NUMBERS, (3.0, "ALiBi", [0.0], (), object(), np.float32(1), True)),
+    "dropout_rate": (
+        *(None, -0.1, 1, 1.0, 1.5, math.nan, math.inf, "0.1", True, [0.1], jnp.float32(0.1), 1j),
+        *(object(), np.array(0.1)),
+    ),
+    "dropout_key": (3, "key", [0, 1], (), object(), np.float32(1), np.zeros((2, 2), np.uint32)),
     "implementation": ("flash", "", 3, ["xla"], XLA.forward, Implementation, np.array("xla"), True),
     "backward": ("rotate_q", "", None, 0, ["auto"], np.array("auto"), True, b"auto"),
     "return_residual": (None, 0, 1, "yes", (), 1.0, np.array(True), [True]),

@@ -90,6 +90,7 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         "logits_soft_cap": pick(rng, (None, None, 2.5, 1)),
         "implementation": pick(rng, (None, "xla", "reference")),
         "backward": pick(rng, ("auto", "rotate_kv", "rotate_query")),
+        "dropout_rate": pick(rng, (0.0, 0.0, 0.0, 0.25)),
         "return_residual": pick(rng, (True, True, False)),
     }
     # An argument with its default may be left out.
@@ -183,6 +184,8 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
     drawn["key_ends"] = rng.integers(s // 3, s + 2, size=(*rows, t))
     arrays |= {name: drawn[name].astype(np.int32) for name in plan.hiding}
     arrays |= dense.per_head(plan.numbers, heads, seed=int(rng.integers(100)))
+    if plan.options.get("dropout_rate"):
+        arrays["dropout_key"] = np.asarray([0, int(rng.integers(2**31))], np.uint32)
     if plan.placed == "jax":
         arrays = {name: jnp.asarray(np.asarray(x)) for name, x in _int32_ids(arrays).items()}
     elif plan.placed == "mesh":
@@ -211,6 +214,8 @@ def needed_spec(plan: Plan, name: str, ndim: int) -> P:
         return P(batch)
     if name in ("key_starts", "key_ends"):
         return P(*(batch, tokens)[2 - ndim :])
+    if name == "dropout_key":
+        return P()
     return P(batch, tokens) if name.endswith("_ids") else P(batch, tokens, heads)
 
 
@@ -263,7 +268,11 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         for name in ("sink_logits", "alibi_slopes")
         if call.get(name) is not None
     }
-    cap = call.get("logits_soft_cap")
+    cap, rate, factors = call.get("logits_soft_cap"), call.get("dropout_rate"), None
+    if rate:
+        seeds = jax.random.bits(np.asarray(call["dropout_key"]), (query.shape[0], query.shape[2]))
+        places = np.arange(query.shape[1]), np.arange(key.shape[1])
+        factors = dense.dropout_factors(seeds, rate, *places)
     do, dlse = (np.asarray(x)[:, q_order] for x in cotangents)
     out, lse, dq, dk, dv, *of_numbers = dense.truth(
         query[:, q_order].astype(np.float64) * factor,
@@ -275,6 +284,7 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         None if cap is None else float(cap),
         numbers,
         dense.distances(query.shape[1], key.shape[1]),
+        factors,
     )
     back_q, back_kv = np.argsort(q_order), np.argsort(kv_order)
     results = [out[:, back_q], lse[:, back_q], dq[:, back_q] * factor]

@@ -8,23 +8,42 @@ from pallas_kernels import Operands
 
 
 def forward(
-    implementation, q, kv, q_tokens, kv_tokens, carry=None, *, spec, numbers=None, **options
+    implementation,
+    q,
+    kv,
+    q_tokens,
+    kv_tokens,
+    carry=None,
+    *,
+    spec,
+    numbers=None,
+    seeds=None,
+    **options,
 ):
-    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head."""
-    operands = Operands(q, *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {})
+    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head, ``seeds`` dropout's."""
+    operands = Operands(
+        q, *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {}, dropout_seeds=seeds
+    )
     bounds = implementation.forward_bounds(operands, spec=spec)
     return implementation.forward(operands.replace(bounds=bounds), carry, spec=spec, **options)
 
 
 def gradients(
     implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, *, spec, part=None,
-    numbers=None,
+    numbers=None, seeds=None,
 ):  # fmt: skip
     """``(dq, dkv, those of the numbers)``, dK and dV stacked, as ``dkv`` may be given.
 
     ``part`` of the work is 0 or 1, None for all of it.
     """
-    operands = Operands(qdo[0], *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {})
+    operands = Operands(
+        qdo[0],
+        *kv,
+        q_tokens=q_tokens,
+        kv_tokens=kv_tokens,
+        per_head=numbers or {},
+        dropout_seeds=seeds,
+    )
     bounds = implementation.backward_bounds(operands, spec=spec)
     if part is not None:
         bounds = implementation.split_backward(bounds)[part]

@@ -12,7 +12,7 @@ import numpy as np
 from cases import key_ranges, packed_segments
 
 from burst_jax import positions
-from pallas_kernels import AttentionSpec, Mask, Score, Tokens
+from pallas_kernels import AttentionSpec, Dropout, Mask, Score, Tokens
 from pallas_kernels.score import start_gradients
 
 MASKS = {
@@ -35,7 +35,7 @@ def case_id(case):
     return (
         f"{case['mask']}-{case['order']}-{case['blocks']}block"
         f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}-{case['dtype']}"
-        f"-{case['numbers']}"
+        f"-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
     )
 
 
@@ -53,6 +53,8 @@ class Inputs:
     soft_cap: float | None
     numbers: dict[str, np.ndarray]  # of each head
     distance: np.ndarray  # [T, all keys]
+    seeds: np.ndarray | None  # int32 [B, N], of dropout
+    factors: np.ndarray | None  # what dropout multiplies weights with, [B, N, T, all keys]
 
     def all_keys(self):
         """K and V of all shards."""
@@ -85,6 +87,11 @@ def make_inputs(case, seed, batch=BATCH):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
         return rng.normal(size=shape).astype(dtype)
 
+    all_kv_at, dropout = np.concatenate(kv_at), case.get("dropout", 0.0)
+    seeds = factors = None
+    if dropout:
+        seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
+        factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
     keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **ranges)
     return Inputs(
         q=normal(batch, t, heads, dim),
@@ -95,49 +102,53 @@ def make_inputs(case, seed, batch=BATCH):
             normal(batch, t, heads, dim),
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
-        keep=keep[:, q_at][:, :, np.concatenate(kv_at)],
-        spec=spec_of(mask, dim, case["numbers"]),
+        keep=keep[:, q_at][:, :, all_kv_at],
+        spec=spec_of(mask, dim, case["numbers"], dropout),
         soft_cap=mask.soft_cap,
         numbers=dense.per_head(case["numbers"], heads, seed),
-        distance=np.abs(q_at[:, None] - np.concatenate(kv_at)[None, :]),
+        distance=np.abs(q_at[:, None] - all_kv_at[None, :]),
+        seeds=seeds,
+        factors=factors,
     )
 
 
-def spec_of(mask, dim, numbers):
+def spec_of(mask, dim, numbers, dropout=0.0):
     left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
     differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
     return AttentionSpec(
         Mask(left, 0 if mask.is_causal else right),
         Score(dim**-0.5, mask.soft_cap, differentiated),
+        Dropout(dropout) if dropout else None,
     )
 
 
 def oracle(inputs):
     """``(truth, one device's results)``."""
     args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
-    args += inputs.numbers, inputs.distance
+    args += inputs.numbers, inputs.distance, inputs.factors
     return dense.truth(*args), dense.one_device(*args)
 
 
-def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers):
+def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers, seeds=None):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
 
     Behind them the gradients of the numbers of each head, in the order of their names.
     """
     do, dlse = cotangents
+    of_heads = {"spec": spec, "numbers": numbers, "seeds": seeds}
     carry: Any = None
     dq: Any = None
     dkvs, of_numbers = [], {}
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
         arrays = q, kv, q_tokens, tokens
-        carry = local.forward(implementation, *arrays, carry, spec=spec, numbers=numbers)
+        carry = local.forward(implementation, *arrays, carry, **of_heads)
     o, lse = carry
     out = o.astype(q.dtype)
     wide = o.dtype
     delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
     for kv, tokens in zip(kvs, kv_tokens, strict=True):
         arrays = (q, do), kv, (lse, delta), q_tokens, tokens
-        dq, dkv, parts = local.gradients(implementation, *arrays, dq, spec=spec, numbers=numbers)
+        dq, dkv, parts = local.gradients(implementation, *arrays, dq, **of_heads)
         dkvs.append(dkv)
         of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
     dk, dv = jnp.concatenate(dkvs, axis=2)

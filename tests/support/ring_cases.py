@@ -73,6 +73,9 @@ class Ring:
         return mesh_of(AxisType.Auto, **dict(zip(self.names, shape, strict=True)))
 
 
+DROPOUT_KEY = functools.partial(jax.random.key, 5)
+
+
 def a_case(ring, layout, mask, backward="rotate_kv", implementation="xla", shard="even"):
     return {
         "ring": ring,
@@ -93,6 +96,7 @@ def case_id(case):
         f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
         f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
         f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
+        f"{'-dropout' if case.get('dropout') else ''}"
     )
 
 
@@ -150,7 +154,8 @@ def ring_results(
         "implementation": IMPLEMENTATIONS["xla"],
     }
     options = ring.options | MASKS[case["mask"]].options | defaults | options
-
+    if case.get("dropout"):
+        options |= {"dropout_rate": case["dropout"], "dropout_key": DROPOUT_KEY()}
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -188,6 +193,11 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
     distance = dense.distances(arrays[0].shape[1], arrays[1].shape[1])
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
+    if case.get("dropout"):
+        batch, t, heads, _ = arrays[0].shape
+        seeds = jax.random.bits(DROPOUT_KEY(), (batch, heads))
+        places = np.arange(t), np.arange(arrays[1].shape[1])
+        args += (dense.dropout_factors(seeds, case["dropout"], *places),)
     return dense.truth(*args), dense.one_device(*args), keep
 
 
