@@ -114,7 +114,8 @@ class Placement:
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
-        return jax.reshard(array, jax.NamedSharding(self.mesh, only(self.spec(name), explicit)))
+        needed = only(self.spec(name, array.ndim), explicit)
+        return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
     def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
