@@ -120,6 +120,7 @@ class _Scores:
             kv_tokens.positions[None, :],
             None if q_ids is None else q_ids[:, None, None, :, None],
             None if kv_ids is None else kv_ids[:, None, None, None, :],
+            **{name: x[:, None, None, :, None] for name, x in q_tokens.key_ranges.items()},
         )
         logits = self.raw * self._spec.score.raw_factor
         per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}

@@ -239,6 +239,11 @@ class _KeyTiles:
             self._tile(self.positions, j, 0)[None, :],
             None if ids is None else queries["segment_ids"][:, None, None, :, None],
             None if ids is None else self._tile(ids, j, 1)[:, None, None, None, :],
+            **{
+                name: queries[name][:, None, None, :, None]
+                for name in ("key_starts", "key_ends")
+                if name in queries
+            },
         )
         if self.padded != self.length:
             inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
@@ -292,9 +297,12 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
     }
     if operands.dropout_seeds is not None:
         stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
+    by_row = tokens.key_ranges
     if tokens.segment_ids is not None:
-        ids = pad_axis(tokens.segment_ids, 1, count * block)
-        stacked["segment_ids"] = ids.reshape(ids.shape[0], count, block).swapaxes(0, 1)
+        by_row["segment_ids"] = tokens.segment_ids
+    for name, x in by_row.items():
+        x = pad_axis(x, 1, count * block)
+        stacked[name] = x.reshape(x.shape[0], count, block).swapaxes(0, 1)
     return stacked
 
 

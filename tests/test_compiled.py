@@ -307,6 +307,31 @@ def test_sinks_and_slopes_spill_no_registers(gpu, head_dim, value_dim):
     assert events.count(("kernel", "burst_dq")) == 3
 
 
+@pytest.mark.parametrize(("lengths", "head_dim"), [("ragged", 64), ("whole", 128)])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_ranges_of_keys_spill_no_registers(gpu, lengths, head_dim):
+    """Triton's kernels, with a start and an end for each query, whose window is a part of them."""
+    mesh, tokens = compiled.gpu_mesh(gpu, 2), 1000 if lengths == "ragged" else 1024
+    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim)
+    of_tokens = compiled.segment_ids(mesh, tokens)
+
+    def run(query, key, value, ids, starts, ends):
+        attention = attend(
+            mesh,
+            implementation="triton",
+            local_window_size=300,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+            key_starts=starts,
+            key_ends=ends,
+        )
+        return gradient(attention)(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, *[of_tokens] * 3, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
 @compiled.KERNELS
 def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do(gpu, kernels):
     """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""

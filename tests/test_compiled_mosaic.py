@@ -35,7 +35,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, dropout=False, value_dim=None, **config,
+    segments=False, ranges=False, dropout=False, value_dim=None, **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -49,6 +49,7 @@ def compile_one(
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
+      ranges: with starts and ends of the keys that each query sees.
       dropout: with dropped weights.
       value_dim: the head dim of values; None is ``dim``.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
@@ -72,6 +73,9 @@ def compile_one(
     do = array(BATCH, length, HEADS, value_dim, dtype=dtype)
     stats = array(2, BATCH, HEADS, length)
     ids = array(BATCH, length, dtype=jnp.int32) if full or segments else None
+    of_queries = dict.fromkeys(
+        ("key_starts", "key_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
+    )
     seeds = array(BATCH, HEADS, dtype=jnp.int32) if dropout else None
     per_head = dict.fromkeys(("sink_logits", "alibi_slopes") if numbers else (), array(HEADS))
     of_keys = array(*key.shape), array(*value.shape)
@@ -81,18 +85,18 @@ def compile_one(
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, v, ids, per_head, seeds):
+    def operands_of(q, k, v, ids, ranges, per_head, seeds):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
-        return Operands(q, k, v, tokens, tokens, per_head, seeds)
+        return Operands(q, k, v, tokens._replace(**ranges), tokens, per_head, seeds)
 
-    def forward(q, k, v, do, stats, ids, sums, *of_heads):
+    def forward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
         del do, stats
-        operands = operands_of(q, k, v, ids, *of_heads)
+        operands = operands_of(q, k, v, ids, ranges, *of_heads)
         operands = operands.replace(bounds=local.forward_bounds(operands, spec=spec))
         return local.forward(operands, sums, spec=spec, out_dtype=out_dtype)
 
-    def backward(q, k, v, do, stats, ids, sums, *of_heads):
-        operands = operands_of(q, k, v, ids, *of_heads)
+    def backward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
+        operands = operands_of(q, k, v, ids, ranges, *of_heads)
         bounds = local.backward_bounds(operands, spec=spec)
         operands = operands.replace(bounds=bounds, do=do, stats=stats)
         assert local.backward is not None
@@ -101,7 +105,8 @@ def compile_one(
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    return compiled.compile_for(run, query, key, value, do, stats, ids, sums, per_head, seeds)
+    arrays = query, key, value, do, stats, ids, of_queries, sums, per_head, seeds
+    return compiled.compile_for(run, *arrays)
 
 
 @pytest.fixture
@@ -150,6 +155,23 @@ def test_sinks_and_slopes_fit_in_the_registers(report, half, dim, carried, segme
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_dropout_fits_in_the_registers(report, half, dim, segments):
     fits(report(half, dim, dropout=True, segments=segments))
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "options"),
+    [
+        ("forward", 64, {}),
+        ("forward", 128, {"full": True}),
+        ("forward", 256, {}),
+        ("backward", 64, {"full": True}),
+        ("backward", 128, {}),
+        ("backward", 128, {"segments": True}),
+        ("backward", 128, {"numbers": True}),
+    ],
+    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
+)
+def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
+    fits(report(half, dim, ranges=True, **options))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from typing import Any
 
 import compiled
 import jax
@@ -124,7 +125,7 @@ def test_small_heads_have_their_own_rate():
 
 def test_values_of_another_head_dim_count_as_they_are():
     """Lanes of keys and of values: bytes of rings and exchanges, and products of the kernels."""
-    narrow = {"gpus_per_host": 4, "head_dim": 192, "value_head_dim": 128}
+    narrow: Any = {"gpus_per_host": 4, "head_dim": 192, "value_head_dim": 128}
     c, n, kv = 65536 // 4, 32, 8
     shape = ShardShape(c, c, n, kv, 192, 2, value_dim=128)
     plan = burst_jax.plan(**SHAPE, **narrow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from burst_jax.attention_options import MaskArrays
+from burst_jax.checks import WindowSize
 from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.flax.options import check_options
 from burst_jax.layout import Layout
@@ -97,7 +99,7 @@ class LinenBurstAttention(linen.Module):
     layout: Layout = "contiguous"
     is_causal: bool = False
     scale: float | None = None
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
@@ -118,6 +120,7 @@ class LinenBurstAttention(linen.Module):
         segment_ids: jax.Array | None = None,
         *,
         deterministic: bool = False,
+        **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
 
@@ -127,6 +130,7 @@ class LinenBurstAttention(linen.Module):
           segment_ids: as in the call of :class:`burst_jax.BurstAttention`.
           deterministic: whether nothing is dropped although there is a ``dropout_rate``. Otherwise
             the stream "dropout" gives the random numbers.
+          **masks: as in the call of :class:`burst_jax.BurstAttention`.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -155,7 +159,7 @@ class LinenBurstAttention(linen.Module):
         if self.dropout_rate and not deterministic:
             rngs = nnx.Rngs(dropout=self.make_rng("dropout"))
         layer = nnx.merge(graphdef, state)
-        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs)
+        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs, **masks)
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments, which it checks."""

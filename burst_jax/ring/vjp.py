@@ -81,8 +81,11 @@ def exchanged(request: Request, shard: Shard) -> Shard:
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
-    q_ids, kv_ids = (all_tokens(x.segment_ids, axis) for x in (queries, keys))
-    return Shard(Queries(query, q_ids), Keys(key, value, kv_ids), per_head, seeds)
+    q_arrays, kv_arrays = (
+        {name: all_tokens(x, axis) for name, x in side.token_arrays.items()}
+        for side in (queries, keys)
+    )
+    return Shard(Queries(query, **q_arrays), Keys(key, value, **kv_arrays), per_head, seeds)
 
 
 def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
@@ -236,7 +239,7 @@ def ring_gradient(
     )
     request = request.differentiating(differentiated)
     shard = Shard(
-        Queries(query, queries.segment_ids, do, jnp.stack([lse, delta])),
+        queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
         keys._replace(k=kv[0], v=kv[1]),
         per_head,
         seeds,
@@ -257,7 +260,7 @@ def ring_gradient(
     wanted: dict[str, Any] = dict.fromkeys(per_head)
     for name in differentiated:
         wanted[name] = vary(gradients[name], varying_axes(per_head[name]))
-    return (Shard(Queries(dq, None), Keys(dk, dv, None), wanted),)
+    return (Shard(Queries(dq), Keys(dk, dv), wanted),)
 
 
 _ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))

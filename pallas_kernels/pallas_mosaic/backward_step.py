@@ -64,7 +64,8 @@ class BackwardSums(NamedTuple):
         # Where both head dims are one, dk and dv begin as the same zeros.
         dims = static.dim, static.value_dim
         zeros = {dim: constant((WARPGROUP_ROWS, dim), 0, TILE) for dim in dict.fromkeys(dims)}
-        return cls(*(zeros[dim] for dim in dims), i32(-1), i32(0))
+        dk, dv = (zeros[dim] for dim in dims)
+        return cls(dk, dv, i32(-1), i32(0))
 
 
 class _StepData(NamedTuple):

@@ -82,7 +82,8 @@ def backward_config(head_dim: int) -> MosaicConfig:
 def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
     """Whether a forward program has registers for a loop over items.
 
-    Three warpgroups have none left where there are segment ids.
+    Three warpgroups have none left where there are segment ids, or ranges of keys, which
+    ``has_segments`` stands for, too.
     """
     return config.block_q < 3 * WARPGROUP_ROWS or not has_segments
 
@@ -90,8 +91,8 @@ def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
 def backward_loops(head_dim: int, has_segments: bool, needs_registers: bool) -> bool:
     """Whether a backward program has registers for a loop over items.
 
-    Programs of wide heads have none left where there are segment ids, or where ``needs_registers``:
-    a soft cap, a bias or dropout.
+    Programs of wide heads have none left where there are segment ids or ranges of keys (which
+    ``has_segments`` stands for, too), or where ``needs_registers``: a soft cap, a bias or dropout.
     """
     return head_dim <= 96 or not (has_segments or needs_registers)
 

@@ -94,6 +94,8 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     other_tests = operands.has_segments or spec.mask.left is not None
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
     others_count = score.logits_soft_cap is not None or spec.dropout is not None
+    # Ranges of keys are two more numbers of each query.
+    others_count = others_count or operands.has_key_ranges
     head_dim = max(operands.head_dim, operands.value_dim)
     return forward_config(head_dim, bias_counts or others_count)
 

@@ -128,10 +128,12 @@ class BackwardRefs(NamedTuple):
 
 
 def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens, SideTokens]:
-    """Positions and segment ids of the queries and of the keys; empty if nothing reads them."""
+    """What is read of the queries' and of the keys' tokens; empty if nothing is."""
     if not static.needs_tokens:
         return SideTokens(), SideTokens()
-    return (
-        SideTokens.padded(operands.q_tokens, static.config.block_q),
-        SideTokens.padded(operands.kv_tokens, static.config.block_kv),
-    )
+    _, ranges = operands.tested(static.spec.mask)
+    queries = SideTokens.padded(operands.q_tokens._replace(**ranges), static.config.block_q)
+    if ranges and not static.has_bias:
+        # Ranges stand for the positions of their queries, but where a bias reads those.
+        queries = queries._replace(positions=None)
+    return queries, SideTokens.padded(operands.kv_tokens, static.config.block_kv)

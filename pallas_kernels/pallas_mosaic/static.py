@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.configs import (
     BACKWARD_WARPGROUPS,
@@ -30,6 +31,7 @@ class MosaicStatic:
 
     Attributes:
       spec: the mask and the score.
+      mask: the mask that scores are tested by: :meth:`pallas_kernels.operands.Operands.tested`.
       config: the kernel's tiles.
       batch: B, rows of the batch.
       q_length: T, queries.
@@ -40,10 +42,12 @@ class MosaicStatic:
       value_dim: Hv, that of values, of o and of dO.
       dtype: of queries, keys, values and dO.
       has_segments: whether tokens have segment ids.
+      has_key_ranges: whether queries say where the keys that they see start or end.
       has_bias: whether something is added to the logits because of where the tokens are.
     """
 
     spec: AttentionSpec
+    mask: Mask
     config: MosaicConfig
     batch: int
     q_length: int
@@ -54,14 +58,17 @@ class MosaicStatic:
     value_dim: int
     dtype: np.dtype
     has_segments: bool
+    has_key_ranges: bool
     has_bias: bool
 
     @classmethod
     def of(cls, operands: Operands, spec: AttentionSpec, config: MosaicConfig, **own: Any) -> Self:
         """Read off the operands; ``own`` are the fields of the one kernel."""
         batch, q_length, heads, dim = operands.q.shape
+        mask, _ = operands.tested(spec.mask)
         return cls(
             spec=spec,
+            mask=mask,
             config=config,
             batch=batch,
             q_length=q_length,
@@ -72,6 +79,7 @@ class MosaicStatic:
             value_dim=operands.value_dim,
             dtype=operands.q.dtype,
             has_segments=operands.has_segments,
+            has_key_ranges=operands.has_key_ranges,
             has_bias=operands.has_bias,
             **own,
         )
@@ -99,7 +107,12 @@ class MosaicStatic:
     @property
     def needs_tokens(self) -> bool:
         """Whether tokens decide which scores count, or how much."""
-        return self.spec.mask.reads_positions or self.has_segments or self.has_bias
+        return self.hides_some or self.has_bias
+
+    @property
+    def hides_some(self) -> bool:
+        """Whether some scores may not count."""
+        return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
 
     @property
     def needs_registers(self) -> bool:
@@ -192,8 +205,8 @@ class ForwardStatic(MosaicStatic):
             self.q_tiles,
             last_first=True,
             shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
-            equal=not (self.spec.mask.reads_positions or self.has_segments),
-            looped=forward_loops(self.config, self.has_segments),
+            equal=not self.hides_some,
+            looped=forward_loops(self.config, self.has_segments or self.has_key_ranges),
         )
 
     @property
@@ -269,7 +282,9 @@ class BackwardStatic(MosaicStatic):
             last_first=False,
             shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
             looped=backward_loops(
-                max(self.dim, self.value_dim), self.has_segments, self.needs_registers
+                max(self.dim, self.value_dim),
+                self.has_segments or self.has_key_ranges,
+                self.needs_registers,
             ),
         )
 

@@ -200,6 +200,7 @@ def triton_configs(
     """The tiles for head dims of 256 at most; ``value_dim`` is that of values, None ``head_dim``.
 
     A GPU that no table is for gets tiles that are small enough for every GPU since Ampere.
+    ``has_segments``: there are segment ids or ranges of keys.
     """
     table = _TABLES.get(compute_capability, _ANY)
     itemsize = jnp.dtype(dtype).itemsize
@@ -245,7 +246,7 @@ class Build:
             operands.q_length,
             operands.kv_length,
             spec,
-            operands.has_segments,
+            operands.has_segments or operands.has_key_ranges,
             operands.has_bias,
             operands.value_dim,
         )

@@ -103,7 +103,7 @@ def _kernel(
         dp = lowering.dot(v, do.T)
         p = lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)

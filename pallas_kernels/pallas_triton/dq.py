@@ -110,7 +110,7 @@ def _kernel(
         scores, factor = spec.score.in_base_2(raw, *positions, per_head)
         p = lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)

@@ -111,7 +111,7 @@ def _kernel(
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         scores, factor = spec.score.in_base_2(raw, queries.positions, keys.positions, per_head)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
         m_next = jnp.maximum(m, scores.max(-1) * factor)

@@ -71,6 +71,16 @@ def packed_segments(rng, batch, length):
     return rows
 
 
+def key_ranges(rng, rows, length):
+    """``(key_starts, key_ends)`` of queries: wide and narrow ranges, and some that are empty."""
+    starts, ends = rng.integers(-2, length, size=(2, rows, length)).astype(np.int32)
+    wide = rng.random((rows, length)) < 0.7
+    starts, ends = np.where(wide, starts // 4, starts), np.where(wide, length - ends // 4, ends)
+    # Some neighbours see the same keys, so that tiles of scores count as a whole.
+    starts[:, length // 2 :], ends[:, length // 2 :] = starts[:, -1:], ends[:, -1:] + 3
+    return starts, ends
+
+
 def slotted_segments(rng, batch, length, slots=5):
     """Slots of equal size, each a document and the padding behind it, then padding to the end."""
     size = length // (slots + 1)

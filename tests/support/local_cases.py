@@ -9,7 +9,7 @@ import dense
 import jax.numpy as jnp
 import local
 import numpy as np
-from cases import packed_segments, value_dim
+from cases import key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
 from pallas_kernels import AttentionSpec, Dropout, Mask, Score, Tokens
@@ -24,6 +24,8 @@ MASKS = {
     "packed_causal": dense.Mask(is_causal=True, segments=True),
     "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
     "cap": dense.Mask(soft_cap=2.0),
+    "ranges": dense.Mask(ranges=True),
+    "packed_window_ranges": dense.Mask(is_causal=True, window=70, segments=True, ranges=True),
 }
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 
@@ -72,9 +74,14 @@ def make_inputs(case, seed, batch=BATCH):
     q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
     ids = packed_segments(rng, batch, SHARDS * max(t, s)) if mask.segments else None
 
-    def tokens(at):
+    ranges = {}
+    if mask.ranges:
+        rows = key_ranges(rng, batch if dim % 2 else 1, SHARDS * max(t, s))
+        ranges = dict(zip(("key_starts", "key_ends"), rows, strict=True))
+
+    def tokens(at, **ranges):
         segment_ids: Any = None if ids is None else ids[:, at]
-        return Tokens(at, segment_ids)
+        return Tokens(at, segment_ids, **{name: x[:, at] for name, x in ranges.items()})
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
@@ -85,11 +92,11 @@ def make_inputs(case, seed, batch=BATCH):
     if dropout:
         seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
         factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
-    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s))
+    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **ranges)
     return Inputs(
         q=normal(batch, t, heads, dim),
         kvs=[tuple(normal(batch, s, kv_heads, x) for x in (dim, value)) for _ in shards],
-        q_tokens=tokens(q_at),
+        q_tokens=tokens(q_at, **ranges),
         kv_tokens=[tokens(at) for at in kv_at],
         cotangents=(
             normal(batch, t, heads, value),
