@@ -109,13 +109,14 @@ def burst_attention(
     ``seq_axis``, and no device ever holds a tensor of global length. How it works:
     :func:`burst_jax.ring_attention`.
 
-    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values.
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
-      value: ``[B, S, K, H]``, same dtype.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       mesh: the device mesh; None is the one of ``jax.set_mesh``.
       seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
         which sends one block over the links of the outer axis for each turn of the inner ring
@@ -176,7 +177,7 @@ def burst_attention(
       return_residual: also return lse.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype, sharded like the query; with ``return_residual``
+      out ``[B, T, N, Hv]`` in the query's dtype, sharded like the query; with ``return_residual``
       ``(out, lse)``, where lse is float32 ``[B, T, N]``, the natural log of the softmax's
       denominator. Both have gradients. A row that may see nothing has out 0, lse -inf or its head's
       sink, and passes exactly zero gradients to query, key and value.
@@ -243,7 +244,7 @@ def _on_mesh(
     arrays: dict[str, jax.Array],
     per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array]:
-    """Global out ``[B, T, N, H]`` and lse ``[B, T, N]``."""
+    """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
         sides = sides_of(request, arrays)
@@ -338,13 +339,13 @@ def ring_attention(
     same on global arrays.
 
     Letters: B batch, T query tokens here, S key tokens here, N query heads, K key/value heads,
-    H head dim, n devices on the axis.
+    H head dim of queries and keys, Hv head dim of values, n devices on the axis.
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
-      value: ``[B, S, K, H]``, same dtype.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
         ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
@@ -400,7 +401,7 @@ def ring_attention(
       return_residual: also return lse.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
+      out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
       is float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A
       row that may see nothing has out 0, lse -inf or its head's sink, and passes exactly zero
       gradients to query, key and value.

@@ -29,6 +29,7 @@ Side = int | jax.Array | None
 WindowSize = int | jax.Array | tuple[Side, Side] | None
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_LETTERS = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
 
 
 def make_spec(
@@ -147,7 +148,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     """Raises ValueError unless query, key and value can attend to each other."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_is_array(name, array, "an array")
-        letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
+        letters = _LETTERS[name]
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
         _check_static(name, letters, array.shape)
@@ -159,9 +160,10 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
             )
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"key has shape {key.shape}, value {value.shape}: they must be equal, [B, S, K, H]"
+            f"key has shape {key.shape}, value {value.shape}: they must be equal but for the head "
+            "dim, [B, S, K, H] and [B, S, K, Hv]"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(

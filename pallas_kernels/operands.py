@@ -12,7 +12,7 @@ from pallas_kernels.dropout import row_numbers
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
 
-# The softmax over some keys: o float32 [B, T, N, H], and lse float32 [B, N, T].
+# The softmax over some keys: o float32 [B, T, N, Hv], and lse float32 [B, N, T].
 Carry = tuple[jax.Array, jax.Array]
 # Float32 arrays [N], one number for each query head, by the public argument's name.
 PerHead = dict[str, jax.Array]
@@ -49,12 +49,13 @@ class Tokens(NamedTuple):
 class Operands:
     """Everything that a local attention reads, forward and backward. A pytree.
 
-    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim.
+    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values.
 
     Attributes:
       q: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``. Query head h uses key/value head ``h // (N // K)``.
-      v: ``[B, S, K, H]``.
+      v: ``[B, S, K, Hv]``.
       q_tokens: positions and segment ids of the queries, and where the keys that they see start
         and end.
       kv_tokens: positions and segment ids of the keys.
@@ -63,7 +64,7 @@ class Operands:
       dropout_seeds: int32 ``[B, N]``, where weights are dropped (:mod:`pallas_kernels.dropout`).
       bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
         ``backward_bounds`` made of these operands.
-      do: backward only: the gradient of o, ``[B, T, N, H]``.
+      do: backward only: the gradient of o, ``[B, T, N, Hv]``.
       stats: backward only: float32 ``[2, B, N, T]``, lse over all keys of the whole sequence, and
         delta, which is ``rowsum(do * o)`` less the gradient of lse.
     """
@@ -96,8 +97,18 @@ class Operands:
 
     @property
     def head_dim(self) -> int:
-        """H."""
+        """H, of queries and keys."""
         return self.q.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Hv, of values, of o and of its gradient."""
+        return self.v.shape[3]
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """``[B, T, N, Hv]``, the shape of o."""
+        return (*self.q.shape[:3], self.value_dim)
 
     @property
     def logits_per_head(self) -> PerHead:

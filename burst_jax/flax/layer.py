@@ -50,11 +50,12 @@ class BurstAttention(nnx.Module):
 
     ::
 
-        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
+        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,Hv]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
         out = burst_attention(q, k, v, **options) Wo
 
-    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+    B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
+    Hv head dim of values.
 
     Inside the caller's own ``shard_map`` over the sequence axes (over any axis, if no axis splits
     the sequence) the layer takes one device's tokens and weights, and calls
@@ -65,8 +66,9 @@ class BurstAttention(nnx.Module):
       in_features: number of features of the input, D.
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a head, H, even with RoPE; None is
+      head_dim: number of features of a query's and a key's head, H, even with RoPE; None is
         ``in_features // num_heads``.
+      value_head_dim: number of features of a value's head, Hv; None is H.
       out_features: number of features of the output; None is ``in_features``.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
@@ -97,6 +99,7 @@ class BurstAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
         out_features: int | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
@@ -128,6 +131,9 @@ class BurstAttention(nnx.Module):
             head_dim = in_features // num_heads
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        if value_head_dim < 1:
+            raise ValueError(f"value_head_dim is {value_head_dim}: it must be 1 or more, or None")
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
@@ -155,9 +161,9 @@ class BurstAttention(nnx.Module):
 
         self.query = linear(in_features, (num_heads, head_dim), kernel_init)
         self.key = linear(in_features, (num_kv_heads, head_dim), kernel_init)
-        self.value = linear(in_features, (num_kv_heads, head_dim), kernel_init)
+        self.value = linear(in_features, (num_kv_heads, value_head_dim), kernel_init)
         self.out = linear(
-            (num_heads, head_dim),
+            (num_heads, value_head_dim),
             in_features if out_features is None else out_features,
             kernel_init if out_kernel_init is None else out_kernel_init,
             axis=(-2, -1),
@@ -329,7 +335,7 @@ class BurstAttention(nnx.Module):
         key/value weights are whole, as they are where there are fewer key heads than devices, only
         the heads that its query heads need are projected.
         """
-        (n, _), (k, _) = self.query.out_features, self.key.out_features
+        (n, _), (k, lanes) = self.query.out_features, linear.out_features
         needed = max(1, k * num_heads // n)
         if linear.kernel.shape[-2] == needed:
             return linear
@@ -338,7 +344,7 @@ class BurstAttention(nnx.Module):
         mine = jax.tree.map(
             lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
         )
-        adapter = cut_outputs(adapter, first * self.head_dim, needed * self.head_dim)
+        adapter = cut_outputs(adapter, first * lanes, needed * lanes)
         return nnx.merge(graphdef, adapter, mine)
 
     def _refuse_explicit_heads(self) -> None:

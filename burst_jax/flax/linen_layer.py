@@ -43,12 +43,15 @@ class LinenBurstAttention(linen.Module):
         params = nnx.to_pure_dict(nnx.state(nnx_layer, nnx.Param))
         out = LinenBurstAttention(num_heads=8, mesh=mesh).apply({"params": params}, x, positions)
 
-    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+    B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
+    Hv head dim of values.
 
     Attributes:
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a head, H, even with RoPE; None is D divided by N.
+      head_dim: number of features of a query's and a key's head, H, even with RoPE; None is D
+        divided by N.
+      value_head_dim: number of features of a value's head, Hv; None is H.
       out_features: number of features of the output; None is D.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
@@ -58,7 +61,8 @@ class LinenBurstAttention(linen.Module):
       norm_offset: what these norms add to their scales.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights.
-      kernel_init: initializer of the query, key and value kernels, ``[D, N, H]`` and ``[D, K, H]``.
+      kernel_init: initializer of the query, key and value kernels, ``[D, N, H]``, ``[D, K, H]``
+        and ``[D, K, Hv]``.
         It gets them as matrices, as linen's ``DenseGeneral`` does, and may be one of
         ``linen.with_partitioning``, which names the three axes.
       out_kernel_init: initializer of the output kernel, ``[N, H, out_features]``; None is
@@ -75,6 +79,7 @@ class LinenBurstAttention(linen.Module):
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    value_head_dim: int | None = None
     out_features: int | None = None
     use_bias: bool = False
     out_bias: bool | None = None

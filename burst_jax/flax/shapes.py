@@ -24,12 +24,12 @@ def attend_any_shape(
     Args:
       query: ``[*batch, T, N, H]``.
       key: ``[*batch, S, K, H]``.
-      value: ``[*batch, S, K, H]``.
+      value: ``[*batch, S, K, Hv]``.
       options: keyword arguments of :func:`burst_jax.burst_attention`.
       pad: whether lengths that the mesh does not divide are padded instead of refused.
 
     Returns:
-      ``[*batch, T, N, H]``.
+      ``[*batch, T, N, Hv]``.
 
     Raises:
       ValueError: arrays of other shapes; without ``pad``, lengths that the mesh does not divide.

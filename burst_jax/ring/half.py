@@ -50,7 +50,7 @@ class SecondHalf(NamedTuple):
     """A ring's results for the queries of the second half of the sequence.
 
     Attributes:
-      out: ``[B, T / 2, N, H]``, with the tokens and heads that this device has in the ring.
+      out: ``[B, T / 2, N, Hv]``, with the tokens and heads that this device has in the ring.
       lse: float32 ``[B, N, T / 2]``, likewise.
     """
 

@@ -26,7 +26,7 @@ class Queries(NamedTuple):
       segment_ids: int32 ``[B, T]``, or None.
       key_starts: int32 ``[B or 1, T]``, or None: see :class:`pallas_kernels.Tokens`.
       key_ends: int32 ``[B or 1, T]``, or None.
-      do: the gradient of out, ``[B, T, N, H]``; None in the forward.
+      do: the gradient of out, ``[B, T, N, Hv]``; None in the forward.
       stats: float32 lse and delta, ``[2, B, N, T]``; None in the forward. They are one array, so
         that they travel by one permute.
     """
@@ -55,7 +55,7 @@ class Keys(NamedTuple):
 
     Attributes:
       k: ``[B, S, K, H]``.
-      v: ``[B, S, K, H]``.
+      v: ``[B, S, K, Hv]``.
       segment_ids: int32 ``[B, S]``, or None.
     """
 

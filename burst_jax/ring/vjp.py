@@ -38,7 +38,7 @@ def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
       shard: the arrays.
 
     Returns:
-      ``(out, lse)``: out ``[B, T, N, H]`` in the query's dtype, lse float32 ``[B, T, N]``.
+      ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
     shard = for_ring(request, shard)
     queries, keys, per_head, seeds = shard
@@ -113,7 +113,7 @@ class Residuals(NamedTuple):
 
     Attributes:
       exchanged: what the ring ran on, after the exchange.
-      out: ``[B, T, N, H]``, this device's tokens before the exchange.
+      out: ``[B, T, N, Hv]``, this device's tokens before the exchange.
       lse: ``[B, N, T]``, with the ring's tokens and heads.
       q_segment_ids: of this device's tokens before the exchange.
       differentiated: which numbers of each head need a gradient, said by an array's length
@@ -232,6 +232,7 @@ def ring_gradient(
             kv_heads=kv[0].shape[2],
             head_dim=query.shape[3],
             itemsize=query.dtype.itemsize,
+            value_dim=kv[1].shape[3],
         ),
         kv_hops=count_hops(request.route(*lengths)),
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),

@@ -38,7 +38,8 @@ class MosaicStatic:
       kv_length: S, keys.
       heads: N, heads of queries.
       kv_heads: K, heads of keys.
-      dim: H, the head dim.
+      dim: H, the head dim of queries and keys.
+      value_dim: Hv, that of values, of o and of dO.
       dtype: of queries, keys, values and dO.
       has_segments: whether tokens have segment ids.
       has_key_ranges: whether queries say where the keys that they see start or end.
@@ -54,6 +55,7 @@ class MosaicStatic:
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     dtype: np.dtype
     has_segments: bool
     has_key_ranges: bool
@@ -74,6 +76,7 @@ class MosaicStatic:
             heads=heads,
             kv_heads=operands.k.shape[2],
             dim=dim,
+            value_dim=operands.value_dim,
             dtype=operands.q.dtype,
             has_segments=operands.has_segments,
             has_key_ranges=operands.has_key_ranges,
@@ -186,12 +189,12 @@ class ForwardStatic(MosaicStatic):
     @property
     def lanes(self) -> int:
         """How many lanes of the incoming o are in shared memory at a time."""
-        return float32_lanes(self.dim)
+        return float32_lanes(self.value_dim)
 
     @property
     def out_lanes(self) -> int:
         """How many lanes of o are written at a time, a multiple of ``lanes``."""
-        return result_lanes(self.dim, self.float32_out)
+        return result_lanes(self.value_dim, self.float32_out)
 
     @property
     def items(self) -> Items:
@@ -201,7 +204,7 @@ class ForwardStatic(MosaicStatic):
             self.heads,
             self.q_tiles,
             last_first=True,
-            shared_bytes=4 * self.kv_length * self.dim // self.groups,
+            shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
             equal=not self.hides_some,
             looped=forward_loops(self.config, self.has_segments or self.has_key_ranges),
         )
@@ -210,7 +213,13 @@ class ForwardStatic(MosaicStatic):
     def memory(self) -> ForwardMemory:
         """Descriptions of the shared memory."""
         return ForwardMemory.of(
-            self.config, self.dim, self.dtype, self.out_dtype, self.carried, self.bias_in_products
+            self.config,
+            self.dim,
+            self.dtype,
+            self.out_dtype,
+            self.carried,
+            self.bias_in_products,
+            self.value_dim,
         )
 
 
@@ -241,7 +250,7 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def half_dim(self) -> int:
-        """How many lanes of dQ a warpgroup makes."""
+        """How many lanes of dQ a warpgroup makes; dK and dV are written by so many, too."""
         return self.dim // 2
 
     @property
@@ -271,13 +280,15 @@ class BackwardStatic(MosaicStatic):
             self.kv_heads,
             self.kv_tiles,
             last_first=False,
-            shared_bytes=8 * self.q_length * self.dim,
+            shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
             looped=backward_loops(
-                self.dim, self.has_segments or self.has_key_ranges, self.needs_registers
+                max(self.dim, self.value_dim),
+                self.has_segments or self.has_key_ranges,
+                self.needs_registers,
             ),
         )
 
     @property
     def memory(self) -> BackwardMemory:
         """Descriptions of the shared memory."""
-        return BackwardMemory.of(self.config, self.dim, self.dtype)
+        return BackwardMemory.of(self.config, self.dim, self.dtype, self.value_dim)

@@ -15,7 +15,7 @@ from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import TritonConfig, padded_lanes
-from pallas_kernels.pallas_triton.tiles import split_sides
+from pallas_kernels.pallas_triton.tiles import lanes_in, split_sides
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -69,6 +69,8 @@ class TritonStatic:
       groups: how many query heads share a key head.
       dim: H.
       lanes: H as blocks have it, a power of two.
+      value_dim: Hv.
+      value_lanes: Hv as blocks have it.
     """
 
     split: Literal["queries", "keys"]
@@ -82,6 +84,18 @@ class TritonStatic:
     groups: int
     dim: int
     lanes: int
+    value_dim: int
+    value_lanes: int
+
+    def lanes_inside(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Which lanes belong to the head dim of q and k, and to that of v; None if all do.
+
+        Where both head dims are one, so are both masks.
+        """
+        of_keys = lanes_in(self.lanes, self.dim)
+        if self.value_dim == self.dim:
+            return of_keys, of_keys
+        return of_keys, lanes_in(self.value_lanes, self.value_dim)
 
     @classmethod
     def of(
@@ -99,9 +113,10 @@ class TritonStatic:
             grid = Grid(batch, heads, -(-q_length // config.block_q), last_first=True)
         else:
             grid = Grid(batch, kv_heads, -(-kv_length // config.block_kv), last_first=False)
-        sizes = q_length, kv_length, operands.groups, dim, padded_lanes(dim)
+        sizes = q_length, kv_length, operands.groups
+        lanes = dim, padded_lanes(dim), operands.value_dim, padded_lanes(operands.value_dim)
         mask, _ = operands.tested(spec.mask)
-        return cls(split, spec, mask, config, interpret, grid, *sizes)
+        return cls(split, spec, mask, config, interpret, grid, *sizes, *lanes)
 
 
 class Arguments:

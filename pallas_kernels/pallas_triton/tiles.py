@@ -35,6 +35,14 @@ def tile_mask(rows: jax.Array | None, lanes: jax.Array | None) -> jax.Array | No
     return rows[:, None] if lanes is None else rows[:, None] & lanes[None, :]
 
 
+def tile_masks(
+    rows: jax.Array | None, lanes: tuple[jax.Array | None, jax.Array | None]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """:func:`tile_mask` with the lanes of q and k, and with those of v; ``lanes`` are both."""
+    of_keys = tile_mask(rows, lanes[0])
+    return of_keys, of_keys if lanes[1] is lanes[0] else tile_mask(rows, lanes[1])
+
+
 def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     """Loads a tile, 0 where masked: beyond an array's end a GPU reads its neighbour."""
     if mask is None:

@@ -34,6 +34,12 @@ def all_pairs(factors, seed=0):
     return cases
 
 
+def value_dim(case):
+    """The head dim of a case's values: "same" as that of its keys, or another number."""
+    dim = case.get("value_dim", "same")
+    return case["head_dim"] if dim == "same" else dim
+
+
 def few_of(cases):
     """As few of the cases as meet every level of every factor that all of them meet."""
     missing = {level for case in cases for level in case.items()}

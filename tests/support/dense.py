@@ -214,7 +214,7 @@ def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, s
     dq = _einsum("bnts,bsnh->btnh", ds, key) * scale
     dk = _einsum("bnts,btnh->bsnh", ds, query) * scale
     dv = _einsum("bnts,btnh->bsnh", (p * factors).astype(dtype), do)
-    dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, dim).sum(3) for x in (dk, dv))
+    dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(3) for x in (dk, dv))
     of_numbers = []
     if "alibi_slopes" in numbers:
         of_numbers.append(-(dlogits * jnp.asarray(distance, jnp.float32)).sum((0, 2, 3)))

@@ -125,7 +125,7 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "key-value-shapes": (
         lambda: {"value": zeros(B, T + 16, K, H)},
-        r"key has shape \(2, 16, 2, 8\), value \(2, 32, 2, 8\): they must be equal",
+        r"key has shape \(2, 16, 2, 8\), value \(2, 32, 2, 8\): they must be equal but for t",
     ),
     "batch": (
         lambda: {"key": zeros(3, T, K, H), "value": zeros(3, T, K, H)},

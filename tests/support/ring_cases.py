@@ -12,7 +12,7 @@ import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import packed_segments
+from cases import packed_segments, value_dim
 from implementations import IMPLEMENTATIONS, QUICK
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -94,7 +94,9 @@ def case_id(case):
     heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
     return (
         f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
-        f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
+        f"-{case['shard']}-dim{case['head_dim']}"
+        f"{'' if value_dim(case) == case['head_dim'] else '_' + str(value_dim(case))}"
+        f"-{case['dtype']}"
         f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
         f"{'-dropout' if case.get('dropout') else ''}"
     )
@@ -119,9 +121,10 @@ def make_inputs(case, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     t, s = lengths(case["shard"], case["layout"], Ring.of(case))
     heads, kv_heads = case["heads"]
-    dim, batch = case["head_dim"], 2
+    dim, value, batch = case["head_dim"], value_dim(case), 2
     dtype = jnp.dtype(case["dtype"])
-    shapes = [(batch, t, heads, dim)] + [(batch, s, kv_heads, dim)] * 2 + [(batch, t, heads, dim)]
+    shapes = [(batch, t, heads, dim), *((batch, s, kv_heads, lanes) for lanes in (dim, value))]
+    shapes.append((batch, t, heads, value))
     # Rounded to the tested dtype first: the truth starts from the same numbers.
     q, k, v, do = (rng.normal(size=x).astype(dtype) for x in shapes)
     q, k = (q * dtype.type(scale)), (k * dtype.type(scale))
