@@ -112,6 +112,31 @@ def check_has_devices(mesh: Any) -> Mesh:
     return mesh
 
 
+def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """``mesh`` itself, or the mesh of ``jax.set_mesh`` that an ``AbstractMesh`` is the shape of.
+
+    Raises:
+      ValueError: it is an ``AbstractMesh``, and no mesh of this shape is set, or that cannot be
+        known because the call is inside ``jax.jit``.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    try:
+        found = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not say it inside jax.jit.
+        raise ValueError(
+            "mesh is an AbstractMesh inside jax.jit, which has no devices to put arrays on: call "
+            "this function outside of jax.jit, or pass mesh= a jax.sharding.Mesh"
+        ) from None
+    if found.abstract_mesh != mesh:
+        raise ValueError(
+            f"mesh is {mesh}, which has no devices to put arrays on, and "
+            + (f"jax.set_mesh has {found.abstract_mesh}" if found.axis_names else "no mesh is set")
+            + ": pass mesh= a jax.sharding.Mesh, or enter jax.set_mesh(mesh) with one"
+        )
+    return found
+
+
 def size_in_shard_map(argument: str, axis: str) -> int:
     """How many devices lie along the manual mesh axis that an argument of ``ring_attention`` names.
 

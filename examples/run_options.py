@@ -119,6 +119,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
     add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
+    add("--remat-layers", type=int, help="layers that are selective, the others are attention")
     add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
     add = group("low-rank adapters of --model").add_argument
     add("--lora-rank", type=int, help="train adapters of this rank, and no other weights")
@@ -387,6 +388,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": jnp.dtype(args.dtype),
         "param_dtype": jnp.dtype("float32" if args.lora_rank is None else args.dtype),
         "remat": args.remat,
+        "remat_layers": args.remat_layers,
         "mlp_chunks": args.mlp_chunks,
     }
 
@@ -438,5 +440,6 @@ def make_config(
         mlp_dim=mlp_dim,
         dtype=jnp.dtype(args.dtype),
         remat=args.remat,
+        remat_layers=args.remat_layers,
         mlp_chunks=args.mlp_chunks,
     )

@@ -8,13 +8,17 @@ import json
 import math
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 from implementations import QUICK
+from meshes import mesh_of
 
+from burst_jax import ShardingRules
 from burst_jax.bench import links, train
 from burst_jax.bench.__main__ import main
+from burst_jax.training import abstract_train_state, make_optimizer
 
 N = 4
 SMALL = dataclasses.replace(
@@ -35,8 +39,8 @@ def small(monkeypatch):
 def arguments(**change):
     given = {
         "lengths": [128], "ways": list(train.WAYS), "weights": ["whole"], "shape": "7b-layers",
-        "layers": None, "remat": "attention", "mlp_chunks": 1, "steps": 1, "profile": True,
-        "json": None,
+        "layers": None, "remat": "attention", "remat_layers": None, "mlp_chunks": 1,
+        "moment_dtype": "float32", "moments": "device", "steps": 1, "profile": True, "json": None,
     }  # fmt: skip
     return argparse.Namespace(**given | change)
 
@@ -58,12 +62,13 @@ def test_all_ways_take_the_same_step(small, tmp_path, capsys):
     assert "2 layers of 32 features, 4/4 heads x 8, vocabulary 64, bfloat16" in printed
     assert all(f"128  {way}" in printed for way in train.WAYS)
     assert "128  zigzag, split" in printed
-    assert "remat attention, MLP in 1 chunks" in printed
+    assert "remat attention, MLP in 1 chunks; AdamW's moments float32 on the device" in printed
+    assert (record["moment_dtype"], record["moments"]) == ("float32", "device")
 
 
 @pytest.mark.slow
 def test_tensor_parallel_splits_the_weights():
-    run = train.Run(SMALL, "tensor parallel", "whole", 64, N)
+    run = train.Run(SMALL, "tensor parallel", "whole", 64, N, make_optimizer(1e-4, 100))
     params, state = run._states
     whole = {}
     for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
@@ -78,15 +83,45 @@ def test_tensor_parallel_splits_the_weights():
 
 @pytest.mark.slow
 def test_split_weights_are_split_with_their_moments():
-    run = train.Run(SMALL, "zigzag", "split", 64, N)
+    run = train.Run(SMALL, "zigzag", "split", 64, N, make_optimizer(1e-4, 100))
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run._states))
     total = sum(x.nbytes for x in jax.tree.leaves(run._states))
     # Norm scales and counters are whole on every device.
     assert total / N < held < 1.3 * total / N
 
 
+@pytest.mark.slow
+def test_moments_may_be_small_or_on_the_host(small, tmp_path, capsys):
+    some = SMALL.num_layers - 1
+    given = {"moment_dtype": "bfloat16", "moments": "host", "remat": "selective"}
+    json_file = tmp_path / "a.json"
+    train.run(arguments(**given, remat_layers=some, ways=["zigzag"], json=json_file))
+    record = json.loads(json_file.read_text())
+    assert given.items() <= record.items()
+    assert record["remat_layers"] == some
+    assert record["rows"][0]["seconds"] > 0
+    line = f"selective in {some} layers, MLP in 1 chunks; AdamW's moments bfloat16 on the host"
+    assert line in capsys.readouterr().out
+
+
+def test_the_optimizer_is_what_the_flags_say(small, monkeypatch):
+    states: list[Any] = []
+
+    def measure(config, way, weights, length, n, *, optimizer, steps, profile):
+        options: Any = {"layout": "zigzag", "rules": ShardingRules.of(mesh_of(seq=n))}
+        states.append(abstract_train_state(config, optimizer, mesh_of(seq=n), **options)[2])
+        raise ValueError("no more than its state is asked for")
+
+    monkeypatch.setattr(train, "measure", measure)
+    train.run(arguments(ways=["zigzag"]))
+    train.run(arguments(ways=["zigzag"], moment_dtype="bfloat16", moments="host"))
+    moments = [state[1].mu["embedding"].get_value() for state in states]
+    assert [x.dtype for x in moments] == ["float32", "bfloat16"]
+    assert [x.sharding.memory_kind == "pinned_host" for x in moments] == [False, True]
+
+
 def test_a_step_that_differs_is_no_row(small, tmp_path, monkeypatch, capsys):
-    def measure(config, way, weights, length, n, *, steps, profile):
+    def measure(config, way, weights, length, n, *, optimizer, steps, profile):
         if way == "tensor parallel":
             raise ValueError("no such split")
         loss = math.nan if way == "striped" else 4.16
@@ -123,6 +158,8 @@ def test_it_needs_a_gpu():
     [
         ("train", "--steps", "0", "argument --steps: 0: it must be 1 or more"),
         ("train", "--layers", "0", "argument --layers: 0: it must be 1 or more"),
+        ("train", "--moments", "disk", "argument --moments: invalid choice: 'disk'"),
+        ("train", "--moment-dtype", "int8", "argument --moment-dtype: invalid choice: 'int8'"),
         ("train", "--lengths", "-5", "argument --lengths: -5: it must be 1 or more"),
         ("kernels", "--cases", "99", "argument --cases: invalid choice: 99"),
         ("kernels", "--implementations", "cuda", "argument --implementations: invalid choice"),

@@ -15,6 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.models import DecoderConfig
+from burst_jax.models.remat import Remat
+from burst_jax.plan.sizes import sizes_of
+from burst_jax.plan.step_memory import step_memory
+from burst_jax.plan.way import Way
 from burst_jax.training import chunked_cross_entropy
 
 pytestmark = pytest.mark.cuda_compiler
@@ -109,6 +113,26 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     loop = max(i for i, (_, op, *_) in enumerate(made) if op == "while")
     came = ("collective-permute", "collective-permute-done")
     assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
+
+
+def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
+    """It lies between the memory of all layers as "attention" and of all as "selective"."""
+    sizes, tokens = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}, 4 * TOKENS
+    config = dataclasses.replace(CONFIG, num_layers=4, remat="selective", remat_layers=2)
+    program, params, _ = compile_small("a100", "triton", sizes, config, tokens)
+
+    def planned(remat: Remat, count: int | None) -> int:
+        way = Way("split", 1, (2,), 1, "zigzag", remat, remat_layers=count)
+        of_device = sizes_of(config, params, way, length=2 * tokens, batch=1)
+        memory = step_memory(
+            of_device, way, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+        )
+        return memory.activations + memory.gradients + memory.work
+
+    found = compiled.temp_bytes(program)
+    assert found == pytest.approx(planned("selective", 2), rel=0.1)
+    assert planned("attention", None) < 0.9 * found
+    assert planned("selective", None) > 1.1 * found
 
 
 def test_what_is_offloaded_travels_to_the_host_beside_kernels():

@@ -238,9 +238,9 @@ def test_no_second_stack_of_whole_weights_is_kept(remat):
     assert len(stacks) == 2  # The gradients of gate and up.
 
 
-def compiled_gradient(remat):
+def compiled_gradient(remat, remat_layers=None):
     mesh = make_mesh(seq=4)
-    config = dataclasses.replace(CONFIG, remat=remat)
+    config = dataclasses.replace(CONFIG, remat=remat, remat_layers=remat_layers)
     graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag")
     placed = place_batch(make_batch(ROWS, layout="zigzag", num_shards=4), mesh)
 
@@ -259,12 +259,13 @@ def compiled_gradient(remat):
     return compiled, compiled(replicated, placed, cotangent)
 
 
-# Of these three tests the first that runs compiles all programs, optimized as they ship.
+# Of these four tests the first that runs compiles all programs, optimized as they ship.
 
 
 @functools.cache
 def compiled_gradients():
-    return {remat: compiled_gradient(remat) for remat in get_args(Remat)}
+    found = {remat: compiled_gradient(remat) for remat in get_args(Remat)}
+    return found | {"some": compiled_gradient("selective", 1)}
 
 
 @pytest.mark.slow
@@ -281,12 +282,26 @@ def test_remat_runs_no_second_forward_ring():
     # The first half's ring, and Q, K, V, out and lse dealt out before and after it.
     assert permutes["half"] == permutes["none"] + 2 * 3 + 2 * 5
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
+    # A scan over the layers of "attention", and one over those of "selective".
+    assert permutes["some"] == 2 * permutes["none"]
+
+
+@pytest.mark.slow
+def test_some_layers_keep_more_than_the_others():
+    programs = {remat: program for remat, (program, _) in compiled_gradients().items()}
+    # Of the weights, in the backward pass: gradients and what is recomputed.
+    name = re.compile(r' dot\(.*op_name="[^"]*checkpoint/(?:rematted_computation/)?dot_general"')
+    products = {remat: len(name.findall(text_of(program))) for remat, program in programs.items()}
+    # The products of out, gate and up.
+    assert products["attention"] == products["selective"] + 3
+    # XLA merges nothing with the forward pass, though the loops over a single layer are none.
+    assert products["some"] == products["attention"] + products["selective"]
 
 
 @pytest.mark.slow
 def test_remat_changes_no_gradient():
     grads = {remat: without_head(g) for remat, (_, g) in compiled_gradients().items()}
-    for remat in get_args(Remat):
+    for remat in grads:
         assert_close(grads[remat], grads["none"], 1e-6)
 
 
@@ -345,6 +360,13 @@ def test_options_set_here_or_unknown_raise():
         ({"rope": Rope(), "rope_theta": 2.0}, "rope_theta 2.0: rope has a theta of its own"),
         ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
         ({"remat": "some"}, "remat is 'some': use one of 'none', 'selective'"),
+        ({"remat_layers": 1}, "remat_layers is 1, remat 'attention': .* use that remat, or leave"),
+        (
+            {"remat": "selective", "remat_layers": 3},
+            "remat_layers is 3, num_layers 2: it must be an integer from 1 to num_layers, or None",
+        ),
+        ({"remat": "selective", "remat_layers": 0}, "remat_layers is 0, .* use remat='attention'"),
+        ({"remat": "selective", "remat_layers": True}, "remat_layers is True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -17,6 +17,7 @@ from burst_jax.flax.layer import add_bias
 from burst_jax.flax.low_rank import set_adapter
 from burst_jax.models import DecoderConfig, Lora
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
+from burst_jax.models.remat import keeps_mlp_products
 
 B, T, D, M = 2, 12, 16, 24
 RANK = 4
@@ -57,9 +58,13 @@ def results(config, dtype=jnp.float32):
     """Output and gradients of the weights and of x, for a random cotangent."""
     graphdef, state = made(config)
 
+    def feed_forward(state, x):
+        keeps = keeps_mlp_products(config.remat)
+        return nnx.merge(graphdef, state)(x, keeps_products=keeps)
+
     @quick_jit
     def run(state, x, cotangent):
-        out, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+        out, vjp = jax.vjp(feed_forward, state, x)
         return out, *vjp(cotangent)
 
     out, dweights, dx = run(state, *(jnp.asarray(random(B, T, D, seed=s), dtype) for s in (7, 8)))
@@ -137,4 +142,4 @@ def test_gradients_of_biases_are_summed_in_float32():
 def test_chunks_that_do_not_divide_are_refused():
     graphdef, state = made(dataclasses.replace(CONFIG, mlp_chunks=5))
     with pytest.raises(ValueError, match="mlp_chunks is 5: it must divide the 12 tokens of a row"):
-        nnx.merge(graphdef, state)(jnp.zeros((B, T, D)))
+        nnx.merge(graphdef, state)(jnp.zeros((B, T, D)), keeps_products=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from implementations import quick_jit
+from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
 from safetensors.numpy import load_file, save_file
 
@@ -105,6 +107,51 @@ def adapter(tmp_path_factory):
     save_adapter(add_lora(model, RANK, targets="query"), place)
     config = json.loads((place / "adapter_config.json").read_text())
     return model, config, load_file(place / "adapter_model.safetensors")
+
+
+@pytest.fixture
+def adapter_folder(tmp_path, adapter):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter[1]))
+    save_file(adapter[2], tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_models_and_adapters_are_put_on_the_mesh_that_is_set(tmp_path, adapter_folder, kind):
+    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    mesh = mesh_of(kind, seq=2, fsdp=2)
+    want = load_adapter(loaded(folder, mesh), adapter_folder)
+    placed = functools.partial(
+        load, folder, rules=ShardingRules.of(mesh), layout="zigzag", dtype=jnp.float32
+    )
+    with jax.set_mesh(mesh):
+        models = [placed(), placed(mesh=mesh.abstract_mesh)]
+        found = [load_adapter(model, adapter_folder) for model in models]
+    for model in found:
+        for got, array in zip(
+            *(jax.tree.leaves(nnx.state(one)) for one in (model, want)), strict=True
+        ):
+            assert got.sharding == array.sharding
+            np.testing.assert_array_equal(got, array)
+    with jax.set_mesh(mesh_of(kind, seq=8)):
+        with pytest.raises(ValueError, match=r"'seq': 2.* no devices .*, and jax.set_mesh has .*8"):
+            load_adapter(models[1], adapter_folder)
+        with pytest.raises(ValueError, match=r"no devices .*, and jax.set_mesh has .* pass mesh= "):
+            placed(mesh=mesh.abstract_mesh)
+    with pytest.raises(ValueError, match=r"and no mesh is set: pass mesh= a jax.sharding.Mesh, or"):
+        placed(mesh=mesh.abstract_mesh)
+    with pytest.raises(ValueError, match="mesh is None and no mesh is set: pass mesh=, or enter"):
+        placed()
+
+    def inside(x):
+        placed()
+        return x
+
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"inside jax.jit, .*: call this function outside of jax.j"),
+    ):
+        jax.jit(inside)(1.0)
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import sys
+from typing import Any
 
 import hub_models
 import jax
@@ -301,9 +302,10 @@ def test_dtypes_of_files_weights_and_computation(folder, tmp_path):
     model = load(tmp_path / "half", mesh=mesh)
     assert model.config.dtype == model.config.param_dtype == jnp.bfloat16
     assert model.embedding[...].dtype == jnp.bfloat16
-    model = load(tmp_path / "half", mesh=mesh, param_dtype=jnp.float32, remat="full")
+    options: Any = {"param_dtype": jnp.float32, "remat": "selective", "remat_layers": 1}
+    model = load(tmp_path / "half", mesh=mesh, **options)
     assert model.config.dtype == jnp.bfloat16
-    assert model.config.remat == "full"
+    assert (model.config.remat, model.config.remat_layers) == ("selective", 1)
     np.testing.assert_array_equal(model.final_norm.scale[...], want.astype(np.float32))
 
 

@@ -40,7 +40,8 @@ def test_how_a_decoder_runs_does_not_change_what_is_written(config_of):
     config = config_of("llama3")
     want = config_json(config, jnp.float32, None)
     running = {
-        "remat": "full",
+        "remat": "selective",
+        "remat_layers": 1,
         "mlp_chunks": 2,
         "dtype": jnp.bfloat16,
         "param_dtype": jnp.float16,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,9 @@ def test_every_way_can_be_made_and_holds_what_the_plan_says(tied):
         mesh = jax.make_mesh(tuple(way.mesh.values()), tuple(way.mesh), axis_types=kinds)
         rules = arguments.pop("rules", None)
         arguments["rules"] = None if rules is None else ShardingRules(**rules)
-        config = dataclasses.replace(config, remat=way.remat, mlp_chunks=way.mlp_chunks)
+        config = dataclasses.replace(
+            config, remat=way.remat, remat_layers=way.remat_layers, mlp_chunks=way.mlp_chunks
+        )
         _, params, state = abstract_train_state(config, optimizer, mesh, **arguments)
         assert held(params) == each.memory.weights, way
         assert held(state) == each.memory.moments + 8, way  # Two counts of the steps.
@@ -76,7 +78,7 @@ def test_every_way_can_be_made_and_holds_what_the_plan_says(tied):
 def test_what_is_kept_costs_memory_and_saves_time():
     plan = burst_jax.plan_training(LLAMA, length=2**18, moments="device")
     by_remat = {
-        remat: one(plan, rows=1, ring=(8,), layout="zigzag", remat=remat)
+        remat: one(plan, rows=1, ring=(8,), layout="zigzag", remat=remat, remat_layers=None)
         for remat in ("none", "selective", "attention", "full", "offload")
     }
     ordered = ("none", "selective", "attention", "full")
@@ -91,6 +93,39 @@ def test_what_is_kept_costs_memory_and_saves_time():
     assert times == sorted(times)
     assert by_remat["attention"].seconds.total < by_remat["offload"].seconds.total
     assert {each.way.remat for each in plan.estimates} == set(get_args(Remat))
+
+
+def test_as_many_layers_are_selective_as_fit():
+    """Of the 32 layers; each of them costs memory and saves time."""
+    ways = {"rows": 1, "ring": (8,), "layout": "zigzag", "remat": "selective"}
+    arguments: Any = {"length": 2**18, "moments": "device"}
+    roomy = burst_jax.plan_training(LLAMA, **arguments)
+    everything, nothing = one(roomy, **ways), one(roomy, **ways | {"remat": "attention"})
+    assert roomy.fits(everything)
+    assert everything.way.remat_layers is None
+    need = (everything.memory.total + nothing.memory.total) / 2 / 2**30
+    gpu = dataclasses.replace(GPUS["h200"], memory=need / USABLE)
+    plan = burst_jax.plan_training(LLAMA, gpu=gpu, **arguments)
+    assert not plan.fits(one(plan, **ways, remat_layers=None))
+    some = next(
+        each
+        for each in plan.estimates
+        if each.way.remat_layers and each.way.mesh == {"seq": 8} and each.way.layout == "zigzag"
+        and each.way.weights == "split"
+    )  # fmt: skip
+    count = some.way.remat_layers
+    assert plan.fits(some)
+    assert plan.best == some
+    kept = everything.memory.activations - nothing.memory.activations
+    assert some.memory.activations == nothing.memory.activations + kept * count // 32
+    # One more would be too much; chunks of the feed-forward take no work from what is kept.
+    assert some.memory.total + kept // 32 > USABLE * gpu.memory * 2**30
+    saved = nothing.seconds.recomputed - everything.seconds.recomputed
+    assert nothing.seconds.recomputed - some.seconds.recomputed == pytest.approx(saved * count / 32)
+    assert f"selective in {count}" in str(plan)
+    assert f'remat="selective", remat_layers={count}, ' in str(plan)
+    assert some.way.flags is not None
+    assert run_options.parse_args(some.way.flags)[0].remat_layers == count
 
 
 def test_moments_may_be_small_or_on_the_host():

@@ -22,6 +22,10 @@ from burst_jax.models.stack import Block, Run, blocks_of, run_ahead, run_layers
         ("FFSSS", [(1, "F2 S3")]),
         ("LLG", [(1, "L2 G1")]),
         ("G", [(1, "G1")]),
+        # Layers that keep something else are of another kind, written small here.
+        ("LLLll", [(1, "L3 l2")]),
+        ("LGLGlglglg", [(2, "L1 G1"), (3, "l1 g1")]),
+        ("LLGLlgllgl", [(1, "L2 G1 L1"), (2, "l1 g1 l1")]),
     ],
 )
 def test_blocks(kinds, blocks):

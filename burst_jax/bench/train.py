@@ -31,7 +31,14 @@ from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
 from burst_jax.platform import peak_flops
 from burst_jax.rules import ShardingRules
-from burst_jax.training import init_train_state, make_batch, make_optimizer, make_train_step
+from burst_jax.training import (
+    Optimizer,
+    init_train_state,
+    make_batch,
+    make_optimizer,
+    make_train_step,
+)
+from burst_jax.training.adam import Moments
 
 _LAYERS = DecoderConfig(
     vocab_size=32000, num_layers=4, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -61,9 +68,18 @@ class Run:
         split over the devices of a sequence.
       length: number of tokens in the row.
       n: number of devices.
+      optimizer: takes the steps.
     """
 
-    def __init__(self, config: DecoderConfig, way: str, weights: str, length: int, n: int):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        way: str,
+        weights: str,
+        length: int,
+        n: int,
+        optimizer: Optimizer,
+    ) -> None:
         by_heads = way == "tensor parallel"
         shape, kinds = (1, n) if by_heads else (n, 1), (AxisType.Auto,) * 2
         devices = jax.devices()[:n]
@@ -72,7 +88,6 @@ class Run:
         options: dict[str, Any] = {} if by_heads else {"layout": way}
         if by_heads or weights == "split":
             options["rules"] = rules
-        optimizer = make_optimizer(1e-4, 100)
         graphdef, params, state = init_train_state(config, optimizer, mesh, 0, **options)
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
         batch = make_batch(
@@ -107,6 +122,7 @@ def measure(
     length: int,
     n: int,
     *,
+    optimizer: Optimizer,
     steps: int,
     profile: bool = True,
 ) -> dict[str, Any]:
@@ -118,6 +134,7 @@ def measure(
       weights: one of ``WEIGHTS``.
       length: number of tokens in the row.
       n: number of devices.
+      optimizer: takes the steps.
       steps: number of steps that are timed, after a first one that is not.
       profile: whether one more step is profiled.
 
@@ -133,7 +150,7 @@ def measure(
     if way != "tensor parallel":
         # A length that the layout cannot split would be padded, which takes time and other kernels.
         check_length(way, length, n)
-    run = Run(config, way, weights, length, n)
+    run = Run(config, way, weights, length, n, optimizer)
     first, seconds = run(), []
     for _ in range(steps):
         start = time.perf_counter()
@@ -164,7 +181,16 @@ def add_command(commands: Any) -> None:
         "--remat", choices=get_args(Remat), default=DecoderConfig.remat,
         help="what a layer keeps for the backward pass",
     )  # fmt: skip
+    parser.add_argument(
+        "--remat-layers", type=positive, help="layers that are selective, the others are attention"
+    )
     parser.add_argument("--mlp-chunks", type=positive, default=DecoderConfig.mlp_chunks)
+    parser.add_argument(
+        "--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two"
+    )
+    parser.add_argument(
+        "--moments", choices=get_args(Moments), default="device", help="where AdamW keeps them"
+    )
     parser.add_argument("--steps", type=positive, default=3, help="timed, after one that is not")
     parser.add_argument(
         "--no-profile", dest="profile", action="store_false",
@@ -183,14 +209,16 @@ def run(args: argparse.Namespace) -> None:
     config = SHAPES[args.shape]
     config = dataclasses.replace(
         config, num_layers=args.layers or config.num_layers, remat=args.remat,
-        mlp_chunks=args.mlp_chunks,
+        remat_layers=args.remat_layers, mlp_chunks=args.mlp_chunks,
     )  # fmt: skip
+    optimizer = make_optimizer(1e-4, 100, moment_dtype=args.moment_dtype, moments=args.moments)
     peak = peak_flops(kind)
     heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"
     print(
         f"{n} x {kind}, jax {jax.__version__}; one row; {config.num_layers} layers of "
         f"{config.embed_dim} features, {heads}, vocabulary {config.vocab_size:,}, "
-        f"{jnp.dtype(config.dtype).name}; remat {config.remat}, MLP in {config.mlp_chunks} chunks\n"
+        f"{jnp.dtype(config.dtype).name}; remat {_remat(config)}, MLP in {config.mlp_chunks} "
+        f"chunks; AdamW's moments {args.moment_dtype} on the {args.moments}\n"
         "MFU: of the data sheet's peak, recomputed work not counted; GiB per device; links: ms in "
         "which a GPU's transfers ran; bare: of these, with nothing else on it\n"
     )
@@ -206,8 +234,9 @@ def run(args: argparse.Namespace) -> None:
             name = f"{length:9,}  {_name(way, weights):20}"
             try:
                 row = measure(
-                    config, way, weights, length, n, steps=args.steps, profile=args.profile
-                )
+                    config, way, weights, length, n, optimizer=optimizer, steps=args.steps,
+                    profile=args.profile,
+                )  # fmt: skip
             # Too little memory, or a length that cannot be split: the table says so, and goes on.
             except (jax.errors.JaxRuntimeError, ValueError) as error:
                 print(f"{name}  {' '.join(str(error).split())[:70]}", flush=True)
@@ -229,9 +258,15 @@ def run(args: argparse.Namespace) -> None:
                     record = {
                         "device": kind, "devices": n, "jax": jax.__version__,
                         "shape": args.shape, "layers": config.num_layers, "remat": config.remat,
-                        "mlp_chunks": config.mlp_chunks, "rows": rows,
+                        "remat_layers": config.remat_layers, "mlp_chunks": config.mlp_chunks,
+                        "moment_dtype": args.moment_dtype, "moments": args.moments, "rows": rows,
                     }  # fmt: skip
                     file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def _remat(config: DecoderConfig) -> str:
+    count = config.remat_layers
+    return config.remat if count is None else f"{config.remat} in {count} layers"
 
 
 def _name(way: str, weights: str) -> str:

@@ -58,6 +58,8 @@ class DecoderConfig:
       param_dtype: floating dtype of the weights.
       remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
         "selective", "attention", "half", "full" and "offload" (:mod:`burst_jax.models.remat`).
+      remat_layers: how many layers are "selective", the last ones; the others are "attention". None
+        is all of them. With the other values of ``remat`` all layers are the same.
       mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
         features are in memory at a time, but for those that "none" and "selective" keep. It must
         divide the tokens of a row that a device has.
@@ -101,6 +103,7 @@ class DecoderConfig:
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     remat: Remat = "attention"
+    remat_layers: int | None = None
     mlp_chunks: int = 1
     rope: Rope | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind(),)
@@ -169,6 +172,23 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: use one of {', '.join(map(repr, known))}"
                 )
+        self._check_remat_layers()
+
+    def _check_remat_layers(self) -> None:
+        count = self.remat_layers
+        if count is None:
+            return
+        if self.remat != "selective":
+            raise ValueError(
+                f"remat_layers is {count!r}, remat {self.remat!r}: it is the number of layers that "
+                "are 'selective'; use that remat, or leave remat_layers out"
+            )
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if not whole or not 1 <= count <= self.num_layers:
+            raise ValueError(
+                f"remat_layers is {count!r}, num_layers {self.num_layers}: it must be an integer "
+                "from 1 to num_layers, or None for all; without such layers use remat='attention'"
+            )
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -28,7 +28,7 @@ from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.layers import DecoderLayer, norm_of
 from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
-from burst_jax.models.remat import AttentionFn, rematerialised
+from burst_jax.models.remat import AttentionFn, Remat, remat_of_layers, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
 from burst_jax.rules import ShardingRules, check_rules
@@ -258,7 +258,7 @@ class Decoder(nnx.Module):
             for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
         }
 
-        kinds = _kinds_of_a_stage(config.layer_kinds, parts)
+        kinds = _kinds_of_a_stage(config, parts)
         ropes = list(dict.fromkeys(config.layer_ropes))
         table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
         length = None
@@ -276,7 +276,7 @@ class Decoder(nnx.Module):
                 lambda path, weight: whole(weight, layer_specs[path]), weights
             )
 
-        def layer_of(kind: LayerKind) -> Layer:
+        def layer_of(kind: LayerKind, remat: Remat) -> Layer:
             def layer(
                 x: jax.Array,
                 weights: nnx.State,
@@ -291,11 +291,11 @@ class Decoder(nnx.Module):
                 if not ahead:
                     weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
-                return module(x, rope, segment_ids, kind.window, attention_fn)
+                return module(x, rope, segment_ids, kind.window, attention_fn, remat=remat)
 
-            return rematerialised(layer, config.remat)
+            return rematerialised(layer, remat)
 
-        layers = {kind: layer_of(kind) for kind in kinds}
+        layers = {kind: layer_of(*kind) for kind in kinds}
 
         def run(x: jax.Array, sides: Any) -> jax.Array:
             positions, segment_ids = sides
@@ -429,13 +429,16 @@ def _refuse_own_options(config: DecoderConfig, options: AttentionOptions) -> Non
             raise TypeError(f"{name} is given, and DecoderConfig's {field} says it, too: give one")
 
 
-def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[LayerKind, ...]:
+def _kinds_of_a_stage(config: DecoderConfig, parts: Parts) -> list[tuple[LayerKind, Remat]]:
     """The kinds of the layers of one stage of the pipeline; all layers' where there is none.
+
+    Returns:
+      ``(kind, what it keeps)`` of each layer.
 
     Raises:
       NotImplementedError: stages differ. All devices run one program.
     """
-    stages = axes_size(parts.mesh, parts.stage_axis)
+    kinds, stages = config.layer_kinds, axes_size(parts.mesh, parts.stage_axis)
     each = len(kinds) // stages
     if any(kinds[stage * each : (stage + 1) * each] != kinds[:each] for stage in range(stages)):
         raise NotImplementedError(
@@ -443,7 +446,8 @@ def _kinds_of_a_stage(kinds: tuple[LayerKind, ...], parts: Parts) -> tuple[Layer
             "kinds in the same order, as all devices run one program; use a number of layers a "
             "stage that is a multiple of layer_pattern's length, or no stage axis"
         )
-    return kinds[:each]
+    some = None if config.remat_layers is None else config.remat_layers // stages
+    return list(zip(kinds[:each], remat_of_layers(config.remat, some, each), strict=True))
 
 
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:

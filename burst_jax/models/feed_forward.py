@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.flax.layer import add_bias
 from burst_jax.flax.low_rank import adapter_of
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.remat import MLP_PRODUCTS, keeps_mlp_products
+from burst_jax.models.remat import MLP_PRODUCTS
 from burst_jax.sharding import AxisNames
 from burst_jax.weights import sum_over
 from pallas_kernels.arrays import vary, varying_axes
@@ -70,8 +70,13 @@ class GatedMLP(nnx.Module):
         self.hidden_axis = hidden_axis
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, keeps_products: bool) -> jax.Array:
         """``[B, T, D]`` to ``[B, T, D]``.
+
+        Args:
+          x: the normed residual stream.
+          keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward
+            pass, see :func:`burst_jax.models.remat.keeps_mlp_products`.
 
         Raises:
           ValueError: ``config.mlp_chunks`` does not divide T.
@@ -85,7 +90,7 @@ class GatedMLP(nnx.Module):
         how = _How(
             config.activation,
             config.mlp_chunks,
-            keeps_mlp_products(config.remat),
+            keeps_products,
             frozen=config.lora is not None,
         )
         weights = {

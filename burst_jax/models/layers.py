@@ -17,7 +17,14 @@ from burst_jax.models.adapters import draw_adapters
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.lora_config import PROJECTIONS
-from burst_jax.models.remat import ATTENTION_SUM, BEFORE_POST_NORM, LAYER_INPUT, AttentionFn
+from burst_jax.models.remat import (
+    ATTENTION_SUM,
+    BEFORE_POST_NORM,
+    LAYER_INPUT,
+    AttentionFn,
+    Remat,
+    keeps_mlp_products,
+)
 
 
 class DecoderLayer(nnx.Module):
@@ -85,6 +92,8 @@ class DecoderLayer(nnx.Module):
         segment_ids: jax.Array | None = None,
         window: int | None = None,
         attention_fn: AttentionFn | None = None,
+        *,
+        remat: Remat,
     ) -> jax.Array:
         """``[B, T, D]`` to ``[B, T, D]``.
 
@@ -94,6 +103,7 @@ class DecoderLayer(nnx.Module):
           segment_ids: int32 ``[B, T]``, or None.
           window: that of the layer's kind.
           attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
+          remat: what this layer keeps for its backward pass.
         """
         x = checkpoint_name(x, LAYER_INPUT)
         size = None if window is None else (window - 1, 0)
@@ -107,7 +117,7 @@ class DecoderLayer(nnx.Module):
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
-        fed = self.mlp(self.mlp_norm(x))
+        fed = self.mlp(self.mlp_norm(x), keeps_products=keeps_mlp_products(remat))
         if self.post_mlp_norm is not None:
             fed = self.post_mlp_norm(checkpoint_name(fed, BEFORE_POST_NORM))
         return x + fed

@@ -134,6 +134,7 @@ def parts_of(
     """
     mesh = resolve_mesh(options.get("mesh"))
     _check_axes(mesh, options, rules)
+    _check_remat_layers(mesh, config, rules)
     token_axes = sequence_axes(options)
     if rules is None:
         axes = ShardingRules(
@@ -208,6 +209,18 @@ def _check_axes(
         used = dict.fromkeys(flat_names(*dataclasses.asdict(rules).values()), "rules")
     given = {name: options.get(name, "seq" if name == "seq_axis" else None) for name in names}
     check_axes(mesh, given, used)
+
+
+def _check_remat_layers(
+    mesh: Mesh | AbstractMesh, config: DecoderConfig, rules: ShardingRules | None
+) -> None:
+    """Raises ValueError if the stages of a pipeline cannot keep the same."""
+    stages = 1 if rules is None else axes_size(mesh, rules.stage)
+    if (config.remat_layers or 0) % stages:
+        raise ValueError(
+            f"remat_layers is {config.remat_layers}, and the layers are in {stages} stages, of "
+            f"which each has as many of them: use a multiple of {stages}"
+        )
 
 
 def embed(table: jax.Array, tokens: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:

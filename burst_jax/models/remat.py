@@ -12,6 +12,10 @@ features, M the hidden features of the feed-forward::
     full         D                                           all, the ring included
     offload      nothing; D + N H (out) in the host's memory as "attention"
 
+With ``remat_layers`` the last layers of "selective" alone keep what it says, those before them what
+"attention" says. The last ones, because the backward pass begins with them: what they have kept is
+gone when it comes to the layers that make more again, for which it needs more memory.
+
 Out stands with its float32 log-sum-exp, one number a head. The D that every line has is the
 layer's input. "half" is :mod:`burst_jax.ring.half`. With windows it recomputes more of attention,
 up to a half of it, because the first tokens of a row then see as many keys as the last ones.
@@ -43,6 +47,18 @@ MLP_PRODUCTS = "mlp_products"
 def keeps_mlp_products(remat: Remat) -> bool:
     """Whether the backward pass reads the products of gate and up from the forward pass."""
     return remat in ("none", "selective")
+
+
+def remat_of_layers(remat: Remat, remat_layers: int | None, layers: int) -> tuple[Remat, ...]:
+    """What each of ``layers`` layers keeps.
+
+    Args:
+      remat: what the last ``remat_layers`` layers keep; the others are "attention".
+      remat_layers: a number of layers, at most ``layers``; None is all of them.
+      layers: number of layers.
+    """
+    count = layers if remat_layers is None else remat_layers
+    return ("attention",) * (layers - count) + (remat,) * count
 
 
 def rematerialised(layer: Callable[..., jax.Array], remat: Remat) -> Layer:

@@ -17,6 +17,8 @@ has the code of a layer once for each run of a period, not once for each layer::
     kinds       L L L L L G  L L L L L G  L L
     blocks      2 x (run of 5 L, run of 1 G), then 1 x (run of 2 L)
 
+What a layer keeps for its backward pass is a part of its kind, too.
+
 JAX would keep a scan's carry for the backward pass: the whole weights of all layers. So the stack
 has a gradient of its own. It keeps what ``jax.vjp`` of a layer keeps, without the weights, and the
 backward pass gathers these again.
@@ -34,6 +36,8 @@ from jax import lax
 
 # (x, one layer's weights, its frozen weights, what all layers share) -> x.
 Layer = Callable[[jax.Array, Any, Any, Any], jax.Array]
+# Of a block its period, and the layer after its last one.
+Cut = tuple[int, int]
 
 
 class Run(NamedTuple):
@@ -66,25 +70,40 @@ class Block(NamedTuple):
 
 
 def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
-    """Layers of these kinds as blocks, with as few runs as a repeating period gives.
+    """Layers of these kinds as blocks, with as few runs as repeating periods give.
 
     Args:
       kinds: the kind of each layer.
     """
+    count = len(kinds)
+    starts = [i == 0 or kinds[i] != kinds[i - 1] for i in range(count)]
+    begun = np.cumsum(starts)  # How many runs begin with this layer or before it.
 
     def runs(first: int, stop: int) -> tuple[Run, ...]:
-        starts = [i for i in range(first, stop) if i == first or kinds[i] != kinds[i - 1]]
-        ends = [*starts[1:], stop]
-        return tuple(Run(i, end - i) for i, end in zip(starts, ends, strict=True))
+        of_block = [i for i in range(first, stop) if i == first or starts[i]]
+        ends = [*of_block[1:], stop]
+        return tuple(Run(i, end - i) for i, end in zip(of_block, ends, strict=True))
 
-    def cut(period: int) -> tuple[Block, ...]:
-        whole = len(kinds) // period * period
-        rest = (Block(1, runs(whole, len(kinds))),) if whole < len(kinds) else ()
-        return Block(whole // period, runs(0, period)), *rest
+    def cut(first: int, period: int) -> tuple[int, Cut]:
+        """The runs from ``first`` on, if a block of this period begins there."""
+        stop = first + period
+        while kinds[stop : stop + period] == kinds[first : first + period]:
+            stop += period
+        return 1 + int(begun[first + period - 1] - begun[first]) + fewest[stop], (period, stop)
 
-    # The longest first, so that of equally good ones the one without a scan over periods is taken.
-    periods = [p for p in range(len(kinds), 0, -1) if kinds[p:] == kinds[: len(kinds) - p]]
-    return min(map(cut, periods), key=lambda blocks: sum(len(block.runs) for block in blocks))
+    # From the last layer to the first: the fewest runs from a layer on, and the block that begins
+    # there. The longest period comes first, so that of equally good blocks the one without a scan
+    # over periods is taken.
+    fewest, cuts = [0] * (count + 1), [(0, 0)] * count
+    for first in reversed(range(count)):
+        found = [cut(first, period) for period in range(count - first, 0, -1)]
+        fewest[first], cuts[first] = min(found, key=lambda each: each[0])
+    blocks, first = [], 0
+    while first < count:
+        period, stop = cuts[first]
+        blocks.append(Block((stop - first) // period, runs(first, first + period)))
+        first = stop
+    return tuple(blocks)
 
 
 def run_layers(
@@ -137,6 +156,9 @@ def run_ahead(
     """
     count = len(layers)
     blocks = blocks_of(layers)
+    # XLA makes no loop of a scan over a single layer. Without loops between them it would merge
+    # what the backward pass recomputes with the forward pass, and so keep it.
+    bare = {run for block in blocks for run in block.runs if block.repeats == run.count == 1}
     # How the pieces that a layer keeps make its vjp again. It is the same for all layers of a run,
     # and known once the forward pass has been traced.
     kept_as: dict[Run, _Kept] = {}
@@ -182,6 +204,8 @@ def run_ahead(
         def body(run: Run, carry: Any, index: jax.Array, pieces: list[jax.Array]) -> Any:
             gradient, weights, of_stacked = carry
             ahead = whole(parts, index - 1)
+            if run in bare:
+                pieces = lax.optimization_barrier(pieces)
             gradient, of_weights = kept_as[run].vjp(pieces, (*weights, sides))(gradient)
             (of_parts,) = jax.vjp(gather, of_layer(stacked, index))[1](of_weights)
             of_stacked = jax.tree.map(

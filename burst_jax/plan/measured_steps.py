@@ -49,12 +49,14 @@ def estimate_of(step: Step) -> StepEstimate:
     found = plan_training(
         config, length=step.length, gpu=GPUS["h200"], gpus_per_host=step.devices, moments="device"
     )
-    wanted = (step.weights, ring, tensor, layout, config.remat)
+    wanted = {
+        "weights": step.weights, "ring": ring, "tensor": tensor, "layout": layout,
+        "remat": config.remat, "remat_layers": None,
+    }  # fmt: skip
     (estimate,) = (
         each
         for each in found.estimates
-        if (each.way.weights, each.way.ring, each.way.tensor, each.way.layout, each.way.remat)
-        == wanted
+        if all(getattr(each.way, name) == value for name, value in wanted.items())
     )
     return estimate
 

@@ -92,19 +92,23 @@ def step_memory(
       moment_size: bytes of one of the optimizer's moments of a weight.
     """
     s, p = sizes, sizes.param
-    kept = s.layers * kept_bytes(s, way.remat)
+    remats = way.remats(s.layers)
+    kept = {remat: count * kept_bytes(s, remat) for remat, count in remats.items()}
+    offloaded = kept.pop("offload", 0)
     moments = 2 * moment_size * s.parts
     # The whole backward pass has the gradients of all layers: a scan writes each into its place.
     gradients = p * (s.layers * s.layer.part + s.head.part)
-    on_device = 0 if way.remat == "offload" else kept
-    phases = {
-        name: work + on_device + gradients
-        for name, work in _backward(sizes, way, rotation, fused).items()
-    }
+    on_device, phases = 0, {}
+    for remat in remats:
+        # The backward pass begins with the last layers. What they have kept is gone before it comes
+        # to those that keep something else.
+        on_device += kept.get(remat, 0)
+        for name, work in _backward(sizes, way, remat, rotation, fused).items():
+            phases[name] = max(phases.get(name, 0), work + on_device + gradients)
     phases["loss"] = on_device + _loss(sizes, way, chunk_size)
     phases["optimizer"] = gradients + _optimizer(sizes)
     phase = max(phases, key=phases.__getitem__)
-    on_host = (kept - on_device) + (moments if way.moments == "host" else 0)
+    on_host = offloaded + (moments if way.moments == "host" else 0)
     return StepMemory(
         weights=p * s.parts,
         moments=moments if way.moments == "device" else 0,
@@ -117,7 +121,7 @@ def step_memory(
     )
 
 
-def _backward(s: Sizes, way: Way, rotation: str, fused: bool) -> dict[str, float]:
+def _backward(s: Sizes, way: Way, remat: Remat, rotation: str, fused: bool) -> dict[str, float]:
     """Bytes of one layer's backward pass, by its two halves."""
     features = s.tokens * s.itemsize
     one, query, kv = features * s.width, features * s.query, features * 2 * s.kv
@@ -136,13 +140,13 @@ def _backward(s: Sizes, way: Way, rotation: str, fused: bool) -> dict[str, float
         kv=kv,
     )
     # What is fetched from the host lies there as it came.
-    fetched = one if way.remat == "offload" else 0
+    fetched = one if remat == "offload" else 0
     # The gradient of the residual stream, the normed input; q, out and its gradient; k, v.
     attention = 2 * one + 3 * query + 2 * kv + ring
     hidden = features * s.hidden / way.mlp_chunks
     # Gate, up, and the gradients of the hidden features and of gate or up. Products that were kept
     # are read where they are, and what they were made of is not there again.
-    kept = way.remat in ("none", "selective")
+    kept = remat in ("none", "selective")
     products = max((3 if kept else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if kept else 5) * one
     if way.mlp_chunks > 1:

@@ -105,15 +105,16 @@ def step_seconds(
       chunk_size: number of tokens that the loss takes at a time.
       moment_size: bytes of one of the optimizer's moments of a weight.
     """
-    s, gpu, remat = sizes, cluster.gpu, way.remat
+    s, gpu, remats = sizes, cluster.gpu, way.remats(sizes.layers)
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
     bandwidth = 1e9 * gpu.bandwidth
     forward = sum(each.forward_seconds for each in attentions)
     backward = sum(each.backward_seconds for each in attentions)
-    again = {"full": forward, "half": first_half}.get(remat, 0.0)
+    again = {"full": forward, "half": first_half}.get(way.remat, 0.0)
 
     products = s.layers * 2 * s.tokens * s.products / rate
-    done_again = s.layers * 2 * s.tokens * _products_again(s, remat) / rate
+    made_again = sum(count * _products_again(s, remat) for remat, count in remats.items())
+    done_again = 2 * s.tokens * made_again / rate
     head = 3 * 2 * s.tokens * s.width * s.vocab / rate
     chunks = -(-s.tokens // chunk_size)
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
@@ -177,7 +178,9 @@ def _tensor_links(s: Sizes, way: Way, cluster: Cluster) -> float:
         return 0.0
     # Two each way, attention's once more where the backward pass makes it again, one of the
     # embeddings and one of the head's gradient.
-    sums = s.layers * (4 if way.remat in ("none", "selective") else 5) + 2
+    remats = way.remats(s.layers)
+    again = sum(count for remat, count in remats.items() if remat not in ("none", "selective"))
+    sums = 4 * s.layers + again + 2
     size = 2 * (way.tensor - 1) / way.tensor * s.tokens * s.width * s.itemsize
     return sums * size / (1e9 * cluster.exchange_link)
 

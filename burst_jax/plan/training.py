@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -73,6 +74,11 @@ class StepEstimate:
         }
 
 
+def fits(memory: StepMemory, cluster: Cluster) -> bool:
+    """Whether a GPU has the memory: a part of it is left for what is not the step's."""
+    return memory.total <= USABLE * cluster.gpu.memory * _GIB
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """What :func:`plan_training` found; ``print`` it for a table.
@@ -98,7 +104,7 @@ class TrainingPlan:
 
     def fits(self, estimate: StepEstimate) -> bool:
         """Whether a GPU has the memory: a part of it is left for what is not the step's."""
-        return estimate.memory.total <= USABLE * self.cluster.gpu.memory * _GIB
+        return fits(estimate.memory, self.cluster)
 
     @property
     def best(self) -> StepEstimate | None:
@@ -152,15 +158,16 @@ def plan_training(
     """Compares ways to train a decoder: which fit into memory, and which is the fastest.
 
     A way is a mesh, weights that are split over it or whole, the layout of the tokens, what layers
-    keep for the backward pass (``remat``), the chunks of the feed-forward, and where the
+    keep for the backward pass (``remat``; where not all layers can be "selective", as many as fit
+    are, ``remat_layers``), the chunks of the feed-forward, and where the
     optimizer's moments are. All of them are compared. The optimizer is AdamW, the loss's
     ``chunk_size`` the default. Memory is within a tenth of the compiled program's
     (:mod:`burst_jax.plan.step_memory`), seconds come from measured rates
     (:mod:`burst_jax.plan.step_time`).
 
     Args:
-      config: the decoder, like ``burst_jax.models.load_config(folder)``. Its ``remat`` and
-        ``mlp_chunks`` are not read: they are what is planned.
+      config: the decoder, like ``burst_jax.models.load_config(folder)``. Its ``remat``,
+        ``remat_layers`` and ``mlp_chunks`` are not read: they are what is planned.
       length: number of tokens of a row.
       batch: number of rows of a step, on all devices.
       gpu: "a100", "h100", "h200", or a :class:`Gpu` of your own.
@@ -290,17 +297,35 @@ class _Planner:
             for moments in places:
                 kind = dataclasses.replace(way, remat=remat, moments=moments)
                 found.append(self._in_chunks(kind, sizes, attentions, first_half))
+                if remat == "selective" and not self._fits(found[-1].memory):
+                    found += self._some_selective(kind, sizes, attentions, first_half)
         return found
+
+    def _some_selective(
+        self, way: Way, sizes: Sizes, attentions: list[Estimate], first_half: float
+    ) -> list[StepEstimate]:
+        """The way with as many "selective" layers as fit; nothing if not one of them does."""
+
+        def fits_not(count: int) -> bool:
+            some = dataclasses.replace(way, remat_layers=count)
+            return not any(
+                self._fits(self._memory(each, sizes, attentions)) for each in self._chunked(some)
+            )
+
+        # The more layers, the more memory: so many counts fit.
+        count = bisect_left(range(1, sizes.layers), True, key=fits_not)
+        if count == 0:
+            return []
+        some = dataclasses.replace(way, remat_layers=count)
+        return [self._in_chunks(some, sizes, attentions, first_half)]
 
     def _in_chunks(
         self, way: Way, sizes: Sizes, attentions: list[Estimate], first_half: float
     ) -> StepEstimate:
         """The fewest chunks of the feed-forward that fit, or those that need the least memory."""
-        counts = [count for count in _CHUNKS if self.length // way.seq % count == 0]
-        ways = [dataclasses.replace(way, mlp_chunks=count) for count in counts]
+        ways = self._chunked(way)
         memories = [self._memory(each, sizes, attentions) for each in ways]
-        usable = USABLE * self.cluster.gpu.memory * _GIB
-        fitting = [i for i, memory in enumerate(memories) if memory.total <= usable]
+        fitting = [i for i, memory in enumerate(memories) if self._fits(memory)]
         at = fitting[0] if fitting else min(range(len(ways)), key=lambda i: memories[i].total)
         seconds = step_seconds(
             sizes,
@@ -322,6 +347,14 @@ class _Planner:
             tokens_per_second=rate,
             mfu=None if peak is None else flops / peak,
         )
+
+    def _chunked(self, way: Way) -> list[Way]:
+        """The way with every number of chunks of the feed-forward, the fewest first."""
+        counts = [count for count in _CHUNKS if self.length // way.seq % count == 0]
+        return [dataclasses.replace(way, mlp_chunks=count) for count in counts]
+
+    def _fits(self, memory: StepMemory) -> bool:
+        return fits(memory, self.cluster)
 
     def _memory(self, way: Way, sizes: Sizes, attentions: list[Estimate]) -> StepMemory:
         return step_memory(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from burst_jax.plan.training import StepEstimate, TrainingPlan
+    from burst_jax.plan.way import Way
 
 _GIB = 2**30
 # JAX takes this share of a GPU's memory unless it is told otherwise.
@@ -112,7 +113,7 @@ def _cells(plan: TrainingPlan, estimate: StepEstimate) -> list[str]:
         " ".join(f"{name}={size}" for name, size in way.mesh.items()),
         way.weights,
         way.layout,
-        way.remat,
+        _remat(way),
         str(way.mlp_chunks),
         way.moments,
         f"{estimate.seconds.total:.2f}",
@@ -121,6 +122,10 @@ def _cells(plan: TrainingPlan, estimate: StepEstimate) -> list[str]:
         size if plan.fits(estimate) else f"({size})",
         f"{memory.host / _GIB:.1f}",
     ]
+
+
+def _remat(way: Way) -> str:
+    return way.remat if way.remat_layers is None else f"{way.remat} in {way.remat_layers}"
 
 
 def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
@@ -137,7 +142,8 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
         "recommended:",
         f"    mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(mesh)})",
         f'    config = dataclasses.replace(config, remat="{way.remat}", '
-        f"mlp_chunks={way.mlp_chunks})",
+        + ("" if way.remat_layers is None else f"remat_layers={way.remat_layers}, ")
+        + f"mlp_chunks={way.mlp_chunks})",
     ]
     if moments:
         lines.append(f"    optimizer = make_optimizer(..., {', '.join(moments)})")

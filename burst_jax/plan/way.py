@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
@@ -30,6 +31,8 @@ class Way:
       tensor: number of devices that split heads, hidden features and vocabulary.
       layout: the order of the tokens.
       remat: what layers keep for the backward pass.
+      remat_layers: how many layers are "selective" if some are, see
+        :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: in how many chunks of tokens the feed-forward runs.
       moments: the memory that the optimizer's moments are in.
     """
@@ -42,6 +45,7 @@ class Way:
     remat: Remat
     mlp_chunks: int = 1
     moments: Moments = "device"
+    remat_layers: int | None = None
 
     @property
     def seq(self) -> int:
@@ -110,6 +114,12 @@ class Way:
         inside = min(self.seq, cluster.gpus // self.tensor)
         return Cluster(gpu, self.seq // inside, inside, cluster.host_link)
 
+    def remats(self, layers: int) -> dict[Remat, int]:
+        """How many of the layers keep what, the first layers first."""
+        from burst_jax.models.remat import remat_of_layers
+
+        return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
+
     @property
     def flags(self) -> list[str] | None:
         """The flags of ``examples/train_lm.py`` that say it; None if none do."""
@@ -118,5 +128,7 @@ class Way:
             return None
         mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
         flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]
+        if self.remat_layers is not None:
+            flags += ["--remat-layers", str(self.remat_layers)]
         flags += ["--mlp-chunks", str(self.mlp_chunks)]
         return flags + (["--moments", self.moments] if self.moments == "host" else [])

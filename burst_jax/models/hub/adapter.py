@@ -30,6 +30,7 @@ from burst_jax.models.hub.load import check_tensors, read_weight
 from burst_jax.models.hub.save import in_order, write_folder
 from burst_jax.models.lora import abstract_like
 from burst_jax.models.lora_config import PROJECTIONS, Lora
+from burst_jax.sharding import mesh_with_devices
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -135,13 +136,13 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     lora = Lora(given["r"], float(given["lora_alpha"]), targets)
     graphdef, shapes = abstract_like(model, lora=lora)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
-    specs = flat(parts.tree(shapes))
+    specs, mesh = flat(parts.tree(shapes)), mesh_with_devices(parts.mesh)
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
     weights = _weights(flat(adapters), model.config)
     check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe")
     values = {
         weight.path: read_weight(
-            files, weight, NamedSharding(parts.mesh, specs[weight.path]), np.dtype(np.float32)
+            files, weight, NamedSharding(mesh, specs[weight.path]), np.dtype(np.float32)
         )
         for weight in weights
     }

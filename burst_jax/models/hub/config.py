@@ -61,6 +61,7 @@ def read_config(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: Remat = "attention",
+    remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> tuple[DecoderConfig, Family, bool]:
@@ -73,6 +74,7 @@ def read_config(
       dtype: of the computation; None is that of ``config.json``, float32 if it says none.
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`DecoderConfig`.
+      remat_layers: see :class:`DecoderConfig`.
       mlp_chunks: see :class:`DecoderConfig`.
       ignore: keys of ``config.json`` that may have any value, and options of its RoPE, which are
         left out.
@@ -112,6 +114,7 @@ def read_config(
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
         remat=remat,
+        remat_layers=remat_layers,
         mlp_chunks=mlp_chunks,
         # The same whatever wrote the file, so that equal models have equal configs.
         hub_config=json.dumps(given, sort_keys=True),
@@ -267,6 +270,7 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         param_dtype=jnp.float32,
         # How a decoder runs, and what its files say beside it.
         remat="none",
+        remat_layers=None,
         mlp_chunks=1,
         hub_config=None,
         # Adapters are merged, or written apart.

@@ -21,6 +21,7 @@ from burst_jax.models.hub.config import read_config
 from burst_jax.models.hub.files import FLOATING, TensorFiles
 from burst_jax.models.hub.layout import Weight, flat, index_of, tree_of, weights_of
 from burst_jax.rules import ShardingRules
+from burst_jax.sharding import mesh_with_devices
 
 # Old Llama folders have RoPE's frequencies, which config.json says, once more for each layer.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -32,13 +33,14 @@ def load_config(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: Remat = "attention",
+    remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> DecoderConfig:
     """The config of the decoder that :func:`load` makes of a folder; the arguments are the same."""
     return read_config(
-        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
-        ignore=ignore,
+        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
+        mlp_chunks=mlp_chunks, ignore=ignore,
     )[0]  # fmt: skip
 
 
@@ -50,6 +52,7 @@ def load(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: Remat = "attention",
+    remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
     **options: Unpack[AttentionOptions],
@@ -69,6 +72,7 @@ def load(
       dtype: of the computation; None is the dtype that ``config.json`` says.
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`burst_jax.models.DecoderConfig`.
+      remat_layers: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
       ignore: names that are no mistake: keys of ``config.json``, options of its RoPE and tensors of
         the files that this library does not know, and that do not change the computation.
@@ -84,22 +88,22 @@ def load(
       ImportError: the library safetensors is missing.
       NotImplementedError: a family of models, or an option of one, that there is not here.
       ValueError: tensors that are missing, left over, or of another shape, all of them named; a
-        damaged file; no mesh; a mesh that does not divide a weight.
+        damaged file; no mesh, or none with devices; a mesh that does not divide a weight.
     """
     folder = Path(folder)
     config, family, text_part = read_config(
-        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, mlp_chunks=mlp_chunks,
-        ignore=ignore,
+        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
+        mlp_chunks=mlp_chunks, ignore=ignore,
     )  # fmt: skip
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     parts = nnx.merge(graphdef, shapes).parts(shapes)
-    specs = flat(parts.tree(shapes))
+    specs, mesh = flat(parts.tree(shapes)), mesh_with_devices(parts.mesh)
     files = TensorFiles(folder, text_part=text_part)
     weights = weights_of(shapes, family, config.num_layers)
     check_tensors(folder, files, weights, ignore)
     values = {}
     for weight in weights:
-        sharding = NamedSharding(parts.mesh, specs[weight.path])
+        sharding = NamedSharding(mesh, specs[weight.path])
         values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
     return nnx.merge(graphdef, tree_of(shapes, values))
 
