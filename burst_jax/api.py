@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention_options import AttentionOptions, RingOptions
 from burst_jax.checks import (
+    WindowSize,
     check_arrays,
     check_bool,
     check_devices,
@@ -19,11 +20,12 @@ from burst_jax.checks import (
     check_segment_ids,
     dropout_seeds,
 )
+from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
 from burst_jax.placement import Placement
 from burst_jax.refusals import refuse_other_arguments, without_catch_all
 from burst_jax.request import Request
-from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.local import Shard
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
 from burst_jax.shape_checks import check_global_shapes, check_local_shapes
@@ -79,10 +81,15 @@ def burst_attention(
     layout: Layout = "contiguous",
     is_causal: bool = False,
     scale: float | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+    key_starts: jax.Array | None = None,
+    key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -102,13 +109,14 @@ def burst_attention(
     ``seq_axis``, and no device ever holds a tensor of global length. How it works:
     :func:`burst_jax.ring_attention`.
 
-    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+    Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values.
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
-      value: ``[B, S, K, H]``, same dtype.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       mesh: the device mesh; None is the one of ``jax.set_mesh``.
       seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
         which sends one block over the links of the outer axis for each turn of the inner ring
@@ -127,12 +135,28 @@ def burst_attention(
       is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; an int stands for both. None is no window.
+        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
+        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
+        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
+        value is not checked; one below 0 moves the window away from its query: left = -2 hides
+        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
+        should be Python numbers.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` in the layout's order, of any integer dtype, whose values int32
         can hold; a query sees keys of its own segment only, and 0 is padding, which sees nothing
         and is seen by nothing. Give both or neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
+      query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
+        which sees nothing, as in segment 0. None is no padding.
+      key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
+        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
+        order.
+      prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
+        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
+        of a window and all other masks still hide keys of the prefix.
+      key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
+        sees only keys at this position or behind it, of those that the other masks leave it.
+      key_ends: the same: each query sees only keys at positions before this one.
       sink_logits: float32 ``[N]``, one number for each query head: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
         it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
@@ -153,7 +177,7 @@ def burst_attention(
       return_residual: also return lse.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype, sharded like the query; with ``return_residual``
+      out ``[B, T, N, Hv]`` in the query's dtype, sharded like the query; with ``return_residual``
       ``(out, lse)``, where lse is float32 ``[B, T, N]``, the natural log of the softmax's
       denominator. Both have gradients. A row that may see nothing has out 0, lse -inf or its head's
       sink, and passes exactly zero gradients to query, key and value.
@@ -167,7 +191,19 @@ def burst_attention(
     refuse_other_arguments(burst_attention, positional, others)
     check_bool("return_residual", return_residual)
     check_arrays(query, key, value)
-    segment_ids = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    hidden_by |= check_key_ranges(
+        query,
+        is_causal,
+        local_window_size,
+        {
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "prefix_lengths": prefix_lengths,
+            "key_starts": key_starts,
+            "key_ends": key_ends,
+        },
+    )
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
     )
@@ -183,6 +219,7 @@ def burst_attention(
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,
+        lifts_causality=prefix_lengths is not None,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         implementation=implementation,
@@ -191,7 +228,7 @@ def burst_attention(
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
-    arrays = {"query": query, "key": key, "value": value} | segment_ids
+    arrays = {"query": query, "key": key, "value": value} | hidden_by
     check_devices(mesh, arrays | per_head)
     arrays, per_head = placement.placed(arrays), placement.placed(per_head)
     if seeds is not None:
@@ -207,14 +244,15 @@ def _on_mesh(
     arrays: dict[str, jax.Array],
     per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array]:
-    """Global out ``[B, T, N, H]`` and lse ``[B, T, N]``."""
+    """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
-        queries = Queries(arrays["query"], arrays.get("query_segment_ids"))
-        keys = Keys(arrays["key"], arrays["value"], arrays.get("key_value_segment_ids"))
-        return attend_shard(request, Shard(queries, keys, per_head, arrays.get("dropout_seeds")))
+        sides = sides_of(request, arrays)
+        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds")))
 
-    in_specs = tuple({name: placement.spec(name) for name in of} for of in (arrays, per_head))
+    in_specs = tuple(
+        {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
+    )
     return jax.shard_map(
         on_device,
         mesh=placement.mesh,
@@ -271,10 +309,15 @@ def ring_attention(
     layout: Layout = "contiguous",
     is_causal: bool = False,
     scale: float | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+    key_starts: jax.Array | None = None,
+    key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -296,13 +339,13 @@ def ring_attention(
     same on global arrays.
 
     Letters: B batch, T query tokens here, S key tokens here, N query heads, K key/value heads,
-    H head dim, n devices on the axis.
+    H head dim of queries and keys, Hv head dim of values, n devices on the axis.
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
-      value: ``[B, S, K, H]``, same dtype.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
         ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
@@ -316,12 +359,28 @@ def ring_attention(
       is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; an int stands for both. None is no window.
+        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
+        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
+        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
+        value is not checked; one below 0 moves the window away from its query: left = -2 hides
+        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
+        should be Python numbers.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
         keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
         Give both or neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
+      query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
+        which sees nothing, as in segment 0. None is no padding.
+      key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
+        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
+        order.
+      prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
+        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
+        of a window and all other masks still hide keys of the prefix.
+      key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
+        sees only keys at this position or behind it, of those that the other masks leave it.
+      key_ends: the same: each query sees only keys at positions before this one.
       sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
         it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
@@ -342,7 +401,7 @@ def ring_attention(
       return_residual: also return lse.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
+      out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
       is float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A
       row that may see nothing has out 0, lse -inf or its head's sink, and passes exactly zero
       gradients to query, key and value.
@@ -368,6 +427,11 @@ def ring_attention(
         logits_soft_cap=logits_soft_cap,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        prefix_lengths=prefix_lengths,
+        key_starts=key_starts,
+        key_ends=key_ends,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
@@ -386,8 +450,15 @@ def ring_call(
     axis_name: AxisNames,
     *,
     head_parallel_axis: str | None = None,
+    is_causal: bool = False,
+    local_window_size: WindowSize = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    prefix_lengths: jax.Array | None = None,
+    key_starts: jax.Array | None = None,
+    key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -399,7 +470,19 @@ def ring_call(
     The arguments and errors are those of :func:`ring_attention`.
     """
     check_arrays(query, key, value)
-    segment_ids = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    hidden_by |= check_key_ranges(
+        query,
+        is_causal,
+        local_window_size,
+        {
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "prefix_lengths": prefix_lengths,
+            "key_starts": key_starts,
+            "key_ends": key_ends,
+        },
+    )
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
     )
@@ -409,6 +492,9 @@ def ring_call(
         head_parallel_axis,
         size_in_shard_map,
         head_dim=query.shape[3],
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        lifts_causality=prefix_lengths is not None,
         dropout_rate=dropout_rate,
         **options,
     )
@@ -416,6 +502,5 @@ def ring_call(
     if not request.token_axes:
         check_inside_shard_map()
     check_local_shapes(request, query, key)
-    queries = Queries(query, segment_ids.get("query_segment_ids"))
-    keys = Keys(key, value, segment_ids.get("key_value_segment_ids"))
-    return request, Shard(queries, keys, per_head, seeds)
+    sides = sides_of(request, {"query": query, "key": key, "value": value} | hidden_by)
+    return request, Shard(*sides, per_head, seeds)

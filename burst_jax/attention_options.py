@@ -7,20 +7,34 @@ from typing import TypedDict
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from burst_jax.checks import WindowSize
 from burst_jax.layout import Layout
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.sharding import AxisNames
 from pallas_kernels import Implementation
 
 
-class RingOptions(TypedDict, total=False):
+class MaskArrays(TypedDict, total=False):
+    """Keyword arguments of both functions that say masks by arrays, beside the segment ids."""
+
+    query_seq_lengths: jax.Array | None
+    key_value_seq_lengths: jax.Array | None
+    prefix_lengths: jax.Array | None
+    key_starts: jax.Array | None
+    key_ends: jax.Array | None
+
+
+MASK_ARRAYS: tuple[str, ...] = tuple(MaskArrays.__annotations__)
+
+
+class RingOptions(MaskArrays, total=False):
     """Keyword arguments of ``ring_attention``, all but ``return_residual``."""
 
     head_parallel_axis: str | None
     layout: Layout
     is_causal: bool
     scale: float | None
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: WindowSize
     logits_soft_cap: float | None
     query_segment_ids: jax.Array | None
     key_value_segment_ids: jax.Array | None

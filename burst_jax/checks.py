@@ -24,25 +24,34 @@ from pallas_kernels.arrays import as_int32
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.operands import PerHead
 
+# One side of a window: tokens, None for no limit, or a traced integer.
+Side = int | jax.Array | None
+WindowSize = int | jax.Array | tuple[Side, Side] | None
+
 _DTYPES = ("bfloat16", "float16", "float32")
+_LETTERS = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
 
 
 def make_spec(
     head_dim: int,
     is_causal: bool,
     scale: float | None,
-    local_window_size: int | tuple[int, int] | None,
+    local_window_size: WindowSize,
     logits_soft_cap: float | None,
+    lifts_causality: bool = False,
     dropout_rate: float = 0.0,
 ) -> AttentionSpec:
     """Masks, score and dropout of the public functions' arguments, as one spec.
 
-    ``head_dim`` makes the default scale.
+    ``head_dim`` makes the default scale. Of a mask it has what is static: neither traced sides of
+    the window nor, with ``lifts_causality``, causality.
     """
     check_bool("is_causal", is_causal)
-    left, right = _window(local_window_size)
+    left, right = (
+        None if isinstance(side, jax.Array) else side for side in window_sides(local_window_size)
+    )
     if is_causal:
-        right = 0
+        right = None if lifts_causality else 0
     if scale is None:
         scale = head_dim**-0.5
     spec = AttentionSpec.of(
@@ -83,7 +92,7 @@ def dropout_seeds(
 
 def _one_key(key: jax.Array) -> jax.Array:
     """``key``, of either kind that JAX has, as a ``jax.random.key``."""
-    _check_is_array("dropout_key", key, "a jax.random.key")
+    check_is_array("dropout_key", key, "a jax.random.key")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
         return jax.random.wrap_key_data(jnp.asarray(key))
@@ -111,29 +120,35 @@ def _number(name: str, value: Any, remedy: str) -> float:
         return math.inf if value == abs(value) else -math.inf
 
 
-def _window(window: object) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    sides = (window, window) if isinstance(window, numbers.Integral) else window
-    if not (
-        isinstance(sides, tuple)
-        and len(sides) == 2
-        and all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sides)
-        and all(int(s) >= 0 for s in sides)
-        and max(sides) < 2**31
-    ):
+def window_sides(window: object) -> tuple[Side, Side]:
+    """``(left, right)`` of ``local_window_size``. An array is one whose value is not known.
+
+    Raises:
+      ValueError: it is no window.
+    """
+    sides: Any = window if isinstance(window, tuple) else (window, window)
+    if not (len(sides) == 2 and all(map(_is_side, sides))):
         raise ValueError(
             f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
-            "from 0 to 2**31 - 1, or None for no window"
+            "from 0 to 2**31 - 1, or None for no limit; a side may be a JAX array too, an integer "
+            "scalar"
         )
-    return int(sides[0]), int(sides[1])
+    left, right = (int(s) if isinstance(s, numbers.Integral) else s for s in sides)
+    return left, right
+
+
+def _is_side(side: Any) -> bool:
+    if isinstance(side, jax.Array):
+        return side.shape == () and jnp.issubdtype(side.dtype, jnp.integer)
+    is_int = isinstance(side, numbers.Integral) and not isinstance(side, bool)
+    return side is None or (is_int and 0 <= int(side) < 2**31)
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:
     """Raises ValueError unless query, key and value can attend to each other."""
     for name, array in (("query", query), ("key", key), ("value", value)):
-        _check_is_array(name, array, "an array")
-        letters = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
+        check_is_array(name, array, "an array")
+        letters = _LETTERS[name]
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
         _check_static(name, letters, array.shape)
@@ -145,9 +160,10 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
             )
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"key has shape {key.shape}, value {value.shape}: they must be equal, [B, S, K, H]"
+            f"key has shape {key.shape}, value {value.shape}: they must be equal but for the head "
+            "dim, [B, S, K, H] and [B, S, K, Hv]"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
@@ -164,7 +180,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
 
 
-def _check_is_array(name: str, value: Any, what: str) -> None:
+def check_is_array(name: str, value: Any, what: str) -> None:
     """Raises ValueError unless a value is an array; ``what`` is what it must be."""
     # JAX's functions refuse both where a program is traced, and say nothing of the argument.
     if _is_variable(value) or isinstance(value, jax.Ref):
@@ -275,7 +291,7 @@ def check_segment_ids(
         return checked
     for (name, value), array in zip(given.items(), (query, key), strict=True):
         ids: Any = value
-        _check_is_array(name, ids, "an int32 array")
+        check_is_array(name, ids, "an int32 array")
         checked[name] = as_int32(name, ids)
         if tuple(ids.shape) != tuple(array.shape[:2]):
             raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
@@ -296,7 +312,7 @@ def check_per_head(heads: int, arrays: Mapping[str, Any]) -> PerHead:
             continue
         if _is_variable(array):
             array = array.__jax_array__()
-        _check_is_array(name, array, "a float32 array")
+        check_is_array(name, array, "a float32 array")
         if array.dtype != jnp.float32:
             raise ValueError(f"{name} has dtype {array.dtype}: cast it to float32")
         if tuple(array.shape) != (heads,):

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.attention_options import MASK_ARRAYS
 from burst_jax.layout import LAYOUTS, Layout, padded_length
 from burst_jax.layout import positions as layout_positions
 from burst_jax.sharding import (
@@ -87,7 +88,7 @@ def refuse_wrong_order(
     """
     layout = options.get("layout", "contiguous")
     reads_positions = options.get("is_causal", False) or any(
-        options.get(name) is not None for name in ("local_window_size", *BIAS_NUMBERS)
+        options.get(name) is not None for name in ("local_window_size", *MASK_ARRAYS, *BIAS_NUMBERS)
     )
     if not reads_positions:
         return x

@@ -20,6 +20,13 @@ _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "value": ("batch", "tokens", "heads", None),
     "query_segment_ids": ("batch", "tokens"),
     "key_value_segment_ids": ("batch", "tokens"),
+    "query_seq_lengths": ("batch",),
+    "key_value_seq_lengths": ("batch",),
+    "prefix_lengths": ("batch",),
+    "key_starts": ("batch", "tokens"),
+    "key_ends": ("batch", "tokens"),
+    "local_window_size[0]": (),
+    "local_window_size[1]": (),
     "sink_logits": ("heads",),
     "alibi_slopes": ("heads",),
     "dropout_seeds": ("batch", "heads"),
@@ -86,22 +93,29 @@ class Placement:
             check_vma=request.checks_vma and not mapped_over_mesh_axes(),
         )
 
-    def spec(self, name: str) -> P:
-        """How the argument or result of this name is split."""
+    def spec(self, name: str, ndim: int | None = None) -> P:
+        """How the argument or result of this name is split.
+
+        One that may be without its first dimensions has ``ndim``.
+        """
+        dimensions = _DIMENSIONS[name]
+        if ndim is not None:
+            dimensions = dimensions[len(dimensions) - ndim :]
         axes = {
             "batch": self.batch_axes or None,
             "tokens": self.token_axes or None,
             "heads": self.head_axes or None,
             None: None,
         }
-        return P(*(axes[dimension] for dimension in _DIMENSIONS[name]))
+        return P(*(axes[dimension] for dimension in dimensions))
 
     def split(self, name: str, array: jax.Array) -> jax.Array:
         """An array that the library made, split as the mesh's Explicit axes need it."""
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
-        return jax.reshard(array, jax.NamedSharding(self.mesh, only(self.spec(name), explicit)))
+        needed = only(self.spec(name, array.ndim), explicit)
+        return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
     def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
@@ -118,7 +132,7 @@ class Placement:
             return arrays
         placed = {}
         for name, array in arrays.items():
-            needed = self.spec(name)
+            needed = self.spec(name, array.ndim)
             sharding = getattr(jax.typeof(array), "sharding", None)
             if sharding is None or sharding.mesh.empty:
                 placed[name] = self.split(name, array)

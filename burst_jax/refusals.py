@@ -11,17 +11,13 @@ from typing import Any
 _NO_DENSE_MASK = (
     "there are no dense bias and mask, the fourth and fifth argument of "
     "jax.nn.dot_product_attention; say a mask by is_causal, local_window_size or "
-    "query_segment_ids and key_value_segment_ids, and leave them out if they are None"
-)
-_NO_LENGTHS = (
-    "say lengths by query_segment_ids and key_value_segment_ids, 1 for a token and 0 for padding"
+    "query_segment_ids and key_value_segment_ids or key_starts and key_ends, and leave them out if "
+    "they are None"
 )
 # What to use instead of arguments of jax.nn.dot_product_attention that are not taken.
 _REMEDIES = {
     "bias": _NO_DENSE_MASK,
     "mask": _NO_DENSE_MASK,
-    "query_seq_lengths": _NO_LENGTHS,
-    "key_value_seq_lengths": _NO_LENGTHS,
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import lax
 
-from burst_jax.checks import check_rotation, check_seq_axes, make_spec
+from burst_jax.checks import WindowSize, check_rotation, check_seq_axes, make_spec
 from burst_jax.layout import Layout, check_layout, shard_positions
 from burst_jax.platform import Target
 from burst_jax.ring.rotation import RotationChoice
@@ -67,7 +68,8 @@ class Request:
         layout: Layout = "contiguous",
         is_causal: bool = False,
         scale: float | None = None,
-        local_window_size: int | tuple[int, int] | None = None,
+        local_window_size: WindowSize = None,
+        lifts_causality: bool = False,
         logits_soft_cap: float | None = None,
         dropout_rate: float = 0.0,
         implementation: str | Implementation | None = None,
@@ -84,6 +86,9 @@ class Request:
           head_parallel_axis: the mesh axis of the exchange of heads, or None.
           size_of: ``(argument, axis) -> devices along it``; raises for an axis that is not there.
           head_dim: H, for the default scale.
+          lifts_causality: whether there are keys that causality does not hide. Then, and where a
+            side of the window is traced, ranges of keys (:mod:`burst_jax.key_ranges`) say what the
+            static mask does not.
 
         Raises:
           ValueError: an argument is wrong.
@@ -96,7 +101,13 @@ class Request:
             head_parallel_size = size_of("head_parallel_axis", head_parallel_axis)
         return cls(
             spec=make_spec(
-                head_dim, is_causal, scale, local_window_size, logits_soft_cap, dropout_rate
+                head_dim,
+                is_causal,
+                scale,
+                local_window_size,
+                logits_soft_cap,
+                lifts_causality,
+                dropout_rate,
             ),
             layout=layout,
             ring_axes=ring_axes,
@@ -133,14 +144,16 @@ class Request:
         shard: Shard,
         *,
         backward: bool = False,
+        token_arrays: Mapping[str, jax.Array] | None = None,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
-        (query, *_), (key, value, _), per_head, seeds = shard
+        queries, (key, value, _), per_head, seeds = shard
+        q_tokens = Tokens(_NO_POSITIONS, **queries.token_arrays)
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(query, key, value, _NO_TOKENS, _NO_TOKENS, per_head, seeds),
+            operands=Operands(queries.q, key, value, q_tokens, _NO_TOKENS, per_head, seeds),
             backward=backward,
         )
 
@@ -165,8 +178,22 @@ class Request:
         route: Route,
         length: int,
         stop: Stop | jax.Array,
-        segment_ids: jax.Array | None,
+        token_arrays: Mapping[str, jax.Array],
     ) -> Tokens:
-        """The tokens of the block that is here at ``stop``."""
+        """The tokens of the block that is here at ``stop``.
+
+        ``token_arrays`` are the fields of :class:`pallas_kernels.Tokens` beside the positions.
+        """
         shard = route.source(stop)
-        return Tokens(shard_positions(self.layout, length, route.size, shard), segment_ids)
+        positions = shard_positions(self.layout, length, route.size, shard)
+        return Tokens(positions, **token_arrays)
+
+    def positions_here(self, length: int) -> jax.Array:
+        """Positions int32 ``[length]`` of this device's tokens, before any exchange of heads."""
+        shard = lax.axis_index(self.ring_axes) if self.ring_axes else 0
+        exchange = self.head_parallel_size
+        positions = shard_positions(self.layout, length * exchange, self.ring_size, shard)
+        if self.head_parallel_axis is None:
+            return positions
+        first = lax.axis_index(self.head_parallel_axis) * length
+        return lax.dynamic_slice_in_dim(positions, first, length)

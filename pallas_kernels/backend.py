@@ -1,6 +1,7 @@
 """The one interface of local attention.
 
-Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim.
+Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
+queries and keys, Hv head dim of values, which may be another number.
 Lengths are one device's. There is no mesh here, no ring and no layout: tokens have positions.
 """
 
@@ -24,7 +25,7 @@ class ForwardFunction(Protocol):
 
     Args:
       operands: queries, keys, values, tokens, and the bounds that ``forward_bounds`` made.
-      carry: float32 ``(o [B, T, N, H], lse [B, N, T])`` over other keys, or None to start fresh.
+      carry: float32 ``(o [B, T, N, Hv], lse [B, N, T])`` over other keys, or None to start fresh.
         The operands' sink logits, if there are any, count at a fresh start only: a carry has them.
       spec: the mask and the score.
       out_dtype: o's dtype; None is float32, which a carry must have.
@@ -57,7 +58,8 @@ class BackwardFunction(Protocol):
       operands: as forward's, with ``do``, ``stats``, and the bounds that ``backward_bounds``
         made.
       dq: float32 ``[B, T, N, H]`` to add into, or None to start from zero.
-      dkv: dK and dV, float32 ``[B, S, K, H]``, to add into, or None to start from zero.
+      dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add into, or None to start
+        from zero.
       spec: the mask and the score.
 
     Returns:

@@ -8,8 +8,8 @@ A row of a table is ``(first, full_first, full_end, end)``, in tiles of the othe
 
 Nothing outside ``[first, end)`` counts. An empty row is ``(0, 0, 0, 0)``.
 
-Tables depend on positions and segment ids, not on layers or heads. They are made once per pair of
-shards, by a few thousand comparisons of the tiles' smallest and largest positions and segment ids.
+Tables depend on positions, segment ids and ranges of keys, not on layers or heads. They are made
+once per pair of shards, by a few thousand comparisons of each tile's smallest and largest ones.
 A range may hold a tile in which no score counts; it never leaves out a tile in which one does.
 """
 
@@ -32,7 +32,8 @@ def query_bounds(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles) 
     """Bounds in key tiles for every query tile.
 
     Returns:
-      int32 ``[R, ceil(T / block_q), 4]``; R is B with segment ids, else 1.
+      int32 ``[R, ceil(T / block_q), 4]``; R is B if rows differ in segment ids or ranges
+      of keys, else 1.
     """
     q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
     return _ranges(*mask.tiles(q, kv))
@@ -42,7 +43,8 @@ def key_bounds(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles) ->
     """Bounds in query tiles for every key tile.
 
     Returns:
-      int32 ``[R, ceil(S / block_kv), 4]``; R is B with segment ids, else 1.
+      int32 ``[R, ceil(S / block_kv), 4]``; R is B if rows differ in segment ids or ranges
+      of keys, else 1.
     """
     q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
     possible, full = mask.tiles(q, kv)
@@ -80,16 +82,46 @@ def _summary(tokens: Tokens, block: int) -> TileSummary:
     pos = jnp.pad(tokens.positions, (0, extra), mode="edge").reshape(1, count, block)
     pos_first, pos_last = _reduce((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
     whole = jnp.arange(count, dtype=jnp.int32)[None] < length // block
-    if tokens.segment_ids is None:
-        return TileSummary(pos_first, pos_last, whole, None, None, None)
-    seg = jnp.pad(tokens.segment_ids, ((0, 0), (0, extra))).reshape(-1, count, block)
+    summary = TileSummary(pos_first, pos_last, whole, None, None, None)
+    if tokens.segment_ids is not None:
+        summary = summary._replace(**_segments(tokens.segment_ids, count, block))
+    if tokens.key_ranges:
+        summary = summary._replace(**_key_ranges(tokens, count, block))
+    return summary
+
+
+def _segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, jax.Array]:
+    """What :class:`TileSummary` has of segments."""
+    extra = count * block - segment_ids.shape[1]
+    seg = jnp.pad(segment_ids, ((0, 0), (0, extra))).reshape(-1, count, block)
     low, high, padded = _reduce(
         (lax.min, _INT32.max, jnp.where(seg == 0, _INT32.max, seg)),
         (lax.max, _INT32.min, jnp.where(seg == 0, _INT32.min, seg)),
         (lax.max, 0, (seg == 0).astype(jnp.int32)),
     )
     only = jnp.where((low == high) & (padded == 0), low, 0)
-    return TileSummary(pos_first, pos_last, whole, low, high, only)
+    return {"segment_low": low, "segment_high": high, "segment": only}
+
+
+def _key_ranges(tokens: Tokens, count: int, block: int) -> dict[str, jax.Array]:
+    """What :class:`TileSummary` has of the ranges of keys that queries see."""
+    ranges = tokens.key_ranges
+    rows = max(x.shape[0] for x in ranges.values())
+
+    def tiles(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * block - x.shape[1])), mode="edge")
+        return jnp.broadcast_to(x.reshape(-1, count, block), (rows, count, block))
+
+    starts, ends = (tiles(ranges[n]) if n in ranges else None for n in ("key_starts", "key_ends"))
+    sees = True if starts is None or ends is None else starts < ends
+    parts = {}
+    if starts is not None:
+        parts["earliest_start"] = (lax.min, _INT32.max, jnp.where(sees, starts, _INT32.max))
+        parts["latest_start"] = (lax.max, _INT32.min, starts)
+    if ends is not None:
+        parts["earliest_end"] = (lax.min, _INT32.max, ends)
+        parts["latest_end"] = (lax.max, _INT32.min, jnp.where(sees, ends, _INT32.min))
+    return dict(zip(parts, _reduce(*parts.values()), strict=True))
 
 
 def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:

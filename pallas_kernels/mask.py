@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+_INT32 = jnp.iinfo(jnp.int32)
 
 
 class TileSummary(NamedTuple):
@@ -26,6 +29,12 @@ class TileSummary(NamedTuple):
       segment_low: the smallest segment id of tokens that are no padding; None without segments.
       segment_high: the largest one; below ``segment_low`` where the whole tile is padding.
       segment: the only segment of a tile that has one segment and no padding, else 0.
+      earliest_start: of queries, the smallest start of the keys that one of them sees; None without
+        starts. Queries whose range of keys is empty do not count.
+      latest_start: the largest start, of all queries.
+      earliest_end: the smallest end of the keys that a query sees, of all queries; None without
+        ends.
+      latest_end: the largest end. Queries whose range of keys is empty do not count.
     """
 
     first: jax.Array
@@ -34,6 +43,10 @@ class TileSummary(NamedTuple):
     segment_low: jax.Array | None
     segment_high: jax.Array | None
     segment: jax.Array | None
+    earliest_start: jax.Array | None = None
+    latest_start: jax.Array | None = None
+    earliest_end: jax.Array | None = None
+    latest_end: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +55,8 @@ class Mask:
 
     A query at position ``p`` sees the keys at ``p - left .. p + right``; causal attention is
     ``right = 0``. Positions decide, never indices, so one mask serves every layout. Where tokens
-    have segment ids, a query sees keys of its own segment only, and nothing sees padding.
+    have segment ids, a query sees keys of its own segment only, and nothing sees padding. Where
+    queries have ranges of keys, each sees only keys at positions inside of its own range.
 
     Attributes:
       left: how far back a query sees, in tokens; None is no limit.
@@ -72,25 +86,40 @@ class Mask:
 
     def allowed(
         self,
-        q_positions: jax.Array,
-        kv_positions: jax.Array,
+        q_positions: jax.Array | None,
+        kv_positions: jax.Array | None,
         q_segment_ids: jax.Array | None = None,
         kv_segment_ids: jax.Array | None = None,
+        key_starts: jax.Array | None = None,
+        key_ends: jax.Array | None = None,
     ) -> jax.Array | None:
         """Which scores count; None if all do.
 
         The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
-        Segment ids may have more axes than positions, in front, and so has the result then.
+        Segment ids, starts and ends may have more axes than positions, in front, and so has the
+        result then. Starts and ends are the queries'.
+        Positions may be None where no test reads them.
+
         Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
         """
         tests = []
         if self.left is not None:
+            assert q_positions is not None
+            assert kv_positions is not None
             tests.append(q_positions - kv_positions <= self.left)
         if self.right is not None:
+            assert q_positions is not None
+            assert kv_positions is not None
             tests.append(kv_positions - q_positions <= self.right)
         if q_segment_ids is not None:
             assert kv_segment_ids is not None
             tests.append((q_segment_ids == kv_segment_ids) & (q_segment_ids != 0))
+        if key_starts is not None:
+            assert kv_positions is not None
+            tests.append(operator.ge(*_of_one_rank(kv_positions, key_starts)))
+        if key_ends is not None:
+            assert kv_positions is not None
+            tests.append(operator.lt(*_of_one_rank(kv_positions, key_ends)))
         return functools.reduce(both, tests) if tests else None
 
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
@@ -121,6 +150,14 @@ class Mask:
             # A tile of padding has low > high and overlaps nothing.
             possible = possible & (jnp.maximum(q_low, kv_low) <= jnp.minimum(q_high, kv_high))
             full = full & (q_only == kv_only) & (q_only != 0)
+        if q.earliest_start is not None:
+            assert q.latest_start is not None
+            possible = possible & (kv_last >= q.earliest_start[:, :, None])
+            full = full & (kv_first >= q.latest_start[:, :, None])
+        if q.latest_end is not None:
+            assert q.earliest_end is not None
+            possible = possible & (kv_first < q.latest_end[:, :, None])
+            full = full & (kv_last < q.earliest_end[:, :, None])
         return possible, full
 
     def shards(
@@ -132,7 +169,8 @@ class Mask:
 
         Returns:
           ``(low, high)``: the range of i that the mask lets through; empty where low > high.
-          Segment ids are not known before the program runs, so they exclude nothing here.
+          Segment ids and ranges of keys are not known before the program runs, so they exclude
+          nothing here.
         """
         if self.right is not None:
             low = np.maximum(low, -((base + self.right) // stride))
@@ -141,13 +179,28 @@ class Mask:
         return low, high
 
 
+def first_key_in_window(positions: jax.Array, left: jax.typing.ArrayLike) -> jax.Array:
+    """``p - left``, int32, or the nearest number that int32 can hold, for every position p >= 0."""
+    return positions - jnp.maximum(jnp.int32(left), positions - _INT32.max)
+
+
+def end_of_keys_in_window(positions: jax.Array, right: jax.typing.ArrayLike) -> jax.Array:
+    """``p + right + 1``, as :func:`first_key_in_window`."""
+    return positions + 1 + jnp.minimum(jnp.int32(right), _INT32.max - 1 - positions)
+
+
 def both(mask: jax.Array, other: jax.Array) -> jax.Array:
     """``mask & other``, the one of lower rank broadcast over further axes in front.
 
     ``&`` alone would do it too, but not where ``jax_numpy_rank_promotion`` is "raise".
     """
-    if mask.ndim > other.ndim:
-        other = lax.expand_dims(other, range(mask.ndim - other.ndim))
-    elif mask.ndim < other.ndim:
-        mask = lax.expand_dims(mask, range(other.ndim - mask.ndim))
-    return mask & other
+    return operator.and_(*_of_one_rank(mask, other))
+
+
+def _of_one_rank(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both arrays, the one of lower rank with further axes of size 1 in front."""
+    if x.ndim > other.ndim:
+        other = lax.expand_dims(other, range(x.ndim - other.ndim))
+    elif x.ndim < other.ndim:
+        x = lax.expand_dims(x, range(other.ndim - x.ndim))
+    return x, other

@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dropout import row_numbers
+from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
 
-# The softmax over some keys: o float32 [B, T, N, H], and lse float32 [B, N, T].
+# The softmax over some keys: o float32 [B, T, N, Hv], and lse float32 [B, N, T].
 Carry = tuple[jax.Array, jax.Array]
 # Float32 arrays [N], one number for each query head, by the public argument's name.
 PerHead = dict[str, jax.Array]
@@ -24,10 +26,22 @@ class Tokens(NamedTuple):
         give the tightest tile bounds; any order is right.
       segment_ids: int32 ``[B, length]`` or None. A query sees keys of its own segment only, and
         segment 0 is padding: it sees nothing and is seen by nothing.
+      key_starts: of queries only, int32 ``[B or 1, length]`` or None: each query sees keys at this
+        position and behind it only.
+      key_ends: of queries only, int32 ``[B or 1, length]`` or None: each query sees keys before
+        this position only.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
+    key_starts: jax.Array | None = None
+    key_ends: jax.Array | None = None
+
+    @property
+    def key_ranges(self) -> dict[str, jax.Array]:
+        """``key_starts`` and ``key_ends`` by name, those that there are."""
+        given = {"key_starts": self.key_starts, "key_ends": self.key_ends}
+        return {name: x for name, x in given.items() if x is not None}
 
 
 @jax.tree_util.register_dataclass
@@ -35,20 +49,22 @@ class Tokens(NamedTuple):
 class Operands:
     """Everything that a local attention reads, forward and backward. A pytree.
 
-    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim.
+    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values.
 
     Attributes:
       q: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``. Query head h uses key/value head ``h // (N // K)``.
-      v: ``[B, S, K, H]``.
-      q_tokens: positions and segment ids of the queries.
+      v: ``[B, S, K, Hv]``.
+      q_tokens: positions and segment ids of the queries, and where the keys that they see start
+        and end.
       kv_tokens: positions and segment ids of the keys.
       per_head: "alibi_slopes" and "sink_logits" (:mod:`pallas_kernels.score`), float32 ``[N]``;
         each only if the call has it.
       dropout_seeds: int32 ``[B, N]``, where weights are dropped (:mod:`pallas_kernels.dropout`).
       bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
         ``backward_bounds`` made of these operands.
-      do: backward only: the gradient of o, ``[B, T, N, H]``.
+      do: backward only: the gradient of o, ``[B, T, N, Hv]``.
       stats: backward only: float32 ``[2, B, N, T]``, lse over all keys of the whole sequence, and
         delta, which is ``rowsum(do * o)`` less the gradient of lse.
     """
@@ -81,8 +97,18 @@ class Operands:
 
     @property
     def head_dim(self) -> int:
-        """H."""
+        """H, of queries and keys."""
         return self.q.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Hv, of values, of o and of its gradient."""
+        return self.v.shape[3]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """``[B, T, N, Hv]``, the shape of o."""
+        return (*self.q.shape[:3], self.value_dim)
 
     @property
     def logits_per_head(self) -> PerHead:
@@ -103,6 +129,29 @@ class Operands:
     def has_segments(self) -> bool:
         """Whether tokens belong to segments."""
         return self.q_tokens.segment_ids is not None
+
+    @property
+    def has_key_ranges(self) -> bool:
+        """Whether queries say themselves where the keys that they see start or end."""
+        return bool(self.q_tokens.key_ranges)
+
+    def tested(self, mask: Mask) -> tuple[Mask, dict[str, jax.Array]]:
+        """``(mask, key ranges)`` that a kernel tests scores by, with few numbers of each query.
+
+        Where queries have ranges of keys, the mask's window is made a part of them. So a test needs
+        two numbers of a query at most, and not its position.
+        """
+        ranges = self.q_tokens.key_ranges
+        if not ranges:
+            return mask, ranges
+        positions = self.q_tokens.positions
+        if mask.left is not None:
+            start = first_key_in_window(positions, mask.left)[None]
+            ranges["key_starts"] = jnp.maximum(ranges.get("key_starts", start), start)
+        if mask.right is not None:
+            end = end_of_keys_in_window(positions, mask.right)[None]
+            ranges["key_ends"] = jnp.minimum(ranges.get("key_ends", end), end)
+        return Mask(), ranges
 
     @property
     def dropout_rows(self) -> jax.Array:

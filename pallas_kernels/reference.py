@@ -38,10 +38,10 @@ def forward(
         total += jnp.exp(sink - jnp.where(m == -jnp.inf, 0, m))
     p = p / jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, m + jnp.log(jnp.where(total == 0, 1, total)))
-    q = operands.q
     p = scores.dropped(p)
-    o = _einsum("bkgts,bskh->btkgh", p, _wide(operands.v)).reshape(q.shape)
-    lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+    o = _einsum("bkgts,bskh->btkgh", p, _wide(operands.v)).reshape(operands.out_shape)
+    batch, length, heads, _ = operands.q.shape
+    lse = lse.reshape(batch, heads, length)
     if carry is not None:
         o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
         lse = lse_rows.swapaxes(1, 2)
@@ -120,6 +120,7 @@ class _Scores:
             kv_tokens.positions[None, :],
             None if q_ids is None else q_ids[:, None, None, :, None],
             None if kv_ids is None else kv_ids[:, None, None, None, :],
+            **{name: x[:, None, None, :, None] for name, x in q_tokens.key_ranges.items()},
         )
         logits = self.raw * self._spec.score.raw_factor
         per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}

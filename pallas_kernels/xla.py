@@ -65,9 +65,9 @@ def forward(
         sink = operands.sink.reshape(1, -1, groups, 1)
 
     def query_tile(queries):
-        shape = queries["q"].shape
-        m, total = softmax.start(shape[:-1], sink, base="e")
-        start = jnp.zeros(shape, jnp.float32), total, m
+        rows = queries["q"].shape[:-1]
+        m, total = softmax.start(rows, sink, base="e")
+        start = jnp.zeros((*rows, operands.value_dim), jnp.float32), total, m
         first, end = queries["bounds"][0], queries["bounds"][1]
         acc, total, m = lax.fori_loop(
             first, end, functools.partial(_visit_keys, keys, queries), vary(start, axes)
@@ -117,8 +117,10 @@ def backward(
         tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
         return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
-    zeros = vary(jnp.zeros(keys.k.shape, jnp.float32), axes)
-    start = zeros, zeros
+    # Where both head dims are one, dK and dV begin as the same zeros.
+    shapes = keys.k.shape, keys.v.shape
+    zeros = {shape: vary(jnp.zeros(shape, jnp.float32), axes) for shape in dict.fromkeys(shapes)}
+    start = tuple(zeros[shape] for shape in shapes)
     (dk, dv), (new_dq, per_head_sums) = lax.scan(query_tile, start, vary(query_tiles, axes))
     new_dq = _join_queries(new_dq, q.shape)
     dk, dv = keys.join(dk * spec.score.scale), keys.join(dv)
@@ -191,16 +193,16 @@ class _KeyTiles:
         return lax.dynamic_slice_in_dim(x, j * self.block, self.block, axis)
 
     def slice(self, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tile j of K and of V, ``[B, K, block, H]``."""
+        """Tile j of K ``[B, K, block, H]`` and of V ``[B, K, block, Hv]``."""
         return self._tile(self.k, j, 2), self._tile(self.v, j, 2)
 
     def add(self, total: jax.Array, tile: jax.Array, j: jax.Array) -> jax.Array:
-        """Adds ``tile`` to tile j of ``total``, ``[B, K, padded, H]``."""
+        """Adds ``tile`` to tile j of ``total``, a gradient of K or V by heads."""
         tile += self._tile(total, j, 2)
         return lax.dynamic_update_slice_in_dim(total, tile, j * self.block, 2)
 
     def join(self, x: jax.Array) -> jax.Array:
-        """Back to ``[B, S, K, H]``."""
+        """Tokens before heads again, without padding: the shape of K or of V."""
         return x[:, :, : self.length].swapaxes(1, 2)
 
     def raw(self, queries: dict[str, jax.Array], k: jax.Array) -> jax.Array:
@@ -237,6 +239,11 @@ class _KeyTiles:
             self._tile(self.positions, j, 0)[None, :],
             None if ids is None else queries["segment_ids"][:, None, None, :, None],
             None if ids is None else self._tile(ids, j, 1)[:, None, None, None, :],
+            **{
+                name: queries[name][:, None, None, :, None]
+                for name in ("key_starts", "key_ends")
+                if name in queries
+            },
         )
         if self.padded != self.length:
             inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
@@ -290,9 +297,12 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
     }
     if operands.dropout_seeds is not None:
         stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
+    by_row = tokens.key_ranges
     if tokens.segment_ids is not None:
-        ids = pad_axis(tokens.segment_ids, 1, count * block)
-        stacked["segment_ids"] = ids.reshape(ids.shape[0], count, block).swapaxes(0, 1)
+        by_row["segment_ids"] = tokens.segment_ids
+    for name, x in by_row.items():
+        x = pad_axis(x, 1, count * block)
+        stacked[name] = x.reshape(x.shape[0], count, block).swapaxes(0, 1)
     return stacked
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import key_ranges
 
 from burst_jax import positions
 from pallas_kernels import AttentionSpec, Tiles, Tokens, key_bounds, query_bounds
@@ -46,6 +47,10 @@ def mask_of(spec, q_tokens, kv_tokens):
     if spec.mask.right is not None:
         keep &= ahead <= spec.mask.right
     keep = keep[None]
+    if q_tokens.key_starts is not None:
+        keep = keep & (kv >= np.asarray(q_tokens.key_starts)[:, :, None])
+    if q_tokens.key_ends is not None:
+        keep = keep & (kv < np.asarray(q_tokens.key_ends)[:, :, None])
     if q_tokens.segment_ids is not None:
         q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
         same = q_ids[:, :, None] == kv_ids[:, None, :]
@@ -263,6 +268,34 @@ def test_one_document_is_full_and_its_neighbour_is_skipped():
         by_query[0],
         [[0, 0, 2, 2], [0, 0, 2, 2], [2, 2, 4, 4], [2, 2, 4, 4], [0, 0, 0, 0], [5, 5, 6, 6]],
     )
+
+
+@pytest.mark.parametrize("window", [(None, None), (9, 4)], ids=["alone", "in-a-window"])
+def test_bounds_of_ranges_of_keys_cover_the_mask(window):
+    """Of all kinds: both ends, one of them, alike in all rows, empty ones, beside segments."""
+    rng = np.random.default_rng(0)
+    spec = AttentionSpec.of(1.0, left=window[0], right=window[1])
+    t, s, tiles = 38, 58, Tiles(8, 16)
+    for rows, ends, segments in ((3, True, True), (1, True, False), (3, False, False)):
+        ids = packed(rng, s) if segments else None
+        kv = tokens(np.arange(s), ids)
+        q = tokens(np.arange(t), None if ids is None else ids[:, :t])
+        starts, stops = key_ranges(rng, rows, s)
+        # Beside tiles of random ranges: one that is full, and one whose queries see nothing.
+        starts[:, 8:16], stops[:, 8:16] = 0, s
+        starts[0, 16:24], stops[0, 16:24] = s, 0
+        q = q._replace(key_starts=jnp.asarray(starts[:, :t]))
+        if ends:
+            q = q._replace(key_ends=jnp.asarray(stops[:, :t]))
+        check(spec, q, kv, tiles)
+
+
+@pytest.mark.parametrize("prefix", [0, 13, 16, 40])
+def test_bounds_of_a_prefix_are_tight(prefix):
+    """Every tile that a prefix or causality lets count is visited, and no other."""
+    at = np.arange(40, dtype=np.int32)
+    q = tokens(at)._replace(key_ends=jnp.asarray(np.maximum(at + 1, prefix)[None]))
+    check(AttentionSpec.of(1.0), q, tokens(at), Tiles(8, 8), tight=True)
 
 
 def test_segments_of_the_largest_and_smallest_id():

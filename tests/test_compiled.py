@@ -57,18 +57,19 @@ def test_every_forward_permute_lies_beside_a_kernel(gpu, kernels, packed):
     ]
 
 
-def wires(rotation, n, tokens, heads, kv_heads, dim):
+def wires(rotation, n, tokens, heads, kv_heads, dim, value_dim=None):
     """Bytes that a device sends forward and backward, by the formulas."""
-    # 2(n-1) c K H s forward; 2(n-1) c K H (s + t) to rotate K and V backward;
-    # 2(n-1) c N H s + 2(n-1) c N 4 + (n-1) c N H t to rotate the queries.
+    # (n-1) c K (H + Hv) s forward; (n-1) c K (H + Hv) (s + t) to rotate K and V backward;
+    # (n-1) c N (H + Hv) s + 2(n-1) c N 4 + (n-1) c N H t to rotate the queries.
     hops, c, k, h, s, t = n - 1, tokens, kv_heads, dim, 2, 4
-    forward = 2 * hops * c * k * h * s
+    both = h + (h if value_dim is None else value_dim)
+    forward = hops * c * k * both * s
     backward = {
-        "rotate_kv": 2 * hops * c * k * h * s + 2 * hops * c * k * h * t,
-        "rotate_query": 2 * hops * c * heads * (h * s + 4) + hops * c * heads * h * t,
+        "rotate_kv": hops * c * k * both * s + hops * c * k * both * t,
+        "rotate_query": hops * c * heads * (both * s + 2 * 4) + hops * c * heads * h * t,
     }[rotation]
     # The library's own arithmetic, which `auto` decides by, says the same.
-    shape = ShardShape(c, c, heads, k, h, s)
+    shape = ShardShape(c, c, heads, k, h, s, value_dim=value_dim)
     assert forward_bytes(hops_of_turns(n), shape) == forward
     assert backward_bytes(rotation, hops_of_turns(n), shape) == backward
     return forward, backward
@@ -146,11 +147,14 @@ def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
 @pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
 @KERNELS
 def test_bytes_of_grouped_heads_are_the_formulas(gpu, kernels, rotation):
-    """As those of as many key heads as query heads, which the tests above read as well."""
+    """With values of half the keys' head dim.
+
+    The tests above read those of as many key heads as query heads, of one head dim.
+    """
     mesh, shape = compiled.gpu_mesh(gpu, 8), (1024, 8, 2, 128)
     attention = attend(mesh, implementation=kernels, backward=rotation)
-    forward, backward = wires(rotation, 8, *shape)
-    arrays = compiled.inputs(mesh, *shape)
+    forward, backward = wires(rotation, 8, *shape, value_dim=64)
+    arrays = compiled.inputs(mesh, *shape, value_dim=64)
     assert_sends(compiled.compile_for(gradient(attention), *arrays), forward + backward)
     if rotation == "rotate_kv":  # The forward is the same in either rotation.
         assert_sends(compiled.compile_for(attention, *arrays), forward)
@@ -227,19 +231,22 @@ def test_remat_policy_holds_no_second_forward_ring():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "dtype", "head_dim"),
+    ("lengths", "dtype", "head_dim", "value_dim"),
     [
-        *itertools.product(["ragged"], ["bfloat16", "float32"], [32, 40, 64, 96, 128]),
-        *itertools.product(["whole"], ["bfloat16"], [32, 64, 128]),
-        *itertools.product(["ragged"], ["bfloat16", "float32"], [256]),
-        ("ragged", "float16", 128),  # In bfloat16's tiles: but for two instructions the same.
+        *itertools.product(["ragged"], ["bfloat16", "float32"], [32, 40, 64, 96, 128], [None]),
+        *itertools.product(["whole"], ["bfloat16"], [32, 64, 128], [None]),
+        *itertools.product(["ragged"], ["bfloat16", "float32"], [256], [None]),
+        # In bfloat16's tiles: but for two instructions the same.
+        ("ragged", "float16", 128, None),
+        # Multi-head latent attention, as DeepSeek's models have it.
+        *itertools.product(["ragged", "whole"], ["bfloat16"], [192], [128]),
     ],
 )
 @pytest.mark.parametrize("gpu", GPUS)
-def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim):
+def test_triton_tiles_fit_without_register_spills(gpu, lengths, dtype, head_dim, value_dim):
     """The ring's program, where o is carried and gradients are added to."""
     mesh, tokens = compiled.gpu_mesh(gpu, 2), 1000 if lengths == "ragged" else 1024
-    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim, jnp.dtype(dtype))
+    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim, jnp.dtype(dtype), value_dim=value_dim)
     ids = compiled.segment_ids(mesh, tokens)
 
     def run(query, key, value, ids):
@@ -278,12 +285,12 @@ def test_dropout_spills_no_registers(gpu, head_dim):
     assert events.count(("kernel", "burst_dq")) == 3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_sinks_and_slopes_spill_no_registers(gpu, head_dim):
+def test_sinks_and_slopes_spill_no_registers(gpu, head_dim, value_dim):
     """Triton's kernels, with the gradients of both, in whole tiles without segments."""
     mesh = compiled.gpu_mesh(gpu, 2)
-    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim)
+    arrays = compiled.inputs(mesh, 1024, 4, 2, head_dim, value_dim=value_dim)
     numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
 
     def run(query, key, value, sinks, slopes):
@@ -297,6 +304,31 @@ def test_sinks_and_slopes_spill_no_registers(gpu, head_dim):
 
     refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     events = compiled.schedule(compiled.compile_for(run, *arrays, numbers, numbers, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
+@pytest.mark.parametrize(("lengths", "head_dim"), [("ragged", 64), ("whole", 128)])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_ranges_of_keys_spill_no_registers(gpu, lengths, head_dim):
+    """Triton's kernels, with a start and an end for each query, whose window is a part of them."""
+    mesh, tokens = compiled.gpu_mesh(gpu, 2), 1000 if lengths == "ragged" else 1024
+    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim)
+    of_tokens = compiled.segment_ids(mesh, tokens)
+
+    def run(query, key, value, ids, starts, ends):
+        attention = attend(
+            mesh,
+            implementation="triton",
+            local_window_size=300,
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+            key_starts=starts,
+            key_ends=ends,
+        )
+        return gradient(attention)(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, *[of_tokens] * 3, **refuse))
     assert events.count(("kernel", "burst_dq")) == 3
 
 
@@ -320,12 +352,15 @@ def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do(gpu, kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shipped_tiles_fit_the_shared_memory_of_every_gpu_they_are_for(capability, dtype):
     itemsize = jnp.dtype(dtype).itemsize
-    for head_dim, packed in itertools.product((32, 64, 96, 128, 256), (False, True)):
+    pairs = [*((dim, dim) for dim in (32, 64, 96, 128, 256)), (192, 128), (64, 256)]
+    for (head_dim, value_dim), packed in itertools.product(pairs, (False, True)):
         spec = AttentionSpec.of(1.0)
-        configs = triton_configs(capability, head_dim, dtype, 4096, 4096, spec, packed)
+        configs = triton_configs(
+            capability, head_dim, dtype, 4096, 4096, spec, packed, value_dim=value_dim
+        )
         for kernel, config in configs._asdict().items():
-            size = config.shared_memory(kernel, head_dim, itemsize) + 2048
-            assert size <= SHARED_MEMORY[capability], (kernel, head_dim, config)
+            size = config.shared_memory(kernel, head_dim, itemsize, value_dim) + 2048
+            assert size <= SHARED_MEMORY[capability], (kernel, head_dim, value_dim, config)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])

@@ -35,7 +35,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, dropout=False, **config,
+    segments=False, ranges=False, dropout=False, value_dim=None, **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -49,7 +49,9 @@ def compile_one(
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
+      ranges: with starts and ends of the keys that each query sees.
       dropout: with dropped weights.
+      value_dim: the head dim of values; None is ``dim``.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
     """
     local, length = mosaic_gpu(**config), 1096 if full else 1152
@@ -66,36 +68,45 @@ def compile_one(
 
     query = array(BATCH, length, HEADS, dim, dtype=dtype)
     key = array(BATCH, length, KV_HEADS, dim, dtype=dtype)
+    value_dim = dim if value_dim is None else value_dim
+    value = array(BATCH, length, KV_HEADS, value_dim, dtype=dtype)
+    do = array(BATCH, length, HEADS, value_dim, dtype=dtype)
     stats = array(2, BATCH, HEADS, length)
     ids = array(BATCH, length, dtype=jnp.int32) if full or segments else None
+    of_queries = dict.fromkeys(
+        ("key_starts", "key_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
+    )
     seeds = array(BATCH, HEADS, dtype=jnp.int32) if dropout else None
     per_head = dict.fromkeys(("sink_logits", "alibi_slopes") if numbers else (), array(HEADS))
-    of_keys = array(*key.shape)
-    sums = array(*query.shape), array(*stats.shape[1:]) if half == "forward" else (of_keys, of_keys)
+    of_keys = array(*key.shape), array(*value.shape)
+    sums = (array(*do.shape), array(*stats.shape[1:]))
+    if half == "backward":
+        sums = array(*query.shape), of_keys
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, ids, per_head, seeds):
+    def operands_of(q, k, v, ids, ranges, per_head, seeds):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
-        return Operands(q, k, k, tokens, tokens, per_head, seeds)
+        return Operands(q, k, v, tokens._replace(**ranges), tokens, per_head, seeds)
 
-    def forward(q, k, stats, ids, sums, *of_heads):
-        del stats
-        operands = operands_of(q, k, ids, *of_heads)
+    def forward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
+        del do, stats
+        operands = operands_of(q, k, v, ids, ranges, *of_heads)
         operands = operands.replace(bounds=local.forward_bounds(operands, spec=spec))
         return local.forward(operands, sums, spec=spec, out_dtype=out_dtype)
 
-    def backward(q, k, stats, ids, sums, *of_heads):
-        operands = operands_of(q, k, ids, *of_heads)
+    def backward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
+        operands = operands_of(q, k, v, ids, ranges, *of_heads)
         bounds = local.backward_bounds(operands, spec=spec)
-        operands = operands.replace(bounds=bounds, do=q, stats=stats)
+        operands = operands.replace(bounds=bounds, do=do, stats=stats)
         assert local.backward is not None
         return local.backward(operands, *(sums or (None, None)), spec=spec)
 
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    return compiled.compile_for(run, query, key, stats, ids, sums, per_head, seeds)
+    arrays = query, key, value, do, stats, ids, of_queries, sums, per_head, seeds
+    return compiled.compile_for(run, *arrays)
 
 
 @pytest.fixture
@@ -147,6 +158,23 @@ def test_dropout_fits_in_the_registers(report, half, dim, segments):
 
 
 @pytest.mark.parametrize(
+    ("half", "dim", "options"),
+    [
+        ("forward", 64, {}),
+        ("forward", 128, {"full": True}),
+        ("forward", 256, {}),
+        ("backward", 64, {"full": True}),
+        ("backward", 128, {}),
+        ("backward", 128, {"segments": True}),
+        ("backward", 128, {"numbers": True}),
+    ],
+    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
+)
+def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
+    fits(report(half, dim, ranges=True, **options))
+
+
+@pytest.mark.parametrize(
     ("dim", "full"),
     [
         *itertools.product(range(16, 257, 16), [False]),
@@ -173,6 +201,24 @@ def test_first_and_last_forward_fit_in_the_registers(report, dim, carried, round
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_backward_fits_in_the_registers(report, dim, carried, full):
     fits(report("backward", dim, full=full, carried=carried))
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "value_dim", "options"),
+    [
+        # Multi-head latent attention, as DeepSeek's models have it: a ring's first call, its others
+        # and its last one; a call with everything that takes registers.
+        ("forward", 192, 128, {"carried": False}),
+        ("forward", 192, 128, {"full": True}),
+        ("forward", 192, 128, {"rounded": True}),
+        ("forward", 192, 128, {"numbers": True, "segments": True}),
+        ("forward", 64, 256, {"full": True}),
+        ("backward", 128, 64, {"full": True}),
+        ("backward", 64, 128, {"full": True}),
+    ],
+)
+def test_values_of_another_head_dim_fit_in_the_registers(report, half, dim, value_dim, options):
+    fits(report(half, dim, value_dim=value_dim, **options))
 
 
 @pytest.mark.parametrize(("half", "dim"), [("forward", 128), ("backward", 128)])
@@ -229,29 +275,37 @@ def test_both_forms_of_the_report_are_read(text, fits):
 
 
 @pytest.mark.parametrize(
-    ("half", "dim", "rounded"),
+    ("half", "dim", "value_dim", "rounded"),
     [
-        *itertools.product(["forward"], [64, 176, 256], [False, True]),
-        *itertools.product(["backward"], [32, 128], [False]),
+        *((half, dim, dim, rounded) for half, dim, rounded in (
+            *itertools.product(["forward"], [64, 176, 256], [False, True]),
+            *itertools.product(["backward"], [32, 128], [False]),
+        )),
+        ("forward", 192, 128, True),
+        ("backward", 128, 64, False),
     ],
-)
-def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, rounded):
+)  # fmt: skip
+def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim, rounded):
     """Asked for more stages than there is memory for: the error says how much they take."""
     shipped = forward_config(dim) if half == "forward" else backward_config(dim)
+    dims = {"head_dim": dim, "dtype": jnp.bfloat16, "value_dim": value_dim}
 
     def computed(config):
         if half == "forward":
             out_dtype = jnp.bfloat16 if rounded else jnp.float32
-            memory = ForwardMemory.of(config, dim, jnp.bfloat16, out_dtype, carried=not rounded)
+            memory = ForwardMemory.of(config, out_dtype=out_dtype, carried=not rounded, **dims)
         else:
-            memory = BackwardMemory.of(config, dim, jnp.bfloat16)
+            memory = BackwardMemory.of(config, **dims)
         return memory.nbytes
 
     stages = (MosaicConfig(shipped.block_q, shipped.block_kv, n) for n in itertools.count(2))
     # Past the limit by more than the estimate may be above the truth.
     config = next(config for config in stages if computed(config) > SHARED_MEMORY + 4096)
     with pytest.raises(Exception, match="exceeds available shared memory") as caught:
-        compile_one(half, dim, carried=not rounded, rounded=rounded, **{f"{half}_config": config})
+        compile_one(
+            half, dim, value_dim=value_dim, carried=not rounded, rounded=rounded,
+            **{f"{half}_config": config},
+        )  # fmt: skip
     taken = int(compiled.find(r"smem_bytes=(\d+)", str(caught.value)).group(1))
     assert taken <= computed(config) <= taken + 2048
 

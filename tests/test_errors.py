@@ -180,16 +180,6 @@ def test_bias_and_mask_by_keyword(function, name):
 
 
 @pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
-def test_lengths_by_keyword(function):
-    message = (
-        "_attention has no argument 'query_seq_lengths': say lengths by query_segment_ids and "
-        "key_value_segment_ids, 1 for a token and 0 for padding"
-    )
-    with pytest.raises(TypeError, match=message):
-        function(**good() | {"query_seq_lengths": np.array([3, 4])})
-
-
-@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
 def test_an_unknown_keyword(function):
     message = r"_attention\(\) got an unexpected keyword argument 'is_casual'. Did you mean 'is_c"
     with pytest.raises(TypeError, match=message):

@@ -34,20 +34,22 @@ def make_layer(mesh=None, **options: Any):
 
 
 @pytest.mark.parametrize(
-    ("layout", "theta", "qk_norm"),
+    ("layout", "theta", "qk_norm", "value_head_dim"),
     [
-        pytest.param("contiguous", 100.0, False, marks=pytest.mark.slow),
-        pytest.param("zigzag", 10000.0, True, marks=pytest.mark.slow),
-        ("striped", 10000.0, True),
-        ("zigzag", None, True),
+        pytest.param("contiguous", 100.0, False, None, marks=pytest.mark.slow),
+        pytest.param("zigzag", 10000.0, True, 3, marks=pytest.mark.slow),
+        ("striped", 10000.0, True, None),
+        ("zigzag", None, True, 10),
     ],
-    ids=["contiguous-theta100", "zigzag-norm", "striped-norm", "zigzag-norm-norope"],
+    ids=["contiguous-theta100", "zigzag-norm-v3", "striped-norm", "zigzag-norm-norope-v10"],
 )
-def test_equals_the_formula(layout, theta, qk_norm):
+def test_equals_the_formula(layout, theta, qk_norm, value_head_dim):
     mesh = make_mesh(data=2, seq=4)
     layer = make_layer(
-        mesh, batch_axis="data", layout=layout, is_causal=True, rope_theta=theta, qk_norm=qk_norm
-    )
+        mesh, batch_axis="data", layout=layout, is_causal=True, rope_theta=theta, qk_norm=qk_norm,
+        value_head_dim=value_head_dim,
+    )  # fmt: skip
+    assert layer.value.kernel.shape == (D, K, value_head_dim or H)
     graphdef, params = nnx.split(layer)
     x, cotangent = (np.random.default_rng(s).standard_normal((B, T, D)) for s in (1, 2))
     # Two documents and padding inside and at the end; positions restart with the second.
@@ -125,6 +127,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights():
             ValueError,
             "not take alibi_slopes: options hold no arrays",
         ),
+        ({"value_head_dim": 0}, ValueError, "value_head_dim is 0: it must be 1 or more"),
         ({"num_kv_heads": 3}, ValueError, "num_heads is 4, num_kv_heads 3: .*multiple"),
         ({"num_kv_heads": 0}, ValueError, "num_heads is 4, num_kv_heads 0"),
         ({"head_dim": 5}, ValueError, "head_dim is 5: RoPE rotates pairs"),

@@ -7,6 +7,7 @@ them without a GPU, and tests/test_mosaic_interpreted.py interprets them.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import compare
@@ -47,11 +48,12 @@ SPEC = AttentionSpec.of(scale=0.1, left=LEFT, right=0)
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward_tiles_fit(dim, float32):
     out_dtype = jnp.float32 if float32 else jnp.bfloat16
-    for bias_in_products in (False, True):
+    for bias_in_products, value_dim in itertools.product((False, True), DIMS):
         memory = ForwardMemory.of(
-            forward_config(dim), dim, jnp.bfloat16, out_dtype, True, bias_in_products
-        )
-        assert memory.nbytes <= 227 * 1024
+            forward_config(max(dim, value_dim)), dim, jnp.bfloat16, out_dtype, True,
+            bias_in_products, value_dim,
+        )  # fmt: skip
+        assert memory.nbytes <= 227 * 1024, value_dim
     assert dim % result_lanes(dim, float32) == 0
     assert result_lanes(dim, float32) % float32_lanes(dim) == 0
     assert float32_lanes(dim) <= 64
@@ -59,8 +61,10 @@ def test_forward_tiles_fit(dim, float32):
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_backward_tiles_fit(dim):
-    memory = BackwardMemory.of(backward_config(dim), dim, jnp.bfloat16)
-    assert memory.nbytes <= 227 * 1024
+    for value_dim in {dim, *range(32, 129, 32)} & {*range(0, 129, dim // 2)}:
+        config = backward_config(max(dim, value_dim))
+        memory = BackwardMemory.of(config, dim, jnp.bfloat16, value_dim)
+        assert memory.nbytes <= 227 * 1024, value_dim
 
 
 @pytest.mark.parametrize(

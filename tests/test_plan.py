@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from typing import Any
 
 import compiled
 import jax
@@ -120,6 +121,33 @@ def test_small_heads_have_their_own_rate():
     )
     assert 0.5 < IDEAL.small_head < 0.9
     assert small.seconds == pytest.approx(wide.seconds / 2 / IDEAL.small_head, rel=1e-3)
+
+
+def test_values_of_another_head_dim_count_as_they_are():
+    """Lanes of keys and of values: bytes of rings and exchanges, and products of the kernels."""
+    narrow: Any = {"gpus_per_host": 4, "head_dim": 192, "value_head_dim": 128}
+    c, n, kv = 65536 // 4, 32, 8
+    shape = ShardShape(c, c, n, kv, 192, 2, value_dim=128)
+    plan = burst_jax.plan(**SHAPE, **narrow)
+    for backward in ("rotate_kv", "rotate_query"):
+        ring = one(plan, "ring", backward=backward)
+        assert ring.forward_bytes == forward_bytes(hops_of_turns(4), shape)
+        assert ring.backward_bytes == backward_bytes(backward, hops_of_turns(4), shape)
+    assert forward_bytes(hops_of_turns(4), shape) == 3 * c * kv * (192 + 128) * 2
+    # q and out, k and v; then dq and do, dk and dv, and delta.
+    swapped = c * (n + kv) * (192 + 128) * 2
+    heads = one(plan, "head parallel", "contiguous")
+    assert heads.forward_bytes == swapped * 3 // 4
+    assert heads.backward_bytes == (swapped + c * n * 4) * 3 // 4
+    assert "heads x 192/128" in str(plan)
+    of_both, of_one = (
+        one(burst_jax.plan(**SHAPE, **sizes, gpu=IDEAL), "ring").tflops
+        for sizes in (narrow, narrow | {"value_head_dim": 192})
+    )
+    lanes = (2 + 6) * 192 + (2 + 4) * 128
+    assert of_one == pytest.approx(14 / (4 / IDEAL.forward + 10 / IDEAL.backward), rel=1e-3)
+    seconds = (2 * 192 + 2 * 128) / IDEAL.forward + (6 * 192 + 4 * 128) / IDEAL.backward
+    assert of_both == pytest.approx(lanes / seconds, rel=1e-3)
 
 
 def test_heads_are_exchanged_once():

@@ -31,17 +31,22 @@ SPEC = AttentionSpec.of
 NO_TOKENS = Tokens(jnp.zeros((0,), jnp.int32))
 
 
-def choose(implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", **options):
+def choose(
+    implementation, platform="gpu", capability=8.0, dim=64, dtype="bfloat16", value_dim=None,
+    **options,
+):  # fmt: skip
     q: Any = jax.ShapeDtypeStruct((1, 8, 2, dim), dtype)
+    v: Any = jax.ShapeDtypeStruct((1, 8, 2, dim if value_dim is None else value_dim), dtype)
     return resolve(
         implementation,
         platform=platform,
         compute_capability=capability,
-        operands=Operands(q, q, q, NO_TOKENS, NO_TOKENS),
+        operands=Operands(q, q, v, NO_TOKENS, NO_TOKENS),
         **options,
     )
 
 
+MOSAIC = {"implementation": "mosaic_gpu", "capability": 9.0}
 INTERPRETED = triton(interpret=True)
 # JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
 ON_HOPPER = MOSAIC_GPU if jax.__version_info__ < (0, 12) else TRITON
@@ -119,6 +124,7 @@ def test_arrays_that_hopper_kernels_do_not_take_are_no_reason_to_warn(jax_versio
     """Float32, or the gradient of wide heads: no other choice would be faster."""
     with warnings.catch_warnings(action="error"):
         assert choose(None, capability=9.0, dim=256, backward=True).name == "triton"
+        assert choose(None, capability=9.0, dim=192, value_dim=128, backward=True).name == "triton"
         assert choose(None, capability=9.0, dtype="float32").name == "triton"
         assert choose(None, capability=9.0, dtype="float64") is XLA
 
@@ -171,6 +177,26 @@ def test_triton_takes_the_tiles_of_the_gpu():
             "'xla' .* no backward pass; use None or 'xla' where gradients are taken",
         ),
         (
+            {"implementation": "triton", "dim": 192, "value_dim": 320},
+            NotImplementedError,
+            "'triton' .* the head dim of values is 320; it takes 256 at most",
+        ),
+        (
+            MOSAIC | {"dim": 192, "value_dim": 128, "backward": True},
+            NotImplementedError,
+            "'mosaic_gpu' .* the head dim is 192; it takes multiples of 32 up to 128",
+        ),
+        (
+            MOSAIC | {"dim": 128, "value_dim": 72},
+            NotImplementedError,
+            "'mosaic_gpu' .* head dim of values is 72; it takes multiples of 16 up to 256",
+        ),
+        (
+            MOSAIC | {"dim": 128, "value_dim": 96, "backward": True},
+            NotImplementedError,
+            "head dim of values is 96, of keys 128; the backward takes multiples of 64 beside it",
+        ),
+        (
             {"implementation": "triton", "dim": 320},
             NotImplementedError,
             "'triton' .* the head dim is 320; it takes 256 at most",
@@ -212,6 +238,10 @@ def test_triton_takes_the_tiles_of_the_gpu():
         "triton_cpu",
         "triton_turing",
         "no_backward",
+        "triton_value_dim",
+        "mosaic_gpu_backward_of_latent_attention",
+        "mosaic_gpu_value_dim",
+        "mosaic_gpu_backward_value_dim",
         "triton_head_dim",
         "triton_float64",
         "mosaic_gpu_cpu",

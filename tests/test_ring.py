@@ -20,6 +20,7 @@ FACTORS = {
     "backward": ("rotate_kv", "rotate_query"),
     "shard": ("even", "63", "100", "longer_keys", "longer_queries"),
     "head_dim": (16, 40, 33),
+    "value_dim": ("same", 24),
     "dtype": ("float32", "bfloat16", "float16"),
     "numbers": ("none", "sinks", "slopes", "both"),
 }

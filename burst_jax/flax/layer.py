@@ -15,7 +15,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from burst_jax.api import burst_attention, ring_attention
-from burst_jax.attention_options import AttentionOptions
+from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, MaskArrays
+from burst_jax.checks import WindowSize
 from burst_jax.flax.low_rank import add_adapter, cut_outputs
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
@@ -34,6 +35,7 @@ from burst_jax.weights import sum_over
 REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
+    **dict.fromkeys(MASK_ARRAYS, "pass it to the call, beside segment_ids"),
     "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "dropout_key": "pass rngs to the call, which takes the key from them",
@@ -48,11 +50,12 @@ class BurstAttention(nnx.Module):
 
     ::
 
-        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
+        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,Hv]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
         out = burst_attention(q, k, v, **options) Wo
 
-    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+    B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
+    Hv head dim of values.
 
     Inside the caller's own ``shard_map`` over the sequence axes (over any axis, if no axis splits
     the sequence) the layer takes one device's tokens and weights, and calls
@@ -63,8 +66,9 @@ class BurstAttention(nnx.Module):
       in_features: number of features of the input, D.
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a head, H, even with RoPE; None is
+      head_dim: number of features of a query's and a key's head, H, even with RoPE; None is
         ``in_features // num_heads``.
+      value_head_dim: number of features of a value's head, Hv; None is H.
       out_features: number of features of the output; None is ``in_features``.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
@@ -80,7 +84,8 @@ class BurstAttention(nnx.Module):
       **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
         is_causal and dropout_rate, but not ``return_residual``, not the numbers of each head
         (``sink_logits``, ``alibi_slopes``), not ``dropout_key``, which the call takes from its
-        ``rngs``, and not the segment ids, which are an argument of the call.
+        ``rngs``, and not segment ids, lengths, prefixes and ranges of keys, which are arguments of
+        the call.
 
     Raises:
       TypeError: an unknown option.
@@ -94,6 +99,7 @@ class BurstAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
         out_features: int | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
@@ -125,6 +131,9 @@ class BurstAttention(nnx.Module):
             head_dim = in_features // num_heads
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        if value_head_dim < 1:
+            raise ValueError(f"value_head_dim is {value_head_dim}: it must be 1 or more, or None")
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
@@ -152,9 +161,9 @@ class BurstAttention(nnx.Module):
 
         self.query = linear(in_features, (num_heads, head_dim), kernel_init)
         self.key = linear(in_features, (num_kv_heads, head_dim), kernel_init)
-        self.value = linear(in_features, (num_kv_heads, head_dim), kernel_init)
+        self.value = linear(in_features, (num_kv_heads, value_head_dim), kernel_init)
         self.out = linear(
-            (num_heads, head_dim),
+            (num_heads, value_head_dim),
             in_features if out_features is None else out_features,
             kernel_init if out_kernel_init is None else out_kernel_init,
             axis=(-2, -1),
@@ -178,6 +187,7 @@ class BurstAttention(nnx.Module):
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
+        **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
 
@@ -192,6 +202,8 @@ class BurstAttention(nnx.Module):
           deterministic: whether nothing is dropped although there is a ``dropout_rate``; None is
             the layer's attribute of this name, which ``model.eval()`` and ``model.train()`` set.
           rngs: random numbers of dropout (stream "dropout"); needed where weights are dropped.
+          **masks: :func:`burst_attention`'s ``query_seq_lengths``, ``key_value_seq_lengths``,
+            ``prefix_lengths``, ``key_starts`` and ``key_ends``.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -210,15 +222,15 @@ class BurstAttention(nnx.Module):
                 raise ValueError(
                     "positions are given but rope_theta is None: the layer would ignore them"
                 )
-            return self.attend(x, None, segment_ids, dropout_key=dropout_key)
+            return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs the position of every token, in the order that "
                 "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out = self.attend(x, rope, segment_ids, dropout_key=dropout_key)
-        return refuse_wrong_order(out, positions, segment_ids, dict(self.options))
+        out = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
+        return refuse_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
         self,
@@ -226,9 +238,10 @@ class BurstAttention(nnx.Module):
         rope: RopeTable | None,
         segment_ids: jax.Array | None = None,
         *,
-        local_window_size: int | tuple[int, int] | None = None,
+        local_window_size: WindowSize = None,
         attention_fn: Callable[..., jax.Array] | None = None,
         dropout_key: jax.Array | None = None,
+        **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends as the call does, with a RoPE table that layers can share.
 
@@ -244,10 +257,17 @@ class BurstAttention(nnx.Module):
           attention_fn: what is called instead of :func:`burst_attention`, or inside a ``shard_map``
             instead of :func:`ring_attention`, with the same arguments; None is that function.
           dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None drops nothing.
+          **masks: as in the call.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
         """
+        if others := masks.keys() - set(MASK_ARRAYS):
+            raise TypeError(
+                f"BurstAttention's call got {', '.join(sorted(others))}: beside segment_ids it "
+                f"takes {', '.join(MASK_ARRAYS)}; other arguments of burst_attention are options "
+                "of the layer"
+            )
         inside = inside_shard_map(sequence_axes(dict(self.options)))
         if not inside:
             self._refuse_explicit_heads()
@@ -267,7 +287,7 @@ class BurstAttention(nnx.Module):
             "query_segment_ids": segment_ids,
             "key_value_segment_ids": segment_ids,
         }
-        options: Any = dict(self.options) | segments
+        options: Any = dict(self.options) | segments | masks
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
         options["dropout_key"] = dropout_key
@@ -315,7 +335,7 @@ class BurstAttention(nnx.Module):
         key/value weights are whole, as they are where there are fewer key heads than devices, only
         the heads that its query heads need are projected.
         """
-        (n, _), (k, _) = self.query.out_features, self.key.out_features
+        (n, _), (k, lanes) = self.query.out_features, linear.out_features
         needed = max(1, k * num_heads // n)
         if linear.kernel.shape[-2] == needed:
             return linear
@@ -324,7 +344,7 @@ class BurstAttention(nnx.Module):
         mine = jax.tree.map(
             lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
         )
-        adapter = cut_outputs(adapter, first * self.head_dim, needed * self.head_dim)
+        adapter = cut_outputs(adapter, first * lanes, needed * lanes)
         return nnx.merge(graphdef, adapter, mine)
 
     def _refuse_explicit_heads(self) -> None:

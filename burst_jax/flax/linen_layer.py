@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from burst_jax.attention_options import MaskArrays
+from burst_jax.checks import WindowSize
 from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.flax.options import check_options
 from burst_jax.layout import Layout
@@ -41,12 +43,15 @@ class LinenBurstAttention(linen.Module):
         params = nnx.to_pure_dict(nnx.state(nnx_layer, nnx.Param))
         out = LinenBurstAttention(num_heads=8, mesh=mesh).apply({"params": params}, x, positions)
 
-    B batch, T length, D features, N query heads, K key/value heads, H head dim.
+    B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
+    Hv head dim of values.
 
     Attributes:
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a head, H, even with RoPE; None is D divided by N.
+      head_dim: number of features of a query's and a key's head, H, even with RoPE; None is D
+        divided by N.
+      value_head_dim: number of features of a value's head, Hv; None is H.
       out_features: number of features of the output; None is D.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
@@ -56,7 +61,8 @@ class LinenBurstAttention(linen.Module):
       norm_offset: what these norms add to their scales.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights.
-      kernel_init: initializer of the query, key and value kernels, ``[D, N, H]`` and ``[D, K, H]``.
+      kernel_init: initializer of the query, key and value kernels, ``[D, N, H]``, ``[D, K, H]``
+        and ``[D, K, Hv]``.
         It gets them as matrices, as linen's ``DenseGeneral`` does, and may be one of
         ``linen.with_partitioning``, which names the three axes.
       out_kernel_init: initializer of the output kernel, ``[N, H, out_features]``; None is
@@ -73,6 +79,7 @@ class LinenBurstAttention(linen.Module):
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    value_head_dim: int | None = None
     out_features: int | None = None
     use_bias: bool = False
     out_bias: bool | None = None
@@ -92,7 +99,7 @@ class LinenBurstAttention(linen.Module):
     layout: Layout = "contiguous"
     is_causal: bool = False
     scale: float | None = None
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
@@ -113,6 +120,7 @@ class LinenBurstAttention(linen.Module):
         segment_ids: jax.Array | None = None,
         *,
         deterministic: bool = False,
+        **masks: Unpack[MaskArrays],
     ) -> jax.Array:
         """Attends over the whole sequence.
 
@@ -122,6 +130,7 @@ class LinenBurstAttention(linen.Module):
           segment_ids: as in the call of :class:`burst_jax.BurstAttention`.
           deterministic: whether nothing is dropped although there is a ``dropout_rate``. Otherwise
             the stream "dropout" gives the random numbers.
+          **masks: as in the call of :class:`burst_jax.BurstAttention`.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
@@ -150,7 +159,7 @@ class LinenBurstAttention(linen.Module):
         if self.dropout_rate and not deterministic:
             rngs = nnx.Rngs(dropout=self.make_rng("dropout"))
         layer = nnx.merge(graphdef, state)
-        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs)
+        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs, **masks)
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments, which it checks."""

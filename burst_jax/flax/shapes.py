@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.api import burst_attention
-from burst_jax.attention_options import AttentionOptions
+from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions
 from burst_jax.checks import check_arrays, check_segment_ids
+from burst_jax.key_ranges import check_key_ranges
 from burst_jax.sharding import axes_size, flat_names, place_explicit, resolve_mesh, sequence_axes
 
 
@@ -23,12 +24,12 @@ def attend_any_shape(
     Args:
       query: ``[*batch, T, N, H]``.
       key: ``[*batch, S, K, H]``.
-      value: ``[*batch, S, K, H]``.
+      value: ``[*batch, S, K, Hv]``.
       options: keyword arguments of :func:`burst_jax.burst_attention`.
       pad: whether lengths that the mesh does not divide are padded instead of refused.
 
     Returns:
-      ``[*batch, T, N, H]``.
+      ``[*batch, T, N, Hv]``.
 
     Raises:
       ValueError: arrays of other shapes; without ``pad``, lengths that the mesh does not divide.
@@ -98,6 +99,7 @@ def _attend_padded(
     length, sharding = query.shape[1], jax.typeof(query).sharding
     query_ids, kv_ids = options.get("query_segment_ids"), options.get("key_value_segment_ids")
     check_segment_ids(query, key, query_ids, kv_ids)
+    check_key_ranges(query, True, None, {name: options.get(name) for name in MASK_ARRAYS})
     mesh = resolve_mesh(options.get("mesh"))
     batch, tokens = options.get("batch_axis"), sequence_axes(options)
 
@@ -112,6 +114,10 @@ def _attend_padded(
     padded_options = options.copy()
     padded_options["query_segment_ids"] = padded(_ids_or_ones(query_ids, query))
     padded_options["key_value_segment_ids"] = padded(_ids_or_ones(kv_ids, key))
+    for name in ("key_starts", "key_ends"):
+        of_tokens: Any = options.get(name)
+        if of_tokens is not None:
+            padded_options[name] = padded(jnp.broadcast_to(of_tokens, query.shape[:2]))
     arrays = (padded(x, options.get("head_axis"), None) for x in (query, key, value))
     out = burst_attention(*arrays, **padded_options)
     if out.shape[1] == length:

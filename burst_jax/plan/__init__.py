@@ -83,6 +83,7 @@ def plan(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int = 128,
+    value_head_dim: int | None = None,
     batch: int = 1,
     gpu: str | Gpu = "h200",
     hosts: int = 1,
@@ -102,7 +103,9 @@ def plan(
       length: number of tokens of the whole sequence.
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a head, H.
+      head_dim: number of features of a query and of a key, H.
+      value_head_dim: number of features of a value, Hv; None is H. The kernels' rates were measured
+        with H = Hv.
       batch: number of rows.
       gpu: "a100", "h100", "h200", or a :class:`Gpu` of your own.
       hosts: number of machines.
@@ -121,15 +124,17 @@ def plan(
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_sizes(
-        length=length, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, batch=batch
-    )
+        length=length, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, batch=batch,
+        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+    )  # fmt: skip
     if num_heads % kv_heads:
         raise ValueError(
             f"num_kv_heads is {kv_heads}, num_heads {num_heads}: num_heads must be a multiple of it"
         )
     cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
     attention = Attention(
-        length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size
+        length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size,
+        value_head_dim=value_head_dim,
     )  # fmt: skip
     estimates, left_out = [], []
     for scheme in _schemes(cluster):

@@ -17,7 +17,7 @@ from burst_jax.plan.training_table import table
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 # What says one attention, and what says a training step. None is not given.
-_ATTENTION = ("heads", "kv_heads", "head_dim", "full", "window")
+_ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "full", "window")
 _TRAINING = ("moments", "moment_dtype", "all")
 
 
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=int, help="query heads (default: 32)")
     add("--kv-heads", type=int, help="default: as many as heads")
     add("--head-dim", type=int, help="features of a head (default: 128)")
+    add("--value-head-dim", type=int, help="features of a value (default: as of a key)")
     add("--full", action="store_true", default=None, help="no causal mask")
     add("--window", type=tokens, help="local_window_size, to the left")
     add = parser.add_argument_group("a training step").add_argument
@@ -113,6 +114,7 @@ def _attention(args: argparse.Namespace) -> Plan:
         num_heads=32 if args.heads is None else args.heads,
         num_kv_heads=args.kv_heads,
         head_dim=128 if args.head_dim is None else args.head_dim,
+        value_head_dim=args.value_head_dim,
         is_causal=not args.full,
         local_window_size=None if args.window is None else (args.window, 0),
     )

@@ -26,8 +26,9 @@ _GIB = 2**30
 # The share of the work at home that is left for its second part, beside the gradient sum's last
 # hop: half of the keys, which under a causal mask have a quarter of the scores.
 _HELD, _HELD_CAUSAL = 1 / 2, 1 / 4
-# Multiplications and additions per score and head dim: two products forward, five backward.
-_FORWARD, _BACKWARD = 4, 10
+# Multiplications and additions per score and lane of H, and per score and lane of Hv. Forward there
+# is a product of each kind, backward there are three over H and two over Hv.
+_FORWARD, _BACKWARD = (2, 2), (6, 4)
 # Two backward kernels make three and four products, of the seven that they make together.
 _SHARES = {"stays": 3 / 7, "travels": 4 / 7, "both": 1.0}
 
@@ -41,10 +42,11 @@ class Attention:
       batch: rows.
       heads: N.
       kv_heads: K.
-      head_dim: H.
+      head_dim: H, of queries and keys.
       is_causal: as burst_attention's.
       local_window_size: as burst_attention's.
       itemsize: bytes per element of q, k and v.
+      value_head_dim: Hv, of values; None is H.
     """
 
     length: int
@@ -55,6 +57,12 @@ class Attention:
     is_causal: bool
     local_window_size: int | tuple[int, int] | None
     itemsize: int = 2
+    value_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Hv."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,10 +275,13 @@ class Model:
             head_dim=attention.head_dim,
             itemsize=attention.itemsize,
             batch=attention.batch,
+            value_dim=attention.value_dim,
         )
-        # Its elements of K and V together, and of Q.
-        per_head = attention.batch * tokens * attention.head_dim
-        self._kv, self._q = 2 * per_head * self._shape.kv_heads, per_head * self._shape.heads
+        # Its elements of K and V together, of Q, and of out.
+        rows = attention.batch * tokens
+        self._kv = rows * self._shape.kv_heads * self._shape.key_and_value_dims
+        self._q = rows * self._shape.heads * attention.head_dim
+        self._out = rows * self._shape.heads * attention.value_dim
         self._routes, self._scores = {}, {}
         for queries_travel in (False, True):
             route = request.route(tokens, tokens, queries_travel=queries_travel)
@@ -287,7 +298,7 @@ class Model:
         bare = forward.bare + back.bare + sum(swap_seconds)
         seconds = forward.total + swap_seconds[0], back.total + swap_seconds[1]
         scores = sum(mean for _, mean in self._scores[False].values())
-        flops = (_FORWARD + _BACKWARD) * self._per_score * scores
+        flops = (self._per_score(_FORWARD) + self._per_score(_BACKWARD)) * scores
         ring = self._ring_bytes(backward)
         return Estimate(
             scheme=self._scheme,
@@ -303,14 +314,16 @@ class Model:
             tflops=1e-12 * flops / sum(seconds),
         )
 
-    @property
-    def _per_score(self) -> int:
-        """Multiplications and additions of one product, of one score of every row and head."""
-        return self._attention.batch * self._shape.heads * self._attention.head_dim
+    def _per_score(self, per_lane: tuple[int, int]) -> int:
+        """Multiplications and additions of a pass, of one score of every row and head."""
+        lanes = self._attention.head_dim, self._attention.value_dim
+        of_head = sum(count * dim for count, dim in zip(per_lane, lanes, strict=True))
+        return self._attention.batch * self._shape.heads * of_head
 
     @property
     def _rate_share(self) -> float:
-        return self._cluster.gpu.small_head if self._attention.head_dim <= 64 else 1.0
+        small = max(self._attention.head_dim, self._attention.value_dim) <= 64
+        return self._cluster.gpu.small_head if small else 1.0
 
     @property
     def _links(self) -> tuple[float, float]:
@@ -339,7 +352,7 @@ class Model:
         spent = _Seconds()
         for step in forward_schedule(self._routes[False]):
             scores = self._scores[False][step.stop][0]
-            work = _FORWARD * self._per_score * scores / rate + self._cluster.gpu.launch
+            work = self._per_score(_FORWARD) * scores / rate + self._cluster.gpu.launch
             spent.add(work, self._sending(step.all_sends, sizes))
         return spent
 
@@ -357,7 +370,7 @@ class Model:
             elif step.part == "first":
                 scores -= scores * held
             launches = gpu.launch * len(step.launches)
-            work = _BACKWARD * self._per_score * scores / rate + launches
+            work = self._per_score(_BACKWARD) * scores / rate + launches
             throughout = self._sending(step.sends, sizes)
             phases = _phases(step)
             for share, sends in phases:
@@ -375,8 +388,8 @@ class Model:
         itemsize = self._attention.itemsize
         sums = min(stops, 3 if self._cluster.gpu.fused else 2)
         q_sums, kv_sums = (sums, 1) if queries_travel else (1, sums)
-        q = 2 * itemsize + 8 * q_sums + itemsize
-        return self._q * q + self._kv * (4 * kv_sums + itemsize)
+        q = self._q * (8 * q_sums + itemsize) + self._out * 2 * itemsize
+        return q + self._kv * (4 * kv_sums + itemsize)
 
     def _sending(self, sends: Iterable[Send], sizes: dict[str, int]) -> tuple[float, float]:
         """Seconds over the links inside turns and over those between turns, which work at once.
@@ -421,18 +434,21 @@ class Model:
         if exchange == 1:
             return 0
         copied = attention.kv_heads % exchange != 0
-        q, kv = self._q * attention.itemsize, self._kv * attention.itemsize
+        # q and out go forward; the gradients of both go backward.
+        q_out, kv = ((x * attention.itemsize) for x in (self._q + self._out, self._kv))
         rows = 0
         if backward:
             kv = self._kv * 4 if copied else kv
             rows = attention.batch * self._shape.q_length * self._shape.heads * 4
-        return (2 * q + kv + rows) * (exchange - 1) // exchange
+        return (q_out + kv + rows) * (exchange - 1) // exchange
 
     def _memory(self, rotation: Rotation) -> float:
         """Bytes of q, k, v, their gradients, and all that lies between."""
         attention, exchange = self._attention, self._scheme.exchange
-        per_head = attention.batch * self._shape.q_length // exchange * attention.head_dim
-        arrays = per_head * (attention.heads + 2 * attention.kv_heads) * attention.itemsize
+        rows = attention.batch * self._shape.q_length // exchange
+        lanes = attention.heads * attention.head_dim
+        lanes += attention.kv_heads * self._shape.key_and_value_dims
+        arrays = rows * lanes * attention.itemsize
         route = self._routes[rotation == "rotate_query"]
         return 2 * arrays + temp_bytes(
             "fused" if self._cluster.gpu.fused else "apart",
@@ -440,6 +456,7 @@ class Model:
             turns=len(route.turns),
             stops=len(route.stops),
             exchange=exchange > 1,
-            q=self._q * attention.itemsize,
+            # Half of what counts as Q there has the head dim of values: dO, and out.
+            q=(self._q + self._out) // 2 * attention.itemsize,
             kv=self._kv * attention.itemsize,
         )

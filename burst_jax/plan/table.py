@@ -19,11 +19,14 @@ def table(plan: Plan) -> str:
     mask = "causal" if attention.is_causal else "full"
     if attention.local_window_size is not None:
         mask += f", window {attention.local_window_size}"
+    head_dims = f"{attention.head_dim}"
+    if attention.value_dim != attention.head_dim:
+        head_dims += f"/{attention.value_dim}"
     lines = [
         f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {cluster.link:g} GB/s to a neighbour, "
         f"{cluster.host_link:g} to another host; rates: {gpu.source}",
         f"{attention.batch} x {attention.length:,} tokens, {attention.heads}/{attention.kv_heads} "
-        f"heads x {attention.head_dim}, {mask}; one attention, per device",
+        f"heads x {head_dims}, {mask}; one attention, per device",
         "",
         f"{'scheme':28}{'layout':12}{'backward':14}{'fwd ms':>9}{'bwd ms':>9}{'TFLOP/s':>9}"
         f"{'hidden':>8}{'GiB':>8}{'fwd MiB':>10}{'bwd MiB':>10}{'to hosts':>10}",

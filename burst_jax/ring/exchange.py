@@ -99,11 +99,13 @@ def own_heads(x: jax.Array, axis_name: str | None) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count, axis=-1)
 
 
-def all_tokens(segment_ids: jax.Array | None, axis_name: str | None) -> jax.Array | None:
-    """Segment ids ``[B, c]`` of all the axis' devices, ``[B, h c]``."""
-    if segment_ids is None or axis_name is None:
-        return segment_ids
-    return lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
+def all_tokens(x: jax.Array, axis_name: str | None) -> jax.Array:
+    """Segment ids, or another number of each token, ``[B, c]``, of all the axis' devices.
+
+    Returns:
+      ``[B, h c]``.
+    """
+    return x if axis_name is None else lax.all_gather(x, axis_name, axis=1, tiled=True)
 
 
 def _copies(heads: int, axis_name: str) -> int:

@@ -31,7 +31,7 @@ from jax import lax
 
 from burst_jax.platform import Target, current_target
 from burst_jax.request import Request
-from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.local import Shard
 from burst_jax.ring.route import Route
 from burst_jax.ring.vjp import (
     Residuals,
@@ -50,7 +50,7 @@ class SecondHalf(NamedTuple):
     """A ring's results for the queries of the second half of the sequence.
 
     Attributes:
-      out: ``[B, T / 2, N, H]``, with the tokens and heads that this device has in the ring.
+      out: ``[B, T / 2, N, Hv]``, with the tokens and heads that this device has in the ring.
       lse: float32 ``[B, N, T / 2]``, likewise.
     """
 
@@ -132,8 +132,9 @@ def _check(request: Request, shard: Shard) -> None:
     instead = 'keep all of it (remat="attention")'
     if request.spec.mask.right != 0:
         raise ValueError(
-            "is_causal is False: queries of the first half of the sequence then see keys of the "
-            f"second half, and a half of the attention cannot be made again alone; {instead}"
+            "is_causal is False, or prefix_lengths lifts it: queries of the first half of the "
+            "sequence then see keys of the second half, and a half of the attention cannot be made "
+            f"again alone; {instead}"
         )
     queries, keys = shard.queries.length, shard.keys.length
     if queries != keys:
@@ -179,16 +180,14 @@ def _busiest(request: Request, tokens: int) -> float:
 def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     """Out and lse of the first half of every shard, by a ring over these halves."""
     tokens = _first_tokens(shard)
-    (q, q_ids, *_), keys, per_head, seeds = shard
-    q, q_ids, k, v, kv_ids = jax.tree.map(lambda x: x[:, :tokens], (q, q_ids, *keys))
+    queries, keys = jax.tree.map(lambda x: x[:, :tokens], (shard.queries, shard.keys))
     ring = first_half(request, tokens)
     route = ring.route(tokens, tokens)
     dealt = ring.layout == "zigzag"
     if dealt:
-        q, q_ids, k, v, kv_ids = deal(route, (q, q_ids, k, v, kv_ids))
-    out, lse = attend_exchanged(
-        ring, target, Shard(Queries(q, q_ids), Keys(k, v, kv_ids), per_head, seeds)
-    )
+        queries, keys = deal(route, (queries, keys))
+    shard = shard._replace(queries=queries, keys=keys)
+    out, lse = attend_exchanged(ring, target, shard)
     if dealt:
         out, lse = deal_back(route, (out, lse.swapaxes(1, 2)))
         lse = lse.swapaxes(1, 2)

@@ -24,13 +24,17 @@ class Queries(NamedTuple):
     Attributes:
       q: ``[B, T, N, H]``.
       segment_ids: int32 ``[B, T]``, or None.
-      do: the gradient of out, ``[B, T, N, H]``; None in the forward.
+      key_starts: int32 ``[B or 1, T]``, or None: see :class:`pallas_kernels.Tokens`.
+      key_ends: int32 ``[B or 1, T]``, or None.
+      do: the gradient of out, ``[B, T, N, Hv]``; None in the forward.
       stats: float32 lse and delta, ``[2, B, N, T]``; None in the forward. They are one array, so
         that they travel by one permute.
     """
 
     q: jax.Array
-    segment_ids: jax.Array | None
+    segment_ids: jax.Array | None = None
+    key_starts: jax.Array | None = None
+    key_ends: jax.Array | None = None
     do: jax.Array | None = None
     stats: jax.Array | None = None
 
@@ -39,24 +43,35 @@ class Queries(NamedTuple):
         """T."""
         return self.q.shape[1]
 
+    @property
+    def token_arrays(self) -> dict[str, jax.Array]:
+        """What masks read of the queries beside their positions, by name."""
+        given = {name: getattr(self, name) for name in ("segment_ids", "key_starts", "key_ends")}
+        return {name: x for name, x in given.items() if x is not None}
+
 
 class Keys(NamedTuple):
     """The keys and values of one shard.
 
     Attributes:
       k: ``[B, S, K, H]``.
-      v: ``[B, S, K, H]``.
+      v: ``[B, S, K, Hv]``.
       segment_ids: int32 ``[B, S]``, or None.
     """
 
     k: jax.Array
     v: jax.Array
-    segment_ids: jax.Array | None
+    segment_ids: jax.Array | None = None
 
     @property
     def length(self) -> int:
         """S."""
         return self.k.shape[1]
+
+    @property
+    def token_arrays(self) -> dict[str, jax.Array]:
+        """What masks read of the keys beside their positions, by name."""
+        return {} if self.segment_ids is None else {"segment_ids": self.segment_ids}
 
 
 # What travels: either side of the attention.
@@ -89,17 +104,17 @@ class LocalForward:
     def __init__(self, request: Request, implementation: Implementation, shard: Shard):
         queries, keys, per_head, seeds = shard
         self.route = route = request.route(queries.length, keys.length)
-        q_tokens = request.tokens(route, queries.length, route.home, queries.segment_ids)
+        q_tokens = request.tokens(route, queries.length, route.home, queries.token_arrays)
 
         def operands(stop: Stop | jax.Array, keys: Keys) -> Operands:
-            kv_tokens = request.tokens(route, keys.length, stop, keys.segment_ids)
+            kv_tokens = request.tokens(route, keys.length, stop, keys.token_arrays)
             return Operands(queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds)
 
-        def bounds(stop: Stop | jax.Array, segment_ids: jax.Array | None) -> Any:
-            here = operands(stop, keys._replace(segment_ids=segment_ids))
-            return implementation.forward_bounds(here, spec=request.spec)
+        def bounds(stop: Stop | jax.Array, block: Block) -> Any:
+            assert isinstance(block, Keys)
+            return implementation.forward_bounds(operands(stop, block), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, keys.segment_ids, bounds)
+        self._bounds_at = _bounds_by_stop(route, keys, bounds)
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         self._spec, self._operands, self._dtype = request.spec, operands, queries.q.dtype
@@ -115,7 +130,7 @@ class LocalForward:
         """
         operands = self._operands(stop, keys)
         return self._forward(
-            operands.replace(bounds=self._bounds_at(stop, keys.segment_ids)),
+            operands.replace(bounds=self._bounds_at(stop, keys)),
             carry,
             spec=self._spec,
             out_dtype=self._dtype if last else None,
@@ -147,21 +162,20 @@ class LocalBackward:
         staying: Block
         travelling: Block
         staying, travelling = _swap(rotate_kv, queries, keys)
-        here = request.tokens(route, staying.length, route.home, staying.segment_ids)
+        here = request.tokens(route, staying.length, route.home, staying.token_arrays)
 
         def operands(stop: Stop | jax.Array, block: Block) -> Operands:
-            arriving = request.tokens(route, block.length, stop, block.segment_ids)
+            arriving = request.tokens(route, block.length, stop, block.token_arrays)
             queries, keys = _swap(rotate_kv, staying, block)
             tokens = _swap(rotate_kv, here, arriving)
             arrays = queries.q, keys.k, keys.v, *tokens, per_head, seeds
             return Operands(*arrays, do=queries.do, stats=queries.stats)
 
-        def bounds(stop: Stop | jax.Array, segment_ids: jax.Array | None) -> Any:
-            block = travelling._replace(segment_ids=segment_ids)
+        def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             return implementation.backward_bounds(operands(stop, block), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, travelling.segment_ids, bounds)
-        at_home = self._bounds_at(route.home, travelling.segment_ids)
+        self._bounds_at = _bounds_by_stop(route, travelling, bounds)
+        at_home = self._bounds_at(route.home, travelling)
         self._bounds_at_home: dict[Part, Any] = {"whole": at_home}
         split = implementation.split_backward
         self.cuts_home = split is not None and len(route.stops) > 1
@@ -180,7 +194,7 @@ class LocalBackward:
         """The tiles that a step visits, for the kernels of that step."""
         if stop == self.route.home:
             return self._bounds_at_home[part]
-        return self._bounds_at(stop, block.segment_ids)
+        return self._bounds_at(stop, block)
 
     def __call__(self, kernel: Kernel, stop: Stop, bounds: Any, block: Block, *sums: Any) -> Any:
         """Runs a kernel of the backward.
@@ -236,22 +250,28 @@ def _gradients(
 
 
 def _bounds_by_stop(
-    route: Route, segment_ids: jax.Array | None, bounds_of: Callable[[Any, Any], Any]
-) -> Callable[[Stop, jax.Array | None], Any]:
-    """``bounds_of(stop, segment_ids) -> bounds``, made once for all stops where that is possible.
+    route: Route, block: Block, bounds_of: Callable[[Any, Block], Any]
+) -> Callable[[Stop, Block], Any]:
+    """``bounds_of(stop, block) -> bounds``, made once for all stops where that is possible.
 
-    Tables that depend on positions alone are made for all stops at once, by one small kernel
-    instead of several per step. It saves memory, too: tables that are made step by step lie between
-    the blocks, and a program for 12 or more A100 then needs one block of memory more. Segment ids
-    arrive with their block, so tables that depend on them are made when the block has landed.
+    Tables that depend on positions and on the side that stays are made for all stops at once, by
+    one small kernel instead of several per step. It saves memory, too: tables that are made step by
+    step lie between the blocks, and a program for 12 or more A100 then needs one block of memory
+    more. Segment ids and ranges of keys arrive with their block, so tables that depend on them are
+    made when the block has landed.
+
+    Args:
+      route: the way of the travelling side.
+      block: the block that starts here; others have the same arrays.
+      bounds_of: reads the block's shapes and token arrays.
     """
-    if segment_ids is not None or len(route.stops) == 1:
+    if block.token_arrays or len(route.stops) == 1:
         return bounds_of
     stops = jnp.asarray(np.array(route.stops, np.int32))
-    tables = jax.vmap(lambda stop: bounds_of(stop, None))(stops)
+    tables = jax.vmap(lambda stop: bounds_of(stop, block))(stops)
 
-    def made_before(stop: Stop, segment_ids: jax.Array | None) -> Any:
-        del segment_ids
+    def made_before(stop: Stop, block: Block) -> Any:
+        del block
         index = route.stops.index(stop)
         return jax.tree.map(lambda table: table[index], tables)
 

@@ -24,9 +24,10 @@ class ShardShape:
       kv_length: key tokens.
       heads: N, on this device.
       kv_heads: K, on this device.
-      head_dim: H.
+      head_dim: H, of queries and keys.
       itemsize: bytes per element of the activations.
       batch: batch rows on this device.
+      value_dim: Hv, of values; None is H.
     """
 
     q_length: int
@@ -36,6 +37,12 @@ class ShardShape:
     head_dim: int
     itemsize: int
     batch: int = 1
+    value_dim: int | None = None
+
+    @property
+    def key_and_value_dims(self) -> int:
+        """H + Hv: what a key and its value have together."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
 
 def hop_bytes(rotation: Rotation, shape: ShardShape) -> tuple[int, int]:
@@ -45,10 +52,13 @@ def hop_bytes(rotation: Rotation, shape: ShardShape) -> tuple[int, int]:
     (BurstAttention, arXiv 2403.09347, section 3.1). The sum is of dK and dV, or of dQ, in float32.
     """
     if rotation == "rotate_kv":
-        elements = 2 * shape.batch * shape.kv_length * shape.kv_heads * shape.head_dim
+        rows = shape.batch * shape.kv_length * shape.kv_heads
+        elements = rows * shape.key_and_value_dims
         return elements * shape.itemsize, elements * 4
     rows = shape.batch * shape.q_length * shape.heads
-    return rows * 2 * (shape.head_dim * shape.itemsize + 4), rows * shape.head_dim * 4
+    # dO has the head dim of values, as out does. Of lse and delta each row has a number.
+    block = rows * (shape.key_and_value_dims * shape.itemsize + 2 * 4)
+    return block, rows * shape.head_dim * 4
 
 
 def forward_bytes(hops: Hops, shape: ShardShape) -> int:

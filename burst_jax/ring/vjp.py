@@ -38,7 +38,7 @@ def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
       shard: the arrays.
 
     Returns:
-      ``(out, lse)``: out ``[B, T, N, H]`` in the query's dtype, lse float32 ``[B, T, N]``.
+      ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
     shard = for_ring(request, shard)
     queries, keys, per_head, seeds = shard
@@ -81,8 +81,11 @@ def exchanged(request: Request, shard: Shard) -> Shard:
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
-    q_ids, kv_ids = (all_tokens(x.segment_ids, axis) for x in (queries, keys))
-    return Shard(Queries(query, q_ids), Keys(key, value, kv_ids), per_head, seeds)
+    q_arrays, kv_arrays = (
+        {name: all_tokens(x, axis) for name, x in side.token_arrays.items()}
+        for side in (queries, keys)
+    )
+    return Shard(Queries(query, **q_arrays), Keys(key, value, **kv_arrays), per_head, seeds)
 
 
 def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
@@ -110,7 +113,7 @@ class Residuals(NamedTuple):
 
     Attributes:
       exchanged: what the ring ran on, after the exchange.
-      out: ``[B, T, N, H]``, this device's tokens before the exchange.
+      out: ``[B, T, N, Hv]``, this device's tokens before the exchange.
       lse: ``[B, N, T]``, with the ring's tokens and heads.
       q_segment_ids: of this device's tokens before the exchange.
       differentiated: which numbers of each head need a gradient, said by an array's length
@@ -229,13 +232,14 @@ def ring_gradient(
             kv_heads=kv[0].shape[2],
             head_dim=query.shape[3],
             itemsize=query.dtype.itemsize,
+            value_dim=kv[1].shape[3],
         ),
         kv_hops=count_hops(request.route(*lengths)),
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),
     )
     request = request.differentiating(differentiated)
     shard = Shard(
-        Queries(query, queries.segment_ids, do, jnp.stack([lse, delta])),
+        queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
         keys._replace(k=kv[0], v=kv[1]),
         per_head,
         seeds,
@@ -256,7 +260,7 @@ def ring_gradient(
     wanted: dict[str, Any] = dict.fromkeys(per_head)
     for name in differentiated:
         wanted[name] = vary(gradients[name], varying_axes(per_head[name]))
-    return (Shard(Queries(dq, None), Keys(dk, dv, None), wanted),)
+    return (Shard(Queries(dq), Keys(dk, dv), wanted),)
 
 
 _ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))

@@ -69,7 +69,7 @@ def backward(
     config: MosaicConfig | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the table's."""
-    config = config or backward_config(operands.head_dim)
+    config = config or _shipped_config(operands)
     static = BackwardStatic.of(operands, spec, config, adds_dkv=dkv is not None)
     most = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
     if config.block_kv != most:
@@ -96,8 +96,10 @@ def backward(
         name: depending_on(jnp.zeros(by_key, jnp.float32), lse)
         for name in spec.score.differentiated
     }
-    new = jax.ShapeDtypeStruct(k.shape, jnp.float32)
-    dk, dv = (new, new) if dkv is None else dkv
+    if dkv is None:
+        dk, dv = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v))
+    else:
+        dk, dv = dkv
     results = call(
         functools.partial(_kernel, static), "burst_backward", items=static.items,
         warpgroups=static.warpgroups, results=BackwardResults(dq, dk, dv, per_head_sums),
@@ -130,8 +132,12 @@ def backward_bounds(
     operands: Operands, *, spec: AttentionSpec, config: MosaicConfig | None = None
 ) -> jax.Array:
     """The tables that :func:`backward` reads with the same config."""
-    tiles = (config or backward_config(operands.head_dim)).tiles
+    tiles = (config or _shipped_config(operands)).tiles
     return key_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+
+
+def _shipped_config(operands: Operands) -> MosaicConfig:
+    return backward_config(max(operands.head_dim, operands.value_dim))
 
 
 def _kernel(static: BackwardStatic, operands, results, memory, count) -> None:

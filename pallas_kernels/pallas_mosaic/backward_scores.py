@@ -26,7 +26,7 @@ from pallas_kernels.pallas_mosaic.tiles import (
     multiply_add,
     tanh,
 )
-from pallas_kernels.pallas_mosaic.tokens import score_mask
+from pallas_kernels.pallas_mosaic.tokens import SideTokens, score_mask
 from pallas_kernels.score import LOG2_E
 
 # The least weight whose logarithm is taken.
@@ -118,24 +118,40 @@ def tile_positions(
     """``(of the queries, of the keys)``, over a tile of scores."""
     block_q = rows.static.config.block_q
     queries = pl.ds(q_tile * block_q, block_q)
-    q_tokens = rows.refs.operands.q_tokens._replace(segment_ids=None)
+    q_tokens = rows.refs.operands.q_tokens.only("positions")
     q_positions = q_tokens.load(None, queries, COLUMNS).positions
     k_positions = rows.load_tokens(warpgroup).positions
     return along_columns(q_positions, shape), along_rows(k_positions, shape)
 
 
 def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -> jax.Array:
-    """Scores, -inf where positions or segment ids forbid them."""
-    static, k_tokens = rows.static, rows.load_tokens(warpgroup)
-    queries = pl.ds(q_tile * static.config.block_q, static.config.block_q)
-    q_tokens = rows.refs.operands.q_tokens.load(rows.item.batch_row, queries, COLUMNS)
-    # One test after the other, first the window's, then the segments': the positions and the ids
+    """Scores, -inf where positions, ranges of keys or segment ids forbid them."""
+    static, of_queries = rows.static, rows.refs.operands.q_tokens
+    # One test after the other, first by positions, then the segments': the positions and the ids
     # would not fit in registers together.
-    window = q_tokens._replace(segment_ids=None), k_tokens._replace(segment_ids=None)
-    tests = [(static.spec.mask, *window)]
+    tests = [("positions", static.mask)]
+    if static.has_key_ranges:
+        tests = [(name, Mask()) for name in ("key_starts", "key_ends")]
+        tests = [test for test in tests if not of_queries.only(test[0]).is_empty]
     if static.has_segments:
-        tests.append((Mask(), q_tokens, k_tokens))
-    for mask, q_tested, k_tested in tests:
+        tests.append(("segment_ids", Mask()))
+
+    def load(side: SideTokens, q_tile: Any, warpgroup: Any) -> tuple[SideTokens, SideTokens]:
+        queries = pl.ds(q_tile * static.config.block_q, static.config.block_q)
+        k_tokens = rows.load_tokens(warpgroup)
+        return side.load(rows.item.batch_row, queries, COLUMNS), k_tokens
+
+    # Beside a bias there are no registers to load all at once, if there are ranges of keys.
+    one_by_one = static.has_bias and static.has_key_ranges
+    q_tokens = k_tokens = SideTokens()
+    if not one_by_one:
+        q_tokens, k_tokens = load(of_queries, q_tile, warpgroup)
+    for name, mask in tests:
+        if one_by_one:
+            scores, q_tile, warpgroup = computed_here(scores, q_tile, warpgroup)
+            q_tokens, k_tokens = load(of_queries.only(name), q_tile, warpgroup)
+        of_keys = name if name == "segment_ids" else "positions"
+        q_tested, k_tested = q_tokens.only(name), k_tokens.only(of_keys)
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
     return scores

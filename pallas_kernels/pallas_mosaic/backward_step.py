@@ -48,7 +48,7 @@ class BackwardSums(NamedTuple):
 
     Attributes:
       dk: float32 ``[64, H]``.
-      dv: float32 ``[64, H]``.
+      dv: float32 ``[64, Hv]``.
       q_tile: the last step's query tile; -1 before the first step.
       head: the last step's query head.
     """
@@ -61,8 +61,11 @@ class BackwardSums(NamedTuple):
     @classmethod
     def none(cls, static: BackwardStatic) -> BackwardSums:
         """Before the first step."""
-        zeros = constant((WARPGROUP_ROWS, static.dim), 0, TILE)
-        return cls(zeros, zeros, i32(-1), i32(0))
+        # Where both head dims are one, dk and dv begin as the same zeros.
+        dims = static.dim, static.value_dim
+        zeros = {dim: constant((WARPGROUP_ROWS, dim), 0, TILE) for dim in dict.fromkeys(dims)}
+        dk, dv = (zeros[dim] for dim in dims)
+        return cls(dk, dv, i32(-1), i32(0))
 
 
 class _StepData(NamedTuple):
@@ -199,8 +202,10 @@ def _add_products(
         plgpu.barrier_arrive(barriers.q_free.at[data.stage])
         return BackwardSums(dk, dv, data.q_tile, data.head)
 
-    acc = plgpu.ACC((WARPGROUP_ROWS, static.dim), jnp.float32)
-    return pl.run_scoped(products, acc, acc, _dq_accumulator(static))
+    dk_acc, dv_acc = (
+        plgpu.ACC((WARPGROUP_ROWS, dim), jnp.float32) for dim in (static.dim, static.value_dim)
+    )
+    return pl.run_scoped(products, dv_acc, dk_acc, _dq_accumulator(static))
 
 
 def last_dq(rows: KeyRows, lanes: Any) -> jax.Array:

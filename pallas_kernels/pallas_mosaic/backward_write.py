@@ -5,7 +5,6 @@ A part goes through shared memory, from which the copy engine writes it or adds 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -68,12 +67,12 @@ def write_dkv(
       warpgroup: number of the warpgroup.
       place: of the key tile.
       dk: float32 ``[64, H]``, still to be scaled unless :attr:`BackwardStatic.scale_in_ds`.
-      dv: float32 ``[64, H]``.
+      dv: float32 ``[64, Hv]``.
     """
     half = static.half_dim
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
     for target, gradient in ((refs.results.dk, dk), (refs.results.dv, dv)):
-        for first in (0, half):
+        for first in range(0, gradient.shape[1], half):
             part = gradient[:, first : first + half]
             _write_part(static, refs, warpgroup, place, target, first, part)
 
@@ -81,9 +80,10 @@ def write_dkv(
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, item: Item) -> None:
     """Writes dK and dV of an item whose keys no query sees."""
     place, half = Place(item.batch_row, item.head, item.tile), static.half_dim
-    for target, first in itertools.product((refs.results.dk, refs.results.dv), (0, half)):
-        zeros = constant((WARPGROUP_ROWS, half), 0, TILE)
-        _write_part(static, refs, warpgroup, place, target, first, zeros)
+    for target, dim in ((refs.results.dk, static.dim), (refs.results.dv, static.value_dim)):
+        for first in range(0, dim, half):
+            zeros = constant((WARPGROUP_ROWS, half), 0, TILE)
+            _write_part(static, refs, warpgroup, place, target, first, zeros)
 
 
 def _write_part(
@@ -95,7 +95,7 @@ def _write_part(
     first: int,
     part: jax.Array,
 ) -> None:
-    """Writes or adds ``part``: half the lanes of dK or dV (``target``), from ``first`` on."""
+    """Writes or adds ``part``: H / 2 lanes of dK or dV (``target``), from ``first`` on."""
     batch_row, head, kv_tile = place
     start = kv_tile * static.config.block_kv + computed_here(warpgroup) * WARPGROUP_ROWS
     keys = pl.ds(start, WARPGROUP_ROWS)

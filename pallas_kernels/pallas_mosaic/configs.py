@@ -59,7 +59,7 @@ class MosaicConfig:
 
 
 def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:
-    """The forward kernel's tiles.
+    """The forward kernel's tiles; ``head_dim`` is the larger one of H and Hv.
 
     ``needs_registers``: there is something that takes registers which three warpgroups do not have:
     dropout, a soft cap, a bias that is added to the scores, or a bias beside segment ids or a
@@ -73,7 +73,7 @@ def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig
 
 
 def backward_config(head_dim: int) -> MosaicConfig:
-    """The backward kernel's tiles."""
+    """The backward kernel's tiles; ``head_dim`` is the larger one of H and Hv."""
     if head_dim <= 96:
         return MosaicConfig(64, 128, 3)
     return MosaicConfig(64, 128, 3, do_stages=2)
@@ -82,7 +82,8 @@ def backward_config(head_dim: int) -> MosaicConfig:
 def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
     """Whether a forward program has registers for a loop over items.
 
-    Three warpgroups have none left where there are segment ids.
+    Three warpgroups have none left where there are segment ids, or ranges of keys, which
+    ``has_segments`` stands for, too.
     """
     return config.block_q < 3 * WARPGROUP_ROWS or not has_segments
 
@@ -90,8 +91,8 @@ def forward_loops(config: MosaicConfig, has_segments: bool) -> bool:
 def backward_loops(head_dim: int, has_segments: bool, needs_registers: bool) -> bool:
     """Whether a backward program has registers for a loop over items.
 
-    Programs of wide heads have none left where there are segment ids, or where ``needs_registers``:
-    a soft cap, a bias or dropout.
+    Programs of wide heads have none left where there are segment ids or ranges of keys (which
+    ``has_segments`` stands for, too), or where ``needs_registers``: a soft cap, a bias or dropout.
     """
     return head_dim <= 96 or not (has_segments or needs_registers)
 
@@ -104,18 +105,19 @@ def swizzle_lanes(lanes: int, itemsize: int) -> int:
     raise ValueError(f"{lanes} lanes of {itemsize} bytes are no multiple of 32 bytes")
 
 
-def float32_lanes(head_dim: int) -> int:
+def float32_lanes(value_dim: int) -> int:
     """How many lanes of a float32 tile of o go through shared memory at a time, 64 at most.
 
-    At head dims above 128 it is 32 at most, which leaves room for a part of the rounded result.
+    Where values have a head dim above 128 it is 32 at most, which leaves room for a part of the
+    rounded result.
     """
-    step, most = swizzle_lanes(head_dim, 2), 64 if head_dim <= 128 else 32
+    step, most = swizzle_lanes(value_dim, 2), 64 if value_dim <= 128 else 32
     step = min(step, most)
-    return max(c for c in range(step, most + 1, step) if head_dim % c == 0)
+    return max(c for c in range(step, most + 1, step) if value_dim % c == 0)
 
 
-def result_lanes(head_dim: int, float32: bool) -> int:
+def result_lanes(value_dim: int, float32: bool) -> int:
     """How many lanes of the result are written at a time, in float32 or rounded."""
     if float32:
-        return float32_lanes(head_dim)
-    return head_dim if head_dim <= 128 else float32_lanes(head_dim)
+        return float32_lanes(value_dim)
+    return value_dim if value_dim <= 128 else float32_lanes(value_dim)

@@ -63,7 +63,7 @@ def forward(
     # Without padding it would overwrite the lse of the next head.
     padded = static.q_tiles * config.block_q
     results = ForwardResults(
-        o=jax.ShapeDtypeStruct(operands.q.shape, out_dtype),
+        o=jax.ShapeDtypeStruct(operands.out_shape, out_dtype),
         lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
     )
     if carry is not None:
@@ -94,7 +94,10 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     other_tests = operands.has_segments or spec.mask.left is not None
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
     others_count = score.logits_soft_cap is not None or spec.dropout is not None
-    return forward_config(operands.head_dim, bias_counts or others_count)
+    # Ranges of keys are two more numbers of each query.
+    others_count = others_count or operands.has_key_ranges
+    head_dim = max(operands.head_dim, operands.value_dim)
+    return forward_config(head_dim, bias_counts or others_count)
 
 
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:

@@ -28,7 +28,7 @@ def finish(rows: QueryRows, acc: jax.Array, m: jax.Array, total: jax.Array) -> N
 
     Args:
       rows: the queries.
-      acc: float32 ``[64, H]``, the sum of weights times values.
+      acc: float32 ``[64, Hv]``, the sum of weights times values.
       m: float32 ``[64]``, the largest score in base 2.
       total: float32 ``[64]``, the sum of weights.
     """
@@ -38,7 +38,7 @@ def finish(rows: QueryRows, acc: jax.Array, m: jax.Array, total: jax.Array) -> N
     plgpu.commit_smem()
     lse_out = rows.refs.results.lse.at[item.batch_row, item.head, rows.queries]
     plgpu.copy_smem_to_gmem(memory.lse.at[warpgroup], lse_out)
-    for first in range(0, rows.static.dim, rows.static.lanes):
+    for first in range(0, rows.static.value_dim, rows.static.lanes):
         _write_lanes(rows, acc, weight, carry_weight, first)
 
 

@@ -69,7 +69,7 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
         scores, _ = static.spec.score.in_base_2(scores, q_positions, k_positions, rows.per_head)
     if not masked:
         return scores
-    ok = score_mask(static.spec.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
+    ok = score_mask(static.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
     if static.keys_are_cut_off:
         index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         inside = index < static.kv_length - first_key

@@ -38,7 +38,7 @@ class ForwardSums(NamedTuple):
 
     Attributes:
       weights: ``[64, block_kv]``, of the last tile visited, rounded to the inputs' dtype.
-      acc: float32 ``[64, H]``, the sum of weights times values.
+      acc: float32 ``[64, Hv]``, the sum of weights times values.
       m: float32 ``[64]``, the largest score, in base 2.
       total: float32 ``[64]``, the sum of weights.
     """
@@ -65,7 +65,7 @@ def visit_first_keys(rows: QueryRows) -> ForwardSums:
     p, m, total, _ = forward_softmax.weigh(rows, i32(0), scores, m, total, masked=True)
     p = p.astype(static.dtype)
     _wait_for_keys(rows, i32(1))
-    acc = constant((WARPGROUP_ROWS, static.dim), 0, TILE)
+    acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
     return ForwardSums(p, acc, m, total)
 
 
@@ -98,7 +98,7 @@ def visit_keys(rows: QueryRows, masked: bool, step: Any, sums: ForwardSums) -> F
 def accumulators(static: ForwardStatic) -> tuple[Any, Any]:
     """Accumulators of matrix instructions: of the scores, and of the weighted values."""
     scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_kv), jnp.float32)
-    return scores, plgpu.ACC((WARPGROUP_ROWS, static.dim), jnp.float32)
+    return scores, plgpu.ACC((WARPGROUP_ROWS, static.value_dim), jnp.float32)
 
 
 def _start_scores(rows: QueryRows, scores_ref: Any, stage: Any) -> None:

@@ -31,22 +31,39 @@ def mosaic_gpu(
         backward_bounds=functools.partial(backward_bounds, config=backward_config),
         split_backward=halves_of_tiles,
         unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
-        backward_unsupported=functools.partial(_unsupported, multiple_of=32, most=128),
+        backward_unsupported=_backward_unsupported,
         unavailable=_needs_hopper,
     )
 
 
 def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | None:
-    """Why a kernel cannot take these, or None; the arguments are about the head dim."""
-    q, k, dim = operands.q, operands.k, operands.head_dim
+    """Why a kernel cannot take these, or None; the arguments are about both head dims."""
+    q, k = operands.q, operands.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16 or float16"
-    if dim % multiple_of or dim > most:
-        return f"the head dim is {dim}; it takes multiples of {multiple_of} up to {most}"
+    for what, dim in (("", operands.head_dim), (" of values", operands.value_dim)):
+        if dim % multiple_of or dim > most:
+            return f"the head dim{what} is {dim}; it takes multiples of {multiple_of} up to {most}"
     for name, length in (("query", operands.q_length), ("key", operands.kv_length)):
         if length % 8:
             return f"the {name} length per device is {length}; it takes multiples of 8"
     return None
+
+
+def _backward_unsupported(operands: Operands) -> str | None:
+    """Why the backward kernel cannot take these, or None.
+
+    Head dims end at 128. Of (192, 128), say, dK, dV and a warpgroup's half of dQ alone would take
+    208 of a thread's 240 registers, and the smallest number of stages 258 KiB of shared memory.
+    """
+    reason = _unsupported(operands, multiple_of=32, most=128)
+    if reason is None and operands.value_dim % (operands.head_dim // 2):
+        # dV is written by as many lanes at a time as dK: half of H.
+        return (
+            f"the head dim of values is {operands.value_dim}, of keys {operands.head_dim}; the "
+            f"backward takes multiples of {operands.head_dim // 2} beside it"
+        )
+    return reason
 
 
 def _needs_hopper(platform: str, compute_capability: float | None) -> str | None:

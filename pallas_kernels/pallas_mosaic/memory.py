@@ -40,7 +40,7 @@ class ForwardMemory(NamedTuple):
     Attributes:
       q: ``[W, 64, H]``, the item's queries.
       k: ``[stages, block_kv, H]``.
-      v: ``[stages, block_kv, H]``.
+      v: ``[stages, block_kv, Hv]``.
       out: ``[W, 64, result_lanes]``, lanes of o on their way to device memory.
       carry_o: float32 ``[W, 64, float32_lanes]``, lanes of the incoming o. None without a carry,
         and where o is float32: the incoming lanes then come to ``out``.
@@ -79,6 +79,7 @@ class ForwardMemory(NamedTuple):
         out_dtype: DTypeLike,
         carried: bool,
         bias_in_products: bool = False,
+        value_dim: int | None = None,
     ) -> ForwardMemory:
         """Descriptions.
 
@@ -89,11 +90,13 @@ class ForwardMemory(NamedTuple):
           out_dtype: of the result o.
           carried: whether there is a float32 o to merge with.
           bias_in_products: whether the products of queries and keys start from the bias.
+          value_dim: Hv; None is H.
         """
+        value_dim = head_dim if value_dim is None else value_dim
         block_kv, stages = config.block_kv, config.stages
         warpgroups, rows = config.block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
         float32 = jnp.dtype(out_dtype) == jnp.float32
-        lanes, out_lanes = float32_lanes(head_dim), result_lanes(head_dim, float32)
+        lanes, out_lanes = float32_lanes(value_dim), result_lanes(value_dim, float32)
         carry_o = None
         if carried and not float32:
             carry_o = _matrix((warpgroups, rows, lanes), jnp.float32)
@@ -103,7 +106,7 @@ class ForwardMemory(NamedTuple):
         return cls(
             q=_matrix((warpgroups, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),
-            v=_matrix((stages, block_kv, head_dim), dtype),
+            v=_matrix((stages, block_kv, value_dim), dtype),
             out=_matrix((warpgroups, rows, out_lanes), out_dtype, lanes=lanes),
             carry_o=carry_o,
             lse=plgpu.SMEM((warpgroups + bias_in_products, rows), jnp.float32),
@@ -144,9 +147,9 @@ class BackwardMemory(NamedTuple):
 
     Attributes:
       k: ``[block_kv, H]``, the item's keys.
-      v: ``[block_kv, H]``, the item's values.
+      v: ``[block_kv, Hv]``, the item's values.
       q: ``[stages, block_q, H]``.
-      do: ``[do_stages, block_q, H]``.
+      do: ``[do_stages, block_q, Hv]``.
       scratch: one float32 array with single numbers of queries and keys, see
         :class:`ScratchLayout`.
       ds: ``[DS_BUFFERS, block_kv, block_q]``, dS for the product that makes dQ.
@@ -165,17 +168,20 @@ class BackwardMemory(NamedTuple):
     barriers: Any
 
     @classmethod
-    def of(cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike) -> BackwardMemory:
-        """Descriptions, for inputs of ``dtype``."""
+    def of(
+        cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, value_dim: int | None = None
+    ) -> BackwardMemory:
+        """Descriptions, for inputs of ``dtype``; ``value_dim`` is Hv, None is H."""
+        value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
         scratch = ScratchLayout.of(config)
         # dQ's product reads half of K's lanes at a time. Where the head dim is small, K's swizzled
         # tiles are therefore half as wide; and both operands of a product must be in equal tiles.
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=half),
-            v=_matrix((block_kv, head_dim), dtype),
+            v=_matrix((block_kv, value_dim), dtype),
             q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=half),
-            do=_matrix((scratch.do_stages, block_q, head_dim), dtype),
+            do=_matrix((scratch.do_stages, block_q, value_dim), dtype),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
             ds=_matrix((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
             outgoing=_matrix((BACKWARD_WARPGROUPS, block_q, half), jnp.float32),

@@ -20,7 +20,7 @@ class ForwardResults(NamedTuple):
     """A (o, lse) of the queries: what the forward kernel returns, and what it merges with.
 
     Attributes:
-      o: ``[B, T, N, H]``.
+      o: ``[B, T, N, Hv]``.
       lse: float32 ``[B, N, T]``, T rounded up to whole tiles.
     """
 
@@ -35,7 +35,7 @@ class ForwardOperands(NamedTuple):
       bounds: int32 ``[1 or B, query tiles, 4]``.
       q: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``.
-      v: ``[B, S, K, H]``.
+      v: ``[B, S, K, Hv]``.
       q_tokens: of the queries.
       kv_tokens: of the keys.
       k_positions: float32 ``[S]``, S rounded up to whole tiles: positions of the keys. None unless
@@ -73,9 +73,9 @@ class BackwardOperands(NamedTuple):
     Attributes:
       bounds: int32 ``[1 or B, key tiles, 4]``.
       q: ``[B, T, N, H]``.
-      do: ``[B, T, N, H]``.
+      do: ``[B, T, N, Hv]``.
       k: ``[B, S, K, H]``.
-      v: ``[B, S, K, H]``.
+      v: ``[B, S, K, Hv]``.
       lse: float32 ``[B, N, T]``, in base 2. With ``q_bases``: ``[2, B, N, T]``, first this, for
         tiles that need a mask, then for all others lse less the start of the bias's line.
       delta: float32 ``[B, N, T]``, times the scale if :attr:`BackwardStatic.scale_in_ds`.
@@ -107,7 +107,7 @@ class BackwardResults(NamedTuple):
     Attributes:
       dq: float32 ``[B, T, N, H]``; the kernel adds to it.
       dk: float32 ``[B, S, K, H]``.
-      dv: float32 ``[B, S, K, H]``.
+      dv: float32 ``[B, S, K, Hv]``.
       per_head_sums: float32 ``[B, N, S]`` each, by name, S rounded up to whole tiles; the kernel
         adds to them. Their sums over B and S are the gradients of the per-head arrays.
     """
@@ -128,10 +128,12 @@ class BackwardRefs(NamedTuple):
 
 
 def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens, SideTokens]:
-    """Positions and segment ids of the queries and of the keys; empty if nothing reads them."""
+    """What is read of the queries' and of the keys' tokens; empty if nothing is."""
     if not static.needs_tokens:
         return SideTokens(), SideTokens()
-    return (
-        SideTokens.padded(operands.q_tokens, static.config.block_q),
-        SideTokens.padded(operands.kv_tokens, static.config.block_kv),
-    )
+    _, ranges = operands.tested(static.spec.mask)
+    queries = SideTokens.padded(operands.q_tokens._replace(**ranges), static.config.block_q)
+    if ranges and not static.has_bias:
+        # Ranges stand for the positions of their queries, but where a bias reads those.
+        queries = queries._replace(positions=None)
+    return queries, SideTokens.padded(operands.kv_tokens, static.config.block_kv)

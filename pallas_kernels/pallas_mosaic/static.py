@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.configs import (
     BACKWARD_WARPGROUPS,
@@ -30,19 +31,23 @@ class MosaicStatic:
 
     Attributes:
       spec: the mask and the score.
+      mask: the mask that scores are tested by: :meth:`pallas_kernels.operands.Operands.tested`.
       config: the kernel's tiles.
       batch: B, rows of the batch.
       q_length: T, queries.
       kv_length: S, keys.
       heads: N, heads of queries.
       kv_heads: K, heads of keys.
-      dim: H, the head dim.
+      dim: H, the head dim of queries and keys.
+      value_dim: Hv, that of values, of o and of dO.
       dtype: of queries, keys, values and dO.
       has_segments: whether tokens have segment ids.
+      has_key_ranges: whether queries say where the keys that they see start or end.
       has_bias: whether something is added to the logits because of where the tokens are.
     """
 
     spec: AttentionSpec
+    mask: Mask
     config: MosaicConfig
     batch: int
     q_length: int
@@ -50,16 +55,20 @@ class MosaicStatic:
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     dtype: np.dtype
     has_segments: bool
+    has_key_ranges: bool
     has_bias: bool
 
     @classmethod
     def of(cls, operands: Operands, spec: AttentionSpec, config: MosaicConfig, **own: Any) -> Self:
         """Read off the operands; ``own`` are the fields of the one kernel."""
         batch, q_length, heads, dim = operands.q.shape
+        mask, _ = operands.tested(spec.mask)
         return cls(
             spec=spec,
+            mask=mask,
             config=config,
             batch=batch,
             q_length=q_length,
@@ -67,8 +76,10 @@ class MosaicStatic:
             heads=heads,
             kv_heads=operands.k.shape[2],
             dim=dim,
+            value_dim=operands.value_dim,
             dtype=operands.q.dtype,
             has_segments=operands.has_segments,
+            has_key_ranges=operands.has_key_ranges,
             has_bias=operands.has_bias,
             **own,
         )
@@ -96,7 +107,12 @@ class MosaicStatic:
     @property
     def needs_tokens(self) -> bool:
         """Whether tokens decide which scores count, or how much."""
-        return self.spec.mask.reads_positions or self.has_segments or self.has_bias
+        return self.hides_some or self.has_bias
+
+    @property
+    def hides_some(self) -> bool:
+        """Whether some scores may not count."""
+        return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
 
     @property
     def needs_registers(self) -> bool:
@@ -173,12 +189,12 @@ class ForwardStatic(MosaicStatic):
     @property
     def lanes(self) -> int:
         """How many lanes of the incoming o are in shared memory at a time."""
-        return float32_lanes(self.dim)
+        return float32_lanes(self.value_dim)
 
     @property
     def out_lanes(self) -> int:
         """How many lanes of o are written at a time, a multiple of ``lanes``."""
-        return result_lanes(self.dim, self.float32_out)
+        return result_lanes(self.value_dim, self.float32_out)
 
     @property
     def items(self) -> Items:
@@ -188,16 +204,22 @@ class ForwardStatic(MosaicStatic):
             self.heads,
             self.q_tiles,
             last_first=True,
-            shared_bytes=4 * self.kv_length * self.dim // self.groups,
-            equal=not (self.spec.mask.reads_positions or self.has_segments),
-            looped=forward_loops(self.config, self.has_segments),
+            shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
+            equal=not self.hides_some,
+            looped=forward_loops(self.config, self.has_segments or self.has_key_ranges),
         )
 
     @property
     def memory(self) -> ForwardMemory:
         """Descriptions of the shared memory."""
         return ForwardMemory.of(
-            self.config, self.dim, self.dtype, self.out_dtype, self.carried, self.bias_in_products
+            self.config,
+            self.dim,
+            self.dtype,
+            self.out_dtype,
+            self.carried,
+            self.bias_in_products,
+            self.value_dim,
         )
 
 
@@ -228,7 +250,7 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def half_dim(self) -> int:
-        """How many lanes of dQ a warpgroup makes."""
+        """How many lanes of dQ a warpgroup makes; dK and dV are written by so many, too."""
         return self.dim // 2
 
     @property
@@ -258,11 +280,15 @@ class BackwardStatic(MosaicStatic):
             self.kv_heads,
             self.kv_tiles,
             last_first=False,
-            shared_bytes=8 * self.q_length * self.dim,
-            looped=backward_loops(self.dim, self.has_segments, self.needs_registers),
+            shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
+            looped=backward_loops(
+                max(self.dim, self.value_dim),
+                self.has_segments or self.has_key_ranges,
+                self.needs_registers,
+            ),
         )
 
     @property
     def memory(self) -> BackwardMemory:
         """Descriptions of the shared memory."""
-        return BackwardMemory.of(self.config, self.dim, self.dtype)
+        return BackwardMemory.of(self.config, self.dim, self.dtype, self.value_dim)

@@ -14,34 +14,50 @@ from pallas_kernels.operands import Tokens
 
 
 class SideTokens(NamedTuple):
-    """Positions and segment ids of one side: all in device memory, or a tile's in registers.
+    """What masks and bias read of one side: all in device memory, or a tile's in registers.
 
     Attributes:
       positions: int32 ``[length]``; None if neither mask nor bias needs them.
       segment_ids: int32 ``[B, length]``, of a tile ``[length]``; None if there are none.
+      key_starts: of queries, int32 ``[B or 1, length]``, of a tile ``[length]``; None without.
+      key_ends: the same.
     """
 
     positions: Any = None
     segment_ids: Any = None
+    key_starts: Any = None
+    key_ends: Any = None
 
     @classmethod
     def padded(cls, tokens: Tokens, block: int) -> SideTokens:
         """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding."""
         length = -(-tokens.positions.shape[0] // block) * block
-        positions = pad_axis(tokens.positions, 0, length)
-        if tokens.segment_ids is None:
-            return cls(positions)
-        return cls(positions, pad_axis(tokens.segment_ids, 1, length))
+        by_row = tokens.key_ranges
+        if tokens.segment_ids is not None:
+            by_row["segment_ids"] = tokens.segment_ids
+        by_row = {name: pad_axis(x, 1, length) for name, x in by_row.items()}
+        return cls(pad_axis(tokens.positions, 0, length), **by_row)
 
     def load(self, batch_row: Any, tokens: Any, layout: Any) -> SideTokens:
         """Those of ``tokens``, a slice of the length, in registers."""
-        if self.positions is None:
-            return SideTokens()
-        positions = plgpu.load(self.positions.at[tokens], layout=layout, optimized=False)
-        if self.segment_ids is None:
-            return SideTokens(positions)
-        ids = plgpu.load(self.segment_ids.at[batch_row, tokens], layout=layout, optimized=False)
-        return SideTokens(positions, ids)
+
+        def loaded(ref: Any) -> Any:
+            if ref is None:
+                return None
+            if len(ref.shape) == 2:
+                ref = ref.at[batch_row if ref.shape[0] != 1 else 0]
+            return plgpu.load(ref.at[tokens], layout=layout, optimized=False)
+
+        return SideTokens(*map(loaded, self))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing."""
+        return all(x is None for x in self)
+
+    def only(self, *names: str) -> SideTokens:
+        """These fields alone."""
+        return SideTokens(**{name: getattr(self, name) for name in names})
 
 
 def score_mask(
@@ -62,10 +78,6 @@ def score_mask(
       q_along: how queries lie, ``along_rows`` or ``along_columns``.
       k_along: how keys lie: the other one.
     """
-    if q.positions is None:
-        return None
-    q_positions, q_ids = (None if x is None else q_along(x, shape) for x in q)
-    k_positions, k_ids = (None if x is None else k_along(x, shape) for x in k)
-    assert q_positions is not None
-    assert k_positions is not None
-    return mask.allowed(q_positions, k_positions, q_ids, k_ids)
+    q_positions, q_ids, starts, ends = (None if x is None else q_along(x, shape) for x in q)
+    k_positions, k_ids, *_ = (None if x is None else k_along(x, shape) for x in k)
+    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends)

@@ -2,7 +2,8 @@
 
 Every entry fits its GPU's shared memory and spills no register there, also where gradients are
 added in place; tests compile them all. The Hopper entries were measured on an H200. The A100
-entries are reasoned from the compiled kernels. EXPERIMENTS.md has both.
+entries are reasoned from the compiled kernels, and so are those for keys that are wider than their
+values. EXPERIMENTS.md has both.
 """
 
 from __future__ import annotations
@@ -56,18 +57,26 @@ class TritonConfig:
         """The part that tile bounds depend on."""
         return Tiles(self.block_q, self.block_kv)
 
-    def shared_memory(self, kernel: str, head_dim: int, itemsize: int) -> int:
+    def shared_memory(
+        self, kernel: str, head_dim: int, itemsize: int, value_dim: int | None = None
+    ) -> int:
         """Bytes of shared memory that the tiles of one program take at most.
 
         ``num_stages`` tiles of the two arrays that are walked over, and the program's own tiles: q
         for "forward", q and dO for "dq", k and v for "dkv". Triton adds up to 2 KiB of positions
-        and statistics, and on Ampere holds one stage less.
+        and statistics, and on Ampere holds one stage less. ``value_dim``: that of v and dO; None is
+        ``head_dim``.
         """
         row = padded_lanes(head_dim) * itemsize
+        both = row + padded_lanes(head_dim if value_dim is None else value_dim) * itemsize
         walked = self.block_q if kernel == "dkv" else self.block_kv
-        own = {"forward": self.block_q, "dq": 2 * self.block_q, "dkv": 2 * self.block_kv}[kernel]
+        own = {
+            "forward": self.block_q * row,
+            "dq": self.block_q * both,
+            "dkv": self.block_kv * both,
+        }[kernel]
         own = 0 if self.rows_in_registers else own
-        return (2 * walked * self.num_stages + own) * row
+        return walked * self.num_stages * both + own
 
 
 class TritonConfigs(NamedTuple):
@@ -79,7 +88,7 @@ class TritonConfigs(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Tiles for head dims up to ``head_dim``.
+    """Tiles for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
 
     ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
     registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
@@ -89,6 +98,12 @@ class _Entry(NamedTuple):
     head_dim: int
     fast: tuple
     general: tuple | None = None
+    value_dim: int | None = None
+
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """Whether the tiles are for these head dims of q and k, and of v."""
+        most = self.head_dim if self.value_dim is None else self.value_dim
+        return head_dim <= self.head_dim and value_dim <= most
 
 
 _Table = dict[tuple[str, int], list[_Entry]]
@@ -126,16 +141,19 @@ _A100: _Table = {
     ("forward", 2): [
         _Entry(64, (128, 64, 4, 3), (128, 64, 8, 3)),
         _Entry(128, (128, 64, 8, 3), (128, 32, 8, 3)),
+        _Entry(256, (128, 64, 8, 2), (128, 32, 8, 3), value_dim=128),
         _Entry(256, (64, 64, 8, 2), (64, 32, 8, 2)),
     ],
     ("dq", 2): [
         _Entry(64, (128, 64, 8, 3)),
         _Entry(128, (64, 64, 4, 2), (64, 64, 8, 2)),
+        _Entry(256, (64, 64, 8, 2), (64, 32, 8, 2), value_dim=128),
         _Entry(256, (64, 32, 8, 2)),
     ],
     ("dkv", 2): [
         _Entry(64, (64, 64, 8, 3), (64, 32, 4, 3)),
         _Entry(128, (32, 64, 4, 2), (64, 64, 8, 2)),
+        _Entry(256, (64, 64, 8, 2), (32, 64, 8, 2), value_dim=128),
         _Entry(256, (32, 64, 8, 2)),
     ],
 }
@@ -145,16 +163,19 @@ _HOPPER: _Table = {
     ("forward", 2): [
         _Entry(64, (128, 64, 4, 3, True), (128, 64, 4, 3)),
         _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
+        _Entry(256, (128, 64, 8, 3), (64, 64, 8, 2), value_dim=128),
         _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),
     ],
     ("dq", 2): [
         _Entry(64, (128, 64, 8, 3)),
         _Entry(128, (64, 64, 4, 3, True), (128, 64, 8, 3)),
+        _Entry(256, (64, 64, 8, 3), (64, 32, 8, 2), value_dim=128),
         _Entry(256, (128, 32, 8, 3), (64, 32, 8, 2)),
     ],
     ("dkv", 2): [
         _Entry(64, (64, 64, 4, 3)),
         _Entry(128, (64, 64, 4, 2), (32, 64, 4, 3)),
+        _Entry(256, (64, 64, 8, 2), (32, 64, 8, 2), value_dim=128),
         _Entry(256, (32, 64, 8, 3), (32, 32, 8, 2)),
     ],
     ("dkv", 4): [_Entry(64, (32, 32, 8, 1), (32, 16, 8, 1)), *_ANY["dkv", 4][1:]],
@@ -174,16 +195,19 @@ def triton_configs(
     spec: AttentionSpec,
     has_segments: bool,
     has_bias: bool = False,
+    value_dim: int | None = None,
 ) -> TritonConfigs:
-    """The tiles for a head dim of 256 at most.
+    """The tiles for head dims of 256 at most; ``value_dim`` is that of values, None ``head_dim``.
 
     A GPU that no table is for gets tiles that are small enough for every GPU since Ampere.
+    ``has_segments``: there are segment ids or ranges of keys.
     """
     table = _TABLES.get(compute_capability, _ANY)
     itemsize = jnp.dtype(dtype).itemsize
+    value_dim = head_dim if value_dim is None else value_dim
 
     def choose(kernel):
-        entry = next(e for e in table[kernel, itemsize] if head_dim <= e.head_dim)
+        entry = next(e for e in table[kernel, itemsize] if e.takes(head_dim, value_dim))
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
@@ -222,6 +246,7 @@ class Build:
             operands.q_length,
             operands.kv_length,
             spec,
-            operands.has_segments,
+            operands.has_segments or operands.has_key_ranges,
             operands.has_bias,
+            operands.value_dim,
         )

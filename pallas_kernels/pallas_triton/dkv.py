@@ -21,12 +21,12 @@ from pallas_kernels.pallas_triton.tiles import (
     as_row,
     dropped,
     in_range,
-    lanes_in,
     load,
     over_tiles,
     score_mask,
     stat,
     tile_mask,
+    tile_masks,
 )
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
@@ -44,23 +44,31 @@ def backward_dkv(
     config = build.configs(operands, spec).dkv
     do, stats = operands.cotangents()
     static = TritonStatic.of("keys", operands, spec, config, build.interpret)
-    q_length, groups, lanes = static.q_length, static.groups, static.lanes
+    q_length, groups = static.q_length, static.groups
     arguments = Arguments(static, operands)
-    all_queries = (None, q_length, groups, lanes)
-    query_block = arguments.block(all_queries, lambda b, h, j: (b, 0, h, 0))
-    key_block = arguments.block((None, config.block_kv, None, lanes), lambda b, h, j: (b, j, h, 0))
+    query_block, do_block = (
+        arguments.block((None, q_length, groups, lanes), lambda b, h, j: (b, 0, h, 0))
+        for lanes in (static.lanes, static.value_lanes)
+    )
+    kv_blocks = key_block, value_block = tuple(
+        arguments.block((None, config.block_kv, None, lanes), lambda b, h, j: (b, j, h, 0))
+        for lanes in (static.lanes, static.value_lanes)
+    )
     for array, block in (
         (operands.q, query_block),
-        (do, query_block),
+        (do, do_block),
         (operands.k, key_block),
-        (operands.v, key_block),
+        (operands.v, value_block),
         (stats, arguments.block((2, None, groups, q_length), lambda b, h, j: (0, b, h, 0))),
     ):
         arguments.add(array, block)
     if dkv is not None:
-        for result, gradient in enumerate(dkv):
-            arguments.add(gradient, key_block, result=result)
-    results = [(operands.k.shape, jnp.float32, key_block)] * 2
+        for result, (gradient, block) in enumerate(zip(dkv, kv_blocks, strict=True)):
+            arguments.add(gradient, block, result=result)
+    results = [
+        (x.shape, jnp.float32, block)
+        for x, block in zip((operands.k, operands.v), kv_blocks, strict=True)
+    ]
     return tuple(arguments.call(_kernel, "burst_dkv", results))
 
 
@@ -71,10 +79,10 @@ def _kernel(
     spec, interpret = static.spec, static.interpret
     block_q, block_kv = static.config.block_q, static.config.block_kv
 
-    lane_ok = lanes_in(static.lanes, static.dim)
+    lanes_ok = lane_ok, value_lane_ok = static.lanes_inside()
     key_ok = in_range(static.grid.tile() * block_kv, block_kv, static.kv_length)
-    kv_tile_ok = tile_mask(key_ok, lane_ok)
-    k, v = load(k_ref.at[:, :], kv_tile_ok), load(v_ref.at[:, :], kv_tile_ok)
+    k_tile_ok, v_tile_ok = tile_masks(key_ok, lanes_ok)
+    k, v = load(k_ref.at[:, :], k_tile_ok), load(v_ref.at[:, :], v_tile_ok)
     keys = sides.keys(slice(None), key_ok, as_column)
     columns = sides.columns(slice(None), key_ok, as_column)
     unit = 1.0 if spec.dropout is None else spec.dropout.unit
@@ -85,7 +93,7 @@ def _kernel(
         tokens = pl.ds(i * block_q, block_q)
         query_ok = in_range(i * block_q, block_q, static.q_length) if masked else None
         q = load(q_ref.at[tokens, h, :], tile_mask(query_ok, lane_ok))
-        do = load(do_ref.at[tokens, h, :], tile_mask(query_ok, lane_ok))
+        do = load(do_ref.at[tokens, h, :], tile_mask(query_ok, value_lane_ok))
         shift = load(stat(stats_ref, 0, h, tokens), query_ok) * -LOG2_E
         # Both products come before the exponentials, so that the tensor cores work meanwhile.
         raw = spec.score.raw(lowering.dot(k, q.T))
@@ -95,7 +103,7 @@ def _kernel(
         dp = lowering.dot(v, do.T)
         p = lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
@@ -106,15 +114,15 @@ def _kernel(
         dv += lowering.dot(kept.astype(do.dtype), do)
         return dk + lowering.dot(ds.astype(q.dtype), q), dv
 
-    dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(k_ref.shape, jnp.float32)
+    dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(v_ref.shape, jnp.float32)
     if dkv_in_refs:
         # dV starts from what it is added to. dK cannot, because its scale comes last. Added at the
         # end, both would take more registers there than there are.
-        dv = load(dkv_in_refs[1].at[:, :], kv_tile_ok)
+        dv = load(dkv_in_refs[1].at[:, :], v_tile_ok)
         dv = dv if unit == 1 else dv / unit
     dk, dv = over_tiles(table, query_tile, (dk, dv), heads=static.groups)
-    lowering.store(dv_ref.at[:, :], dv if unit == 1 else dv * unit, mask=kv_tile_ok)
+    lowering.store(dv_ref.at[:, :], dv if unit == 1 else dv * unit, mask=v_tile_ok)
     dk *= spec.score.scale
     if dkv_in_refs:
-        dk += load(dkv_in_refs[0].at[:, :], kv_tile_ok)
-    lowering.store(dk_ref.at[:, :], dk, mask=kv_tile_ok)
+        dk += load(dkv_in_refs[0].at[:, :], k_tile_ok)
+    lowering.store(dk_ref.at[:, :], dk, mask=k_tile_ok)

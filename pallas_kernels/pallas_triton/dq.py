@@ -20,12 +20,12 @@ from pallas_kernels.pallas_triton.tiles import (
     as_row,
     dropped,
     in_range,
-    lanes_in,
     load,
     over_tiles,
     score_mask,
     stat,
     tile_mask,
+    tile_masks,
 )
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
@@ -43,16 +43,23 @@ def backward_dq(
     config = build.configs(operands, spec).dq
     do, stats = operands.cotangents()
     static = TritonStatic.of("queries", operands, spec, config, build.interpret)
-    block_q, lanes, groups = config.block_q, static.lanes, static.groups
+    block_q, groups = config.block_q, static.groups
     arguments = Arguments(static, operands)
-    query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
-    all_keys = (None, static.kv_length, None, lanes)
-    key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
+    query_block, do_block = (
+        arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+        for lanes in (static.lanes, static.value_lanes)
+    )
+    key_block, value_block = (
+        arguments.block(
+            (None, static.kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0)
+        )
+        for lanes in (static.lanes, static.value_lanes)
+    )
     for array, block in (
         (operands.q, query_block),
-        (do, query_block),
+        (do, do_block),
         (operands.k, key_block),
-        (operands.v, key_block),
+        (operands.v, value_block),
         (stats, arguments.block((2, None, None, block_q), lambda b, h, i: (0, b, h, i))),
     ):
         arguments.add(array, block)
@@ -78,10 +85,10 @@ def _kernel(
     spec, interpret = static.spec, static.interpret
     block_q, block_kv = static.config.block_q, static.config.block_kv
 
-    lane_ok = lanes_in(static.lanes, static.dim)
+    lanes_ok = lane_ok, value_lane_ok = static.lanes_inside()
     query_ok = in_range(static.grid.tile() * block_q, block_q, static.q_length)
-    q_tile_ok = tile_mask(query_ok, lane_ok)
-    q, do = load(q_ref.at[:, :], q_tile_ok), load(do_ref.at[:, :], q_tile_ok)
+    q_tile_ok, do_tile_ok = tile_masks(query_ok, lanes_ok)
+    q, do = load(q_ref.at[:, :], q_tile_ok), load(do_ref.at[:, :], do_tile_ok)
     if static.config.rows_in_registers:
         q, do = (lowering.in_registers(x, interpret=interpret) for x in (q, do))
     lse, delta = (load(stat(stats_ref, which), query_ok) for which in (0, 1))
@@ -96,14 +103,14 @@ def _kernel(
         tokens = pl.ds(j * block_kv, block_kv)
         key_ok = in_range(j * block_kv, block_kv, static.kv_length) if masked else None
         k = load(k_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
-        v = load(v_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        v = load(v_ref.at[tokens, :], tile_mask(key_ok, value_lane_ok))
         raw = spec.score.raw(lowering.dot(q, k.T))
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         positions = queries.positions, keys.positions
         scores, factor = spec.score.in_base_2(raw, *positions, per_head)
         p = lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)

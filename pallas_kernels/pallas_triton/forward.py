@@ -25,11 +25,11 @@ from pallas_kernels.pallas_triton.tiles import (
     as_row,
     dropped,
     in_range,
-    lanes_in,
     load,
     over_tiles,
     score_mask,
     tile_mask,
+    tile_masks,
 )
 from pallas_kernels.spec import AttentionSpec
 
@@ -49,26 +49,33 @@ def forward(
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     config = build.configs(operands, spec).forward
     static = TritonStatic.of("queries", operands, spec, config, build.interpret)
-    block_q, lanes, groups = config.block_q, static.lanes, static.groups
+    block_q, groups = config.block_q, static.groups
     arguments = Arguments(static, operands)
-    query_block = arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+    query_block, o_block = (
+        arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
+        for lanes in (static.lanes, static.value_lanes)
+    )
     lse_block = arguments.stat_block()
-    all_keys = (None, static.kv_length, None, lanes)
-    key_block = arguments.block(all_keys, lambda b, h, i: (b, 0, h // groups, 0))
+    key_block, value_block = (
+        arguments.block(
+            (None, static.kv_length, None, lanes), lambda b, h, i: (b, 0, h // groups, 0)
+        )
+        for lanes in (static.lanes, static.value_lanes)
+    )
     arguments.add(operands.q, query_block)
     arguments.add(operands.k, key_block)
-    arguments.add(operands.v, key_block)
+    arguments.add(operands.v, value_block)
     start: _Start = "nothing"
     if carry is not None:
         start = "carry"
-        arguments.add(carry[0], query_block, result=0 if out_dtype == jnp.float32 else None)
+        arguments.add(carry[0], o_block, result=0 if out_dtype == jnp.float32 else None)
         arguments.add(carry[1], lse_block, result=1)
     elif operands.sink is not None:
         start = "sink"
         arguments.add(operands.sink, arguments.per_head_block())
     batch, q_length, heads, _ = operands.q.shape
     results = [
-        (operands.q.shape, out_dtype, query_block),
+        (operands.out_shape, out_dtype, o_block),
         ((batch, heads, q_length), jnp.float32, lse_block),
     ]
     return tuple(arguments.call(functools.partial(_kernel, start), "burst_forward", results))
@@ -82,9 +89,9 @@ def _kernel(
     block_q, block_kv = static.config.block_q, static.config.block_kv
     exp2 = functools.partial(lowering.exp2_affine, interpret=interpret)
 
-    lane_ok = lanes_in(static.lanes, static.dim)
+    lanes_ok = lane_ok, value_lane_ok = static.lanes_inside()
     query_ok = in_range(static.grid.tile() * block_q, block_q, static.q_length)
-    q_tile_ok = tile_mask(query_ok, lane_ok)
+    q_tile_ok, o_tile_ok = tile_masks(query_ok, lanes_ok)
     q = load(q_ref.at[:, :], q_tile_ok)
     if static.config.rows_in_registers:
         q = lowering.in_registers(q, interpret=interpret)
@@ -104,14 +111,14 @@ def _kernel(
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         scores, factor = spec.score.in_base_2(raw, queries.positions, keys.positions, per_head)
         if masked:
-            ok = score_mask(spec.mask, queries, keys)
+            ok = score_mask(static.mask, queries, keys)
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
         m_next = jnp.maximum(m, scores.max(-1) * factor)
         p = exp2(scores, factor, -m_next[:, None])
         shrink = exp2(m, 1.0, -m_next)
         total = total * shrink + p.sum(-1)
-        v = load(v_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
+        v = load(v_ref.at[tokens, :], tile_mask(key_ok, value_lane_ok))
         kept = dropped(spec.dropout, rows, sides.columns(tokens, key_ok, as_row), p)
         acc = acc * shrink[:, None] + lowering.dot(kept.astype(v.dtype), v)
         return acc, total, m_next
@@ -121,7 +128,7 @@ def _kernel(
         (sink_ref,) = start_refs
         sink = lowering.load(sink_ref.at[jnp.int32(0)])
     m, total = softmax.start((block_q,), sink)
-    state = jnp.zeros(q_ref.shape, jnp.float32), total, m
+    state = jnp.zeros(o_ref.shape, jnp.float32), total, m
     acc, total, m = over_tiles(table, key_tile, state)
     divisor, lse = softmax.finish(m, total)
     if spec.dropout is not None:
@@ -129,9 +136,9 @@ def _kernel(
     if start == "carry":
         o_in_ref, lse_in_ref = start_refs
         w_in, w_new, lse = merge_weights(load(lse_in_ref.at[:], query_ok), lse)
-        o_in = load(o_in_ref.at[:, :], q_tile_ok)
+        o_in = load(o_in_ref.at[:, :], o_tile_ok)
         o = o_in * w_in[:, None] + acc * (w_new / divisor)[:, None]
     else:
         o = acc / divisor[:, None]
-    lowering.store(o_ref.at[:, :], o.astype(o_ref.dtype), mask=q_tile_ok)
+    lowering.store(o_ref.at[:, :], o.astype(o_ref.dtype), mask=o_tile_ok)
     lowering.store(lse_ref.at[:], lse, mask=query_ok)

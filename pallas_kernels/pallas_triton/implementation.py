@@ -80,8 +80,9 @@ def _unsupported(operands: Operands) -> str | None:
     q, k = operands.q, operands.k
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16, float16 or float32"
-    if operands.head_dim > 256:
-        return f"the head dim is {operands.head_dim}; it takes 256 at most"
+    for what, dim in (("", operands.head_dim), (" of values", operands.value_dim)):
+        if dim > 256:
+            return f"the head dim{what} is {dim}; it takes 256 at most"
     return None
 
 

@@ -11,10 +11,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
 from pallas_kernels.dropout import column_numbers
+from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import TritonConfig, padded_lanes
-from pallas_kernels.pallas_triton.tiles import split_sides
+from pallas_kernels.pallas_triton.tiles import lanes_in, split_sides
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -59,6 +60,7 @@ class TritonStatic:
     Attributes:
       split: the side over whose tiles the programs are split.
       spec: the mask and the score.
+      mask: the mask that scores are tested by: :meth:`pallas_kernels.operands.Operands.tested`.
       config: how the kernel is cut into tiles.
       interpret: run it on any platform, slowly.
       grid: its programs.
@@ -67,10 +69,13 @@ class TritonStatic:
       groups: how many query heads share a key head.
       dim: H.
       lanes: H as blocks have it, a power of two.
+      value_dim: Hv.
+      value_lanes: Hv as blocks have it.
     """
 
     split: Literal["queries", "keys"]
     spec: AttentionSpec
+    mask: Mask
     config: TritonConfig
     interpret: bool
     grid: Grid
@@ -79,6 +84,18 @@ class TritonStatic:
     groups: int
     dim: int
     lanes: int
+    value_dim: int
+    value_lanes: int
+
+    def lanes_inside(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Which lanes belong to the head dim of q and k, and to that of v; None if all do.
+
+        Where both head dims are one, so are both masks.
+        """
+        of_keys = lanes_in(self.lanes, self.dim)
+        if self.value_dim == self.dim:
+            return of_keys, of_keys
+        return of_keys, lanes_in(self.value_lanes, self.value_dim)
 
     @classmethod
     def of(
@@ -96,15 +113,18 @@ class TritonStatic:
             grid = Grid(batch, heads, -(-q_length // config.block_q), last_first=True)
         else:
             grid = Grid(batch, kv_heads, -(-kv_length // config.block_kv), last_first=False)
-        sizes = q_length, kv_length, operands.groups, dim, padded_lanes(dim)
-        return cls(split, spec, config, interpret, grid, *sizes)
+        sizes = q_length, kv_length, operands.groups
+        lanes = dim, padded_lanes(dim), operands.value_dim, padded_lanes(operands.value_dim)
+        mask, _ = operands.tested(spec.mask)
+        return cls(split, spec, mask, config, interpret, grid, *sizes, *lanes)
 
 
 class Arguments:
     """A kernel's arguments and their blocks, in the order in which the kernel takes them.
 
-    The first ones are alike for all kernels: the bounds table, then positions, segment ids,
-    per-head arrays and dropout's numbers (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+    The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
+    of keys, per-head arrays and dropout's numbers
+    (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
       static: what is static about the launch.
@@ -133,6 +153,10 @@ class Arguments:
             if tokens.segment_ids is not None:
                 index = (lambda b, h, i: (b, i)) if is_tile else (lambda b, h, i: (b, 0))
                 self.add(tokens.segment_ids, self.block((None, size), index))
+        _, ranges = operands.tested(static.spec.mask)
+        self._range_names = tuple(ranges)
+        for x in ranges.values():
+            self.add(x, self.block((None, q_size), self._by_row(x.shape[0] != 1, by_query)))
         for array in operands.logits_per_head.values():
             self.add(array, self.per_head_block())
         self._has_dropout = operands.dropout_seeds is not None
@@ -152,6 +176,11 @@ class Arguments:
         """Of ``[B, N, T]``, for programs that are split over keys."""
         block = (None, self._static.groups, self._static.q_length)
         return self.block(block, lambda b, h, i: (b, h, 0))
+
+    @staticmethod
+    def _by_row(by_batch: bool, is_tile: bool) -> Callable[..., tuple]:
+        """Where a program finds its part of an array ``[B or 1, tokens]``."""
+        return lambda b, h, i: (b if by_batch else 0, i if is_tile else 0)
 
     def block(self, shape: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
         """A block at ``index(batch row, head, tile)``."""
@@ -182,8 +211,8 @@ class Arguments:
         static = self._static
 
         def body(*refs):
-            absent = self._has_segments, self._per_head_names, self._has_dropout
-            table, sides, refs = split_sides(refs, *absent)
+            names = self._range_names, self._per_head_names
+            table, sides, refs = split_sides(refs, self._has_segments, *names, self._has_dropout)
             kernel(static, table, sides, *refs)
 
         # A result varies over the mesh axes that any argument varies over.

@@ -35,6 +35,14 @@ def tile_mask(rows: jax.Array | None, lanes: jax.Array | None) -> jax.Array | No
     return rows[:, None] if lanes is None else rows[:, None] & lanes[None, :]
 
 
+def tile_masks(
+    rows: jax.Array | None, lanes: tuple[jax.Array | None, jax.Array | None]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """:func:`tile_mask` with the lanes of q and k, and with those of v; ``lanes`` are both."""
+    of_keys = tile_mask(rows, lanes[0])
+    return of_keys, of_keys if lanes[1] is lanes[0] else tile_mask(rows, lanes[1])
+
+
 def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     """Loads a tile, 0 where masked: beyond an array's end a GPU reads its neighbour."""
     if mask is None:
@@ -69,11 +77,13 @@ class TileTokens(NamedTuple):
       positions: int32; None where neither mask nor score read them.
       segment_ids: int32, or None.
       inside: which tokens are inside the array; None if all are.
+      key_ranges: of queries, ``key_starts`` and ``key_ends`` by name, those that there are.
     """
 
     positions: Any
     segment_ids: Any
     inside: jax.Array | None
+    key_ranges: dict[str, Any]
 
 
 class SideRefs(NamedTuple):
@@ -84,6 +94,7 @@ class SideRefs(NamedTuple):
       kv_positions: int32 positions of the keys.
       q_segment_ids: int32 segment ids of the queries, or None.
       kv_segment_ids: int32 segment ids of the keys, or None.
+      key_ranges: int32 ``key_starts`` and ``key_ends`` of the queries, those that there are.
       per_head: the per-head arrays that logits are made with, one number for each query head of the
         program.
       dropout_rows: int32, the number of each query's row of weights; None without dropout.
@@ -94,6 +105,7 @@ class SideRefs(NamedTuple):
     kv_positions: Any
     q_segment_ids: Any
     kv_segment_ids: Any
+    key_ranges: dict[str, Any]
     per_head: dict[str, Any]
     dropout_rows: Any = None
     dropout_columns: Any = None
@@ -107,19 +119,28 @@ class SideRefs(NamedTuple):
           shaped: :func:`as_column` or :func:`as_row`, as the queries lie in a tile of scores.
           masked: whether the tile needs a mask. If not, only a bias of the logits reads the tokens.
         """
-        return self._tokens(self.q_positions, self.q_segment_ids, which, inside, shaped, masked)
+        refs = self.q_positions, self.q_segment_ids, self.key_ranges
+        return self._tokens(refs, which, inside, shaped, masked)
 
     def keys(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some keys, as :meth:`queries`."""
-        return self._tokens(self.kv_positions, self.kv_segment_ids, which, inside, shaped, masked)
+        refs = self.kv_positions, self.kv_segment_ids, {}
+        return self._tokens(refs, which, inside, shaped, masked)
 
     def _tokens(
-        self, positions: Any, segment_ids: Any, which: Any, inside: Any, shaped: Any, masked: bool
+        self, refs: tuple, which: Any, inside: Any, shaped: Any, masked: bool
     ) -> TileTokens:
+        positions, segment_ids, key_ranges = refs
         if not masked and not self.per_head:
-            return TileTokens(None, None, None)
-        ids = None if segment_ids is None else shaped(load(segment_ids.at[which], inside))
-        return TileTokens(shaped(load(positions.at[which], inside)), ids, shaped(inside))
+            return TileTokens(None, None, None, {})
+
+        def loaded(ref: Any) -> Any:
+            return None if ref is None else shaped(load(ref.at[which], inside))
+
+        # Ranges stand for the positions of their queries, but where a bias reads those.
+        read = None if key_ranges and not self.per_head else positions
+        ranges = {name: loaded(ref) for name, ref in key_ranges.items()}
+        return TileTokens(loaded(read), loaded(segment_ids), shaped(inside), ranges)
 
     def rows(self, which: Any, inside: Any, shaped: Any) -> Any:
         """Dropout's numbers of some queries; None without dropout."""
@@ -139,19 +160,24 @@ class SideRefs(NamedTuple):
 
 
 def split_sides(
-    refs: tuple, has_segments: bool, names: tuple[str, ...], has_dropout: bool
+    refs: tuple,
+    has_segments: bool,
+    range_names: tuple[str, ...],
+    names: tuple[str, ...],
+    has_dropout: bool,
 ) -> tuple[Any, SideRefs, list]:
     """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
     table, q_positions, kv_positions, *rest = refs
     q_ids = kv_ids = None
     if has_segments:
         q_ids, kv_ids, *rest = rest
-    per_head = dict(zip(names, rest, strict=False))
-    rest = rest[len(names) :]
+    named = dict(zip((*range_names, *names), rest, strict=False))
+    ranges, per_head = ({name: named[name] for name in of} for of in (range_names, names))
+    rest = rest[len(named) :]
     rows = columns = None
     if has_dropout:
         rows, columns, *rest = rest
-    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, per_head, rows, columns)
+    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head, rows, columns)
     return table, sides, rest
 
 
@@ -165,7 +191,7 @@ def score_mask(mask: Mask, q: TileTokens, kv: TileTokens) -> jax.Array | None:
     # Both cuts first: in another order the A100's tiles spill.
     cuts = [cut for cut in (kv.inside, q.inside) if cut is not None]
     inside = functools.reduce(operator.and_, cuts) if cuts else None
-    allowed = mask.allowed(q.positions, kv.positions, q.segment_ids, kv.segment_ids)
+    allowed = mask.allowed(q.positions, kv.positions, q.segment_ids, kv.segment_ids, **q.key_ranges)
     tests = [test for test in (allowed, inside) if test is not None]
     return functools.reduce(operator.and_, tests) if tests else None
 

@@ -34,6 +34,12 @@ def all_pairs(factors, seed=0):
     return cases
 
 
+def value_dim(case):
+    """The head dim of a case's values: "same" as that of its keys, or another number."""
+    dim = case.get("value_dim", "same")
+    return case["head_dim"] if dim == "same" else dim
+
+
 def few_of(cases):
     """As few of the cases as meet every level of every factor that all of them meet."""
     missing = {level for case in cases for level in case.items()}
@@ -63,6 +69,16 @@ def packed_segments(rng, batch, length):
             row[at : min(at + size, length - length // 8)] = segment
             at, segment = at + size + gap, segment + 1
     return rows
+
+
+def key_ranges(rng, rows, length):
+    """``(key_starts, key_ends)`` of queries: wide and narrow ranges, and some that are empty."""
+    starts, ends = rng.integers(-2, length, size=(2, rows, length)).astype(np.int32)
+    wide = rng.random((rows, length)) < 0.7
+    starts, ends = np.where(wide, starts // 4, starts), np.where(wide, length - ends // 4, ends)
+    # Some neighbours see the same keys, so that tiles of scores count as a whole.
+    starts[:, length // 2 :], ends[:, length // 2 :] = starts[:, -1:], ends[:, -1:] + 3
+    return starts, ends
 
 
 def slotted_segments(rng, batch, length, slots=5):

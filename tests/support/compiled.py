@@ -62,16 +62,22 @@ def named_mesh(target, **sizes):
     return Mesh(flat.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
 
 
-def inputs(mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batch=1):
-    """Query, key and value of ``tokens`` per device, as shapes."""
+def inputs(
+    mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batch=1, value_dim=None
+):
+    """Query, key and value of ``tokens`` per device, as shapes; ``value_dim``: None as of keys."""
     sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
     length = tokens * mesh.size
 
-    def array(count):
-        shape = (batch, length, count, head_dim)
+    def array(count, dim):
+        shape = (batch, length, count, dim)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    return array(heads), array(kv_heads), array(kv_heads)
+    return (
+        array(heads, head_dim),
+        array(kv_heads, head_dim),
+        array(kv_heads, head_dim if value_dim is None else value_dim),
+    )
 
 
 def segment_ids(mesh, tokens, batch=1):

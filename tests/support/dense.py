@@ -23,9 +23,10 @@ class Mask:
     """A mask by its definition, from natural positions."""
 
     is_causal: bool = False
-    window: int | tuple[int, int] | None = None
+    window: int | tuple[int | None, int | None] | None = None
     soft_cap: float | None = None
     segments: bool = False
+    ranges: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -36,15 +37,26 @@ class Mask:
             "logits_soft_cap": self.soft_cap,
         }
 
-    def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length):
-        """bool ``[B or 1, T, S]``."""
+    def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
+        """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order."""
         q, kv = np.arange(q_length)[:, None], np.arange(kv_length)[None, :]
         keep = np.ones((1, q_length, kv_length), bool)
+        left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+        if left is not None:
+            keep &= kv >= q - left
         if self.is_causal:
-            keep &= q >= kv
-        if self.window is not None:
-            left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
-            keep &= (kv >= q - left) & (kv <= q + right)
+            prefix = np.asarray(arrays.get("prefix_lengths", [0]))
+            keep = keep & ((q >= kv) | (kv < prefix[:, None, None]))
+        elif right is not None:
+            keep &= kv <= q + right
+        if "key_starts" in arrays:
+            keep = keep & (kv >= np.atleast_2d(arrays["key_starts"])[:, :, None])
+        if "key_ends" in arrays:
+            keep = keep & (kv < np.atleast_2d(arrays["key_ends"])[:, :, None])
+        if "query_seq_lengths" in arrays:
+            keep = keep & (q < np.asarray(arrays["query_seq_lengths"])[:, None, None])
+        if "key_value_seq_lengths" in arrays:
+            keep = keep & (kv < np.asarray(arrays["key_value_seq_lengths"])[:, None, None])
         if q_segment_ids is not None:
             same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
             keep = keep & same & (q_segment_ids != 0)[:, :, None]
@@ -202,7 +214,7 @@ def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, s
     dq = _einsum("bnts,bsnh->btnh", ds, key) * scale
     dk = _einsum("bnts,btnh->bsnh", ds, query) * scale
     dv = _einsum("bnts,btnh->bsnh", (p * factors).astype(dtype), do)
-    dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, dim).sum(3) for x in (dk, dv))
+    dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(3) for x in (dk, dv))
     of_numbers = []
     if "alibi_slopes" in numbers:
         of_numbers.append(-(dlogits * jnp.asarray(distance, jnp.float32)).sum((0, 2, 3)))

@@ -26,6 +26,8 @@ Change = Callable[[np.random.Generator, Plan, dict[str, Any]], "dict[str, Any] |
 AXES = ("seq_axis", "head_parallel_axis", "batch_axis", "head_axis")
 ARRAYS = ("query", "key", "value")
 IDS = ("query_segment_ids", "key_value_segment_ids")
+LENGTHS = ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
+RANGES = ("key_starts", "key_ends")
 NUMBERS = ("sink_logits", "alibi_slopes")
 
 # Values that no argument of this name may have, whatever the rest of the call is.
@@ -43,14 +45,16 @@ NEVER: dict[str, tuple[Any, ...]] = {
         *(jnp.float32(0.5), object(), 1e39, -1e300, np.float32(np.inf)),
     ),
     "local_window_size": (
-        *(-1, (4, -1), 4.0, (1, 2, 3), (3,), (), [4, 4], True, "4", (4, None), (1.0, 2), 2**31),
+        *(-1, (4, -1), 4.0, (1, 2, 3), (3,), (), [4, 4], True, "4", (4, "4"), (1.0, 2), 2**31),
         *((0, 2**40), math.nan, np.array([1, 2]), (True, 2), object(), np.float32(2), -(2**70)),
+        *(jnp.float32(2), jnp.arange(2), (jnp.bool_(True), 2), (None, -1)),
     ),
     "logits_soft_cap": (
         *(0, 0.0, -30, math.nan, math.inf, "30", True, [3.0], np.array(3.0), jnp.float32(3), 1e39),
         *(1j, 10**400, object(), -math.inf),
     ),
     **dict.fromkeys(IDS, (3, "ids", [[1]], (1,), object(), np.int32(1), np.ndarray)),
+    **dict.fromkeys(LENGTHS + RANGES, (3, "all", [1], (1,), object(), np.int32(1), np.ndarray)),
     **dict.fromkeys(NUMBERS, (3.0, "ALiBi", [0.0], (), object(), np.float32(1), True)),
     "dropout_rate": (
         *(None, -0.1, 1, 1.0, 1.5, math.nan, math.inf, "0.1", True, [0.1], jnp.float32(0.1), 1j),
@@ -193,6 +197,21 @@ def ids(rng, plan, call):
     return given | {name: pick(rng, wrong)}
 
 
+def ranges(rng, plan, call):
+    batch, t, *_ = plan.sizes
+    name = pick(rng, LENGTHS + RANGES)
+    x = np.ones((batch, t) if name in RANGES else batch, np.int32)
+    wrong = (
+        *(x[..., None], longer(x, 0), x.astype(np.float32), x.astype(bool), x.tolist(), x[:0]),
+        *(x.astype(">f4"), nnx.Variable(jnp.asarray(x)), jax.ShapeDtypeStruct(x.shape, x.dtype)),
+    )
+    return {name: pick(rng, wrong), "is_causal": True}
+
+
+def prefix_without_causality(rng, plan, call):
+    return {"prefix_lengths": np.ones(plan.sizes[0], np.int32), "is_causal": False}
+
+
 def numbers(rng, plan, call):
     name, n = pick(rng, NUMBERS), plan.sizes[3]
     x = np.ones(n, np.float32)
@@ -251,7 +270,8 @@ def other_device(rng, plan, call):
 def split_otherwise(rng, plan, call):
     """Over Explicit axes an array must be split as the call says; whole is otherwise."""
     name = pick(rng, ARRAYS)
-    named = [axis for entry in needed_spec(plan, name) if entry for axis in np.atleast_1d(entry)]
+    spec = needed_spec(plan, name, 4)
+    named = [axis for entry in spec if entry for axis in np.atleast_1d(entry)]
     sizes = [plan.mesh.shape[axis] for axis in named if axis in plan.mesh.explicit_axes]
     if max(sizes, default=1) == 1:
         return None
@@ -262,6 +282,7 @@ MISTAKES: tuple[Change, ...] = (
     *(never,) * 12,
     *(rank, empty, dtype, one_other_dtype, no_array, length, length, value_unlike_key),
     *(batch_of_one_side, batch, head_dim, no_group, heads, ids, ids, numbers, numbers),
+    *(ranges, ranges, prefix_without_causality),
     *(no_such_axis, axis_twice, three_levels, no_mesh, abstract_mesh),
     *(other_device, split_otherwise),
 )
@@ -294,7 +315,12 @@ def same_window(rng, plan, call):
     if window is None:
         return None
     left, right = window if isinstance(window, tuple) else (window, window)
-    return {"local_window_size": (np.int64(left), np.uint32(right))}
+
+    def spelled(side):
+        # An array's value is not known where a program is traced: another mask says the same.
+        return side if side is None else pick(rng, (np.int64, np.uint32, jnp.int32))(side)
+
+    return {"local_window_size": (spelled(left), spelled(right))}
 
 
 def same_flag(rng, plan, call):

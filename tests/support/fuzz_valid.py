@@ -34,6 +34,7 @@ class Plan:
       unit: what the layout and the devices need lengths to be a multiple of.
       dtype: of query, key and value.
       segments: whether there are segment ids.
+      hiding: which of the masks' arrays there are, by the arguments' names.
       numbers: which numbers of each head there are (:func:`dense.per_head`).
       placed: whether arrays are NumPy's ("numpy"), JAX's on no mesh ("jax"), or on the mesh as the
         call needs them ("mesh").
@@ -46,6 +47,7 @@ class Plan:
     unit: int
     dtype: str
     segments: bool
+    hiding: tuple[str, ...]
     numbers: str
     placed: str
 
@@ -82,7 +84,9 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         "layout": layout,
         "is_causal": pick(rng, (True, False)),
         "scale": pick(rng, (None, None, 0.3, -0.5, 1)),
-        "local_window_size": pick(rng, (None, None, None, 0, 3, (5, 2), (2**31 - 1, 4), (0, 6))),
+        "local_window_size": pick(
+            rng, (None, None, None, 0, 3, (5, 2), (2**31 - 1, 4), (0, 6), (4, None))
+        ),
         "logits_soft_cap": pick(rng, (None, None, 2.5, 1)),
         "implementation": pick(rng, (None, "xla", "reference")),
         "backward": pick(rng, ("auto", "rotate_kv", "rotate_query")),
@@ -99,9 +103,17 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         unit=unit,
         dtype=pick(rng, ("float32", "float32", "float32", "bfloat16", "float16")),
         segments=bool(rng.random() < 0.4),
+        hiding=_draw_hiding(rng, options.get("is_causal", False)),
         numbers=pick(rng, ("none", "none", "sinks", "slopes", "both")),
         placed=pick(rng, ("numpy", "jax", "mesh")),
     )
+
+
+def _draw_hiding(rng: np.random.Generator, is_causal: bool) -> tuple[str, ...]:
+    names = ("query_seq_lengths", "key_value_seq_lengths", "key_starts", "key_ends")
+    if is_causal:
+        names += ("prefix_lengths",)
+    return tuple(name for name in names if rng.random() < 0.15)
 
 
 def size_along(mesh: Mesh, axes: Any) -> int:
@@ -165,6 +177,12 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
         if t == s and rng.random() < 0.7:
             ids["key_value_segment_ids"] = ids["query_segment_ids"]
         arrays |= {name: x.astype(integers) for name, x in ids.items()}
+    lengths = {"prefix_lengths": s, "query_seq_lengths": t, "key_value_seq_lengths": s}
+    drawn = {name: rng.integers(-1, size + 2, size=batch) for name, size in lengths.items()}
+    rows = () if rng.random() < 0.3 else (batch,)
+    drawn["key_starts"] = rng.integers(-2, max(1, s // 2), size=(*rows, t))
+    drawn["key_ends"] = rng.integers(s // 3, s + 2, size=(*rows, t))
+    arrays |= {name: drawn[name].astype(np.int32) for name in plan.hiding}
     arrays |= dense.per_head(plan.numbers, heads, seed=int(rng.integers(100)))
     if plan.options.get("dropout_rate"):
         arrays["dropout_key"] = np.asarray([0, int(rng.integers(2**31))], np.uint32)
@@ -172,7 +190,7 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
         arrays = {name: jnp.asarray(np.asarray(x)) for name, x in _int32_ids(arrays).items()}
     elif plan.placed == "mesh":
         arrays = {
-            name: jax.device_put(x, jax.NamedSharding(plan.mesh, needed_spec(plan, name)))
+            name: jax.device_put(x, jax.NamedSharding(plan.mesh, needed_spec(plan, name, x.ndim)))
             for name, x in _int32_ids(arrays).items()
         }
     return arrays | plan.options
@@ -183,7 +201,7 @@ def _int32_ids(arrays: dict[str, Any]) -> dict[str, Any]:
     return {n: x.astype(np.int32) if n.endswith("_ids") else x for n, x in arrays.items()}
 
 
-def needed_spec(plan: Plan, name: str) -> P:
+def needed_spec(plan: Plan, name: str, ndim: int) -> P:
     """How a call's array is split, by what the arguments say."""
     named = [plan.options["seq_axis"], plan.options.get("head_parallel_axis")]
     tokens: tuple[str, ...] = ()
@@ -192,6 +210,10 @@ def needed_spec(plan: Plan, name: str) -> P:
     batch, heads = (plan.options.get(role) for role in ("batch_axis", "head_axis"))
     if name in ("sink_logits", "alibi_slopes"):
         return P(heads)
+    if name.endswith("_lengths"):
+        return P(batch)
+    if name in ("key_starts", "key_ends"):
+        return P(*(batch, tokens)[2 - ndim :])
     if name == "dropout_key":
         return P()
     return P(batch, tokens) if name.endswith("_ids") else P(batch, tokens, heads)
@@ -220,14 +242,23 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
     query, key, value = (np.asarray(call[name]) for name in ("query", "key", "value"))
     q_order = natural_order(layout, query.shape[1], n)
     kv_order = natural_order(layout, key.shape[1], n)
-    mask = dense.Mask(
-        is_causal=bool(call.get("is_causal", False)), window=call.get("local_window_size")
-    )
+    window = call.get("local_window_size")
+    sides = window if isinstance(window, tuple) else (window, window)
+    left, right = (None if side is None else int(side) for side in sides)
+    mask = dense.Mask(is_causal=bool(call.get("is_causal", False)), window=(left, right))
     q_ids = kv_ids = None
     if call.get("query_segment_ids") is not None:
         q_ids = np.asarray(call["query_segment_ids"])[:, q_order]
         kv_ids = np.asarray(call["key_value_segment_ids"])[:, kv_order]
-    keep = mask.dense(q_ids, kv_ids, query.shape[1], key.shape[1])
+    hiding = {
+        name: np.asarray(call[name])
+        for name in ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
+        if call.get(name) is not None
+    }
+    for name in ("key_starts", "key_ends"):
+        if call.get(name) is not None:
+            hiding[name] = np.asarray(call[name])[..., q_order]
+    keep = mask.dense(q_ids, kv_ids, query.shape[1], key.shape[1], **hiding)
     keep = np.broadcast_to(keep, (query.shape[0], *keep.shape[1:]))
     scale, dim = call.get("scale"), query.shape[-1]
     # dense.truth scales by 1 / sqrt(H).

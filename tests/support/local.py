@@ -1,4 +1,4 @@
-"""Calls of local attention as tests write them: bounds made, both gradients of K and V stacked."""
+"""Calls of local attention as tests write them: bounds made, all gradients in one call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gradients(
     implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, *, spec, part=None,
     numbers=None, seeds=None,
 ):  # fmt: skip
-    """``(dq, dkv, those of the numbers)``, dK and dV stacked, as ``dkv`` may be given.
+    """``(dq, (dk, dv), those of the numbers)``; dK and dV may be given stacked.
 
     ``part`` of the work is 0 or 1, None for all of it.
     """
@@ -49,12 +49,11 @@ def gradients(
         bounds = implementation.split_backward(bounds)[part]
     operands = operands.replace(bounds=bounds, do=qdo[1], stats=jnp.stack(stats))
     sums = dq, None if dkv is None else tuple(dkv)
-    dq, dkv, of_numbers = implementation.backward(operands, *sums, spec=spec)
-    return dq, jnp.stack(dkv), of_numbers
+    return implementation.backward(operands, *sums, spec=spec)
 
 
 def backward(*args, **options):
-    """``(dq, dkv)`` of :func:`gradients`, where there are no numbers of each head."""
+    """``(dq, dkv)`` of :func:`gradients`, dK and dV stacked, without numbers of each head."""
     dq, dkv, of_numbers = gradients(*args, **options)
     assert of_numbers == {}
-    return dq, dkv
+    return dq, jnp.stack(dkv)

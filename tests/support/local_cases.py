@@ -9,7 +9,7 @@ import dense
 import jax.numpy as jnp
 import local
 import numpy as np
-from cases import packed_segments
+from cases import key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
 from pallas_kernels import AttentionSpec, Dropout, Mask, Score, Tokens
@@ -24,6 +24,8 @@ MASKS = {
     "packed_causal": dense.Mask(is_causal=True, segments=True),
     "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
     "cap": dense.Mask(soft_cap=2.0),
+    "ranges": dense.Mask(ranges=True),
+    "packed_window_ranges": dense.Mask(is_causal=True, window=70, segments=True, ranges=True),
 }
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 
@@ -32,8 +34,8 @@ def case_id(case):
     (heads, kv_heads), (t, s) = case["heads"], case["lengths"]
     return (
         f"{case['mask']}-{case['order']}-{case['blocks']}block"
-        f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}-{case['dtype']}"
-        f"-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
+        f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}_{value_dim(case)}"
+        f"-{case['dtype']}-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
     )
 
 
@@ -45,7 +47,7 @@ class Inputs:
     kvs: list  # of (k, v)
     q_tokens: Tokens
     kv_tokens: list
-    cotangents: tuple  # of out [B, T, N, H] and lse [B, T, N]
+    cotangents: tuple  # of out [B, T, N, Hv] and lse [B, T, N]
     keep: np.ndarray  # bool [B or 1, T, all keys]
     spec: AttentionSpec
     soft_cap: float | None
@@ -63,7 +65,7 @@ def make_inputs(case, seed, batch=BATCH):
     """The inputs of a case, which names a level for every factor."""
     rng = np.random.default_rng(seed)
     mask, dtype = MASKS[case["mask"]], jnp.dtype(case["dtype"])
-    (heads, kv_heads), dim = case["heads"], case["head_dim"]
+    (heads, kv_heads), dim, value = case["heads"], case["head_dim"], value_dim(case)
     even = case["order"] == "zigzag"
     t, s = (length + length % 2 * even for length in case["lengths"])
     # The first key shard is near the queries in every order, so that short windows see some of it.
@@ -72,9 +74,14 @@ def make_inputs(case, seed, batch=BATCH):
     q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
     ids = packed_segments(rng, batch, SHARDS * max(t, s)) if mask.segments else None
 
-    def tokens(at):
+    ranges = {}
+    if mask.ranges:
+        rows = key_ranges(rng, batch if dim % 2 else 1, SHARDS * max(t, s))
+        ranges = dict(zip(("key_starts", "key_ends"), rows, strict=True))
+
+    def tokens(at, **ranges):
         segment_ids: Any = None if ids is None else ids[:, at]
-        return Tokens(at, segment_ids)
+        return Tokens(at, segment_ids, **{name: x[:, at] for name, x in ranges.items()})
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
@@ -85,14 +92,14 @@ def make_inputs(case, seed, batch=BATCH):
     if dropout:
         seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
         factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
-    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s))
+    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **ranges)
     return Inputs(
         q=normal(batch, t, heads, dim),
-        kvs=[tuple(normal(batch, s, kv_heads, dim) for _ in "kv") for _ in shards],
-        q_tokens=tokens(q_at),
+        kvs=[tuple(normal(batch, s, kv_heads, x) for x in (dim, value)) for _ in shards],
+        q_tokens=tokens(q_at, **ranges),
         kv_tokens=[tokens(at) for at in kv_at],
         cotangents=(
-            normal(batch, t, heads, dim),
+            normal(batch, t, heads, value),
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
         keep=keep[:, q_at][:, :, all_kv_at],
@@ -144,7 +151,7 @@ def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, number
         dq, dkv, parts = local.gradients(implementation, *arrays, dq, **of_heads)
         dkvs.append(dkv)
         of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
-    dk, dv = jnp.concatenate(dkvs, axis=2)
+    dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkvs, strict=True))
     if "sink_logits" in numbers:
         of_numbers |= start_gradients(numbers, lse, delta)
     gradients = *(x.astype(q.dtype) for x in (dq, dk, dv)), *map(of_numbers.get, sorted(numbers))

@@ -125,7 +125,7 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "key-value-shapes": (
         lambda: {"value": zeros(B, T + 16, K, H)},
-        r"key has shape \(2, 16, 2, 8\), value \(2, 32, 2, 8\): they must be equal",
+        r"key has shape \(2, 16, 2, 8\), value \(2, 32, 2, 8\): they must be equal but for t",
     ),
     "batch": (
         lambda: {"key": zeros(3, T, K, H), "value": zeros(3, T, K, H)},
@@ -214,9 +214,17 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"local_window_size": (4, -1)},
         r"local_window_size is \(4, -1\): .* from 0 to 2",
     ),
-    "window-half-none": (
-        lambda: {"local_window_size": (4, None)},
-        r"local_window_size is \(4, None\): it must be an int or a pair",
+    "window-half-text": (
+        lambda: {"local_window_size": (4, "4")},
+        r"local_window_size is \(4, '4'\): it must be an int or a pair",
+    ),
+    "window-of-each-row": (
+        lambda: {"local_window_size": (jnp.zeros(B, jnp.int32), 0)},
+        r"local_window_size is \(Array.*: it must be .* a side may be a JAX array too, an int",
+    ),
+    "window-float-array": (
+        lambda: {"local_window_size": jnp.float32(3)},
+        r"local_window_size is Array\(3.*: it must be an int or a pair",
     ),
     "window-list": (
         lambda: {"local_window_size": [4, 4]},
@@ -299,6 +307,34 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "segments-rank": (
         lambda: {"query_segment_ids": ids(T), "key_value_segment_ids": ids(B, T)},
         r"query_segment_ids has shape \(16,\): it must be \(2, 16\)",
+    ),
+    "prefix-not-causal": (
+        lambda: {"prefix_lengths": ids(B)},
+        "prefix_lengths is given but is_causal is False, .*: set is_causal=True, or leave",
+    ),
+    "prefix-number": (
+        lambda: {"prefix_lengths": 3, "is_causal": True},
+        "prefix_lengths is a int: it must be an int32 array",
+    ),
+    "prefix-shape": (
+        lambda: {"prefix_lengths": ids(B, T), "is_causal": True},
+        r"prefix_lengths has shape \(2, 16\): it must be \[B\], \(2,\)",
+    ),
+    "query-lengths-dtype": (
+        lambda: {"query_seq_lengths": ids(B, dtype=np.float32)},
+        "query_seq_lengths has dtype float32: convert it to int32",
+    ),
+    "key-lengths-shape": (
+        lambda: {"key_value_seq_lengths": ids(B + 1)},
+        r"key_value_seq_lengths has shape \(3,\): it must be \[B\], \(2,\)",
+    ),
+    "starts-shape": (
+        lambda: {"key_starts": ids(1, T)},
+        r"key_starts has shape \(1, 16\): it must be \[B, T\], \(2, 16\) or \[T\], \(16,\)",
+    ),
+    "ends-bool": (
+        lambda: {"key_ends": ids(B, T, dtype=bool)},
+        "key_ends has dtype bool: convert it to int32",
     ),
 }
 

@@ -12,7 +12,7 @@ import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import packed_segments
+from cases import packed_segments, value_dim
 from implementations import IMPLEMENTATIONS, QUICK
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -94,7 +94,9 @@ def case_id(case):
     heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
     return (
         f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
-        f"-{case['shard']}-dim{case['head_dim']}-{case['dtype']}"
+        f"-{case['shard']}-dim{case['head_dim']}"
+        f"{'' if value_dim(case) == case['head_dim'] else '_' + str(value_dim(case))}"
+        f"-{case['dtype']}"
         f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
         f"{'-dropout' if case.get('dropout') else ''}"
     )
@@ -119,9 +121,10 @@ def make_inputs(case, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     t, s = lengths(case["shard"], case["layout"], Ring.of(case))
     heads, kv_heads = case["heads"]
-    dim, batch = case["head_dim"], 2
+    dim, value, batch = case["head_dim"], value_dim(case), 2
     dtype = jnp.dtype(case["dtype"])
-    shapes = [(batch, t, heads, dim)] + [(batch, s, kv_heads, dim)] * 2 + [(batch, t, heads, dim)]
+    shapes = [(batch, t, heads, dim), *((batch, s, kv_heads, lanes) for lanes in (dim, value))]
+    shapes.append((batch, t, heads, value))
     # Rounded to the tested dtype first: the truth starts from the same numbers.
     q, k, v, do = (rng.normal(size=x).astype(dtype) for x in shapes)
     q, k = (q * dtype.type(scale)), (k * dtype.type(scale))
@@ -183,11 +186,13 @@ def ring_results(
     return [*results, *(np.asarray(of_numbers[name]) for name in sorted(numbers))]
 
 
-def oracle(case, arrays, cotangents, segments):
-    """``(truth, one device's results, keep)``."""
-    mask = MASKS[case["mask"]]
+def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
+    """``(truth, one device's results, keep)``; ``hiding`` are further masks' arrays."""
+    mask = mask or MASKS[case["mask"]]
     q_ids, kv_ids = segments
-    keep = mask.dense(q_ids, kv_ids, arrays[0].shape[1], arrays[1].shape[1])
+    lengths = arrays[0].shape[1], arrays[1].shape[1]
+    keep = mask.dense(q_ids, kv_ids, *lengths, **(hiding or {}))
+    keep = np.broadcast_to(keep, (arrays[0].shape[0] if hiding else len(keep), *lengths))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
     distance = dense.distances(arrays[0].shape[1], arrays[1].shape[1])
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
@@ -199,11 +204,19 @@ def oracle(case, arrays, cotangents, segments):
     return dense.truth(*args), dense.one_device(*args), keep
 
 
-def assert_exact(case, **options):
-    """As exact as one device, and exactly zero where there is nothing to see."""
+def assert_exact(case, *, hiding=None, mask=None, **options):
+    """As exact as one device, and exactly zero where there is nothing to see.
+
+    ``hiding`` are arrays that say further masks, in natural order, by burst_attention's names;
+    ``mask`` is the mask that all arguments together say, if it is not the case's.
+    """
     inputs = make_inputs(case)
-    got = ring_results(case, *inputs, **options)
-    truth, one_device, keep = oracle(case, *inputs)
+    n = Ring.of(case).size
+    given = dict(hiding or {})
+    for name in {"key_starts", "key_ends"} & given.keys():
+        given[name] = burst_jax.to_layout(given[name], case["layout"], n, axis=-1)
+    got = ring_results(case, *inputs, **given, **options)
+    truth, one_device, keep = oracle(case, *inputs, hiding, mask)
     kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
     assert tuple(x.dtype.name for x in got[:5]) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
