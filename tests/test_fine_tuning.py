@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import argparse
+import bisect
 import dataclasses
+import inspect
 import json
 import math
 import shutil
+import typing
+from pathlib import Path
+from typing import Any
 
 import hub_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import perplexity
 import plain_model
 import pytest
 import train_lm
+from data_files import write_tokenizer
 from flax import nnx
 from implementations import QUICK, quick_jit
 from meshes import make_mesh, mesh_of
 from safetensors.numpy import save_file
 
 from burst_jax import ShardingRules
-from burst_jax.models import Lora, load, load_adapter, load_config, merge_lora
-from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
+from burst_jax.data import TokenizerFile, open_corpus
+from burst_jax.models import (
+    Decoder,
+    DecoderConfig,
+    Lora,
+    load,
+    load_adapter,
+    load_config,
+    merge_lora,
+    save,
+)
+from burst_jax.training import (
+    init_train_state,
+    make_batch,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+)
 from burst_jax.training.checkpoint_files import read_record
 
 OPTIMIZER = optax.adam(1e-3)
@@ -111,6 +135,77 @@ def test_weights_of_another_decoder_are_refused(tmp_path):
     wide = dataclasses.replace(model.config, param_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"is float32 .*, and config says bfloat16"):
         init_train_state(wide, OPTIMIZER, mesh, 0, layout="zigzag", params=weights)
+
+
+# More than LONG tokens of text, and padding up to ROW, which eight devices split.
+LONG, ROW = 2**15, 2**15 + 256
+
+
+def library_text(tokenizer_path):
+    """A real text: sources of Python's standard library, and a tokenizer that is trained on them.
+
+    It has some tokens more than LONG.
+    """
+    modules: Any = argparse, typing, inspect
+    text = "".join(Path(module.__file__).read_text() for module in modules)
+    tokens = TokenizerFile(write_tokenizer(tokenizer_path, text))
+    lines = text.splitlines(keepends=True)
+
+    def size(count):
+        return len(tokens.encode("".join(lines[:count]).encode()))
+
+    return "".join(lines[: bisect.bisect_left(range(len(lines)), LONG + 1, key=size)])
+
+
+@pytest.mark.slow  # attention over 32,768 tokens, five times forward and twice backward
+def test_a_long_text_from_checkpoint_to_checkpoint(tmp_path):
+    """Loaded, evaluated by a ring of eight and by one device, trained, saved and loaded again."""
+    # So long a row takes longer to compute than to compile.
+    jax.config.update("jax_disable_most_optimizations", False)
+    mesh = mesh_of(seq=8)
+    options: Any = {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    folder, tuned, path = tmp_path / "model", tmp_path / "tuned", tmp_path / "text.txt"
+    config = DecoderConfig(
+        vocab_size=400, num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8,
+        mlp_dim=32,
+    )  # fmt: skip
+    save(Decoder(config, rngs=nnx.Rngs(0), **options), folder, max_length=ROW)
+    path.write_text(library_text(folder / "tokenizer.json"))
+
+    def evaluate(folder, *more):
+        out = ["--data", str(path), "--seq-len", str(ROW), "--mesh", "seq=8", "--dtype", "float32"]
+        out += ["--model", str(folder), "--out", str(tmp_path)]
+        assert perplexity.main([*out, *more]) == 0
+        return json.loads((tmp_path / "perplexity.json").read_text())
+
+    before = evaluate(folder, "--check")
+    values = [before[devices]["perplexity"] for devices in ("mesh", "one_device")]
+    np.testing.assert_allclose(*values, rtol=1e-5)
+
+    model = load(folder, **options)
+    tokens = TokenizerFile(folder / "tokenizer.json")
+    (ids,) = perplexity.documents(open_corpus(path), tokens)
+    assert LONG < len(ids) <= ROW
+    assert before["mesh"]["tokens"] == len(ids) - 1
+    row, segments, _ = perplexity.filled([perplexity.Window(ids, len(ids) - 1)], ROW)
+    made = make_batch(row[None], segment_ids=segments[None], layout="zigzag", num_shards=8)
+    batch = place_batch(made, mesh, rules=options["rules"])
+    optimizer = make_optimizer(1e-2, steps=10, warmup_steps=0)
+    graphdef, params, state = init_train_state(
+        model.config, optimizer, seed=0, params=nnx.state(model), **options
+    )
+    step, losses = make_train_step(graphdef, optimizer), []
+    for _ in range(2):
+        params, state, metrics = step(params, state, batch)
+        losses.append(float(metrics["loss"]))
+    # Training and evaluation mean the same tokens, and measure the same.
+    np.testing.assert_allclose(losses[0], before["mesh"]["nll"], rtol=1e-5)
+
+    save(nnx.merge(graphdef, params), tuned)
+    shutil.copy(folder / "tokenizer.json", tuned)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(load(tuned, **options)), params)
+    after = evaluate(tuned)["mesh"]["nll"]
+    assert losses[0] > losses[1] > after
 
 
 def arguments(folder, tmp_path, *more):
