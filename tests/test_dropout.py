@@ -113,6 +113,7 @@ def test_layers_drop_weights_unless_they_are_told_not_to():
     np.testing.assert_array_equal(layer(x), without)
     layer.train()
 
+    @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
