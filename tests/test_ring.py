@@ -65,7 +65,7 @@ def _halves():
 
 HALVES = _halves()
 # In float32, where a gradient that is added twice, late or not at all shows at once.
-SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[::5] + OTHER_RINGS[::4]]
+SPLIT_CASES = [{**case, "dtype": "float32"} for case in CASES[1::5] + OTHER_RINGS[::4]]
 
 
 QUICK_SPLIT = [
@@ -106,7 +106,7 @@ def test_packed_cases_have_rows_that_see_nothing():
 
 def test_zero_gradients_fail():
     """The guard: a comparison that all-zero gradients pass would prove nothing."""
-    case = {**CASES[0], "dtype": "bfloat16"}
+    case = {**CASES[0], "dtype": "bfloat16", "numbers": "none"}
     inputs = make_inputs(case)
     truth, one_device, _ = oracle(case, *inputs)
     for name in ("dq", "dk", "dv"):
