@@ -203,7 +203,7 @@ def test_every_call_is_answered_or_refused(seed):
 def test_every_change_applies_to_some_call():
     """No change is in vain: each is made of one of a few plans, and changes it."""
     rng = np.random.default_rng(0)
-    plans = [draw_plan(rng) for _ in range(25)]
+    plans = [draw_plan(rng) for _ in range(50)]
     calls = [draw_arrays(rng, plan) | {"mesh": plan.mesh} for plan in plans]
     changes = (*mutations.MISTAKES, *mutations.SPELLINGS, *mutations.EITHER)
     for function in dict.fromkeys(changes):
