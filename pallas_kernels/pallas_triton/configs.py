@@ -92,13 +92,15 @@ class _Entry(NamedTuple):
 
     ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
     registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
-    which smaller tiles suit better anyway.
+    which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, where ``general`` has
+    no registers for them.
     """
 
     head_dim: int
     fast: tuple
     general: tuple | None = None
     value_dim: int | None = None
+    ranges: tuple | None = None
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         """Whether the tiles are for these head dims of q and k, and of v."""
@@ -161,7 +163,7 @@ _A100: _Table = {
 _HOPPER: _Table = {
     **_ANY,
     ("forward", 2): [
-        _Entry(64, (128, 64, 4, 3, True), (128, 64, 4, 3)),
+        _Entry(64, (128, 64, 4, 3, True), (128, 64, 4, 3), ranges=(128, 64, 8, 3)),
         _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
         _Entry(256, (128, 64, 8, 3), (64, 64, 8, 2), value_dim=128),
         _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),
@@ -196,11 +198,11 @@ def triton_configs(
     has_segments: bool,
     has_bias: bool = False,
     value_dim: int | None = None,
+    has_key_ranges: bool = False,
 ) -> TritonConfigs:
     """The tiles for head dims of 256 at most; ``value_dim`` is that of values, None ``head_dim``.
 
     A GPU that no table is for gets tiles that are small enough for every GPU since Ampere.
-    ``has_segments``: there are segment ids or ranges of keys.
     """
     table = _TABLES.get(compute_capability, _ANY)
     itemsize = jnp.dtype(dtype).itemsize
@@ -211,9 +213,11 @@ def triton_configs(
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
-        plain = plain and spec.dropout is None
+        plain = plain and spec.dropout is None and not has_key_ranges
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
+        if has_key_ranges and entry.ranges is not None:
+            return TritonConfig(*entry.ranges)
         if plain or entry.general is None:
             return fast
         return TritonConfig(*entry.general)
@@ -246,7 +250,8 @@ class Build:
             operands.q_length,
             operands.kv_length,
             spec,
-            operands.has_segments or operands.has_key_ranges,
+            operands.has_segments,
             operands.has_bias,
             operands.value_dim,
+            operands.has_key_ranges,
         )
