@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from burst_jax.attention_options import AttentionOptions, RingOptions
+from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, RingOptions
 from burst_jax.checks import (
     WindowSize,
     check_arrays,
@@ -454,11 +454,6 @@ def ring_call(
     local_window_size: WindowSize = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    prefix_lengths: jax.Array | None = None,
-    key_starts: jax.Array | None = None,
-    key_ends: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -471,18 +466,8 @@ def ring_call(
     """
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
-    hidden_by |= check_key_ranges(
-        query,
-        is_causal,
-        local_window_size,
-        {
-            "query_seq_lengths": query_seq_lengths,
-            "key_value_seq_lengths": key_value_seq_lengths,
-            "prefix_lengths": prefix_lengths,
-            "key_starts": key_starts,
-            "key_ends": key_ends,
-        },
-    )
+    masks = {name: options.pop(name, None) for name in MASK_ARRAYS}
+    hidden_by |= check_key_ranges(query, is_causal, local_window_size, masks)
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
     )
@@ -494,7 +479,7 @@ def ring_call(
         head_dim=query.shape[3],
         is_causal=is_causal,
         local_window_size=local_window_size,
-        lifts_causality=prefix_lengths is not None,
+        lifts_causality=masks["prefix_lengths"] is not None,
         dropout_rate=dropout_rate,
         **options,
     )

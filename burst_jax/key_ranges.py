@@ -114,11 +114,7 @@ def _segment_ids(
     """Segment ids of both sides; behind a row's length they are 0, padding."""
     sides = (
         ("query", "query_segment_ids", "query_seq_lengths"),
-        (
-            "key",
-            "key_value_segment_ids",
-            "key_value_seq_lengths",
-        ),
+        ("key", "key_value_segment_ids", "key_value_seq_lengths"),
     )
     if not any(name in arrays for _, *names in sides for name in names):
         return None, None

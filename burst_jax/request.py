@@ -144,7 +144,6 @@ class Request:
         shard: Shard,
         *,
         backward: bool = False,
-        token_arrays: Mapping[str, jax.Array] | None = None,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
         queries, (key, value, _), per_head, seeds = shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from burst_jax.plan import Plan
@@ -54,10 +54,10 @@ def _recommended(plan: Plan, best: Estimate) -> list[str]:
     if attention.local_window_size is not None:
         masks["local_window_size"] = attention.local_window_size
     arguments = ", ".join(
-        f"{name}={_text(value)}" for name, value in (best.arguments | masks).items()
+        f"{name}={as_python(value)}" for name, value in (best.arguments | masks).items()
     )
-    sizes, names = tuple(mesh.values()), _text(tuple(mesh))
-    order = f"{_text(best.layout)}, {math.prod(best.scheme.sizes)}"
+    sizes, names = tuple(mesh.values()), as_python(tuple(mesh))
+    order = f"{as_python(best.layout)}, {math.prod(best.scheme.sizes)}"
     lines = [
         f"recommended: {best.scheme.name}, {best.layout}",
         f"    mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(mesh)})",
@@ -73,7 +73,7 @@ def _recommended(plan: Plan, best: Estimate) -> list[str]:
     return lines
 
 
-def _text(value: Any) -> str:
+def as_python(value: object) -> str:
     """As Python, with the quotes that this project writes."""
     return repr(value).replace("'", '"')
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from burst_jax.plan.table import as_python
+
 if TYPE_CHECKING:
     from burst_jax.plan.training import StepEstimate, TrainingPlan
     from burst_jax.plan.way import Way
@@ -132,11 +134,13 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
     """The way to take, as code and as flags."""
     way = best.way
     mesh = way.mesh
-    sizes, names = tuple(mesh.values()), _text(tuple(mesh))
+    sizes, names = tuple(mesh.values()), as_python(tuple(mesh))
     arguments = dict(way.arguments)
     rules = arguments.pop("rules", None)
-    options = ", ".join(f"{name}={_text(value)}" for name, value in arguments.items())
-    moments = [f"moment_dtype={_text(plan.moment_dtype)}"] if plan.moment_dtype != "float32" else []
+    options = ", ".join(f"{name}={as_python(value)}" for name, value in arguments.items())
+    moments = (
+        [f"moment_dtype={as_python(plan.moment_dtype)}"] if plan.moment_dtype != "float32" else []
+    )
     moments += ['moments="host"'] if way.moments == "host" else []
     lines = [
         "recommended:",
@@ -148,12 +152,12 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
     if moments:
         lines.append(f"    optimizer = make_optimizer(..., {', '.join(moments)})")
     if rules is not None:
-        given = ", ".join(f"{name}={_text(value)}" for name, value in rules.items())
+        given = ", ".join(f"{name}={as_python(value)}" for name, value in rules.items())
         lines.append(f"    rules = burst_jax.ShardingRules({given})")
         options = f"rules=rules, {options}"
     lines += [
         f"    init_train_state(config, optimizer, mesh, seed, {options})",
-        f"    # the tokens' order: make_batch(..., layout={_text(way.layout)}, "
+        f"    # the tokens' order: make_batch(..., layout={as_python(way.layout)}, "
         f"num_shards={way.seq})",
     ]
     if way.flags is not None:
@@ -173,8 +177,3 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
             f"more: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}"
         )
     return lines
-
-
-def _text(value: object) -> str:
-    """As Python, with the quotes that this project writes."""
-    return repr(value).replace("'", '"')

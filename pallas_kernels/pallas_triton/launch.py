@@ -151,7 +151,7 @@ class Arguments:
             self.add(tokens.positions, self.block((size,), index))
         for tokens, size, is_tile in sides:
             if tokens.segment_ids is not None:
-                index = (lambda b, h, i: (b, i)) if is_tile else (lambda b, h, i: (b, 0))
+                index = self._by_row(by_batch=True, is_tile=is_tile)
                 self.add(tokens.segment_ids, self.block((None, size), index))
         _, ranges = operands.tested(static.spec.mask)
         self._range_names = tuple(ranges)
