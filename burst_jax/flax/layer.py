@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from burst_jax.api import burst_attention, ring_attention
+from burst_jax.api import burst_attention
 from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, MaskArrays
 from burst_jax.checks import WindowSize
 from burst_jax.flax.low_rank import add_adapter, cut_outputs
@@ -22,6 +22,7 @@ from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
 from burst_jax.order import refuse_wrong_order
+from burst_jax.shard_api import ring_attention
 from burst_jax.sharding import (
     AxisNames,
     flat_names,
