@@ -29,6 +29,7 @@ from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
 from burst_jax.shape_checks import check_global_shapes
 from burst_jax.sharding import AxisNames, resolve_mesh, size_on_mesh
+from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
 from pallas_kernels.operands import PerHead
 
@@ -78,6 +79,9 @@ def burst_attention(
     batch_axis: AxisNames = None,
     head_axis: AxisNames = None,
     layout: Layout = "contiguous",
+    query_offset: int | jax.Array = 0,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: WindowSize = None,
@@ -131,7 +135,17 @@ def burst_attention(
       head_axis: the mesh axis or axes that N and K are split over; None: not split.
       layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
         :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
-      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      query_offset: what comes onto the positions of the queries; without it both sides count from
+        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
+        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
+        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
+        all chunks by one program, but leaves out no hop.
+      query_positions: integers ``[T]``, or ``[B, T]``, in the layout's order: where each query is,
+        in any order, in place of the layout's positions and an offset.
+      key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
+        2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
+      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
+        count from 0, unless ``query_offset`` says otherwise.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
@@ -191,6 +205,8 @@ def burst_attention(
     check_bool("return_residual", return_residual)
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
+    hidden_by |= positions.arrays
     hidden_by |= check_key_ranges(
         query,
         is_causal,
@@ -202,6 +218,7 @@ def burst_attention(
             "key_starts": key_starts,
             "key_ends": key_ends,
         },
+        by_row=positions.by_row is not None,
     )
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
@@ -223,7 +240,10 @@ def burst_attention(
         dropout_rate=dropout_rate,
         implementation=implementation,
         backward=backward,
+        query_offset=positions.query_offset,
+        positions_by_row=positions.by_row is not None,
     )
+    refuse_by_row(positions, per_head, dropout_rate)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)

@@ -30,6 +30,9 @@ MASK_ARRAYS: tuple[str, ...] = tuple(MaskArrays.__annotations__)
 class LocalOptions(MaskArrays, total=False):
     """Keyword arguments of ``local_attention``, all but ``return_residual``."""
 
+    query_offset: int | jax.Array
+    query_positions: jax.Array | None
+    key_value_positions: jax.Array | None
     is_causal: bool
     scale: float | None
     local_window_size: WindowSize

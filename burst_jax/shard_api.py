@@ -28,6 +28,7 @@ from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
 from burst_jax.shape_checks import check_local_shapes
 from burst_jax.sharding import AxisNames, size_in_shard_map
+from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
 from pallas_kernels.operands import PerHead
 
@@ -77,6 +78,9 @@ def ring_attention(
     *,
     head_parallel_axis: str | None = None,
     layout: Layout = "contiguous",
+    query_offset: int | jax.Array = 0,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: WindowSize = None,
@@ -126,7 +130,17 @@ def ring_attention(
         divisor.
       layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
         (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
-      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      query_offset: what comes onto the positions of the queries; without it both sides count from
+        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
+        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
+        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
+        all chunks by one program, but leaves out no hop.
+      query_positions: integers ``[T]``, or ``[B, T]``, of this device's tokens: where each query
+        is, in any order, in place of the layout's positions and an offset.
+      key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
+        2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
+      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
+        count from 0, unless ``query_offset`` says otherwise.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
@@ -191,6 +205,9 @@ def ring_attention(
         axis_name,
         head_parallel_axis=head_parallel_axis,
         layout=layout,
+        query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,
@@ -233,6 +250,9 @@ def _parsed(
     axis_name: AxisNames,
     *,
     head_parallel_axis: str | None = None,
+    query_offset: int | jax.Array = 0,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     is_causal: bool = False,
     local_window_size: WindowSize = None,
     query_segment_ids: jax.Array | None = None,
@@ -252,8 +272,11 @@ def _parsed(
     check_arrays(query, key, value)
     arrays = {"query": query, "key": key, "value": value}
     arrays |= check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
+    arrays |= positions.arrays
+    by_row = positions.by_row is not None
     masks = {name: options.pop(name, None) for name in MASK_ARRAYS}
-    arrays |= check_key_ranges(query, is_causal, local_window_size, masks)
+    arrays |= check_key_ranges(query, is_causal, local_window_size, masks, by_row=by_row)
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
     )
@@ -267,8 +290,11 @@ def _parsed(
         local_window_size=local_window_size,
         lifts_causality=masks["prefix_lengths"] is not None,
         dropout_rate=dropout_rate,
+        query_offset=positions.query_offset,
+        positions_by_row=by_row,
         **options,
     )
+    refuse_by_row(positions, per_head, dropout_rate)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     check_local_shapes(request, query, key)
     return request, arrays, per_head, seeds
@@ -313,6 +339,9 @@ def local_attention(
     key: jax.Array,
     value: jax.Array,
     *positional: Any,
+    query_offset: int | jax.Array = 0,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: WindowSize = None,
@@ -354,7 +383,16 @@ def local_attention(
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
       value: ``[B, S, K, Hv]``, same dtype.
-      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
+      query_offset: what comes onto the positions of the queries; without it both sides count from
+        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
+        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
+        each row. A Python integer is compiled in; an array serves all chunks by one program.
+      query_positions: integers ``[T]``, or ``[B, T]``: where each query is, in place of an offset.
+        In any order; tiles whose positions lie close together are skipped best.
+      key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
+        2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
+      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
+        count from 0, unless ``query_offset`` says otherwise.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``, as in :func:`burst_jax.burst_attention`.
@@ -397,6 +435,9 @@ def local_attention(
         key,
         value,
         None,
+        query_offset=query_offset,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
         is_causal=is_causal,
         scale=scale,
         local_window_size=local_window_size,

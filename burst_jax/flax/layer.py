@@ -37,6 +37,10 @@ REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
     **dict.fromkeys(MASK_ARRAYS, "pass it to the call, beside segment_ids"),
+    **dict.fromkeys(
+        ("query_offset", "query_positions", "key_value_positions"),
+        "queries and keys are the same tokens; call burst_attention on projections of your own",
+    ),
     "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "dropout_key": "pass rngs to the call, which takes the key from them",
