@@ -146,7 +146,8 @@ def burst_attention(
         2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
       is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
         count from 0, unless ``query_offset`` says otherwise.
-      scale: factor on the logits; None is ``1 / sqrt(H)``.
+      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
+        computes is a factor on the query, with ``scale=1.0``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
         None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX

@@ -55,12 +55,12 @@ def make_spec(
     if scale is None:
         scale = head_dim**-0.5
     spec = AttentionSpec.of(
-        scale=_number("scale", scale, "fold a traced scale into the query"),
+        scale=_scale(scale),
         left=left,
         right=right,
         logits_soft_cap=None
         if logits_soft_cap is None
-        else _number("logits_soft_cap", logits_soft_cap, "it is static"),
+        else _number("logits_soft_cap", logits_soft_cap),
     )
     if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, (int, float, np.floating)):
         raise ValueError(
@@ -110,9 +110,24 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
-def _number(name: str, value: Any, remedy: str) -> float:
+def _scale(scale: Any) -> float:
+    """The argument of this name as a float.
+
+    A traced one would have to be a factor on the query, which rounds in 16 bits, or an operand of
+    every kernel, where a number that is compiled in is free.
+    """
+    if isinstance(scale, jax.Array) and not scale.shape and jnp.isrealobj(scale):
+        raise NotImplementedError(
+            f"scale is {scale!r}, a JAX array: kernels have the scale compiled in, so it must be a "
+            "Python number; pass scale=1.0 and multiply the query by the array before the call, "
+            "query * scale.astype(query.dtype)"
+        )
+    return _number("scale", scale)
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
+        raise ValueError(f"{name} is {value!r}: it must be a Python number or None, and is static")
     try:
         return float(value)
     except OverflowError:
@@ -168,7 +183,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             f"query has dtype {query.dtype}, key {key.dtype}, value {value.dtype}: "
-            "cast them to one dtype"
+            "cast them to one dtype, as key.astype(query.dtype); results have the query's"
         )
     for axis, letter in ((0, "batch size"), (3, "head dim")):
         if query.shape[axis] != key.shape[axis]:

@@ -233,3 +233,5 @@ def test_what_it_cannot_do_raises():
         attend("zigzag", 16, is_causal=True)
     with pytest.raises(NotImplementedError, match=r"layout is 'contiguous' over 2 devices.*zigzag"):
         attend("contiguous", is_causal=True)
+    with pytest.raises(ValueError, match=r"query_offset, .* are given: half .* keep all of it"):
+        attend("zigzag", is_causal=True, query_offset=1)

@@ -43,7 +43,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "scale": (
         *(math.nan, math.inf, -math.inf, "auto", True, 1j, [1.0], (0.5,), np.array(0.5), 10**400),
-        *(jnp.float32(0.5), object(), 1e39, -1e300, np.float32(np.inf)),
+        *(jnp.ones(2), object(), 1e39, -1e300, np.float32(np.inf)),
     ),
     "local_window_size": (
         *(-1, (4, -1), 4.0, (1, 2, 3), (3,), (), [4, 4], True, "4", (4, "4"), (1.0, 2), 2**31),
@@ -305,7 +305,8 @@ def unknown_keyword(rng, plan, call):
 
 
 def cannot_run(rng, plan, call):
-    return {"implementation": pick(rng, ("triton", "mosaic_gpu"))}
+    kernels = ({"implementation": name} for name in ("triton", "mosaic_gpu"))
+    return pick(rng, (*kernels, {"scale": jnp.float32(0.5)}))
 
 
 # --- the same call, spelled differently ----------------------------------------------------------
