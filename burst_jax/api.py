@@ -1,4 +1,4 @@
-"""The public functions: ``burst_attention`` for global arrays, ``ring_attention`` for a shard's."""
+"""``burst_attention``: the public function for global arrays."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, RingOptions
+from burst_jax.attention_options import AttentionOptions
 from burst_jax.checks import (
     WindowSize,
     check_arrays,
     check_bool,
     check_devices,
-    check_inside_shard_map,
     check_outside_shard_map,
     check_per_head,
     check_segment_ids,
@@ -28,8 +27,9 @@ from burst_jax.request import Request
 from burst_jax.ring.local import Shard
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
-from burst_jax.shape_checks import check_global_shapes, check_local_shapes
-from burst_jax.sharding import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
+from burst_jax.shape_checks import check_global_shapes
+from burst_jax.sharding import AxisNames, resolve_mesh, size_on_mesh
+from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
 from pallas_kernels.operands import PerHead
 
@@ -79,6 +79,9 @@ def burst_attention(
     batch_axis: AxisNames = None,
     head_axis: AxisNames = None,
     layout: Layout = "contiguous",
+    query_offset: int | jax.Array = 0,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: WindowSize = None,
@@ -132,8 +135,19 @@ def burst_attention(
       head_axis: the mesh axis or axes that N and K are split over; None: not split.
       layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
         :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
-      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
-      scale: factor on the logits; None is ``1 / sqrt(H)``.
+      query_offset: what comes onto the positions of the queries; without it both sides count from
+        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
+        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
+        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
+        all chunks by one program, but leaves out no hop.
+      query_positions: integers ``[T]``, or ``[B, T]``, in the layout's order: where each query is,
+        in any order, in place of the layout's positions and an offset.
+      key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
+        2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
+      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
+        count from 0, unless ``query_offset`` says otherwise.
+      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
+        computes is a factor on the query, with ``scale=1.0``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
         None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
@@ -192,6 +206,8 @@ def burst_attention(
     check_bool("return_residual", return_residual)
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
+    positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
+    hidden_by |= positions.arrays
     hidden_by |= check_key_ranges(
         query,
         is_causal,
@@ -203,6 +219,7 @@ def burst_attention(
             "key_starts": key_starts,
             "key_ends": key_ends,
         },
+        by_row=positions.by_row is not None,
     )
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
@@ -224,7 +241,10 @@ def burst_attention(
         dropout_rate=dropout_rate,
         implementation=implementation,
         backward=backward,
+        query_offset=positions.query_offset,
+        positions_by_row=positions.by_row is not None,
     )
+    refuse_by_row(positions, per_head, dropout_rate)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
@@ -260,232 +280,3 @@ def _on_mesh(
         out_specs=(placement.spec("out"), placement.spec("lse")),
         check_vma=placement.check_vma,
     )(arrays, per_head)
-
-
-@overload
-def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: AxisNames,
-    *,
-    return_residual: Literal[False] = False,
-    **options: Unpack[RingOptions],
-) -> jax.Array: ...
-
-
-@overload
-def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: AxisNames,
-    *,
-    return_residual: Literal[True],
-    **options: Unpack[RingOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: AxisNames,
-    *,
-    return_residual: bool,
-    **options: Unpack[RingOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-
-
-@without_catch_all
-def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: AxisNames,
-    *,
-    head_parallel_axis: str | None = None,
-    layout: Layout = "contiguous",
-    is_causal: bool = False,
-    scale: float | None = None,
-    local_window_size: WindowSize = None,
-    logits_soft_cap: float | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    prefix_lengths: jax.Array | None = None,
-    key_starts: jax.Array | None = None,
-    key_ends: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    implementation: str | Implementation | None = None,
-    backward: RotationChoice = "auto",
-    return_residual: bool = False,
-    **others: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Exact attention over sequences sharded along a mesh axis, inside the caller's ``shard_map``.
-
-    .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
-
-    over the keys of all devices on ``axis_name``. K and V travel around the ring by ``ppermute``
-    while each device attends to the block it holds; partial results are merged by log-sum-exp in
-    float32 (Ring Attention, arXiv 2310.01889, section 3; BurstAttention, arXiv 2403.09347,
-    section 3.1). Every shape below is one device's. :func:`burst_jax.burst_attention` computes the
-    same on global arrays.
-
-    Letters: B batch, T query tokens here, S key tokens here, N query heads, K key/value heads,
-    H head dim of queries and keys, Hv head dim of values, n devices on the axis.
-
-    Args:
-      query: ``[B, T, N, H]`` bfloat16, float16 or float32.
-      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
-        ``h // (N // K)``.
-      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
-      axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
-        two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
-        ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
-        arrays alone.
-      head_parallel_axis: a mesh axis that each shard of the ring is split over, in the order it is
-        in. Its devices exchange their tokens for parts of the heads by all-to-all
-        (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
-        divisor.
-      layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
-        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
-      is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
-      scale: factor on the logits; None is ``1 / sqrt(H)``.
-      local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
-        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
-        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
-        value is not checked; one below 0 moves the window away from its query: left = -2 hides
-        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
-        should be Python numbers.
-      logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
-        keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
-        Give both or neither.
-      key_value_segment_ids: ``[B, S]``, the same for keys and values.
-      query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
-        which sees nothing, as in segment 0. None is no padding.
-      key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
-        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
-        order.
-      prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
-        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
-        of a window and all other masks still hide keys of the prefix.
-      key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
-        sees only keys at this position or behind it, of those that the other masks leave it.
-      key_ends: the same: each query sees only keys at positions before this one.
-      sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
-        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
-        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
-        no sink.
-      alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
-        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
-        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
-        below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
-      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
-        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
-      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
-        Devices with other rows or heads must pass another key:
-        fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
-      implementation: the local attention: "triton", "xla", "mosaic_gpu", an
-        :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
-      backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
-        (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
-      return_residual: also return lse.
-
-    Returns:
-      out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, where lse
-      is float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both have gradients. A
-      row that may see nothing has out 0, lse -inf or its head's sink, and passes exactly zero
-      gradients to query, key and value.
-
-    Raises:
-      ValueError: the arguments are wrong; the message names argument, value and remedy.
-      TypeError: a keyword that is none of these.
-      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
-        ring does not have, or a size is symbolic (``jax.export``).
-    """
-    refuse_other_arguments(ring_attention, (), others)
-    check_bool("return_residual", return_residual)
-    request, shard = ring_call(
-        query,
-        key,
-        value,
-        axis_name,
-        head_parallel_axis=head_parallel_axis,
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        prefix_lengths=prefix_lengths,
-        key_starts=key_starts,
-        key_ends=key_ends,
-        sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        implementation=implementation,
-        backward=backward,
-    )
-    out, lse = attend_shard(request, shard)
-    return (out, lse) if return_residual else out
-
-
-def ring_call(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: AxisNames,
-    *,
-    head_parallel_axis: str | None = None,
-    is_causal: bool = False,
-    local_window_size: WindowSize = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    **options: Any,
-) -> tuple[Request, Shard]:
-    """A call of :func:`ring_attention`, checked: what it asks for, and its arrays.
-
-    The arguments and errors are those of :func:`ring_attention`.
-    """
-    check_arrays(query, key, value)
-    hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
-    masks = {name: options.pop(name, None) for name in MASK_ARRAYS}
-    hidden_by |= check_key_ranges(query, is_causal, local_window_size, masks)
-    per_head = check_per_head(
-        query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
-    )
-    request = Request.parse(
-        "axis_name",
-        axis_name,
-        head_parallel_axis,
-        size_in_shard_map,
-        head_dim=query.shape[3],
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        lifts_causality=masks["prefix_lengths"] is not None,
-        dropout_rate=dropout_rate,
-        **options,
-    )
-    seeds = dropout_seeds(query, dropout_rate, dropout_key)
-    if not request.token_axes:
-        check_inside_shard_map()
-    check_local_shapes(request, query, key)
-    sides = sides_of(request, {"query": query, "key": key, "value": value} | hidden_by)
-    return request, Shard(*sides, per_head, seeds)

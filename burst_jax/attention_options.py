@@ -15,7 +15,7 @@ from pallas_kernels import Implementation
 
 
 class MaskArrays(TypedDict, total=False):
-    """Keyword arguments of both functions that say masks by arrays, beside the segment ids."""
+    """Keyword arguments of all functions that say masks by arrays, beside the segment ids."""
 
     query_seq_lengths: jax.Array | None
     key_value_seq_lengths: jax.Array | None
@@ -27,11 +27,12 @@ class MaskArrays(TypedDict, total=False):
 MASK_ARRAYS: tuple[str, ...] = tuple(MaskArrays.__annotations__)
 
 
-class RingOptions(MaskArrays, total=False):
-    """Keyword arguments of ``ring_attention``, all but ``return_residual``."""
+class LocalOptions(MaskArrays, total=False):
+    """Keyword arguments of ``local_attention``, all but ``return_residual``."""
 
-    head_parallel_axis: str | None
-    layout: Layout
+    query_offset: int | jax.Array
+    query_positions: jax.Array | None
+    key_value_positions: jax.Array | None
     is_causal: bool
     scale: float | None
     local_window_size: WindowSize
@@ -43,6 +44,13 @@ class RingOptions(MaskArrays, total=False):
     dropout_rate: float
     dropout_key: jax.Array | None
     implementation: str | Implementation | None
+
+
+class RingOptions(LocalOptions, total=False):
+    """Keyword arguments of ``ring_attention``, all but ``return_residual``."""
+
+    head_parallel_axis: str | None
+    layout: Layout
     backward: RotationChoice
 
 

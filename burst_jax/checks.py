@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.ring.rotation import ROTATION_CHOICES
-from burst_jax.sharding import AxisNames
+from burst_jax.sharding import AxisNames, flat_names
 from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
 from pallas_kernels.dropout import Dropout
@@ -28,7 +28,7 @@ from pallas_kernels.operands import PerHead
 Side = int | jax.Array | None
 WindowSize = int | jax.Array | tuple[Side, Side] | None
 
-_DTYPES = ("bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 _LETTERS = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
 
 
@@ -55,12 +55,12 @@ def make_spec(
     if scale is None:
         scale = head_dim**-0.5
     spec = AttentionSpec.of(
-        scale=_number("scale", scale, "fold a traced scale into the query"),
+        scale=_scale(scale),
         left=left,
         right=right,
         logits_soft_cap=None
         if logits_soft_cap is None
-        else _number("logits_soft_cap", logits_soft_cap, "it is static"),
+        else _number("logits_soft_cap", logits_soft_cap),
     )
     if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, (int, float, np.floating)):
         raise ValueError(
@@ -110,9 +110,24 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
-def _number(name: str, value: Any, remedy: str) -> float:
+def _scale(scale: Any) -> float:
+    """The argument of this name as a float.
+
+    A traced one would have to be a factor on the query, which rounds in 16 bits, or an operand of
+    every kernel, where a number that is compiled in is free.
+    """
+    if isinstance(scale, jax.Array) and not scale.shape and jnp.isrealobj(scale):
+        raise NotImplementedError(
+            f"scale is {scale!r}, a JAX array: kernels have the scale compiled in, so it must be a "
+            "Python number; pass scale=1.0 and multiply the query by the array before the call, "
+            "query * scale.astype(query.dtype)"
+        )
+    return _number("scale", scale)
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} is {value!r}: it must be a Python number or None; {remedy}")
+        raise ValueError(f"{name} is {value!r}: it must be a Python number or None, and is static")
     try:
         return float(value)
     except OverflowError:
@@ -156,9 +171,9 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
         # The name of another byte order, like ">f4", and of a random key's dtype is in the text of
         # the dtype.
-        if str(array.dtype) not in _DTYPES:
+        if str(array.dtype) not in FLOAT_DTYPES:
             raise ValueError(
-                f"{name} has dtype {array.dtype}: cast it to one of {', '.join(_DTYPES)}"
+                f"{name} has dtype {array.dtype}: cast it to one of {', '.join(FLOAT_DTYPES)}"
             )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
@@ -168,7 +183,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             f"query has dtype {query.dtype}, key {key.dtype}, value {value.dtype}: "
-            "cast them to one dtype"
+            "cast them to one dtype, as key.astype(query.dtype); results have the query's"
         )
     for axis, letter in ((0, "batch size"), (3, "head dim")):
         if query.shape[axis] != key.shape[axis]:
@@ -225,7 +240,8 @@ def check_inside_shard_map() -> None:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             "axis_name is None outside of a shard_map, where arrays may be those of all devices: "
-            "call burst_attention with seq_axis=None there, or ring_attention inside a shard_map"
+            "call burst_attention with seq_axis=None there, local_attention if they are one "
+            "device's, or ring_attention inside a shard_map"
         )
 
 
@@ -261,6 +277,20 @@ def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> No
             raise ValueError(
                 f"{name} is on {_ids(devices)}, the mesh on {_ids(of_mesh)}: put it onto the mesh, "
                 f"jax.device_put({name}, jax.NamedSharding(mesh, jax.P(...)))"
+            )
+
+
+def check_one_device(arrays: Mapping[str, jax.Array]) -> None:
+    """Raises ValueError if an array of ``local_attention`` is known to be split over devices."""
+    for name, array in arrays.items():
+        split = bool(flat_names(*getattr(jax.typeof(array).sharding, "spec", ())))
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            split = not array.is_fully_replicated
+        if split:
+            raise ValueError(
+                f"{name} is split over several devices, {jax.typeof(array)}, and local_attention "
+                "is for one device's arrays: call burst_attention, with seq_axis=None if no axis "
+                "splits the tokens, or local_attention inside a shard_map"
             )
 
 

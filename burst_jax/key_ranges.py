@@ -1,11 +1,14 @@
 """Masks that arrays say: which keys each query sees as a range of positions, and which are padding.
 
-Prefixes, ranges of the caller's own and windows whose size is traced all come to the same two
-numbers of every query at position ``p``: it sees keys from ``key_starts`` up to, not including,
-``key_ends``::
+Prefixes, ranges of the caller's own, windows whose size is traced, and all masks of queries whose
+positions differ from row to row come to the same two numbers of every query at position ``p``:
+it sees keys from ``key_starts`` up to, not including, ``key_ends``::
 
     local_window_size = (left, right), traced     p - left  ..  p + right + 1
     is_causal with prefix_lengths                           ..  max(p + 1, prefix)
+    queries at other positions in each row:
+        local_window_size = (left, right)         p - left  ..  p + right + 1
+        is_causal                                           ..  p + 1
     key_starts, key_ends                          start     ..  end
 
 The largest start and the smallest end count. Both travel with the queries, as segment ids do.
@@ -25,6 +28,7 @@ import numpy as np
 from burst_jax.checks import check_is_array, window_sides
 from burst_jax.request import Request
 from burst_jax.ring.local import Keys, Queries
+from burst_jax.token_positions import positions_of_keys, positions_of_queries, rows
 from pallas_kernels.arrays import as_int32
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
@@ -35,7 +39,12 @@ _SIDES = ("local_window_size[0]", "local_window_size[1]")
 
 
 def check_key_ranges(
-    query: jax.Array, is_causal: object, local_window_size: object, arrays: Mapping[str, Any]
+    query: jax.Array,
+    is_causal: object,
+    local_window_size: object,
+    arrays: Mapping[str, Any],
+    *,
+    by_row: bool = False,
 ) -> dict[str, jax.Array]:
     """The arrays of a call that say which keys a query sees, those that are given, as int32.
 
@@ -45,6 +54,8 @@ def check_key_ranges(
       local_window_size: the argument of this name, whose traced sides become arrays.
       arrays: ``prefix_lengths``, ``query_seq_lengths``, ``key_value_seq_lengths``, ``key_starts``
         and ``key_ends`` by name, each an array or None.
+      by_row: whether each row has queries at other positions. Then windows and causality become
+        arrays, too.
 
     Raises:
       ValueError: one of them has another shape or dtype, or there is nothing that it lifts.
@@ -68,10 +79,15 @@ def check_key_ranges(
             "prefix_lengths is given but is_causal is False, so there is no causality for it to "
             "lift: set is_causal=True, or leave prefix_lengths out"
         )
-    for name, side in zip(_SIDES, window_sides(local_window_size), strict=True):
-        # Under a causal mask the right side has nothing to say.
-        if isinstance(side, jax.Array) and (name == _SIDES[0] or not_causal):
+    left, right = window_sides(local_window_size)
+    if not not_causal:
+        # Prefixes have ends of their own, which say causality, too.
+        right = 0 if by_row and "prefix_lengths" not in checked else None
+    for name, side in zip(_SIDES, (left, right), strict=True):
+        if isinstance(side, jax.Array):
             checked[name] = _clipped("local_window_size", side)
+        elif by_row and side is not None:
+            checked[name] = np.asarray(side, np.int32)
     return checked
 
 
@@ -95,31 +111,46 @@ def sides_of(request: Request, arrays: Mapping[str, jax.Array]) -> tuple[Queries
         returned, by name.
     """
     query, key = arrays["query"], arrays["key"]
-    positions = functools.partial(request.positions_here, query.shape[1])
-    q_ids, kv_ids = _segment_ids(request, arrays)
+    own, own_of_keys = positions_of_queries(request, arrays), positions_of_keys(arrays)
+
+    def positions() -> jax.Array:
+        """Positions ``[B or 1, T]`` of the queries."""
+        return request.positions_here(query.shape[1])[None] if own is None else own
+
+    def positions_of_key() -> jax.Array:
+        here = request.positions_here
+        return here(key.shape[1])[None] if own_of_keys is None else own_of_keys
+
+    q_ids, kv_ids = _segment_ids(arrays, positions, positions_of_key)
     return (
         Queries(
             query,
             q_ids,
             key_starts=_key_starts(arrays, positions),
             key_ends=_key_ends(arrays, positions),
+            # Where positions differ from row to row, ranges of keys are all that reads them.
+            positions=own if own is not None and own.shape[0] == 1 else None,
         ),
-        Keys(key, arrays["value"], kv_ids),
+        Keys(key, arrays["value"], kv_ids, own_of_keys),
     )
 
 
 def _segment_ids(
-    request: Request, arrays: Mapping[str, jax.Array]
+    arrays: Mapping[str, jax.Array],
+    q_positions: Callable[[], jax.Array],
+    kv_positions: Callable[[], jax.Array],
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Segment ids of both sides; behind a row's length they are 0, padding."""
     sides = (
-        ("query", "query_segment_ids", "query_seq_lengths"),
-        ("key", "key_value_segment_ids", "key_value_seq_lengths"),
+        ("query", "query_segment_ids", "query_seq_lengths", q_positions),
+        ("key", "key_value_segment_ids", "key_value_seq_lengths", kv_positions),
     )
-    if not any(name in arrays for _, *names in sides for name in names):
+    if not any(name in arrays for _, *names, _ in sides for name in names):
         return None, None
 
-    def ids_of(side: str, ids_name: str, lengths_name: str) -> jax.Array:
+    def ids_of(
+        side: str, ids_name: str, lengths_name: str, positions: Callable[[], jax.Array]
+    ) -> jax.Array:
         batch, length = arrays[side].shape[:2]
         ids = arrays.get(ids_name)
         if ids is None:
@@ -127,10 +158,9 @@ def _segment_ids(
         lengths = arrays.get(lengths_name)
         if lengths is None:
             return ids
-        inside = request.positions_here(length)[None, :] < lengths[:, None]
-        return jnp.where(inside, ids, 0)
+        return jnp.where(positions() < lengths[:, None], ids, 0)
 
-    q_ids, kv_ids = (ids_of(*names) for names in sides)
+    q_ids, kv_ids = (ids_of(*of_side) for of_side in sides)
     return q_ids, kv_ids
 
 
@@ -140,9 +170,9 @@ def _key_starts(
     """Where the keys start that each query sees, ``[B or 1, T]``; None if they start at 0."""
     starts = []
     if "key_starts" in arrays:
-        starts.append(_rows(arrays["key_starts"]))
+        starts.append(rows(arrays["key_starts"]))
     if _SIDES[0] in arrays:
-        starts.append(first_key_in_window(positions(), arrays[_SIDES[0]])[None])
+        starts.append(first_key_in_window(positions(), arrays[_SIDES[0]]))
     return functools.reduce(jnp.maximum, starts) if starts else None
 
 
@@ -152,14 +182,9 @@ def _key_ends(
     """Where the keys end that each query sees, ``[B or 1, T]``; None if the sequence ends them."""
     ends = []
     if "key_ends" in arrays:
-        ends.append(_rows(arrays["key_ends"]))
+        ends.append(rows(arrays["key_ends"]))
     if _SIDES[1] in arrays:
-        ends.append(end_of_keys_in_window(positions(), arrays[_SIDES[1]])[None])
+        ends.append(end_of_keys_in_window(positions(), arrays[_SIDES[1]]))
     if "prefix_lengths" in arrays:
-        ends.append(jnp.maximum(positions()[None] + 1, arrays["prefix_lengths"][:, None]))
+        ends.append(jnp.maximum(positions() + 1, arrays["prefix_lengths"][:, None]))
     return functools.reduce(jnp.minimum, ends) if ends else None
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    """``[B, T]`` itself; ``[T]``, which is alike in all rows, as ``[1, T]``."""
-    return x[None] if x.ndim == 1 else x

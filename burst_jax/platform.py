@@ -7,7 +7,7 @@ import pathlib
 import re
 import shutil
 import subprocess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -89,6 +89,17 @@ class Target(NamedTuple):
 def current_target() -> Target:
     """What the code being traced will run on."""
     return Target(current_platform(), compute_capability())
+
+
+def target_of(array: Any) -> Target:
+    """What a program on this array will run on: where it lies, if that is known."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return current_target()
+    device = next(iter(array.sharding.device_set))
+    if device.platform != "gpu":
+        return Target(device.platform, None)
+    capability = _listed_capability(device.device_kind)
+    return Target("gpu", capability or float(device.compute_capability))
 
 
 def _listed_capability(kind: str) -> float | None:

@@ -18,6 +18,7 @@ from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
 from burst_jax.sharding import AxisNames, flat_names
 from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
+from pallas_kernels.mask import Mask
 from pallas_kernels.score import LOGITS_NUMBERS
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Request:
       head_parallel_size: how many devices lie along it; 1 without the axis.
       implementation: the local attention, or None for the fastest that can run.
       rotation: what travels for the gradients: the argument ``backward`` of the public functions.
+      query_offset: what comes onto the queries' positions in the layout; None where only arrays say
+        what the positions are.
     """
 
     spec: AttentionSpec
@@ -55,6 +58,7 @@ class Request:
     head_parallel_size: int
     implementation: Implementation | None
     rotation: RotationChoice
+    query_offset: int | None = 0
 
     @classmethod
     def parse(
@@ -74,6 +78,8 @@ class Request:
         dropout_rate: float = 0.0,
         implementation: str | Implementation | None = None,
         backward: RotationChoice = "auto",
+        query_offset: int | None = 0,
+        positions_by_row: bool = False,
     ) -> Request:
         """The request of a call's arguments.
 
@@ -89,6 +95,9 @@ class Request:
           lifts_causality: whether there are keys that causality does not hide. Then, and where a
             side of the window is traced, ranges of keys (:mod:`burst_jax.key_ranges`) say what the
             static mask does not.
+          query_offset: the attribute.
+          positions_by_row: whether each row has queries at other positions. Then ranges of keys are
+            all that there is of the mask.
 
         Raises:
           ValueError: an argument is wrong.
@@ -99,16 +108,17 @@ class Request:
         head_parallel_size = 1
         if head_parallel_axis is not None:
             head_parallel_size = size_of("head_parallel_axis", head_parallel_axis)
+        spec = make_spec(
+            head_dim,
+            is_causal,
+            scale,
+            local_window_size,
+            logits_soft_cap,
+            lifts_causality,
+            dropout_rate,
+        )
         return cls(
-            spec=make_spec(
-                head_dim,
-                is_causal,
-                scale,
-                local_window_size,
-                logits_soft_cap,
-                lifts_causality,
-                dropout_rate,
-            ),
+            spec=dataclasses.replace(spec, mask=Mask()) if positions_by_row else spec,
             layout=layout,
             ring_axes=ring_axes,
             ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
@@ -116,6 +126,7 @@ class Request:
             head_parallel_size=head_parallel_size,
             implementation=find(implementation),
             rotation=backward,
+            query_offset=query_offset,
         )
 
     @property
@@ -146,13 +157,13 @@ class Request:
         backward: bool = False,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
-        queries, (key, value, _), per_head, seeds = shard
-        q_tokens = Tokens(_NO_POSITIONS, **queries.token_arrays)
+        queries, keys, per_head, seeds = shard
+        q_tokens = Tokens(**queries.token_arrays | {"positions": _NO_POSITIONS})
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(queries.q, key, value, q_tokens, _NO_TOKENS, per_head, seeds),
+            operands=Operands(queries.q, keys.k, keys.v, q_tokens, _NO_TOKENS, per_head, seeds),
             backward=backward,
         )
 
@@ -163,9 +174,13 @@ class Request:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, score=score))
 
     def ring_mask(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> RingMask:
-        """Which scores the mask keeps at each stop, for shards of these lengths."""
-        mask = self.spec.mask
-        return RingMask(self.ring_sizes, self.layout, q_length, kv_length, mask, queries_travel)
+        """Which scores the mask keeps at each stop, for shards of these lengths.
+
+        Positions that only arrays say are not known before the program runs: all scores are kept.
+        """
+        mask = Mask() if self.query_offset is None else self.spec.mask
+        shards = self.ring_sizes, self.layout, q_length, kv_length
+        return RingMask(*shards, mask, queries_travel, self.query_offset or 0)
 
     def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:
         """The stops that shards of these lengths need."""
@@ -181,14 +196,21 @@ class Request:
     ) -> Tokens:
         """The tokens of the block that is here at ``stop``.
 
-        ``token_arrays`` are the fields of :class:`pallas_kernels.Tokens` beside the positions.
+        ``token_arrays`` are the fields of :class:`pallas_kernels.Tokens`, which the block brought
+        along: positions ``[1, length]``, if they are not the layout's.
         """
+        arrays = dict(token_arrays)
+        own = arrays.pop("positions", None)
+        if own is not None:
+            return Tokens(own[0], **arrays)
         shard = route.source(stop)
-        positions = shard_positions(self.layout, length, route.size, shard)
-        return Tokens(positions, **token_arrays)
+        return Tokens(shard_positions(self.layout, length, route.size, shard), **arrays)
 
     def positions_here(self, length: int) -> jax.Array:
-        """Positions int32 ``[length]`` of this device's tokens, before any exchange of heads."""
+        """Positions int32 ``[length]`` of this device's tokens, before any exchange of heads.
+
+        They are the layout's, without :attr:`query_offset`.
+        """
         shard = lax.axis_index(self.ring_axes) if self.ring_axes else 0
         exchange = self.head_parallel_size
         positions = shard_positions(self.layout, length * exchange, self.ring_size, shard)

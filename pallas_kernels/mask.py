@@ -180,13 +180,16 @@ class Mask:
 
 
 def first_key_in_window(positions: jax.Array, left: jax.typing.ArrayLike) -> jax.Array:
-    """``p - left``, int32, or the nearest number that int32 can hold, for every position p >= 0."""
-    return positions - jnp.maximum(jnp.int32(left), positions - _INT32.max)
+    """``p - left``, int32, or the nearest number that int32 can hold, for every position p."""
+    least, most = jnp.maximum(positions, -1) - _INT32.max, jnp.minimum(positions, -1) - _INT32.min
+    return positions - jnp.clip(jnp.int32(left), least, most)
 
 
 def end_of_keys_in_window(positions: jax.Array, right: jax.typing.ArrayLike) -> jax.Array:
     """``p + right + 1``, as :func:`first_key_in_window`."""
-    return positions + 1 + jnp.minimum(jnp.int32(right), _INT32.max - 1 - positions)
+    after = positions + 1
+    least, most = _INT32.min - jnp.minimum(after, 0), _INT32.max - jnp.maximum(after, 0)
+    return after + jnp.clip(jnp.int32(right), least, most)
 
 
 def both(mask: jax.Array, other: jax.Array) -> jax.Array:

@@ -17,7 +17,9 @@ def merge_weights(lse_a: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Ar
     a, b = jnp.exp(lse_a - m), jnp.exp(lse_b - m)
     total = a + b
     empty = total == 0
-    share = 1 / jnp.where(empty, jnp.ones_like(total), total)
+    # Where there are no keys, the gradients of 1 / total and of log(total) would be 0 / 0.
+    total = jnp.where(empty, jnp.ones_like(total), total)
+    share = 1 / total
     lse = jnp.where(empty, jnp.full_like(total, -jnp.inf), m + jnp.log(total))
     return a * share, b * share, lse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
+from meshes import assert_close, make_mesh
 from mistakes import GLOBAL, IMPOSSIBLE, SHARED, B, H, N, T, good, zeros
 
 import burst_jax
@@ -68,12 +69,64 @@ def test_every_table_row_changes_something_good():
         assert not re.search(message, "")
 
 
-def test_traced_scale():
-    def run(scale):
-        return burst_jax.burst_attention(**good() | {"scale": scale})
+def as_local(**arguments):
+    return burst_jax.local_attention(**{n: x for n, x in arguments.items() if n != "mesh"})
 
-    with pytest.raises(ValueError, match=r"scale is .*: .*; fold a traced scale into the query"):
+
+@pytest.mark.parametrize(
+    "function", [burst_jax.burst_attention, ring, as_local], ids=["burst", "ring", "local"]
+)
+def test_a_scale_that_is_an_array(function):
+    def run(scale):
+        return function(**good() | {"scale": scale})
+
+    message = r"scale is .*, a JAX array: .*; pass scale=1\.0 and multiply the query by the array"
+    with pytest.raises(NotImplementedError, match=message):
+        run(jax.numpy.float32(0.5))
+    with pytest.raises(NotImplementedError, match=message):
         jax.jit(run)(0.5)
+
+
+def test_layers_of_different_scales_in_one_scan():
+    """The remedy that the message names; the scale has a gradient then."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jax.numpy.asarray(rng.normal(size=(B, T, heads, H)), "float32") for heads in (N, 2, 2)
+    )
+
+    @jax.jit
+    def scanned(scales):
+        def layer(_, scale):
+            return None, burst_jax.local_attention(query * scale, key, value, scale=1.0)
+
+        return jax.lax.scan(layer, None, scales)[1]
+
+    outs = scanned(np.array([0.1, 0.7, -1.3], np.float32))
+    for out, scale in zip(outs, (0.1, 0.7, -1.3), strict=True):
+        assert_close(out, as_local(query=query, key=key, value=value, scale=scale))
+    gradient = jax.grad(lambda scale: (scanned(scale) ** 2).sum())(np.ones(1, np.float32))
+    assert np.isfinite(gradient).all()
+    assert (gradient != 0).all()
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("function", [burst_jax.burst_attention, as_local], ids=["burst", "local"])
+def test_query_key_and_value_have_one_dtype(function):
+    """Every other triple is refused, and what is cast as the message says has the query's dtype."""
+    arrays = {name: good()[name] for name in ("query", "key", "value")}
+    for dtypes in itertools.product(DTYPES, repeat=3):
+        named = zip(arrays.items(), dtypes, strict=True)
+        cast = {name: x.astype(dtype) for (name, x), dtype in named}
+        if len(set(dtypes)) == 1:
+            assert function(**good() | cast).dtype == dtypes[0]
+            continue
+        of_all = "query has dtype {}, key {}, value {}: cast them to one dtype".format(*dtypes)
+        with pytest.raises(ValueError, match=f"{of_all}, as key.astype"):
+            function(**good() | cast)
 
 
 def test_burst_attention_inside_shard_map():

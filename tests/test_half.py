@@ -21,13 +21,13 @@ from meshes import make_mesh, mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
 import burst_jax
-from burst_jax.api import ring_call
 from burst_jax.models import DecoderConfig, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.request import Request
 from burst_jax.ring.half import attend_again, attend_keeping_half, deal, deal_back, first_half
 from burst_jax.ring.route import Route
 from burst_jax.ring.work import scores_by_stop
+from burst_jax.shard_api import ring_call
 from burst_jax.sharding import flat_names
 
 
@@ -233,3 +233,5 @@ def test_what_it_cannot_do_raises():
         attend("zigzag", 16, is_causal=True)
     with pytest.raises(NotImplementedError, match=r"layout is 'contiguous' over 2 devices.*zigzag"):
         attend("contiguous", is_causal=True)
+    with pytest.raises(ValueError, match=r"query_offset, .* are given: half .* keep all of it"):
+        attend("zigzag", is_causal=True, query_offset=1)

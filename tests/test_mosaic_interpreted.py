@@ -39,6 +39,8 @@ CASES = [
         ("ranges", "contiguous", 1, (2, 1), (72, 136), 64, "bfloat16", "none"),
         ("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
         ("packed", "contiguous", 2, (2, 2), (136, 136), 64, "bfloat16", "both", 0.1),
+        # Positions of the caller's own may come in any order.
+        ("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
     )
 ]
 # Values of another head dim than keys: a smaller one, and a larger one.

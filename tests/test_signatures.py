@@ -11,10 +11,14 @@ import pytest
 from meshes import make_mesh
 from mistakes import B, H, K, N, T, zeros
 
-from burst_jax import burst_attention, ring_attention
-from burst_jax.attention_options import AttentionOptions, RingOptions
+from burst_jax import burst_attention, local_attention, merge, ring_attention
+from burst_jax.attention_options import AttentionOptions, LocalOptions, RingOptions
 
-OPTIONS = {burst_attention: AttentionOptions, ring_attention: RingOptions}
+OPTIONS = {
+    burst_attention: AttentionOptions,
+    ring_attention: RingOptions,
+    local_attention: LocalOptions,
+}
 
 
 @pytest.mark.parametrize("function", OPTIONS, ids=lambda function: function.__name__)
@@ -79,6 +83,24 @@ def test_ring_attention_returns_what_its_type_says():
         options: RingOptions = {"layout": "zigzag", "scale": 0.5}
         assert_type(ring_attention(query, key, value, "seq", **options), jax.Array)
         return out, both, some
+
+    check_shapes(jax.eval_shape(calls, query, key, value))
+
+
+def test_local_attention_returns_what_its_type_says():
+    query, key, value = zeros(B, T, N, H), zeros(B, T, K, H), zeros(B, T, K, H)
+
+    def calls(query: jax.Array, key: jax.Array, value: jax.Array, either: bool = True) -> Any:
+        out = local_attention(query, key, value, is_causal=True)
+        assert_type(out, jax.Array)
+        both = local_attention(query, key, value, return_residual=True)
+        assert_type(both, tuple[jax.Array, jax.Array])
+        some = local_attention(query, key, value, return_residual=either)
+        assert_type(some, jax.Array | tuple[jax.Array, jax.Array])
+        options: LocalOptions = {"is_causal": True, "scale": 0.5}
+        assert_type(local_attention(query, key, value, **options), jax.Array)
+        assert_type(merge(both, both), tuple[jax.Array, jax.Array])
+        return out, merge(both, both), some
 
     check_shapes(jax.eval_shape(calls, query, key, value))
 

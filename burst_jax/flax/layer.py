@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from burst_jax.api import burst_attention, ring_attention
+from burst_jax.api import burst_attention
 from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, MaskArrays
 from burst_jax.checks import WindowSize
 from burst_jax.flax.low_rank import add_adapter, cut_outputs
@@ -22,6 +22,7 @@ from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
 from burst_jax.order import refuse_wrong_order
+from burst_jax.shard_api import ring_attention
 from burst_jax.sharding import (
     AxisNames,
     flat_names,
@@ -36,6 +37,10 @@ REFUSED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
     **dict.fromkeys(MASK_ARRAYS, "pass it to the call, beside segment_ids"),
+    **dict.fromkeys(
+        ("query_offset", "query_positions", "key_value_positions"),
+        "queries and keys are the same tokens; call burst_attention on projections of your own",
+    ),
     "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "dropout_key": "pass rngs to the call, which takes the key from them",

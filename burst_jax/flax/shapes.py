@@ -14,6 +14,7 @@ from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions
 from burst_jax.checks import check_arrays, check_segment_ids
 from burst_jax.key_ranges import check_key_ranges
 from burst_jax.sharding import axes_size, flat_names, place_explicit, resolve_mesh, sequence_axes
+from burst_jax.token_positions import check_positions
 
 
 def attend_any_shape(
@@ -111,6 +112,8 @@ def _attend_padded(
         widths = [(0, 0), (0, -x.shape[1] % shards), *[(0, 0)] * (x.ndim - 2)]
         return place_explicit(jnp.pad(x, widths), mesh, PartitionSpec(batch, tokens, *rest))
 
+    own = [options.get(name) for name in ("query_positions", "key_value_positions")]
+    check_positions(query, key, options.get("query_offset", 0), *own)
     padded_options = options.copy()
     padded_options["query_segment_ids"] = padded(_ids_or_ones(query_ids, query))
     padded_options["key_value_segment_ids"] = padded(_ids_or_ones(kv_ids, key))
@@ -118,6 +121,12 @@ def _attend_padded(
         of_tokens: Any = options.get(name)
         if of_tokens is not None:
             padded_options[name] = padded(jnp.broadcast_to(of_tokens, query.shape[:2]))
+    for name in ("query_positions", "key_value_positions"):
+        at: Any = options.get(name)
+        if at is not None:
+            at = jnp.pad(jnp.asarray(at), [(0, 0)] * (at.ndim - 1) + [(0, -at.shape[-1] % shards)])
+            spec = PartitionSpec(*(batch, tokens)[-at.ndim :])
+            padded_options[name] = place_explicit(at, mesh, spec)
     arrays = (padded(x, options.get("head_axis"), None) for x in (query, key, value))
     out = burst_attention(*arrays, **padded_options)
     if out.shape[1] == length:

@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 import jax
 
-from burst_jax.api import ring_call
 from burst_jax.models.stack import Layer
 from burst_jax.ring.half import SecondHalf, attend_again, attend_keeping_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
+from burst_jax.shard_api import ring_call
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
 # What a layer is given in place of ``ring_attention``; the arguments are the same.

@@ -18,8 +18,8 @@ from pallas_kernels import Implementation
 
 FORWARD_MODE = (
     "forward-mode differentiation (jax.jvp, jax.jacfwd, the function that jax.linearize returns) "
-    "of burst_attention or ring_attention is not implemented: use reverse mode (jax.vjp, "
-    "jax.grad, jax.jacrev)"
+    "of burst_attention, ring_attention or local_attention is not implemented: use reverse mode "
+    "(jax.vjp, jax.grad, jax.jacrev)"
 )
 
 

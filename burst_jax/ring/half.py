@@ -136,6 +136,11 @@ def _check(request: Request, shard: Shard) -> None:
             "sequence then see keys of the second half, and a half of the attention cannot be made "
             f"again alone; {instead}"
         )
+    if request.query_offset != 0:
+        raise ValueError(
+            "query_offset, query_positions or key_value_positions are given: half of an attention "
+            f"can be kept where queries and keys are at the layout's own positions; {instead}"
+        )
     queries, keys = shard.queries.length, shard.keys.length
     if queries != keys:
         raise ValueError(

@@ -26,6 +26,7 @@ class Queries(NamedTuple):
       segment_ids: int32 ``[B, T]``, or None.
       key_starts: int32 ``[B or 1, T]``, or None: see :class:`pallas_kernels.Tokens`.
       key_ends: int32 ``[B or 1, T]``, or None.
+      positions: int32 ``[1, T]``; None where they are the layout's.
       do: the gradient of out, ``[B, T, N, Hv]``; None in the forward.
       stats: float32 lse and delta, ``[2, B, N, T]``; None in the forward. They are one array, so
         that they travel by one permute.
@@ -35,6 +36,7 @@ class Queries(NamedTuple):
     segment_ids: jax.Array | None = None
     key_starts: jax.Array | None = None
     key_ends: jax.Array | None = None
+    positions: jax.Array | None = None
     do: jax.Array | None = None
     stats: jax.Array | None = None
 
@@ -45,9 +47,8 @@ class Queries(NamedTuple):
 
     @property
     def token_arrays(self) -> dict[str, jax.Array]:
-        """What masks read of the queries beside their positions, by name."""
-        given = {name: getattr(self, name) for name in ("segment_ids", "key_starts", "key_ends")}
-        return {name: x for name, x in given.items() if x is not None}
+        """What masks read of the queries, by name; positions only where there is no layout's."""
+        return _given(self, ("segment_ids", "key_starts", "key_ends", "positions"))
 
 
 class Keys(NamedTuple):
@@ -57,11 +58,13 @@ class Keys(NamedTuple):
       k: ``[B, S, K, H]``.
       v: ``[B, S, K, Hv]``.
       segment_ids: int32 ``[B, S]``, or None.
+      positions: int32 ``[1, S]``; None where they are the layout's.
     """
 
     k: jax.Array
     v: jax.Array
     segment_ids: jax.Array | None = None
+    positions: jax.Array | None = None
 
     @property
     def length(self) -> int:
@@ -70,8 +73,14 @@ class Keys(NamedTuple):
 
     @property
     def token_arrays(self) -> dict[str, jax.Array]:
-        """What masks read of the keys beside their positions, by name."""
-        return {} if self.segment_ids is None else {"segment_ids": self.segment_ids}
+        """What masks read of the keys, by name; positions only where there is no layout's."""
+        return _given(self, ("segment_ids", "positions"))
+
+
+def _given(block: Queries | Keys, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    """The arrays of these names that there are."""
+    arrays = {name: getattr(block, name) for name in names}
+    return {name: x for name, x in arrays.items() if x is not None}
 
 
 # What travels: either side of the attention.
@@ -257,8 +266,8 @@ def _bounds_by_stop(
     Tables that depend on positions and on the side that stays are made for all stops at once, by
     one small kernel instead of several per step. It saves memory, too: tables that are made step by
     step lie between the blocks, and a program for 12 or more A100 then needs one block of memory
-    more. Segment ids and ranges of keys arrive with their block, so tables that depend on them are
-    made when the block has landed.
+    more. Segment ids, ranges of keys and positions of the caller's arrive with their block, so
+    tables that depend on them are made when the block has landed.
 
     Args:
       route: the way of the travelling side.

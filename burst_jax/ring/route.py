@@ -167,6 +167,7 @@ class RingMask:
       kv_length: key tokens of one shard.
       mask: which keys a query sees, by their positions.
       queries_travel: whether blocks of queries go around and keys stay, not the other way.
+      query_offset: what comes onto the queries' positions in the layout.
     """
 
     ring_sizes: tuple[int, ...]
@@ -175,6 +176,7 @@ class RingMask:
     kv_length: int
     mask: Mask
     queries_travel: bool = False
+    query_offset: int = 0
 
     @property
     def size(self) -> int:
@@ -201,7 +203,8 @@ class RingMask:
         kv_start, _, kv_count = shard_runs(self.layout, self.kv_length, self.size)
         # A query's position minus a key's is base + stride * (i - j), where i - j lies between
         # -(kv_count - 1) and q_count - 1. The mask keeps differences from -right to left.
-        base = q_start[q_shards][:, :, None] - kv_start[kv_shards][:, None, :]
+        q_first = q_start[q_shards] + self.query_offset
+        base = q_first[:, :, None] - kv_start[kv_shards][:, None, :]
         low, high = np.full_like(base, 1 - kv_count), np.full_like(base, q_count - 1)
         return self.mask.shards(base, stride, low, high)
 

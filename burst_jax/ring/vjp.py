@@ -30,12 +30,15 @@ from pallas_kernels.score import START_NUMBER, start_gradients
 CHECKPOINT_NAMES = ("burst_out", "burst_lse")
 
 
-def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
-    """What a request asks for, on one device's arrays, inside a ``shard_map``.
+def attend_shard(
+    request: Request, shard: Shard, target: Target | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """What a request asks for, on one device's arrays; inside a ``shard_map`` if there is a ring.
 
     Args:
       request: checked, as the arrays are.
       shard: the arrays.
+      target: what it will run on; None is what the code being traced will run on.
 
     Returns:
       ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
@@ -46,7 +49,7 @@ def attend_shard(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array]:
     per_head = dict(zip(per_head, numbers, strict=True))
     shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head, seeds)
     ring = _ring_with_numbers if per_head else _ring
-    out, lse = ring(request, current_target(), key.shape[2], shard)
+    out, lse = ring(request, target or current_target(), key.shape[2], shard)
     return out, lse.swapaxes(1, 2)
 
 

@@ -39,16 +39,17 @@ class Mask:
 
     def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
         """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order."""
-        q, kv = np.arange(q_length)[:, None], np.arange(kv_length)[None, :]
+        q, kv = places(q_length, kv_length, **arrays)
+        q, kv = q[:, :, None], kv[None, None, :]
         keep = np.ones((1, q_length, kv_length), bool)
         left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
         if left is not None:
-            keep &= kv >= q - left
+            keep = keep & (kv >= q - left)
         if self.is_causal:
             prefix = np.asarray(arrays.get("prefix_lengths", [0]))
             keep = keep & ((q >= kv) | (kv < prefix[:, None, None]))
         elif right is not None:
-            keep &= kv <= q + right
+            keep = keep & (kv <= q + right)
         if "key_starts" in arrays:
             keep = keep & (kv >= np.atleast_2d(arrays["key_starts"])[:, :, None])
         if "key_ends" in arrays:
@@ -74,9 +75,21 @@ def _capped(products, dim, soft_cap):
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def distances(q_length, kv_length):
-    """``|p_q - p_k|`` of tokens in natural order, ``[T, S]``."""
-    return np.abs(np.arange(q_length)[:, None] - np.arange(kv_length)[None, :])
+def places(
+    q_length, kv_length, query_offset=0, query_positions=None, key_value_positions=None, **_
+):
+    """Positions ``[B or 1, T]`` of the queries and ``[S]`` of the keys, by the arguments."""
+    q, kv = np.arange(q_length) + np.asarray(query_offset)[..., None], np.arange(kv_length)
+    q = q if query_positions is None else np.asarray(query_positions)
+    kv = kv if key_value_positions is None else np.asarray(key_value_positions)
+    # No sum of a position and a side of a window overflows.
+    return np.atleast_2d(q).astype(np.int64), kv.astype(np.int64)
+
+
+def distances(q_length, kv_length, **arrays):
+    """``|p_q - p_k|``, ``[T, S]``, of tokens whose positions are alike in all rows."""
+    q, kv = places(q_length, kv_length, **arrays)
+    return np.abs(q[0][:, None] - kv[None, :])
 
 
 def per_head(kind, heads, seed=0):

@@ -28,6 +28,7 @@ ARRAYS = ("query", "key", "value")
 IDS = ("query_segment_ids", "key_value_segment_ids")
 LENGTHS = ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
 RANGES = ("key_starts", "key_ends")
+POSITIONS = ("query_positions", "key_value_positions")
 NUMBERS = ("sink_logits", "alibi_slopes")
 
 # Values that no argument of this name may have, whatever the rest of the call is.
@@ -42,7 +43,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "scale": (
         *(math.nan, math.inf, -math.inf, "auto", True, 1j, [1.0], (0.5,), np.array(0.5), 10**400),
-        *(jnp.float32(0.5), object(), 1e39, -1e300, np.float32(np.inf)),
+        *(jnp.ones(2), object(), 1e39, -1e300, np.float32(np.inf)),
     ),
     "local_window_size": (
         *(-1, (4, -1), 4.0, (1, 2, 3), (3,), (), [4, 4], True, "4", (4, "4"), (1.0, 2), 2**31),
@@ -54,7 +55,13 @@ NEVER: dict[str, tuple[Any, ...]] = {
         *(1j, 10**400, object(), -math.inf),
     ),
     **dict.fromkeys(IDS, (3, "ids", [[1]], (1,), object(), np.int32(1), np.ndarray)),
-    **dict.fromkeys(LENGTHS + RANGES, (3, "all", [1], (1,), object(), np.int32(1), np.ndarray)),
+    **dict.fromkeys(
+        LENGTHS + RANGES + POSITIONS, (3, "all", [1], (1,), object(), np.int32(1), np.ndarray)
+    ),
+    "query_offset": (
+        *(None, 1.0, "3", True, [1], 2**30, -(2**70), 1j, object(), np.float32(1), np.ones((1, 1))),
+        *(jnp.float32(1), np.array(2**40), np.array([True]), ()),
+    ),
     **dict.fromkeys(NUMBERS, (3.0, "ALiBi", [0.0], (), object(), np.float32(1), True)),
     "dropout_rate": (
         *(None, -0.1, 1, 1.0, 1.5, math.nan, math.inf, "0.1", True, [0.1], jnp.float32(0.1), 1j),
@@ -201,8 +208,8 @@ def ids(rng, plan, call):
 
 def ranges(rng, plan, call):
     batch, t, *_ = plan.sizes
-    name = pick(rng, LENGTHS + RANGES)
-    x = np.ones((batch, t) if name in RANGES else batch, np.int32)
+    name = pick(rng, LENGTHS + RANGES + POSITIONS[:1])
+    x = np.ones(batch if name in LENGTHS else (batch, t), np.int32)
     wrong = (
         *(x[..., None], longer(x, 0), x.astype(np.float32), x.astype(bool), x.tolist(), x[:0]),
         *(x.astype(">f4"), nnx.Variable(jnp.asarray(x)), jax.ShapeDtypeStruct(x.shape, x.dtype)),
@@ -298,7 +305,8 @@ def unknown_keyword(rng, plan, call):
 
 
 def cannot_run(rng, plan, call):
-    return {"implementation": pick(rng, ("triton", "mosaic_gpu"))}
+    kernels = ({"implementation": name} for name in ("triton", "mosaic_gpu"))
+    return pick(rng, (*kernels, {"scale": jnp.float32(0.5)}))
 
 
 # --- the same call, spelled differently ----------------------------------------------------------

@@ -34,7 +34,7 @@ class Plan:
       unit: what the layout and the devices need lengths to be a multiple of.
       dtype: of query, key and value.
       segments: whether there are segment ids.
-      hiding: which of the masks' arrays there are, by the arguments' names.
+      hiding: which of the arrays of masks and positions there are, by the arguments' names.
       numbers: which numbers of each head there are (:func:`dense.per_head`).
       placed: whether arrays are NumPy's ("numpy"), JAX's on no mesh ("jax"), or on the mesh as the
         call needs them ("mesh").
@@ -113,7 +113,8 @@ def _draw_hiding(rng: np.random.Generator, is_causal: bool) -> tuple[str, ...]:
     names = ("query_seq_lengths", "key_value_seq_lengths", "key_starts", "key_ends")
     if is_causal:
         names += ("prefix_lengths",)
-    return tuple(name for name in names if rng.random() < 0.15)
+    positions = pick(rng, ("query_offset", "query_positions")), "key_value_positions"
+    return tuple(name for name in (*names, *positions) if rng.random() < 0.15)
 
 
 def size_along(mesh: Mesh, axes: Any) -> int:
@@ -167,7 +168,9 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
         "value": (batch, s, kv_heads, dim),
     }
     dtype = jnp.dtype(plan.dtype)
-    arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+    arrays: dict[str, Any] = {
+        name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()
+    }
     if plan.segments:
         integers = pick(rng, (np.int32, np.int32, np.int64, np.uint8))
         ids = {
@@ -182,7 +185,15 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
     rows = () if rng.random() < 0.3 else (batch,)
     drawn["key_starts"] = rng.integers(-2, max(1, s // 2), size=(*rows, t))
     drawn["key_ends"] = rng.integers(s // 3, s + 2, size=(*rows, t))
-    arrays |= {name: drawn[name].astype(np.int32) for name in plan.hiding}
+    # Kernels have one position of each query for what reads it beside masks.
+    alike = plan.numbers in ("slopes", "both") or plan.options.get("dropout_rate")
+    rows = () if alike or rng.random() < 0.5 else (batch,)
+    drawn["query_offset"] = rng.integers(-t, s, size=rows)
+    drawn["query_positions"] = rng.integers(-5, s + 5, size=(*rows, t))
+    drawn["key_value_positions"] = rng.permutation(s) - 3
+    arrays |= {name: np.asarray(drawn[name], np.int32) for name in plan.hiding}
+    if plan.placed == "numpy" and arrays.get("query_offset", np.ones(1)).ndim == 0:
+        arrays["query_offset"] = int(arrays["query_offset"])
     arrays |= dense.per_head(plan.numbers, heads, seed=int(rng.integers(100)))
     if plan.options.get("dropout_rate"):
         arrays["dropout_key"] = np.asarray([0, int(rng.integers(2**31))], np.uint32)
@@ -212,7 +223,9 @@ def needed_spec(plan: Plan, name: str, ndim: int) -> P:
         return P(heads)
     if name.endswith("_lengths"):
         return P(batch)
-    if name in ("key_starts", "key_ends"):
+    if name == "query_offset":
+        return P(*(batch,)[:ndim])
+    if name in ("key_starts", "key_ends", "query_positions", "key_value_positions"):
         return P(*(batch, tokens)[2 - ndim :])
     if name == "dropout_key":
         return P()
@@ -252,12 +265,13 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         kv_ids = np.asarray(call["key_value_segment_ids"])[:, kv_order]
     hiding = {
         name: np.asarray(call[name])
-        for name in ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
+        for name in ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths", "query_offset")
         if call.get(name) is not None
     }
-    for name in ("key_starts", "key_ends"):
+    by_token = dict.fromkeys(("key_starts", "key_ends", "query_positions"), q_order)
+    for name, order in (by_token | {"key_value_positions": kv_order}).items():
         if call.get(name) is not None:
-            hiding[name] = np.asarray(call[name])[..., q_order]
+            hiding[name] = np.asarray(call[name])[..., order]
     keep = mask.dense(q_ids, kv_ids, query.shape[1], key.shape[1], **hiding)
     keep = np.broadcast_to(keep, (query.shape[0], *keep.shape[1:]))
     scale, dim = call.get("scale"), query.shape[-1]
@@ -271,8 +285,8 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
     cap, rate, factors = call.get("logits_soft_cap"), call.get("dropout_rate"), None
     if rate:
         seeds = jax.random.bits(np.asarray(call["dropout_key"]), (query.shape[0], query.shape[2]))
-        places = np.arange(query.shape[1]), np.arange(key.shape[1])
-        factors = dense.dropout_factors(seeds, rate, *places)
+        q_at, kv_at = dense.places(query.shape[1], key.shape[1], **hiding)
+        factors = dense.dropout_factors(seeds, rate, q_at[0], kv_at)
     do, dlse = (np.asarray(x)[:, q_order] for x in cotangents)
     out, lse, dq, dk, dv, *of_numbers = dense.truth(
         query[:, q_order].astype(np.float64) * factor,
@@ -283,7 +297,7 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         dlse,
         None if cap is None else float(cap),
         numbers,
-        dense.distances(query.shape[1], key.shape[1]),
+        dense.distances(query.shape[1], key.shape[1], **hiding),
         factors,
     )
     back_q, back_kv = np.argsort(q_order), np.argsort(kv_order)

@@ -61,6 +61,13 @@ class Inputs:
         return tuple(np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
 
 
+def places(order, length, rng):
+    """Positions of the tokens of all shards, each ``length`` long: a layout, or in any order."""
+    if order == "shuffled":
+        return rng.permutation(SHARDS * length).astype(np.int32)
+    return positions(order, SHARDS * length, SHARDS)
+
+
 def make_inputs(case, seed, batch=BATCH):
     """The inputs of a case, which names a level for every factor."""
     rng = np.random.default_rng(seed)
@@ -70,7 +77,7 @@ def make_inputs(case, seed, batch=BATCH):
     t, s = (length + length % 2 * even for length in case["lengths"])
     # The first key shard is near the queries in every order, so that short windows see some of it.
     shards = ((0, 1) if t < s else (1, 0))[: case["blocks"]]
-    q_at, kv_at = (positions(case["order"], SHARDS * c, SHARDS).reshape(SHARDS, c) for c in (t, s))
+    q_at, kv_at = (places(case["order"], c, rng).reshape(SHARDS, c) for c in (t, s))
     q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
     ids = packed_segments(rng, batch, SHARDS * max(t, s)) if mask.segments else None
 

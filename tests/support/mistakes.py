@@ -194,9 +194,9 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         r"scale is 1e\+39: float32 cannot hold such logits; it must lie between -2\*\*127 and 2",
     ),
     "scale-string": (lambda: {"scale": "auto"}, "scale is 'auto': it must be a Python number or"),
-    "scale-array": (
-        lambda: {"scale": jnp.float32(0.5)},
-        r"scale is .*0\.5.*: it must be a Python number or None; fold a traced scale into the q",
+    "scale-of-each-head": (
+        lambda: {"scale": jnp.ones(N)},
+        r"scale is Array\(.*: it must be a Python number or None, and is static",
     ),
     "window-float": (
         lambda: {"local_window_size": 4.0},

@@ -194,26 +194,27 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     keep = mask.dense(q_ids, kv_ids, *lengths, **(hiding or {}))
     keep = np.broadcast_to(keep, (arrays[0].shape[0] if hiding else len(keep), *lengths))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
-    distance = dense.distances(arrays[0].shape[1], arrays[1].shape[1])
+    distance = dense.distances(*lengths, **(hiding or {}))
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
     if case.get("dropout"):
-        batch, t, heads, _ = arrays[0].shape
+        batch, _, heads, _ = arrays[0].shape
         seeds = jax.random.bits(DROPOUT_KEY(), (batch, heads))
-        places = np.arange(t), np.arange(arrays[1].shape[1])
-        args += (dense.dropout_factors(seeds, case["dropout"], *places),)
+        q, kv = dense.places(*lengths, **(hiding or {}))
+        args += (dense.dropout_factors(seeds, case["dropout"], q[0], kv),)
     return dense.truth(*args), dense.one_device(*args), keep
 
 
 def assert_exact(case, *, hiding=None, mask=None, **options):
     """As exact as one device, and exactly zero where there is nothing to see.
 
-    ``hiding`` are arrays that say further masks, in natural order, by burst_attention's names;
+    ``hiding`` are arguments that say further masks and positions, in natural order;
     ``mask`` is the mask that all arguments together say, if it is not the case's.
     """
     inputs = make_inputs(case)
     n = Ring.of(case).size
     given = dict(hiding or {})
-    for name in {"key_starts", "key_ends"} & given.keys():
+    by_token = {"key_starts", "key_ends", "query_positions", "key_value_positions"}
+    for name in by_token & given.keys():
         given[name] = burst_jax.to_layout(given[name], case["layout"], n, axis=-1)
     got = ring_results(case, *inputs, **given, **options)
     truth, one_device, keep = oracle(case, *inputs, hiding, mask)
