@@ -6,9 +6,11 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions, RingOptions
+from burst_jax.attention_options import RANGE_ARRAYS, AttentionOptions, RingOptions
+from burst_jax.block_mask import by_heads, with_block_mask
 from burst_jax.checks import (
     WindowSize,
     check_arrays,
@@ -90,6 +92,7 @@ def burst_attention(
     prefix_lengths: jax.Array | None = None,
     key_starts: jax.Array | None = None,
     key_ends: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -157,6 +160,12 @@ def burst_attention(
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
+      block_mask: bool ``[T / bq, S / bk]``, or ``[N, T / bq, S / bk]`` with a table for each query
+        head, in the sequence's natural order, whatever the layout is: queries at positions ``bq r
+        .. bq (r + 1) - 1`` may see keys at ``bk c .. bk (c + 1) - 1`` only where entry ``[r, c]``
+        is True, and where all other masks let them. Any bq and bk that divide T and S. Tiles in
+        which nothing is left are skipped. A NumPy array is static: hops of the ring that no device
+        needs are left out, too. Every device has the whole table of its heads.
       sink_logits: float32 ``[N]``, one number for each query head: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
         it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
@@ -228,7 +237,10 @@ def burst_attention(
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
-    arrays = {"query": query, "key": key, "value": value} | hidden_by
+    request = with_block_mask(request, query, key, block_mask)
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
+    if block_mask is not None:
+        arrays["block_mask"] = block_mask
     check_devices(mesh, arrays | per_head)
     arrays, per_head = placement.placed(arrays), placement.placed(per_head)
     if seeds is not None:
@@ -248,7 +260,8 @@ def _on_mesh(
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
         sides = sides_of(request, arrays)
-        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds")))
+        table = by_heads(arrays.get("block_mask"))
+        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds"), table))
 
     in_specs = tuple(
         {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
@@ -318,6 +331,7 @@ def ring_attention(
     prefix_lengths: jax.Array | None = None,
     key_starts: jax.Array | None = None,
     key_ends: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -334,9 +348,8 @@ def ring_attention(
 
     over the keys of all devices on ``axis_name``. K and V travel around the ring by ``ppermute``
     while each device attends to the block it holds; partial results are merged by log-sum-exp in
-    float32 (Ring Attention, arXiv 2310.01889, section 3; BurstAttention, arXiv 2403.09347,
-    section 3.1). Every shape below is one device's. :func:`burst_jax.burst_attention` computes the
-    same on global arrays.
+    float32 (Ring Attention, arXiv 2310.01889; BurstAttention, arXiv 2403.09347). Every shape below
+    is one device's. :func:`burst_jax.burst_attention` computes the same on global arrays.
 
     Letters: B batch, T query tokens here, S key tokens here, N query heads, K key/value heads,
     H head dim of queries and keys, Hv head dim of values, n devices on the axis.
@@ -348,49 +361,41 @@ def ring_attention(
       value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
-        ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
-        arrays alone.
-      head_parallel_axis: a mesh axis that each shard of the ring is split over, in the order it is
-        in. Its devices exchange their tokens for parts of the heads by all-to-all
-        (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
-        divisor.
+        ring, but ``head_parallel_axis`` or this device's arrays alone.
+      head_parallel_axis: a mesh axis that each shard of the ring is split over, in its order, whose
+        devices exchange their tokens for parts of the heads (:mod:`burst_jax.ring.exchange`). N
+        must be a multiple of the axis' size, K a multiple or a divisor.
       layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
-        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
+        (:mod:`burst_jax.layout`). Zigzag needs an even number in a ring's shard.
       is_causal: a query sees keys at its own and at earlier positions only; with T != S too.
       scale: factor on the logits; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
-        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
-        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
-        value is not checked; one below 0 moves the window away from its query: left = -2 hides
-        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
-        should be Python numbers.
+        ``p - left .. p + right``; one number stands for both. See :func:`burst_jax.burst_attention`
+        for what a side may be.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
-        keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
-        Give both or neither.
+        keys of its own segment only, and 0 is padding. Give both or neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
       query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
         which sees nothing, as in segment 0. None is no padding.
-      key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
-        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
-        order.
+      key_value_seq_lengths: integers ``[B]``: keys there and behind are seen by nothing. Lengths,
+        prefixes, starts and ends count positions in the whole row, in its natural order.
       prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
-        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
-        of a window and all other masks still hide keys of the prefix.
+        query of the row, also by earlier ones. It needs ``is_causal``. Other masks still hide them.
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
+      block_mask: bool ``[T / bq, S / bk]`` or ``[N, T / bq, S / bk]``, T and S being those of the
+        whole sequences: see :func:`burst_jax.burst_attention`. In the ``shard_map`` it enters with
+        ``P()``, a table for each head split as the heads are.
       sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
-        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
-        no sink.
+        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink.
       alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
-        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
-        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
-        below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
-      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
-        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
+        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409), p being
+        positions in the whole row. It has a gradient. Distances are exact for positions below 2^24.
+        In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped.
       dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
         Devices with other rows or heads must pass another key:
         fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
@@ -432,6 +437,7 @@ def ring_attention(
         prefix_lengths=prefix_lengths,
         key_starts=key_starts,
         key_ends=key_ends,
+        block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
@@ -454,6 +460,7 @@ def ring_call(
     local_window_size: WindowSize = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -466,7 +473,7 @@ def ring_call(
     """
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
-    masks = {name: options.pop(name, None) for name in MASK_ARRAYS}
+    masks = {name: options.pop(name, None) for name in RANGE_ARRAYS}
     hidden_by |= check_key_ranges(query, is_causal, local_window_size, masks)
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
@@ -487,5 +494,6 @@ def ring_call(
     if not request.token_axes:
         check_inside_shard_map()
     check_local_shapes(request, query, key)
+    request = with_block_mask(request, query, key, block_mask, request.token_devices)
     sides = sides_of(request, {"query": query, "key": key, "value": value} | hidden_by)
-    return request, Shard(*sides, per_head, seeds)
+    return request, Shard(*sides, per_head, seeds, by_heads(block_mask))

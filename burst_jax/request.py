@@ -12,12 +12,21 @@ import numpy as np
 from jax import lax
 
 from burst_jax.checks import WindowSize, check_rotation, check_seq_axes, make_spec
-from burst_jax.layout import Layout, check_layout, shard_positions
+from burst_jax.layout import Layout, check_layout, run_in_blocks, shard_positions
 from burst_jax.platform import Target
+from burst_jax.ring.blocks import Blocks
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
 from burst_jax.sharding import AxisNames, flat_names
-from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
+from pallas_kernels import (
+    AttentionSpec,
+    BlockMask,
+    Implementation,
+    Operands,
+    Tokens,
+    find,
+    resolve,
+)
 from pallas_kernels.score import LOGITS_NUMBERS
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ class Request:
       head_parallel_size: how many devices lie along it; 1 without the axis.
       implementation: the local attention, or None for the fastest that can run.
       rotation: what travels for the gradients: the argument ``backward`` of the public functions.
+      blocks: what is static of a mask by blocks; None without one.
     """
 
     spec: AttentionSpec
@@ -55,6 +65,7 @@ class Request:
     head_parallel_size: int
     implementation: Implementation | None
     rotation: RotationChoice
+    blocks: Blocks | None = None
 
     @classmethod
     def parse(
@@ -146,13 +157,14 @@ class Request:
         backward: bool = False,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
-        queries, (key, value, _), per_head, seeds = shard
+        queries, (key, value, _), per_head, seeds, table = shard
         q_tokens = Tokens(_NO_POSITIONS, **queries.token_arrays)
+        blocks = self.block_mask(table, queries.length, key.shape[1])
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(queries.q, key, value, q_tokens, _NO_TOKENS, per_head, seeds),
+            operands=Operands(queries.q, key, value, q_tokens, _NO_TOKENS, per_head, seeds, blocks),
             backward=backward,
         )
 
@@ -164,13 +176,35 @@ class Request:
 
     def ring_mask(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> RingMask:
         """Which scores the mask keeps at each stop, for shards of these lengths."""
-        mask = self.spec.mask
-        return RingMask(self.ring_sizes, self.layout, q_length, kv_length, mask, queries_travel)
+        blocks = self.blocks
+        return RingMask(
+            self.ring_sizes,
+            self.layout,
+            q_length,
+            kv_length,
+            self.spec.mask,
+            queries_travel,
+            None if blocks is None or blocks.bits is None else blocks,
+        )
 
     def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:
         """The stops that shards of these lengths need."""
         mask = self.ring_mask(q_length, kv_length, queries_travel=queries_travel)
         return make_route(self.ring_axes, mask)
+
+    def block_mask(
+        self, table: jax.Array | None, q_length: int, kv_length: int
+    ) -> BlockMask | None:
+        """A table ``[N or 1, rows, columns]`` as a local attention of such shards takes it."""
+        if table is None:
+            return None
+        assert self.blocks is not None
+        sizes = self.blocks.q_block, self.blocks.kv_block
+        runs = (
+            run_in_blocks(self.layout, length, self.ring_size, block)
+            for length, block in zip((q_length, kv_length), sizes, strict=True)
+        )
+        return BlockMask(table, *sizes, *runs)
 
     def tokens(
         self,

@@ -38,6 +38,8 @@ def mosaic_gpu(
 
 def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | None:
     """Why a kernel cannot take these, or None; the arguments are about both head dims."""
+    if operands.block_mask is not None:
+        return "it has no block_mask yet; use None or 'xla'"
     q, k = operands.q, operands.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16 or float16"

@@ -77,6 +77,8 @@ def _backward_bounds(
 
 
 def _unsupported(operands: Operands) -> str | None:
+    if operands.block_mask is not None:
+        return "it has no block_mask yet; use None or 'xla'"
     q, k = operands.q, operands.k
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16, float16 or float32"
