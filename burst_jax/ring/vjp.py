@@ -219,7 +219,8 @@ def ring_gradient(
     # XLA would lay out and dO out by heads, as delta is. In a scan over layers out is a slice of
     # what all of them have kept, and the whole stack would be copied.
     products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    products = row_major(products).swapaxes(1, 2)
+    # Nor may XLA swap the axes where it sums: that kernel takes six times as long as the sums.
+    products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
