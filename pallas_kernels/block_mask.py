@@ -88,6 +88,11 @@ class BlockMask:
         entries = (bottom - top)[:, None] * (right - left)[None, :]
         return seen > 0, seen == entries[None]
 
-    def splits_tiles(self, block_q: int, block_kv: int) -> bool:
-        """Whether a tile of scores may have several entries of the table."""
-        return bool(self.q_run % block_q or self.kv_run % block_kv)
+    def tests_scores(self, block_q: int, block_kv: int, together: int = 1) -> bool:
+        """Whether scores must be tested in tiles of this size that are visited.
+
+        If not, a tile has one entry of the table, which says whether it is visited. ``together``:
+        how many query heads visit the same tiles.
+        """
+        splits = self.q_run % block_q or self.kv_run % block_kv
+        return bool(splits) or (together > 1 and self.heads > 1)

@@ -69,8 +69,8 @@ def forward(
         rows = queries["q"].shape[:-1]
         m, total = softmax.start(rows, sink, base="e")
         start = jnp.zeros((*rows, operands.value_dim), jnp.float32), total, m
-        visit = functools.partial(_visit_keys, keys, queries)
-        acc, total, m = _over_keys(queries, visit, vary(start, axes))
+        first, end, visit = _walk(queries, functools.partial(_visit_keys, keys, queries))
+        acc, total, m = lax.fori_loop(first, end, visit, vary(start, axes))
         divisor, lse = softmax.finish(m, total, base="e")
         o = acc / divisor[..., None]
         if carry is not None:
@@ -110,9 +110,9 @@ def backward(
         queries["lse"] = jnp.where(queries["lse"] == -jnp.inf, 0, queries["lse"])
         zero = vary(jnp.zeros(queries["q"].shape, jnp.float32), axes)
         per_head_sums = dict.fromkeys(spec.score.differentiated, zero[..., 0])
+        first, end, visit = _walk(queries, functools.partial(_add_gradients, keys, queries))
         start = zero, dkv_sum, per_head_sums
-        visit = functools.partial(_add_gradients, keys, queries)
-        tile_dq, dkv_sum, per_head_sums = _over_keys(queries, visit, start)
+        tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
         return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
     # Where both head dims are one, dK and dV begin as the same zeros.
@@ -129,17 +129,18 @@ def backward(
     return new_dq if dq is None else dq + new_dq, (dk, dv), per_head
 
 
-def _over_keys[State](
-    queries: dict[str, jax.Array], visit: Callable[[jax.Array, State], State], state: State
-) -> State:
-    """``visit(j, state)`` for every key tile j that a query tile needs."""
+def _walk(
+    queries: dict[str, jax.Array], visit: Callable[[jax.Array, Any], Any]
+) -> tuple[jax.Array, jax.Array, Callable[[jax.Array, Any], Any]]:
+    """``(first, end, body)`` of a loop that calls ``visit(j, state)`` for each needed key tile."""
     if "tile_list" not in queries:
-        first, end = queries["bounds"][0], queries["bounds"][1]
-        return lax.fori_loop(first, end, visit, state)
+        return queries["bounds"][0], queries["bounds"][1], visit
     listed = queries["tile_list"]
-    return lax.fori_loop(
-        jnp.int32(0), listed[1], lambda t, state: visit(listed[2 + t], state), state
-    )
+
+    def visit_listed(t: jax.Array, state: Any) -> Any:
+        return visit(listed[2 + t], state)
+
+    return jnp.int32(0), listed[1], visit_listed
 
 
 def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:

@@ -73,6 +73,23 @@ CASES = [
         shard="63",
         implementation="reference",
     ),
+    # In tiles of 16 queries and 32 keys: of one block, with blocks of several columns, and of
+    # more keys than a word has bits.
+    a_block_case("2", "zigzag", "causal", "rotate_kv", (8, 4, True), implementation="triton"),
+    a_block_case(
+        "3", "contiguous", "packed_causal", "rotate_query", (4, 6, False), implementation="triton"
+    ),
+    a_block_case("2", "striped", "full", "rotate_kv", (64, 128, True), implementation="triton"),
+    a_block_case(
+        "2",
+        "striped",
+        "window40_17",
+        "rotate_query",
+        (63, 21, True),
+        shard="63",
+        implementation="triton",
+        numbers="both",
+    ),
 ]
 
 
@@ -82,7 +99,9 @@ def block_case_id(case):
     return f"{case_id(case)}-{case['implementation']}-{kind}"
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, block_case_id, [CASES[i] for i in (0, 1, 2, 5)]))
+@pytest.mark.parametrize(
+    "case", in_tiers(CASES, block_case_id, [CASES[i] for i in (0, 1, 2, 5, 10, 13)])
+)
 def test_as_exact_as_dense(case):
     """Gradients too, by random cotangents, against the mask written out in float64."""
     rows, columns, by_head = case["blocks"]
