@@ -8,6 +8,7 @@ the other: the exponentials of one overlap with the products of the other.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -118,13 +119,8 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
       step: the step, counted over all items of the program.
       sums: what the steps before have left.
     """
-    refs, static, data = rows.refs, rows.static, _StepData.of(rows, step)
-    scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_q), jnp.float32)
-
-    def weights_and_gradients(scores_ref, dp_ref):
-        return _weights_and_gradients(rows, masked, step, data, scores_ref, dp_ref)
-
-    p, ds = pl.run_scoped(weights_and_gradients, scores, scores)
+    refs, data = rows.refs, _StepData.of(rows, step)
+    p, ds = _weights_and_gradients(rows, masked, step, data)
     p, ds, dk, dv = computed_here(p, ds, sums.dk, sums.dv)
 
     # Waits until the other warpgroup has written its dS of the step before. By then it has finished
@@ -141,14 +137,37 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
 
 
 def _weights_and_gradients(
-    rows: KeyRows, masked: bool, step: Any, data: _StepData, scores_ref: Any, dp_ref: Any
+    rows: KeyRows, masked: bool, step: Any, data: _StepData
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, ``[64, block_q]``, rounded to the inputs' dtype; P after dropout."""
-    static, memory, barriers = rows.static, rows.refs.memory, rows.refs.barriers
-    where = ScratchLayout.of(static.config)
-    plgpu.wgmma(scores_ref, memory.k.at[data.keys], memory.q.at[data.stage].transpose((1, 0)))
-    plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
-    plgpu.wgmma(dp_ref, memory.v.at[data.keys], memory.do.at[data.do_stage].transpose((1, 0)))
+    memory, barriers = rows.refs.memory, rows.refs.barriers
+    accumulator = plgpu.ACC((WARPGROUP_ROWS, rows.static.config.block_q), jnp.float32)
+
+    def with_scores(scores_ref):
+        queries = memory.q.at[data.stage].transpose((1, 0))
+        plgpu.wgmma(scores_ref, memory.k.at[data.keys], queries)
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        # This accumulator begins here, behind the wait: then ptxas, at least in a first loop, lets
+        # the product begin from zero, and writes no zeros to 32 registers.
+        return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
+
+    def with_dp(scores_ref, dp_ref):
+        do = memory.do.at[data.do_stage].transpose((1, 0))
+        plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        p, lse = _weights(rows, masked, data, scores_ref)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        dp, p = computed_here(dp, p)
+        wait_for_queries(rows, step + 1)
+        return _gradients(rows, data, p, dp, lse)
+
+    return pl.run_scoped(with_scores, accumulator)
+
+
+def _weights(
+    rows: KeyRows, masked: bool, data: _StepData, scores_ref: Any
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, lse)``, float32 ``[64, block_q]``; a product that was started later is still made."""
+    static = rows.static
     line = None
     if static.bias_is_line and not masked:
         # Loaded while the products are made.
@@ -156,21 +175,27 @@ def _weights_and_gradients(
     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
     scores = tile_scores(rows, data.warpgroup, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
-    lse = plgpu.load(memory.scratch.at[where.lse(data.stage)], layout=COLUMNS)
+    where = ScratchLayout.of(static.config).lse(data.stage)
+    lse = plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
     if line is None:
         lse = along_columns(lse, scores.shape)
         scores = exponents(rows, data.warpgroup, data.q_tile, data.head, scores, lse, masked)
     else:
         scores = scores * static.base_2_factor + line.less(lse, scores.shape)
-    p = computed_here(jnp.exp2(scores))
-    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-    dp, p = computed_here(dp, p)
-    wait_for_queries(rows, step + 1)
+    return computed_here(jnp.exp2(scores)), lse
+
+
+def _gradients(
+    rows: KeyRows, data: _StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)``, rounded to the inputs' dtype; P after dropout."""
+    static = rows.static
     used = p
     factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, p.shape)
     if factors is not None:
         used, dp = p * factors, dp * factors
-    delta = plgpu.load(memory.scratch.at[where.delta(data.do_stage)], layout=COLUMNS)
+    where = ScratchLayout.of(static.config).delta(data.do_stage)
+    delta = plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
     ds = logit_gradients(rows, p, dp, delta)
     if static.spec.score.differentiated:
         add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)

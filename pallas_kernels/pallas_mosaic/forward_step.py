@@ -21,11 +21,11 @@ from pallas_kernels.pallas_mosaic.forward_scores import start_of_products
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
 from pallas_kernels.pallas_mosaic.tiles import (
     TILE,
-    along_rows,
     computed_here,
     constant,
     end_reads,
     i32,
+    shrink_rows,
 )
 
 
@@ -89,7 +89,8 @@ def visit_keys(rows: QueryRows, masked: bool, step: Any, sums: ForwardSums) -> F
         acc, p = computed_here(acc, p)
         _wait_for_keys(rows, step + 1)
         plgpu.barrier_arrive(memory.v_free.at[earlier_stage])
-        acc = acc * along_rows(shrink, acc.shape)
+        # Most tiles hold no score larger than all before it: then nothing shrinks.
+        acc = shrink_rows(acc, shrink)
         return ForwardSums(p.astype(static.dtype), acc, m, total)
 
     return pl.run_scoped(products, *accumulators(static))

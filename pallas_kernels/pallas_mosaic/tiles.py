@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import math
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math, nvvm, scf, vector
 
 from pallas_kernels.score import LOG2_E
 
@@ -60,6 +64,42 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array, layout: Any) -> jax.A
 
 def _multiply_add(_, x, y, z):
     return y._pointwise(lambda y, z, x: math.fma(x, y, z), z, x)
+
+
+def shrink_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """``x``, its rows multiplied by ``factors``; a warp whose factors are all 1 leaves that out.
+
+    Args:
+      x: float32, in the layout ``TILE``.
+      factors: float32 ``[rows]``, in the layout ``ROWS``.
+    """
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), TILE)
+    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(_shrink_rows)(x, factors)
+
+
+def _shrink_rows(_, x, factors):
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+    differ = []
+    for register in factors.registers.flat:
+        for i in range(ir.VectorType(register.type).shape[0]):
+            factor = vector.extract(register, dynamic_position=[], static_position=[i])
+            differ.append(arith.cmpf(arith.CmpFPredicate.UNE, factor, one))
+    any_differs = functools.reduce(arith.ori, differ)
+    whole_warp = arith.constant(i32, -1)
+    any_differs = nvvm.vote_sync(whole_warp, any_differs, "any")
+    registers = list(x.registers.flat)
+    branch = scf.IfOp(any_differs, [register.type for register in registers], has_else=True)
+    then, otherwise = branch.then_block, branch.else_block
+    assert otherwise is not None
+    with ir.InsertionPoint(then):
+        shrunk = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
+        scf.yield_(list(shrunk.registers.flat))
+    with ir.InsertionPoint(otherwise):
+        scf.yield_(registers)
+    results = np.empty(x.registers.shape, dtype=object)
+    results.flat[:] = list(branch.results)
+    return FragmentedArray(_registers=results, _layout=x.layout, _is_signed=None)
 
 
 def computed_here(*values: jax.Array) -> Any:

@@ -308,6 +308,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
         if name == (tiles.__name__, "_multiply_add"):
             return token, [jax.pure_callback(_multiply_add, eqn.outvars[0].aval, *get_invals())]
+        if name == (tiles.__name__, "_shrink_rows"):
+            x, factors = get_invals()
+            return token, [x * factors[:, None]]
         assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
         count, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
