@@ -135,8 +135,7 @@ def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -
       block: positions of a block; the first one begins at position 0.
 
     Returns:
-      The largest number for which that is so of tokens ``i r .. i r + r - 1`` of every shard, r
-      being the number.
+      A number r: tokens ``i r .. i r + r - 1`` of every shard are in one block, for every i.
     """
     if layout == "striped":
         return block // num_shards if block % num_shards == 0 else 1

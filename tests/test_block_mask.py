@@ -28,7 +28,7 @@ from burst_jax.flax.adapters import nnx_attention_fn
 from burst_jax.ring.blocks import Blocks
 from burst_jax.ring.route import RingMask, make_route
 from burst_jax.ring.work import scores_by_stop
-from pallas_kernels import Mask, Tiles, xla
+from pallas_kernels import BlockMask, Mask, Operands, Tiles, Tokens, resolve, xla
 
 
 def attend(arrays, mesh, **options):
@@ -284,3 +284,21 @@ def test_a_layer_takes_it_in_its_call():
     assert_close(
         layer(x, block_mask=table), layer.out(attend((query, key, value), mesh, **masks)[0])
     )
+
+
+def test_hoppers_kernels_say_which_blocks_they_take():
+    query: Any = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    nobody: Any = Tokens(np.zeros(0, np.int32))
+
+    def named(run: int, name: str | None = "mosaic_gpu") -> str:
+        blocks = BlockMask(jnp.ones((1, 2, 2), bool), 64, 64, 64, run)
+        operands = Operands(query, query, query, nobody, nobody, block_mask=blocks)
+        where = {"platform": "gpu", "compute_capability": 9.0, "operands": operands}
+        return resolve(name, **where, backward=True).name
+
+    assert named(64) == "mosaic_gpu"
+    with pytest.raises(
+        NotImplementedError, match=r"64 queries and 32 keys side by side .*use larg"
+    ):
+        named(32)
+    assert named(32, None) == "triton"
