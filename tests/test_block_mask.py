@@ -288,7 +288,7 @@ def test_a_layer_takes_it_in_its_call():
 
 def test_hoppers_kernels_say_which_blocks_they_take():
     query: Any = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    nobody: Any = Tokens(np.zeros(0, np.int32))
+    nobody = Tokens(jnp.zeros(0, jnp.int32))
 
     def named(run: int, name: str | None = "mosaic_gpu") -> str:
         blocks = BlockMask(jnp.ones((1, 2, 2), bool), 64, 64, 64, run)
