@@ -6,9 +6,11 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention_options import AttentionOptions
+from burst_jax.block_mask import by_heads, with_block_mask
 from burst_jax.checks import (
     WindowSize,
     check_arrays,
@@ -93,6 +95,7 @@ def burst_attention(
     prefix_lengths: jax.Array | None = None,
     key_starts: jax.Array | None = None,
     key_ends: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -171,6 +174,12 @@ def burst_attention(
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
+      block_mask: bool ``[T / bq, S / bk]``, or ``[N, T / bq, S / bk]`` with a table for each query
+        head, in the sequence's natural order, whatever the layout is: queries at positions ``bq r
+        .. bq (r + 1) - 1`` may see keys at ``bk c .. bk (c + 1) - 1`` only where entry ``[r, c]``
+        is True, and where all other masks let them. Any bq and bk that divide T and S. Tiles in
+        which nothing is left are skipped. A NumPy array is static: hops of the ring that no device
+        needs are left out, too. Every device has the whole table of its heads.
       sink_logits: float32 ``[N]``, one number for each query head: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
         it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
@@ -248,7 +257,10 @@ def burst_attention(
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     check_global_shapes(request, placement, query, key)
-    arrays = {"query": query, "key": key, "value": value} | hidden_by
+    request = with_block_mask(request, query, key, block_mask)
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
+    if block_mask is not None:
+        arrays["block_mask"] = block_mask
     check_devices(mesh, arrays | per_head)
     arrays, per_head = placement.placed(arrays), placement.placed(per_head)
     if seeds is not None:
@@ -268,7 +280,8 @@ def _on_mesh(
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
         sides = sides_of(request, arrays)
-        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds")))
+        table = by_heads(arrays.get("block_mask"))
+        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds"), table))
 
     in_specs = tuple(
         {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)

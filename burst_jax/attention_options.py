@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.checks import WindowSize
@@ -22,9 +23,12 @@ class MaskArrays(TypedDict, total=False):
     prefix_lengths: jax.Array | None
     key_starts: jax.Array | None
     key_ends: jax.Array | None
+    block_mask: jax.Array | np.ndarray | None
 
 
 MASK_ARRAYS: tuple[str, ...] = tuple(MaskArrays.__annotations__)
+# Those that say positions of keys: all that are not a mask by blocks.
+RANGE_ARRAYS: tuple[str, ...] = tuple(name for name in MASK_ARRAYS if name != "block_mask")
 
 
 class LocalOptions(MaskArrays, total=False):

@@ -125,6 +125,23 @@ def shard_runs(layout: str, shard_length: int, num_shards: int) -> tuple[np.ndar
     return starts, 1, count
 
 
+def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -> int:
+    """How many tokens side by side on a shard are sure to be in one block of the sequence.
+
+    Args:
+      layout: the layout's name.
+      shard_length: number of tokens per shard.
+      num_shards: number of shards on the ring.
+      block: positions of a block; the first one begins at position 0.
+
+    Returns:
+      A number r: tokens ``i r .. i r + r - 1`` of every shard are in one block, for every i.
+    """
+    if layout == "striped":
+        return block // num_shards if block % num_shards == 0 else 1
+    return math.gcd(shard_length // blocks_per_shard(layout), block)
+
+
 def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     """The position of every token of a sequence in ``layout``: ``to_layout(arange(length))``.
 

@@ -30,6 +30,7 @@ _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "key_value_positions": ("batch", "tokens"),
     "local_window_size[0]": (),
     "local_window_size[1]": (),
+    "block_mask": ("heads", None, None),
     "sink_logits": ("heads",),
     "alibi_slopes": ("heads",),
     "dropout_seeds": ("batch", "heads"),

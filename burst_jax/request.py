@@ -12,12 +12,21 @@ import numpy as np
 from jax import lax
 
 from burst_jax.checks import WindowSize, check_rotation, check_seq_axes, make_spec
-from burst_jax.layout import Layout, check_layout, shard_positions
+from burst_jax.layout import Layout, check_layout, run_in_blocks, shard_positions
 from burst_jax.platform import Target
+from burst_jax.ring.blocks import Blocks
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
 from burst_jax.sharding import AxisNames, flat_names
-from pallas_kernels import AttentionSpec, Implementation, Operands, Tokens, find, resolve
+from pallas_kernels import (
+    AttentionSpec,
+    BlockMask,
+    Implementation,
+    Operands,
+    Tokens,
+    find,
+    resolve,
+)
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import LOGITS_NUMBERS
 
@@ -48,6 +57,7 @@ class Request:
       rotation: what travels for the gradients: the argument ``backward`` of the public functions.
       query_offset: what comes onto the queries' positions in the layout; None where only arrays say
         what the positions are.
+      blocks: what is static of a mask by blocks; None without one.
     """
 
     spec: AttentionSpec
@@ -59,6 +69,7 @@ class Request:
     implementation: Implementation | None
     rotation: RotationChoice
     query_offset: int | None = 0
+    blocks: Blocks | None = None
 
     @classmethod
     def parse(
@@ -157,13 +168,16 @@ class Request:
         backward: bool = False,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
-        queries, keys, per_head, seeds = shard
+        queries, keys, per_head, seeds, table = shard
         q_tokens = Tokens(**queries.token_arrays | {"positions": _NO_POSITIONS})
+        blocks = self.block_mask(table, queries.length, keys.length)
         return resolve(
             self.implementation,
             platform=target.platform,
             compute_capability=target.compute_capability,
-            operands=Operands(queries.q, keys.k, keys.v, q_tokens, _NO_TOKENS, per_head, seeds),
+            operands=Operands(
+                queries.q, keys.k, keys.v, q_tokens, _NO_TOKENS, per_head, seeds, blocks
+            ),
             backward=backward,
         )
 
@@ -178,14 +192,36 @@ class Request:
 
         Positions that only arrays say are not known before the program runs: all scores are kept.
         """
-        mask = Mask() if self.query_offset is None else self.spec.mask
-        shards = self.ring_sizes, self.layout, q_length, kv_length
-        return RingMask(*shards, mask, queries_travel, self.query_offset or 0)
+        blocks = self.blocks
+        return RingMask(
+            self.ring_sizes,
+            self.layout,
+            q_length,
+            kv_length,
+            Mask() if self.query_offset is None else self.spec.mask,
+            queries_travel,
+            self.query_offset or 0,
+            None if blocks is None or blocks.bits is None else blocks,
+        )
 
     def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:
         """The stops that shards of these lengths need."""
         mask = self.ring_mask(q_length, kv_length, queries_travel=queries_travel)
         return make_route(self.ring_axes, mask)
+
+    def block_mask(
+        self, table: jax.Array | None, q_length: int, kv_length: int
+    ) -> BlockMask | None:
+        """A table ``[N or 1, rows, columns]`` as a local attention of such shards takes it."""
+        if table is None:
+            return None
+        assert self.blocks is not None
+        sizes = self.blocks.q_block, self.blocks.kv_block
+        runs = (
+            run_in_blocks(self.layout, length, self.ring_size, block)
+            for length, block in zip((q_length, kv_length), sizes, strict=True)
+        )
+        return BlockMask(table, *sizes, *runs)
 
     def tokens(
         self,

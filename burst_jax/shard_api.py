@@ -6,8 +6,10 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import numpy as np
 
-from burst_jax.attention_options import MASK_ARRAYS, LocalOptions, RingOptions
+from burst_jax.attention_options import RANGE_ARRAYS, LocalOptions, RingOptions
+from burst_jax.block_mask import by_heads, with_block_mask
 from burst_jax.checks import (
     WindowSize,
     check_arrays,
@@ -92,6 +94,7 @@ def ring_attention(
     prefix_lengths: jax.Array | None = None,
     key_starts: jax.Array | None = None,
     key_ends: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -166,6 +169,9 @@ def ring_attention(
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
+      block_mask: bool ``[T / bq, S / bk]`` or ``[N, T / bq, S / bk]``, T and S being those of the
+        whole sequences: see :func:`burst_jax.burst_attention`. In the ``shard_map`` it enters with
+        ``P()``, a table for each head split as the heads are.
       sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
         denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
         it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
@@ -220,6 +226,7 @@ def ring_attention(
         prefix_lengths=prefix_lengths,
         key_starts=key_starts,
         key_ends=key_ends,
+        block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
@@ -241,7 +248,8 @@ def ring_call(
     request, arrays, per_head, seeds = _parsed(query, key, value, axis_name, **options)
     if not request.token_axes:
         check_inside_shard_map()
-    return request, Shard(*sides_of(request, arrays), per_head, seeds)
+    table = by_heads(arrays.get("block_mask"))
+    return request, Shard(*sides_of(request, arrays), per_head, seeds, table)
 
 
 def _parsed(
@@ -258,6 +266,7 @@ def _parsed(
     local_window_size: WindowSize = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -271,12 +280,12 @@ def _parsed(
       head, and the seeds of dropout.
     """
     check_arrays(query, key, value)
-    arrays = {"query": query, "key": key, "value": value}
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays |= check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
     positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
     arrays |= positions.arrays
     by_row = positions.by_row is not None
-    masks = {name: options.pop(name, None) for name in MASK_ARRAYS}
+    masks = {name: options.pop(name, None) for name in RANGE_ARRAYS}
     arrays |= check_key_ranges(query, is_causal, local_window_size, masks, by_row=by_row)
     per_head = check_per_head(
         query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
@@ -298,6 +307,9 @@ def _parsed(
     refuse_by_row(positions, per_head, dropout_rate)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     check_local_shapes(request, query, key)
+    request = with_block_mask(request, query, key, block_mask, request.token_devices)
+    if block_mask is not None:
+        arrays["block_mask"] = block_mask
     return request, arrays, per_head, seeds
 
 
@@ -354,6 +366,7 @@ def local_attention(
     prefix_lengths: jax.Array | None = None,
     key_starts: jax.Array | None = None,
     key_ends: jax.Array | None = None,
+    block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -408,6 +421,8 @@ def local_attention(
         row (a prefix LM). It needs ``is_causal``.
       key_starts: integers ``[B, T]`` or ``[T]``: each query sees keys from this position on only.
       key_ends: the same: each query sees only keys at positions before this one.
+      block_mask: bool ``[T / bq, S / bk]`` or ``[N, T / bq, S / bk]``: queries of a row's block see
+        keys only of the blocks whose entries are True, as in :func:`burst_jax.burst_attention`.
       sink_logits: float32 ``[N]``: one more logit in the denominator of every row's softmax. It is
         in lse. If parts are to be merged, pass it to one of them alone.
       alibi_slopes: float32 ``[N]``: ``-slope * |p_q - p_k|`` is added to the logits.
@@ -451,6 +466,7 @@ def local_attention(
         prefix_lengths=prefix_lengths,
         key_starts=key_starts,
         key_ends=key_ends,
+        block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
         dropout_rate=dropout_rate,
@@ -471,4 +487,6 @@ def _on_device(
     seeds: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
-    return attend_shard(request, Shard(*sides_of(request, arrays), per_head, seeds), target)
+    table = by_heads(arrays.get("block_mask"))
+    shard = Shard(*sides_of(request, arrays), per_head, seeds, table)
+    return attend_shard(request, shard, target)

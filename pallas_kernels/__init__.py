@@ -7,6 +7,7 @@ segment ids say what may attend to what, tile bounds say which tiles to visit.
 from pallas_kernels.arrays import vary as vary
 from pallas_kernels.arrays import varying_axes as varying_axes
 from pallas_kernels.backend import Implementation as Implementation
+from pallas_kernels.block_mask import BlockMask as BlockMask
 from pallas_kernels.bounds import key_bounds as key_bounds
 from pallas_kernels.bounds import query_bounds as query_bounds
 from pallas_kernels.choice import NAMES as NAMES

@@ -8,6 +8,13 @@ A row of a table is ``(first, full_first, full_end, end)``, in tiles of the othe
 
 Nothing outside ``[first, end)`` counts. An empty row is ``(0, 0, 0, 0)``.
 
+A mask by blocks leaves tiles anywhere, so with one a row of a table lists them::
+
+    (masked, visited, tiles that may hold scores that count, tiles in which every score counts, ..)
+
+The list begins with ``visited`` tiles, of which the first ``masked`` are masked. The tiles behind
+them are all others, and nothing in them counts.
+
 Tables depend on positions, segment ids and ranges of keys, not on layers or heads. They are made
 once per pair of shards, by a few thousand comparisons of each tile's smallest and largest ones.
 A range may hold a tile in which no score counts; it never leaves out a tile in which one does.
@@ -21,34 +28,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mask import Mask, TileSummary
+from pallas_kernels.block_mask import BlockMask
+from pallas_kernels.mask import Mask, TileSummary, both
 from pallas_kernels.operands import Tokens
 from pallas_kernels.spec import Tiles
 
 _INT32 = jnp.iinfo(jnp.int32)
 
 
-def query_bounds(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles) -> jax.Array:
+def query_bounds(
+    mask: Mask,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    tiles: Tiles,
+    block_mask: BlockMask | None = None,
+) -> jax.Array:
     """Bounds in key tiles for every query tile.
 
     Returns:
       int32 ``[R, ceil(T / block_q), 4]``; R is B if rows differ in segment ids or ranges
-      of keys, else 1.
+      of keys, else 1. With a mask by blocks lists, int32 ``[R, N or 1, query tiles, 2 + key
+      tiles]``.
     """
-    q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
-    return _ranges(*mask.tiles(q, kv))
+    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    return _ranges(possible, full) if block_mask is None else _lists(possible, full)
 
 
-def key_bounds(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles) -> jax.Array:
+def key_bounds(
+    mask: Mask,
+    q_tokens: Tokens,
+    kv_tokens: Tokens,
+    tiles: Tiles,
+    block_mask: BlockMask | None = None,
+    groups: int = 1,
+) -> jax.Array:
     """Bounds in query tiles for every key tile.
+
+    ``groups``: how many query heads share a key head.
 
     Returns:
       int32 ``[R, ceil(S / block_kv), 4]``; R is B if rows differ in segment ids or ranges
-      of keys, else 1.
+      of keys, else 1. With a mask by blocks lists, int32 ``[R, K or 1, key tiles, 2 + query
+      tiles]``: of the tiles that one of the query heads visits which share the key head.
     """
-    q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
-    possible, full = mask.tiles(q, kv)
-    return _ranges(possible.swapaxes(1, 2), full.swapaxes(1, 2))
+    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    possible, full = possible.swapaxes(-1, -2), full.swapaxes(-1, -2)
+    if block_mask is None:
+        return _ranges(possible, full)
+    if block_mask.heads > 1:
+        by_group = (possible.shape[0], -1, groups, *possible.shape[2:])
+        possible, full = possible.reshape(by_group).any(2), full.reshape(by_group).all(2)
+    return _lists(possible, full)
+
+
+def lists_for_all(
+    mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles, block_mask: BlockMask
+) -> jax.Array:
+    """Lists of the key tiles that some head of some row of the batch needs, for every query tile.
+
+    Returns:
+      int32 ``[1, 1, query tiles, 2 + key tiles]``.
+    """
+    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    return _lists(possible.any((0, 1), keepdims=True), full.all((0, 1), keepdims=True))
 
 
 def over_batch(bounds: jax.Array) -> jax.Array:
@@ -67,12 +109,25 @@ def halves_of_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
     """
 
     def half(table: jax.Array, first: bool) -> jax.Array:
-        tiles = table.shape[1]
+        tiles = table.shape[-2]
         index = jnp.arange(tiles, dtype=jnp.int32)[:, None]
         return jnp.where((index < (tiles + 1) // 2) == first, table, 0)
 
     first, second = (jax.tree.map(lambda x, i=i: half(x, i), bounds) for i in (True, False))
     return first, second
+
+
+def _tiles(
+    mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles, block_mask: BlockMask | None
+) -> tuple[jax.Array, jax.Array]:
+    """``(possible, full)`` of every tile of scores: ``[R, q, kv]``, or ``[R, N or 1, q, kv]``."""
+    q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
+    possible, full = mask.tiles(q, kv)
+    if block_mask is None:
+        return possible, full
+    by_blocks = block_mask.tiles(q, kv)
+    possible, full = (both(x[:, None], y) for x, y in zip((possible, full), by_blocks, strict=True))
+    return possible, full
 
 
 def _summary(tokens: Tokens, block: int) -> TileSummary:
@@ -141,6 +196,17 @@ def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
     full_first = jnp.clip(full_first, first, end)
     full_end = jnp.clip(full_end, full_first, end)
     return jnp.stack([first, full_first, full_end, end], axis=-1)
+
+
+def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:
+    count = possible.shape[-1]
+    index = jnp.arange(count, dtype=jnp.int32)
+    masked = possible & ~full
+    # Sorted by what must be done with them; of one kind they stay in their order.
+    kind = jnp.where(masked, 0, jnp.where(possible, 1, 2)).astype(jnp.int32)
+    tiles = lax.rem(jnp.sort(kind * jnp.int32(count) + index, axis=-1), jnp.int32(count))
+    counts = [x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (masked, possible)]
+    return jnp.concatenate([*counts, tiles], axis=-1)
 
 
 def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence[jax.Array]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_mask import BlockMask
 from pallas_kernels.dropout import row_numbers
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
@@ -62,6 +63,7 @@ class Operands:
       per_head: "alibi_slopes" and "sink_logits" (:mod:`pallas_kernels.score`), float32 ``[N]``;
         each only if the call has it.
       dropout_seeds: int32 ``[B, N]``, where weights are dropped (:mod:`pallas_kernels.dropout`).
+      block_mask: which blocks of queries see which blocks of keys; None if blocks hide nothing.
       bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
         ``backward_bounds`` made of these operands.
       do: backward only: the gradient of o, ``[B, T, N, Hv]``.
@@ -76,6 +78,7 @@ class Operands:
     kv_tokens: Tokens
     per_head: PerHead = dataclasses.field(default_factory=dict)
     dropout_seeds: jax.Array | None = None
+    block_mask: BlockMask | None = None
     bounds: Any = None
     do: jax.Array | None = None
     stats: jax.Array | None = None

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
 from pallas_kernels.dropout import column_numbers
+from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
 from pallas_kernels.spec import AttentionSpec
@@ -122,6 +123,11 @@ class _Scores:
             None if kv_ids is None else kv_ids[:, None, None, None, :],
             **{name: x[:, None, None, :, None] for name, x in q_tokens.key_ranges.items()},
         )
+        blocks = self._operands.block_mask
+        if blocks is not None:
+            at = q_tokens.positions, kv_tokens.positions
+            by_blocks = blocks.allowed(*at, self._operands.groups)
+            mask = by_blocks if mask is None else both(mask, by_blocks)
         logits = self.raw * self._spec.score.raw_factor
         per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}
         bias = self._spec.score.bias(*self.positions, per_head)

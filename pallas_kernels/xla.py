@@ -7,6 +7,7 @@ take the inputs' dtype and accumulate in float32, as the GPU kernels do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, takes_anything
-from pallas_kernels.bounds import halves_of_tiles, over_batch, query_bounds
+from pallas_kernels.bounds import halves_of_tiles, lists_for_all, over_batch, query_bounds
 from pallas_kernels.dropout import column_numbers
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
@@ -68,10 +69,8 @@ def forward(
         rows = queries["q"].shape[:-1]
         m, total = softmax.start(rows, sink, base="e")
         start = jnp.zeros((*rows, operands.value_dim), jnp.float32), total, m
-        first, end = queries["bounds"][0], queries["bounds"][1]
-        acc, total, m = lax.fori_loop(
-            first, end, functools.partial(_visit_keys, keys, queries), vary(start, axes)
-        )
+        first, end, visit = _walk(queries, functools.partial(_visit_keys, keys, queries))
+        acc, total, m = lax.fori_loop(first, end, visit, vary(start, axes))
         divisor, lse = softmax.finish(m, total, base="e")
         o = acc / divisor[..., None]
         if carry is not None:
@@ -111,9 +110,8 @@ def backward(
         queries["lse"] = jnp.where(queries["lse"] == -jnp.inf, 0, queries["lse"])
         zero = vary(jnp.zeros(queries["q"].shape, jnp.float32), axes)
         per_head_sums = dict.fromkeys(spec.score.differentiated, zero[..., 0])
-        first, end = queries["bounds"][0], queries["bounds"][1]
+        first, end, visit = _walk(queries, functools.partial(_add_gradients, keys, queries))
         start = zero, dkv_sum, per_head_sums
-        visit = functools.partial(_add_gradients, keys, queries)
         tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
         return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
@@ -129,6 +127,20 @@ def backward(
     # The sums are [tiles, B, K, G, block].
     per_head = {name: x.sum((0, 1, 4)).reshape(-1) for name, x in per_head_sums.items()}
     return new_dq if dq is None else dq + new_dq, (dk, dv), per_head
+
+
+def _walk(
+    queries: dict[str, jax.Array], visit: Callable[[jax.Array, Any], Any]
+) -> tuple[jax.Array, jax.Array, Callable[[jax.Array, Any], Any]]:
+    """``(first, end, body)`` of a loop that calls ``visit(j, state)`` for each needed key tile."""
+    if "tile_list" not in queries:
+        return queries["bounds"][0], queries["bounds"][1], visit
+    listed = queries["tile_list"]
+
+    def visit_listed(t: jax.Array, state: Any) -> Any:
+        return visit(listed[2 + t], state)
+
+    return jnp.int32(0), listed[1], visit_listed
 
 
 def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:
@@ -182,6 +194,7 @@ class _KeyTiles:
             pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (operands.k, operands.v)
         )
         self.positions = pad_axis(operands.kv_tokens.positions, 0, self.padded)
+        self.block_mask, self.groups = operands.block_mask, operands.groups
         ids = operands.kv_tokens.segment_ids
         self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
@@ -245,6 +258,11 @@ class _KeyTiles:
                 if name in queries
             },
         )
+        blocks = self.block_mask
+        if blocks is not None:
+            at = queries["positions"], self._tile(self.positions, j, 0)
+            by_blocks = blocks.allowed(*at, self.groups)
+            mask = by_blocks if mask is None else both(mask, by_blocks)
         if self.padded != self.length:
             inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
             mask = inside if mask is None else both(mask, inside)
@@ -293,8 +311,11 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
     stacked = {
         "q": _split_queries(operands.q, operands.groups, block),
         "positions": positions,
-        "bounds": over_batch(operands.bounds),
     }
+    if operands.block_mask is None:
+        stacked["bounds"] = over_batch(operands.bounds)
+    else:
+        stacked["tile_list"] = operands.bounds[0, 0]
     if operands.dropout_seeds is not None:
         stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
     by_row = tokens.key_ranges
@@ -307,8 +328,11 @@ def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
 
 
 def _bounds(operands: Operands, *, spec: AttentionSpec, tiles: Tiles | None = None) -> jax.Array:
+    tokens = operands.q_tokens, operands.kv_tokens
     tiles = tiles or even_tiles(operands)
-    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+    if operands.block_mask is not None:
+        return lists_for_all(spec.mask, *tokens, tiles, operands.block_mask)
+    return query_bounds(spec.mask, *tokens, tiles)
 
 
 def in_tiles(tiles: Tiles | None = None) -> Implementation:

@@ -332,6 +332,26 @@ def test_ranges_of_keys_spill_no_registers(gpu, lengths, head_dim):
     assert events.count(("kernel", "burst_dq")) == 3
 
 
+@pytest.mark.parametrize("block", [32, 512])
+@pytest.mark.parametrize(("lengths", "head_dim"), [("ragged", 64), ("whole", 128)])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_masks_by_blocks_spill_no_registers(gpu, lengths, head_dim, block):
+    """Triton's kernels, with blocks that are parts of tiles, and with blocks of whole tiles."""
+    mesh, tokens = compiled.gpu_mesh(gpu, 2), 1024 if lengths == "whole" else 1024 + 32
+    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim)
+    blocks = 2 * tokens // (block if lengths == "whole" else 16)
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    table = jax.ShapeDtypeStruct((4, blocks, blocks), jnp.bool, sharding=everywhere)
+
+    def run(query, key, value, table):
+        attention = attend(mesh, implementation="triton", block_mask=table)
+        return gradient(attention)(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, table, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
 @compiled.KERNELS
 def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do(gpu, kernels):
     """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from burst_jax import burst_attention
-from pallas_kernels import AttentionSpec, Dropout, Operands, Tokens, mosaic_gpu
+from pallas_kernels import AttentionSpec, BlockMask, Dropout, Operands, Tokens, mosaic_gpu
 from pallas_kernels.pallas_mosaic.configs import (
     SHARED_MEMORY,
     MosaicConfig,
@@ -35,7 +35,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, ranges=False, dropout=False, value_dim=None, **config,
+    segments=False, ranges=False, dropout=False, value_dim=None, blocks=False, **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -50,6 +50,7 @@ def compile_one(
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
       ranges: with starts and ends of the keys that each query sees.
+      blocks: with a mask by blocks, of each head its own.
       dropout: with dropped weights.
       value_dim: the head dim of values; None is ``dim``.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
@@ -85,9 +86,10 @@ def compile_one(
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, v, ids, ranges, per_head, seeds):
+    def operands_of(q, k, v, ids, ranges, per_head, seeds, table):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
-        return Operands(q, k, v, tokens._replace(**ranges), tokens, per_head, seeds)
+        mask = None if table is None else BlockMask(table, 64, 64, 64, 64)
+        return Operands(q, k, v, tokens._replace(**ranges), tokens, per_head, seeds, mask)
 
     def forward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
         del do, stats
@@ -105,7 +107,8 @@ def compile_one(
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    arrays = query, key, value, do, stats, ids, of_queries, sums, per_head, seeds
+    table = array(HEADS, -(-length // 64), -(-length // 64), dtype=jnp.bool) if blocks else None
+    arrays = query, key, value, do, stats, ids, of_queries, sums, per_head, seeds, table
     return compiled.compile_for(run, *arrays)
 
 
@@ -172,6 +175,22 @@ def test_dropout_fits_in_the_registers(report, half, dim, segments):
 )
 def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
     fits(report(half, dim, ranges=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "options"),
+    [
+        ("forward", 64, {}),
+        ("forward", 128, {"full": True}),
+        ("forward", 128, {"numbers": True, "segments": True}),
+        ("backward", 64, {"full": True}),
+        ("backward", 128, {}),
+        ("backward", 128, {"numbers": True, "segments": True}),
+    ],
+    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
+)
+def test_masks_by_blocks_fit_in_the_registers(report, half, dim, options):
+    fits(report(half, dim, blocks=True, **options))
 
 
 @pytest.mark.parametrize(

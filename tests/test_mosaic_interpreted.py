@@ -45,6 +45,18 @@ CASES = [
 ]
 # Values of another head dim than keys: a smaller one, and a larger one.
 CASES[1]["value_dim"], CASES[4]["value_dim"] = 32, 96
+# Masks by blocks, of each head its own and one for all. Some items have nothing to visit.
+TABLES = [
+    dict(zip(NAMES, levels, strict=False)) | {"table": table}
+    for levels, table in (
+        (("full", "contiguous", 2, (2, 1), (128, 192), 64, "bfloat16", "none"), (64, 64, True)),
+        (
+            ("packed_causal", "zigzag", 1, (2, 1), (256, 256), 32, "float16", "both"),
+            (128, 64, False),
+        ),
+    )
+]
+CASES += TABLES
 # Multi-head latent attention, as DeepSeek's models have it.
 LATENT = {**CASES[0], "lengths": (72, 136), "head_dim": 192, "value_dim": 128}
 # The second hop merges with the lse of the first, and has tiles of the backward without a mask.
@@ -67,7 +79,7 @@ def interpret(run, *arrays, **options):
 def interpret_all(inputs, kernels=KERNELS, **options):
     run = functools.partial(attend, kernels, inputs.spec)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    return interpret(run, *arrays, inputs.numbers, inputs.seeds, **options)
+    return interpret(run, *arrays, inputs.numbers, inputs.seeds, inputs.blocks, **options)
 
 
 def interpret_forward(inputs, carry=None, out_dtype=None, **options):
@@ -89,7 +101,7 @@ def interpret_forward(inputs, carry=None, out_dtype=None, **options):
             case,
             2 if case["blocks"] == 1 else None,
             id=case_id(case),
-            marks=() if case in (PLAIN, SLOPES, RANGES) else pytest.mark.slow,
+            marks=() if case in (PLAIN, SLOPES, RANGES, TABLES[0]) else pytest.mark.slow,
         )
         for case in CASES
     ],

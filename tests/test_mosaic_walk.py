@@ -24,7 +24,8 @@ from pallas_kernels.pallas_mosaic.walk import Walk
 def steps_of(table, rotate=None, last=None):
     """``(tiles of the masked steps, tiles of the others)`` of one row of bounds, in order."""
     last = 99 if last is None else last
-    walk = Walk(jnp.asarray([[table]], jnp.int32), jnp.int32(0), jnp.int32(0), last, rotate)
+    zero = jnp.int32(0)
+    walk = Walk(jnp.asarray([[table]], jnp.int32), zero, zero, zero, last, rotate)
     tiles = [int(walk.tile(jnp.int32(step))) for step in range(int(walk.total))]
     return tiles[: int(walk.masked)], tiles[int(walk.masked) :]
 
@@ -48,17 +49,35 @@ def test_every_tile_inside_the_bounds_is_visited_once(rotate):
 def test_steps_behind_the_last_are_tiles_that_exist():
     """Copies are started ahead: what no step needs may be any tile, but not beyond the array."""
     for table in ((0, 0, 0, 0), (0, 1, 2, 3), (2, 2, 3, 3)):
-        walk = Walk(jnp.asarray([[table]], jnp.int32), jnp.int32(0), jnp.int32(0), last=2)
+        zero = jnp.int32(0)
+        walk = Walk(jnp.asarray([[table]], jnp.int32), zero, zero, zero, last=2)
         for step in range(8):
             assert 0 <= int(walk.tile(jnp.int32(step))) <= 2
+
+
+@pytest.mark.parametrize("rotate", [None, 0, 1, 3])
+def test_every_listed_tile_is_visited_once(rotate):
+    """Of its own row of the batch, head and tile; behind them any tile that exists."""
+    tiles = np.array([3, 1, 4, 0, 2])
+    lists = np.full((2, 3, 2, 7), 99, np.int32)
+    for masked, total in itertools.combinations_with_replacement(range(6), 2):
+        lists[1, 2, 1] = [masked, total, *tiles]
+        turn = None if rotate is None else jnp.int32(rotate)
+        walk = Walk(jnp.asarray(lists), *map(jnp.int32, (1, 2, 1)), last=4, rotate=turn)
+        steps = [int(walk.tile(jnp.int32(step))) for step in range(7)]
+        full, begin = tiles[masked:total], (rotate or 0) % max(1, total - masked)
+        assert steps[:total] == [*tiles[:masked], *np.roll(full, -begin)]
+        assert set(steps) <= set(range(5))
 
 
 def test_a_walk_reads_its_own_row_of_the_table():
     tables = jnp.arange(2 * 3 * 4, dtype=jnp.int32).reshape(2, 3, 4)
     for batch, tile in itertools.product(range(2), range(3)):
-        walk = Walk(tables, jnp.int32(batch), jnp.int32(tile), last=99)
+        walk = Walk(tables, jnp.int32(batch), jnp.int32(0), jnp.int32(tile), last=99)
         assert int(walk.tile(jnp.int32(0))) == 4 * (3 * batch + tile)
-    shared = Walk(tables[:1], jnp.int32(1), jnp.int32(2), last=99)  # one row of tables for all
+    shared = Walk(
+        tables[:1], jnp.int32(1), jnp.int32(0), jnp.int32(2), last=99
+    )  # one row of tables for all
     assert int(shared.tile(jnp.int32(0))) == 8
 
 
@@ -129,7 +148,7 @@ def run_programs(monkeypatch):
                 each_item(
                     items,
                     in_its_place,
-                    lambda batch_row, tile: Walk(tables, batch_row, tile, last=99),
+                    lambda batch_row, head, tile: Walk(tables, batch_row, head, tile, last=99),
                     functools.partial(write, visited),
                     draws=draws,
                     steps_per_tile=steps_per_tile,
@@ -199,7 +218,7 @@ def test_a_causal_kernel_walks_every_tile_that_has_a_score(run_programs, layout)
     visited, _ = run_programs(items, tables, leave_empty=True)
     seen = np.zeros((2, 3, 6), int)
     for _, (_, head, tile), steps, _ in visited:
-        walk = Walk(tables, jnp.int32(0), jnp.int32(tile), last=5)
+        walk = Walk(tables, jnp.int32(0), jnp.int32(0), jnp.int32(tile), last=5)
         for step in range(steps):
             place = int(walk.tile(jnp.int32(step)))
             seen[head, tile, place] += 1

@@ -89,8 +89,8 @@ class BurstAttention(nnx.Module):
       **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
         is_causal and dropout_rate, but not ``return_residual``, not the numbers of each head
         (``sink_logits``, ``alibi_slopes``), not ``dropout_key``, which the call takes from its
-        ``rngs``, and not segment ids, lengths, prefixes and ranges of keys, which are arguments of
-        the call.
+        ``rngs``, and not segment ids, lengths, prefixes, ranges of keys and masks by blocks, which
+        are arguments of the call.
 
     Raises:
       TypeError: an unknown option.
@@ -208,7 +208,7 @@ class BurstAttention(nnx.Module):
             the layer's attribute of this name, which ``model.eval()`` and ``model.train()`` set.
           rngs: random numbers of dropout (stream "dropout"); needed where weights are dropped.
           **masks: :func:`burst_attention`'s ``query_seq_lengths``, ``key_value_seq_lengths``,
-            ``prefix_lengths``, ``key_starts`` and ``key_ends``.
+            ``prefix_lengths``, ``key_starts``, ``key_ends`` and ``block_mask``.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.

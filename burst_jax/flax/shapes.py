@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.api import burst_attention
-from burst_jax.attention_options import MASK_ARRAYS, AttentionOptions
+from burst_jax.attention_options import RANGE_ARRAYS, AttentionOptions
 from burst_jax.checks import check_arrays, check_segment_ids
 from burst_jax.key_ranges import check_key_ranges
 from burst_jax.sharding import axes_size, flat_names, place_explicit, resolve_mesh, sequence_axes
@@ -97,10 +97,16 @@ def _attend_padded(
     them, and the result is cut to T.
     """
     check_arrays(query, key, value)
+    if options.get("block_mask") is not None:
+        raise ValueError(
+            f"block_mask is given, and lengths {query.shape[1]} and {key.shape[1]} are padded to "
+            f"multiples of {shards}: its blocks would have another size then; pad outside of the "
+            "layer, with pad_to_layout, and make the table for the padded lengths"
+        )
     length, sharding = query.shape[1], jax.typeof(query).sharding
     query_ids, kv_ids = options.get("query_segment_ids"), options.get("key_value_segment_ids")
     check_segment_ids(query, key, query_ids, kv_ids)
-    check_key_ranges(query, True, None, {name: options.get(name) for name in MASK_ARRAYS})
+    check_key_ranges(query, True, None, {name: options.get(name) for name in RANGE_ARRAYS})
     mesh = resolve_mesh(options.get("mesh"))
     batch, tokens = options.get("batch_axis"), sequence_axes(options)
 

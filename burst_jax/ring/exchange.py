@@ -88,15 +88,15 @@ def gradient_to_tokens(
     return x.reshape(shape).sum(heads + 1).astype(dtype)
 
 
-def own_heads(x: jax.Array, axis_name: str | None) -> jax.Array:
-    """The entries ``[..., N / h]`` of ``x [..., N]`` for the heads that :func:`to_heads` leaves.
+def own_heads(x: jax.Array, axis_name: str | None, *, heads: int = -1) -> jax.Array:
+    """The entries of ``x`` for the N / h heads that :func:`to_heads` leaves, along axis ``heads``.
 
     Its gradient is JAX's own: zero for the heads of the other devices.
     """
     if axis_name is None:
         return x
-    count = x.shape[-1] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count, axis=-1)
+    count = x.shape[heads] // lax.axis_size(axis_name)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * count, count, axis=heads)
 
 
 def all_tokens(x: jax.Array, axis_name: str | None) -> jax.Array:

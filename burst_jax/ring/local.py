@@ -95,12 +95,15 @@ class Shard(NamedTuple):
       keys: its keys and values.
       per_head: float32 ``[N]`` each, by the name of the public argument: the numbers of each head.
       dropout_seeds: int32 ``[B, N]``, where weights are dropped.
+      block_table: bool ``[N or 1, rows, columns]``, the whole table of a mask by blocks; None
+        without one. Every device has all of it, and it does not travel.
     """
 
     queries: Queries
     keys: Keys
     per_head: PerHead
     dropout_seeds: jax.Array | None = None
+    block_table: jax.Array | None = None
 
 
 class LocalForward:
@@ -111,19 +114,21 @@ class LocalForward:
     """
 
     def __init__(self, request: Request, implementation: Implementation, shard: Shard):
-        queries, keys, per_head, seeds = shard
+        queries, keys, per_head, seeds, table = shard
         self.route = route = request.route(queries.length, keys.length)
+        blocks = request.block_mask(table, queries.length, keys.length)
         q_tokens = request.tokens(route, queries.length, route.home, queries.token_arrays)
 
         def operands(stop: Stop | jax.Array, keys: Keys) -> Operands:
             kv_tokens = request.tokens(route, keys.length, stop, keys.token_arrays)
-            return Operands(queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds)
+            arrays = queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds
+            return Operands(*arrays, block_mask=blocks)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             assert isinstance(block, Keys)
             return implementation.forward_bounds(operands(stop, block), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, keys, bounds)
+        self._bounds_at = _bounds_by_stop(route, keys, bounds, blocks is not None)
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         self._spec, self._operands, self._dtype = request.spec, operands, queries.q.dtype
@@ -164,10 +169,11 @@ class LocalBackward:
     def __init__(
         self, request: Request, implementation: Implementation, shard: Shard, rotation: Rotation
     ):
-        queries, keys, per_head, seeds = shard
+        queries, keys, per_head, seeds, table = shard
         rotate_kv = rotation == "rotate_kv"
         lengths = queries.length, keys.length
         self.route = route = request.route(*lengths, queries_travel=not rotate_kv)
+        blocks = request.block_mask(table, *lengths)
         staying: Block
         travelling: Block
         staying, travelling = _swap(rotate_kv, queries, keys)
@@ -178,12 +184,12 @@ class LocalBackward:
             queries, keys = _swap(rotate_kv, staying, block)
             tokens = _swap(rotate_kv, here, arriving)
             arrays = queries.q, keys.k, keys.v, *tokens, per_head, seeds
-            return Operands(*arrays, do=queries.do, stats=queries.stats)
+            return Operands(*arrays, blocks, do=queries.do, stats=queries.stats)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             return implementation.backward_bounds(operands(stop, block), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, travelling, bounds)
+        self._bounds_at = _bounds_by_stop(route, travelling, bounds, blocks is not None)
         at_home = self._bounds_at(route.home, travelling)
         self._bounds_at_home: dict[Part, Any] = {"whole": at_home}
         split = implementation.split_backward
@@ -259,7 +265,10 @@ def _gradients(
 
 
 def _bounds_by_stop(
-    route: Route, block: Block, bounds_of: Callable[[Any, Block], Any]
+    route: Route,
+    block: Block,
+    bounds_of: Callable[[Any, Block], Any],
+    made_late: bool = False,
 ) -> Callable[[Stop, Block], Any]:
     """``bounds_of(stop, block) -> bounds``, made once for all stops where that is possible.
 
@@ -267,14 +276,16 @@ def _bounds_by_stop(
     one small kernel instead of several per step. It saves memory, too: tables that are made step by
     step lie between the blocks, and a program for 12 or more A100 then needs one block of memory
     more. Segment ids, ranges of keys and positions of the caller's arrive with their block, so
-    tables that depend on them are made when the block has landed.
+    tables that depend on them are made when the block has landed. So are lists of tiles, which a
+    mask by blocks needs: those of all stops would take much memory.
 
     Args:
       route: the way of the travelling side.
       block: the block that starts here; others have the same arrays.
       bounds_of: reads the block's shapes and token arrays.
+      made_late: make them step by step in any case.
     """
-    if block.token_arrays or len(route.stops) == 1:
+    if made_late or block.token_arrays or len(route.stops) == 1:
         return bounds_of
     stops = jnp.asarray(np.array(route.stops, np.int32))
     tables = jax.vmap(lambda stop: bounds_of(stop, block))(stops)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ import numpy as np
 from jax import lax
 
 from burst_jax.layout import Layout, shard_runs
+from burst_jax.ring.blocks import Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
 Stop = tuple[int, ...]
@@ -154,11 +155,31 @@ class Pieces[Tree]:
         return paste(landed, self._like)
 
 
+class Kept(NamedTuple):
+    """The scores that a mask keeps, on each of n devices, between the runs of two shards.
+
+    On device r, token i of query run a sees token j of key run b where
+    ``low[r, a, b] <= i - j <= high[r, a, b]``.
+
+    Attributes:
+      low: int64 ``[n, query runs, key runs]``.
+      high: the same; below ``low`` where nothing is kept.
+      q_counts: int64 ``[n, query runs, 1]``, the tokens of each run.
+      kv_counts: int64 ``[n, 1, key runs]``.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    q_counts: np.ndarray
+    kv_counts: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class RingMask:
     """Which scores a mask keeps on each device of a ring, at each stop: what a route depends on.
 
-    Segment ids are not known before a program runs, so here they exclude nothing.
+    Segment ids are not known before a program runs, so here they exclude nothing. Neither does a
+    mask by blocks whose table is traced.
 
     Attributes:
       ring_sizes: how many devices each axis of the ring has, outermost first.
@@ -168,6 +189,7 @@ class RingMask:
       mask: which keys a query sees, by their positions.
       queries_travel: whether blocks of queries go around and keys stay, not the other way.
       query_offset: what comes onto the queries' positions in the layout.
+      blocks: a mask by blocks whose table is known before the program runs, or None.
     """
 
     ring_sizes: tuple[int, ...]
@@ -177,21 +199,18 @@ class RingMask:
     mask: Mask
     queries_travel: bool = False
     query_offset: int = 0
+    blocks: Blocks | None = None
 
     @property
     def size(self) -> int:
         """n: devices on the ring, each with one shard of the queries and one of the keys."""
         return math.prod(self.ring_sizes)
 
-    def kept(self, stop: Stop) -> tuple[np.ndarray, np.ndarray]:
+    def kept(self, stop: Stop) -> Kept:
         """The scores that are kept at a stop, on every device.
 
         A shard consists of runs: tokens at equal distance from each other
-        (:func:`burst_jax.layout.shard_runs`).
-
-        Returns:
-          ``(low, high)``, int64 ``[n, runs, runs]``: on device r, token i of query run a sees token
-          j of key run b where ``low[r, a, b] <= i - j <= high[r, a, b]``.
+        (:func:`burst_jax.layout.shard_runs`), here cut where blocks of a mask by blocks end.
         """
         devices = sources = np.arange(self.size)
         if stop:
@@ -199,23 +218,36 @@ class RingMask:
             started = np.array(np.unravel_index(devices, self.ring_sizes)) - np.array(stop)[:, None]
             sources = np.ravel_multi_index(tuple(started % sizes), self.ring_sizes)
         q_shards, kv_shards = (sources, devices) if self.queries_travel else (devices, sources)
+        block_sizes = (None, None)
+        if self.blocks is not None:
+            block_sizes = self.blocks.q_block, self.blocks.kv_block
         q_start, stride, q_count = shard_runs(self.layout, self.q_length, self.size)
         kv_start, _, kv_count = shard_runs(self.layout, self.kv_length, self.size)
+        q, kv = (
+            Runs(*(x[shards] for x in cut_runs(starts, stride, count, block)))
+            for shards, starts, count, block in (
+                (q_shards, q_start, q_count, block_sizes[0]),
+                (kv_shards, kv_start, kv_count, block_sizes[1]),
+            )
+        )
         # A query's position minus a key's is base + stride * (i - j), where i - j lies between
         # -(kv_count - 1) and q_count - 1. The mask keeps differences from -right to left.
-        q_first = q_start[q_shards] + self.query_offset
-        base = q_first[:, :, None] - kv_start[kv_shards][:, None, :]
-        low, high = np.full_like(base, 1 - kv_count), np.full_like(base, q_count - 1)
-        return self.mask.shards(base, stride, low, high)
+        base = q.starts[:, :, None] + self.query_offset - kv.starts[:, None, :]
+        q_counts, kv_counts = q.counts[:, :, None], kv.counts[:, None, :]
+        low, high = (np.broadcast_to(x, base.shape) for x in (1 - kv_counts, q_counts - 1))
+        low, high = self.mask.shards(base, stride, low, high)
+        if self.blocks is not None:
+            high = np.where(self.blocks.sees(q, kv), high, low - 1)
+        return Kept(low, high, q_counts, kv_counts)
 
     def needs(self, stop: Stop) -> bool:
         """Whether on some device a query sees a key of the block that is there at a stop.
 
         The first stop is always needed: a route begins there.
         """
-        if not any(stop) or not self.mask.reads_positions:
+        if not any(stop) or not (self.mask.reads_positions or self.blocks is not None):
             return True
-        low, high = self.kept(stop)
+        low, high, *_ = self.kept(stop)
         return bool((low <= high).any())
 
 

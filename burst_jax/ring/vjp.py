@@ -44,10 +44,11 @@ def attend_shard(
       ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
     shard = for_ring(request, shard)
-    queries, keys, per_head, seeds = shard
+    queries, keys, per_head, *_ = shard
     query, key, value, *numbers = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
     per_head = dict(zip(per_head, numbers, strict=True))
-    shard = Shard(queries._replace(q=query), keys._replace(k=key, v=value), per_head, seeds)
+    queries, keys = queries._replace(q=query), keys._replace(k=key, v=value)
+    shard = shard._replace(queries=queries, keys=keys, per_head=per_head)
     ring = _ring_with_numbers if per_head else _ring
     out, lse = ring(request, target or current_target(), key.shape[2], shard)
     return out, lse.swapaxes(1, 2)
@@ -61,10 +62,14 @@ def for_ring(request: Request, shard: Shard) -> Shard:
     all devices of such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
-    queries, keys, per_head, seeds = vary(shard, varying_axes(shard, manual))
+    queries, keys, per_head, seeds, table = vary(shard, varying_axes(shard, manual))
     axis = request.head_parallel_axis
     per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
-    return Shard(queries, keys, per_head, None if seeds is None else own_heads(seeds, axis))
+    if seeds is not None:
+        seeds = own_heads(seeds, axis)
+    if table is not None and table.shape[0] > 1:
+        table = own_heads(table, axis, heads=0)
+    return Shard(queries, keys, per_head, seeds, table)
 
 
 def _run_ring(
@@ -80,7 +85,7 @@ def _run_ring(
 
 def exchanged(request: Request, shard: Shard) -> Shard:
     """What the ring runs on: the tokens and heads that this device has after the exchange."""
-    axis, (queries, keys, per_head, seeds) = request.head_parallel_axis, shard
+    axis, (queries, keys, *_) = request.head_parallel_axis, shard
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
@@ -88,7 +93,8 @@ def exchanged(request: Request, shard: Shard) -> Shard:
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()}
         for side in (queries, keys)
     )
-    return Shard(Queries(query, **q_arrays), Keys(key, value, **kv_arrays), per_head, seeds)
+    sides = Queries(query, **q_arrays), Keys(key, value, **kv_arrays)
+    return shard._replace(queries=sides[0], keys=sides[1])
 
 
 def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
@@ -207,7 +213,7 @@ def ring_gradient(
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[Shard]:
     """The gradients of a ring's arrays, by the backward ring."""
-    (queries, keys, per_head, seeds), out, lse, segment_ids_here, marked = residuals
+    (queries, keys, per_head, *others), out, lse, segment_ids_here, marked = residuals
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
@@ -246,7 +252,7 @@ def ring_gradient(
         queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
         keys._replace(k=kv[0], v=kv[1]),
         per_head,
-        seeds,
+        *others,
     )
     implementation = request.resolve(target, shard, backward=True)
     results = backward(request, implementation, into_kernels(implementation, shard), rotation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from burst_jax.layout import shard_runs
 from burst_jax.ring.route import RingMask, Route, Stop
 
 
@@ -17,18 +16,16 @@ def scores_by_stop(route: Route, mask: RingMask) -> dict[Stop, tuple[float, floa
       route: the route of the side that travels.
       mask: of the same side. Segment ids exclude nothing here.
     """
-    _, _, q_count = shard_runs(mask.layout, mask.q_length, mask.size)
-    _, _, kv_count = shard_runs(mask.layout, mask.kv_length, mask.size)
-    counts = {}
+    by_stop = {}
     for stop in route.stops:
-        low, high = mask.kept(stop)
-        pairs = _pairs_up_to(high, q_count, kv_count) - _pairs_up_to(low - 1, q_count, kv_count)
+        low, high, *counts = mask.kept(stop)
+        pairs = _pairs_up_to(high, *counts) - _pairs_up_to(low - 1, *counts)
         by_device = np.where(low <= high, pairs, 0).sum((1, 2), dtype=np.float64)
-        counts[stop] = float(by_device.max()), float(by_device.mean())
-    return counts
+        by_stop[stop] = float(by_device.max()), float(by_device.mean())
+    return by_stop
 
 
-def _pairs_up_to(offset: np.ndarray, q_count: int, kv_count: int) -> np.ndarray:
+def _pairs_up_to(offset: np.ndarray, q_count: np.ndarray, kv_count: np.ndarray) -> np.ndarray:
     """Pairs (i, j) of ``i < q_count`` and ``j < kv_count`` with ``i - j <= offset``."""
 
     def rows_up_to(x: np.ndarray) -> np.ndarray:

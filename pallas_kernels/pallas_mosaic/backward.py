@@ -25,6 +25,7 @@ from pallas_kernels.bounds import key_bounds
 from pallas_kernels.operands import Operands, PerHead
 from pallas_kernels.pallas_mosaic.backward_compute import compute_items
 from pallas_kernels.pallas_mosaic.backward_copy import copy_item
+from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -106,7 +107,7 @@ def backward(
         memory=static.memory,
         operands=BackwardOperands(
             operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head,
-            DropoutNumbers.padded(operands, config),
+            DropoutNumbers.padded(operands, config), BlockEntries.of(operands, config),
         ),
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}
@@ -133,7 +134,8 @@ def backward_bounds(
 ) -> jax.Array:
     """The tables that :func:`backward` reads with the same config."""
     tiles = (config or _shipped_config(operands)).tiles
-    return key_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+    tokens, blocks = (operands.q_tokens, operands.kv_tokens), operands.block_mask
+    return key_bounds(spec.mask, *tokens, tiles, blocks, operands.groups)
 
 
 def _shipped_config(operands: Operands) -> MosaicConfig:
@@ -153,11 +155,11 @@ def _kernel(static: BackwardStatic, operands, results, memory, count) -> None:
         arrivals=static.warpgroups,
     )
 
-    def walk_of(batch_row, tile):
+    def walk_of(batch_row, head, tile):
         # The items of a head begin with different queries, so that they do not all add to the same
         # dQ at once.
         rotate = tile * i32(max(1, static.q_tiles // static.kv_tiles))
-        return Walk(operands.bounds, batch_row, tile, last=static.q_tiles - 1, rotate=rotate)
+        return Walk(operands.bounds, batch_row, head, tile, last=static.q_tiles - 1, rotate=rotate)
 
     run = functools.partial(
         each_item, static.items, counter, walk_of, steps_per_tile=static.groups, leave_empty=True

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
+from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
@@ -77,10 +78,10 @@ def exponents(
             # lse comes first: there are no registers for it beside the positions.
             scores = scores * static.base_2_factor - lse
             scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
-            return mask_scores(rows, warpgroup, q_tile, scores)
+            return mask_scores(rows, warpgroup, q_tile, head, scores)
         scores, _ = score.in_base_2(scores, *positions, per_head)
     if masked:
-        scores = mask_scores(rows, warpgroup, q_tile, scores)
+        scores = mask_scores(rows, warpgroup, q_tile, head, scores)
     return scores * static.base_2_factor - lse
 
 
@@ -124,8 +125,10 @@ def tile_positions(
     return along_columns(q_positions, shape), along_rows(k_positions, shape)
 
 
-def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -> jax.Array:
-    """Scores, -inf where positions, ranges of keys or segment ids forbid them."""
+def mask_scores(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, scores: jax.Array
+) -> jax.Array:
+    """Scores, -inf where positions, ranges of keys, segment ids or blocks forbid them."""
     static, of_queries = rows.static, rows.refs.operands.q_tokens
     # One test after the other, first by positions, then the segments': the positions and the ids
     # would not fit in registers together.
@@ -141,8 +144,8 @@ def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -
         k_tokens = rows.load_tokens(warpgroup)
         return side.load(rows.item.batch_row, queries, COLUMNS), k_tokens
 
-    # Beside a bias there are no registers to load all at once, if there are ranges of keys.
-    one_by_one = static.has_bias and static.has_key_ranges
+    # Beside a bias there are no registers to load all at once, if there are ranges or blocks.
+    one_by_one = static.has_bias and (static.has_key_ranges or static.has_blocks)
     q_tokens = k_tokens = SideTokens()
     if not one_by_one:
         q_tokens, k_tokens = load(of_queries, q_tile, warpgroup)
@@ -154,6 +157,14 @@ def mask_scores(rows: KeyRows, warpgroup: Any, q_tile: Any, scores: jax.Array) -
         q_tested, k_tested = q_tokens.only(name), k_tokens.only(of_keys)
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
+    blocks = rows.refs.operands.blocks
+    if blocks is not None:
+        # The addresses are computed here, not before, and kept by no register until now.
+        scores, q_tile, warpgroup, head = computed_here(scores, q_tile, warpgroup, head)
+        kv_part = rows.item.recompute_place().tile * (static.config.block_kv // WARPGROUP_ROWS)
+        parts = static.config.block_q // WARPGROUP_ROWS
+        seen = [blocks.seen(head, q_tile * parts + i, kv_part + warpgroup) for i in range(parts)]
+        scores = jnp.where(columns_seen(scores.shape, seen), scores, -jnp.inf)
     return scores
 
 

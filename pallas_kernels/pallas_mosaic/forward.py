@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
 from pallas_kernels.operands import Carry, Operands
+from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.configs import REGISTERS, MosaicConfig, forward_config
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.forward_compute import compute_items
@@ -57,7 +58,7 @@ def forward(
     inputs = ForwardOperands(
         operands.bounds, operands.q, operands.k, operands.v, q_tokens, kv_tokens, k_positions,
         per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
-        dropout=DropoutNumbers.padded(operands, config),
+        dropout=DropoutNumbers.padded(operands, config), blocks=BlockEntries.of(operands, config),
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
     # Without padding it would overwrite the lse of the next head.
@@ -84,7 +85,8 @@ def forward_bounds(
 ) -> jax.Array:
     """The tables that :func:`forward` reads with the same config."""
     tiles = (config or _shipped_config(operands, spec)).tiles
-    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+    tokens = operands.q_tokens, operands.kv_tokens
+    return query_bounds(spec.mask, *tokens, tiles, operands.block_mask)
 
 
 def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
@@ -95,7 +97,7 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
     others_count = score.logits_soft_cap is not None or spec.dropout is not None
     # Ranges of keys are two more numbers of each query.
-    others_count = others_count or operands.has_key_ranges
+    others_count = others_count or operands.has_key_ranges or operands.block_mask is not None
     head_dim = max(operands.head_dim, operands.value_dim)
     return forward_config(head_dim, bias_counts or others_count)
 
@@ -105,8 +107,8 @@ def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
     refs = ForwardRefs(operands, results, memory)
     counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots)
 
-    def walk_of(batch_row, tile):
-        return Walk(operands.bounds, batch_row, tile, last=static.kv_tiles - 1)
+    def walk_of(batch_row, head, tile):
+        return Walk(operands.bounds, batch_row, head, tile, last=static.kv_tiles - 1)
 
     run = functools.partial(each_item, static.items, counter, walk_of, leave_empty=static.in_place)
     split_warpgroups(

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
 from pallas_kernels.pallas_mosaic.tiles import (
@@ -16,6 +18,7 @@ from pallas_kernels.pallas_mosaic.tiles import (
     TILE,
     along_columns,
     along_rows,
+    i32,
     multiply_add,
     tanh,
 )
@@ -70,6 +73,14 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
     if not masked:
         return scores
     ok = score_mask(static.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
+    if operands.blocks is not None:
+        q_part = rows.item.tile * (static.config.block_q // WARPGROUP_ROWS) + rows.warpgroup
+        kv_parts = [
+            lax.div(first_key, i32(WARPGROUP_ROWS)) + i for i in range(shape[1] // WARPGROUP_ROWS)
+        ]
+        seen = [operands.blocks.seen(rows.item.head, q_part, part) for part in kv_parts]
+        by_blocks = columns_seen(shape, seen)
+        ok = by_blocks if ok is None else ok & by_blocks
     if static.keys_are_cut_off:
         index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         inside = index < static.kv_length - first_key

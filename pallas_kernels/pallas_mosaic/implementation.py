@@ -10,6 +10,7 @@ from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import halves_of_tiles
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.backward import backward, backward_bounds
+from pallas_kernels.pallas_mosaic.blocks import unsupported_blocks
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 from pallas_kernels.pallas_mosaic.forward import forward, forward_bounds
 
@@ -47,7 +48,7 @@ def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | No
     for name, length in (("query", operands.q_length), ("key", operands.kv_length)):
         if length % 8:
             return f"the {name} length per device is {length}; it takes multiples of 8"
-    return None
+    return unsupported_blocks(operands)
 
 
 def _backward_unsupported(operands: Operands) -> str | None:

@@ -152,7 +152,7 @@ class Item(NamedTuple):
 def each_item(
     items: Items,
     counter: TicketCounter,
-    walk_of: Callable[[Any, Any], Walk],
+    walk_of: Callable[[Any, Any, Any], Walk],
     visit: Callable[[Item], None],
     *,
     draws: bool,
@@ -165,7 +165,7 @@ def each_item(
     Args:
       items: all items.
       counter: where the tickets of the next ones come from.
-      walk_of: ``(batch_row, tile) -> walk``.
+      walk_of: ``(batch_row, head, tile) -> walk``.
       visit: does one item.
       draws: whether this warpgroup draws the tickets for its program: one warpgroup must.
       steps_per_tile: how many steps a tile of the walk takes.
@@ -178,7 +178,7 @@ def each_item(
     # next ticket.
     def visit_one(item_and_slot, steps_before):
         batch_row, head, tile = items.place_of(lax.div(item_and_slot, i32(SLOTS)))
-        walk = walk_of(batch_row, tile)
+        walk = walk_of(batch_row, head, tile)
         visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
         steps = visited * steps_per_tile
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.memory import BackwardBarriers, BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_mosaic.static import MosaicStatic
@@ -32,7 +33,7 @@ class ForwardOperands(NamedTuple):
     """What the forward kernel reads.
 
     Attributes:
-      bounds: int32 ``[1 or B, query tiles, 4]``.
+      bounds: int32 ``[1 or B, query tiles, 4]``, or lists (:mod:`pallas_kernels.bounds`).
       q: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``.
       v: ``[B, S, K, Hv]``.
@@ -44,6 +45,7 @@ class ForwardOperands(NamedTuple):
       sink: float32 ``[N]``, what the softmax starts with; None without sinks, and with a carry.
       carry: what to merge with. None without a carry, and where the results are written over it.
       dropout: None if nothing is dropped.
+      blocks: None without a mask by blocks.
     """
 
     bounds: Any
@@ -57,6 +59,7 @@ class ForwardOperands(NamedTuple):
     sink: Any
     carry: ForwardResults | None
     dropout: DropoutNumbers | None
+    blocks: BlockEntries | None
 
 
 class ForwardRefs(NamedTuple):
@@ -71,7 +74,7 @@ class BackwardOperands(NamedTuple):
     """What the backward kernel reads.
 
     Attributes:
-      bounds: int32 ``[1 or B, key tiles, 4]``.
+      bounds: int32 ``[1 or B, key tiles, 4]``, or lists (:mod:`pallas_kernels.bounds`).
       q: ``[B, T, N, H]``.
       do: ``[B, T, N, Hv]``.
       k: ``[B, S, K, H]``.
@@ -85,6 +88,7 @@ class BackwardOperands(NamedTuple):
         :attr:`BackwardStatic.bias_is_line`.
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
       dropout: None if nothing is dropped.
+      blocks: None without a mask by blocks.
     """
 
     bounds: Any
@@ -99,6 +103,7 @@ class BackwardOperands(NamedTuple):
     q_bases: Any
     per_head: dict[str, Any]
     dropout: DropoutNumbers | None
+    blocks: BlockEntries | None
 
 
 class BackwardResults(NamedTuple):

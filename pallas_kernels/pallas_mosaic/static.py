@@ -44,6 +44,7 @@ class MosaicStatic:
       has_segments: whether tokens have segment ids.
       has_key_ranges: whether queries say where the keys that they see start or end.
       has_bias: whether something is added to the logits because of where the tokens are.
+      has_blocks: whether there is a mask by blocks.
     """
 
     spec: AttentionSpec
@@ -60,6 +61,7 @@ class MosaicStatic:
     has_segments: bool
     has_key_ranges: bool
     has_bias: bool
+    has_blocks: bool
 
     @classmethod
     def of(cls, operands: Operands, spec: AttentionSpec, config: MosaicConfig, **own: Any) -> Self:
@@ -81,6 +83,7 @@ class MosaicStatic:
             has_segments=operands.has_segments,
             has_key_ranges=operands.has_key_ranges,
             has_bias=operands.has_bias,
+            has_blocks=operands.block_mask is not None,
             **own,
         )
 
@@ -107,12 +110,22 @@ class MosaicStatic:
     @property
     def needs_tokens(self) -> bool:
         """Whether tokens decide which scores count, or how much."""
-        return self.hides_some or self.has_bias
+        return self.tokens_hide_some or self.has_bias
+
+    @property
+    def tokens_hide_some(self) -> bool:
+        """Whether some scores may not count because of their tokens, apart from blocks."""
+        return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
 
     @property
     def hides_some(self) -> bool:
         """Whether some scores may not count."""
-        return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
+        return self.tokens_hide_some or self.has_blocks
+
+    @property
+    def reads_more(self) -> bool:
+        """Whether masks read more than positions, which takes registers."""
+        return self.has_segments or self.has_key_ranges or self.has_blocks
 
     @property
     def needs_registers(self) -> bool:
@@ -206,7 +219,7 @@ class ForwardStatic(MosaicStatic):
             last_first=True,
             shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
             equal=not self.hides_some,
-            looped=forward_loops(self.config, self.has_segments or self.has_key_ranges),
+            looped=forward_loops(self.config, self.reads_more),
         )
 
     @property
@@ -283,7 +296,7 @@ class BackwardStatic(MosaicStatic):
             shared_bytes=self.q_length * (6 * self.dim + 2 * self.value_dim),
             looped=backward_loops(
                 max(self.dim, self.value_dim),
-                self.has_segments or self.has_key_ranges,
+                self.reads_more,
                 self.needs_registers,
             ),
         )

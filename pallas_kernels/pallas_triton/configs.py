@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.block_mask import BlockMask
 from pallas_kernels.operands import Operands
 from pallas_kernels.spec import AttentionSpec, Tiles
 
@@ -92,8 +93,8 @@ class _Entry(NamedTuple):
 
     ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
     registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
-    which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, where ``general`` has
-    no registers for them.
+    which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, and for masks by
+    blocks that scores are tested by, where ``general`` has no registers for them.
     """
 
     head_dim: int
@@ -199,6 +200,8 @@ def triton_configs(
     has_bias: bool = False,
     value_dim: int | None = None,
     has_key_ranges: bool = False,
+    block_mask: BlockMask | None = None,
+    groups: int = 1,
 ) -> TritonConfigs:
     """The tiles for head dims of 256 at most; ``value_dim`` is that of values, None ``head_dim``.
 
@@ -216,7 +219,12 @@ def triton_configs(
         plain = plain and spec.dropout is None and not has_key_ranges
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
-        if has_key_ranges and entry.ranges is not None:
+        together = groups if kernel == "dkv" else 1
+        by_blocks = block_mask is not None and block_mask.tests_scores(
+            fast.block_q, fast.block_kv, together
+        )
+        plain = plain and not by_blocks
+        if (has_key_ranges or by_blocks) and entry.ranges is not None:
             return TritonConfig(*entry.ranges)
         if plain or entry.general is None:
             return fast
@@ -254,4 +262,6 @@ class Build:
             operands.has_bias,
             operands.value_dim,
             operands.has_key_ranges,
+            operands.block_mask,
+            operands.groups,
         )

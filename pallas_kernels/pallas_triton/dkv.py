@@ -80,7 +80,8 @@ def _kernel(
     block_q, block_kv = static.config.block_q, static.config.block_kv
 
     lanes_ok = lane_ok, value_lane_ok = static.lanes_inside()
-    key_ok = in_range(static.grid.tile() * block_kv, block_kv, static.kv_length)
+    tile = static.grid.tile()
+    key_ok = in_range(tile * block_kv, block_kv, static.kv_length)
     k_tile_ok, v_tile_ok = tile_masks(key_ok, lanes_ok)
     k, v = load(k_ref.at[:, :], k_tile_ok), load(v_ref.at[:, :], v_tile_ok)
     keys = sides.keys(slice(None), key_ok, as_column)
@@ -103,7 +104,9 @@ def _kernel(
         dp = lowering.dot(v, do.T)
         p = lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
         if masked:
-            ok = score_mask(static.mask, queries, keys)
+            table_rows = sides.table_rows(tokens, query_ok)
+            by_blocks = static.by_blocks(sides, h, table_rows, tile)
+            ok = score_mask(static.mask, queries, keys, by_blocks)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
@@ -120,7 +123,7 @@ def _kernel(
         # end, both would take more registers there than there are.
         dv = load(dkv_in_refs[1].at[:, :], v_tile_ok)
         dv = dv if unit == 1 else dv / unit
-    dk, dv = over_tiles(table, query_tile, (dk, dv), heads=static.groups)
+    dk, dv = over_tiles(table, query_tile, (dk, dv), static.groups, listed=static.listed)
     lowering.store(dv_ref.at[:, :], dv if unit == 1 else dv * unit, mask=v_tile_ok)
     dk *= spec.score.scale
     if dkv_in_refs:

@@ -97,6 +97,7 @@ def _kernel(
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
     rows = sides.rows(slice(None), query_ok, as_column)
+    table_rows = sides.table_rows(slice(None), query_ok)
 
     def key_tile(masked, _, j, state):
         dq, per_head_sums = state
@@ -110,7 +111,8 @@ def _kernel(
         scores, factor = spec.score.in_base_2(raw, *positions, per_head)
         p = lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
         if masked:
-            ok = score_mask(static.mask, queries, keys)
+            by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
+            ok = score_mask(static.mask, queries, keys, by_blocks)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)
@@ -125,7 +127,7 @@ def _kernel(
 
     per_head_sums = dict.fromkeys(spec.score.differentiated, jnp.zeros((block_q,), jnp.float32))
     state = jnp.zeros(q_ref.shape, jnp.float32), per_head_sums
-    dq, per_head_sums = over_tiles(table, key_tile, state)
+    dq, per_head_sums = over_tiles(table, key_tile, state, listed=static.listed)
     for ref, by_query in zip(per_head_refs, per_head_sums.values(), strict=True):
         lowering.store(ref.at[:], by_query, mask=query_ok)
     dq *= spec.score.scale

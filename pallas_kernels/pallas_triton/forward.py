@@ -99,6 +99,7 @@ def _kernel(
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
     rows = sides.rows(slice(None), query_ok, as_column)
+    table_rows = sides.table_rows(slice(None), query_ok)
 
     def key_tile(masked, _, j, state):
         # Invariant: m is the largest logit in base 2 so far, of the sink and of the tiles visited;
@@ -111,7 +112,8 @@ def _kernel(
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         scores, factor = spec.score.in_base_2(raw, queries.positions, keys.positions, per_head)
         if masked:
-            ok = score_mask(static.mask, queries, keys)
+            by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
+            ok = score_mask(static.mask, queries, keys, by_blocks)
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
         m_next = jnp.maximum(m, scores.max(-1) * factor)
@@ -129,7 +131,7 @@ def _kernel(
         sink = lowering.load(sink_ref.at[jnp.int32(0)])
     m, total = softmax.start((block_q,), sink)
     state = jnp.zeros(o_ref.shape, jnp.float32), total, m
-    acc, total, m = over_tiles(table, key_tile, state)
+    acc, total, m = over_tiles(table, key_tile, state, listed=static.listed)
     divisor, lse = softmax.finish(m, total)
     if spec.dropout is not None:
         divisor /= spec.dropout.unit

@@ -61,7 +61,8 @@ def _backward(
 
 def _forward_bounds(operands: Operands, *, spec: AttentionSpec, build: Build) -> jax.Array:
     tiles = build.configs(operands, spec).forward.tiles
-    return query_bounds(spec.mask, operands.q_tokens, operands.kv_tokens, tiles)
+    tokens = operands.q_tokens, operands.kv_tokens
+    return query_bounds(spec.mask, *tokens, tiles, operands.block_mask)
 
 
 def _backward_bounds(
@@ -69,10 +70,10 @@ def _backward_bounds(
 ) -> tuple[jax.Array, jax.Array]:
     """The tables of :func:`backward_dq` and of :func:`backward_dkv`."""
     configs = build.configs(operands, spec)
-    tokens = operands.q_tokens, operands.kv_tokens
+    tokens, blocks = (operands.q_tokens, operands.kv_tokens), operands.block_mask
     return (
-        query_bounds(spec.mask, *tokens, configs.dq.tiles),
-        key_bounds(spec.mask, *tokens, configs.dkv.tiles),
+        query_bounds(spec.mask, *tokens, configs.dq.tiles, blocks),
+        key_bounds(spec.mask, *tokens, configs.dkv.tiles, blocks, operands.groups),
     )
 
 

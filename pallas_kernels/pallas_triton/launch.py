@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
@@ -14,8 +15,15 @@ from pallas_kernels.dropout import column_numbers
 from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.pallas_triton.blocks import BlockWords
 from pallas_kernels.pallas_triton.configs import TritonConfig, padded_lanes
-from pallas_kernels.pallas_triton.tiles import lanes_in, split_sides
+from pallas_kernels.pallas_triton.tiles import (
+    SideRefs,
+    as_column,
+    as_row,
+    lanes_in,
+    split_sides,
+)
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -71,6 +79,8 @@ class TritonStatic:
       lanes: H as blocks have it, a power of two.
       value_dim: Hv.
       value_lanes: Hv as blocks have it.
+      listed: whether the tiles to visit are listed, as a mask by blocks needs it.
+      block_words: how scores are tested by a mask by blocks; None if they need no test by one.
     """
 
     split: Literal["queries", "keys"]
@@ -86,6 +96,8 @@ class TritonStatic:
     lanes: int
     value_dim: int
     value_lanes: int
+    listed: bool
+    block_words: BlockWords | None
 
     def lanes_inside(self) -> tuple[jax.Array | None, jax.Array | None]:
         """Which lanes belong to the head dim of q and k, and to that of v; None if all do.
@@ -96,6 +108,22 @@ class TritonStatic:
         if self.value_dim == self.dim:
             return of_keys, of_keys
         return of_keys, lanes_in(self.value_lanes, self.value_dim)
+
+    def by_blocks(self, sides: SideRefs, head: Any, rows: Any, tile: Any) -> jax.Array | None:
+        """Which scores of a tile a mask by blocks leaves; None if no test by it is needed.
+
+        Args:
+          sides: the program's references.
+          head: which of the program's query heads.
+          rows: :meth:`SideRefs.table_rows` of the queries.
+          tile: the tile of keys.
+        """
+        if self.block_words is None:
+            return None
+        words = sides.block_words
+        head = head if words.shape[0] > 1 else jnp.int32(0)
+        shaped = (as_column, as_row) if self.split == "queries" else (as_row, as_column)
+        return self.block_words.seen(words, head, rows, tile, shaped)
 
     @classmethod
     def of(
@@ -116,14 +144,16 @@ class TritonStatic:
         sizes = q_length, kv_length, operands.groups
         lanes = dim, padded_lanes(dim), operands.value_dim, padded_lanes(operands.value_dim)
         mask, _ = operands.tested(spec.mask)
-        return cls(split, spec, mask, config, interpret, grid, *sizes, *lanes)
+        together = 1 if split == "queries" else operands.groups
+        blocks = operands.block_mask is not None, BlockWords.of(operands, config.tiles, together)
+        return cls(split, spec, mask, config, interpret, grid, *sizes, *lanes, *blocks)
 
 
 class Arguments:
     """A kernel's arguments and their blocks, in the order in which the kernel takes them.
 
     The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
-    of keys, per-head arrays and dropout's numbers
+    of keys, per-head arrays, dropout's numbers and what tests scores by blocks
     (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
@@ -138,9 +168,7 @@ class Arguments:
         self._aliases: dict[int, int] = {}
         self._has_segments = operands.has_segments
         self._per_head_names = tuple(operands.logits_per_head)
-        bounds = operands.bounds
-        by_batch = bounds.shape[0] != 1
-        self.add(bounds, self.block((None, None, 4), lambda b, h, i: (b if by_batch else 0, i, 0)))
+        self._add_bounds(operands.bounds)
         # Of one side a program has a tile, of the other one all tokens.
         by_query = static.split == "queries"
         q_size = static.config.block_q if by_query else static.q_length
@@ -167,6 +195,32 @@ class Arguments:
             index = (lambda b, h, i: (0,)) if by_query else (lambda b, h, i: (i,))
             columns = column_numbers(operands.kv_tokens.positions)
             self.add(columns, self.block((kv_size,), index))
+        if static.block_words is not None:
+            assert operands.block_mask is not None
+            rows = operands.block_mask.rows(operands.q_tokens.positions)
+            self.add(rows, self.block((q_size,), (lambda b, h, i: (i if by_query else 0,))))
+            words = static.block_words.packed(operands)
+            # Of a table for all heads there is one.
+            heads = 1 if by_query or len(words) == 1 else static.groups
+            which = (lambda b, h, i: (h, 0)) if len(words) > 1 else (lambda b, h, i: (0, 0))
+            self.add(words, self.block((heads, words.shape[1]), which))
+
+    def _add_bounds(self, bounds: jax.Array) -> None:
+        """Adds the table of bounds, or the lists of tiles."""
+        by_batch = bounds.shape[0] != 1
+        if not self._static.listed:
+            self.add(
+                bounds, self.block((None, None, 4), lambda b, h, i: (b if by_batch else 0, i, 0))
+            )
+            return
+        by_head = bounds.shape[1] != 1
+        self.add(
+            bounds,
+            self.block(
+                (None, None, None, bounds.shape[3]),
+                lambda b, h, i: (b if by_batch else 0, h if by_head else 0, i, 0),
+            ),
+        )
 
     def stat_block(self) -> pl.BlockSpec:
         """Of ``[B, N, T]``, for programs that are split over queries."""
@@ -212,7 +266,8 @@ class Arguments:
 
         def body(*refs):
             names = self._range_names, self._per_head_names
-            table, sides, refs = split_sides(refs, self._has_segments, *names, self._has_dropout)
+            others = self._has_dropout, static.block_words is not None
+            table, sides, refs = split_sides(refs, self._has_segments, *names, *others)
             kernel(static, table, sides, *refs)
 
         # A result varies over the mesh axes that any argument varies over.

@@ -99,6 +99,9 @@ class SideRefs(NamedTuple):
         program.
       dropout_rows: int32, the number of each query's row of weights; None without dropout.
       dropout_columns: int32, the number of each key's column of weights; None without dropout.
+      block_rows: int32, the row of each query in the table of a mask by blocks; None where tiles
+        are not tested by one.
+      block_words: int32, the table of the program's heads, packed (:class:`BlockWords`), or None.
     """
 
     q_positions: Any
@@ -109,6 +112,8 @@ class SideRefs(NamedTuple):
     per_head: dict[str, Any]
     dropout_rows: Any = None
     dropout_columns: Any = None
+    block_rows: Any = None
+    block_words: Any = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -154,6 +159,10 @@ class SideRefs(NamedTuple):
             return None
         return shaped(load(self.dropout_columns.at[which], inside))
 
+    def table_rows(self, which: Any, inside: Any) -> Any:
+        """The rows of some queries in the table of a mask by blocks; None without a test by it."""
+        return None if self.block_rows is None else load(self.block_rows.at[which], inside)
+
     def per_head_of(self, head: Any) -> dict[str, jax.Array]:
         """Of each per-head array, the number of one of the program's query heads."""
         return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
@@ -165,6 +174,7 @@ def split_sides(
     range_names: tuple[str, ...],
     names: tuple[str, ...],
     has_dropout: bool,
+    has_blocks: bool = False,
 ) -> tuple[Any, SideRefs, list]:
     """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
     table, q_positions, kv_positions, *rest = refs
@@ -177,7 +187,11 @@ def split_sides(
     rows = columns = None
     if has_dropout:
         rows, columns, *rest = rest
-    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head, rows, columns)
+    blocks = ()
+    if has_blocks:
+        *blocks, rest = *rest[:2], rest[2:]
+    numbers = rows, columns, *blocks
+    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head, *numbers)
     return table, sides, rest
 
 
@@ -186,25 +200,52 @@ def dropped(dropout: Dropout | None, rows: Any, columns: Any, x: jax.Array) -> j
     return x if dropout is None else jnp.where(dropout.kept(rows, columns), x, 0.0)
 
 
-def score_mask(mask: Mask, q: TileTokens, kv: TileTokens) -> jax.Array | None:
-    """Which scores of a tile count, a ragged tile's tail cut off; None if all do."""
+def score_mask(
+    mask: Mask, q: TileTokens, kv: TileTokens, by_blocks: jax.Array | None = None
+) -> jax.Array | None:
+    """Which scores of a tile count, a ragged tile's tail cut off; None if all do.
+
+    ``by_blocks``: those that a mask by blocks leaves; None if it leaves all.
+    """
     # Both cuts first: in another order the A100's tiles spill.
     cuts = [cut for cut in (kv.inside, q.inside) if cut is not None]
     inside = functools.reduce(operator.and_, cuts) if cuts else None
     allowed = mask.allowed(q.positions, kv.positions, q.segment_ids, kv.segment_ids, **q.key_ranges)
-    tests = [test for test in (allowed, inside) if test is not None]
+    tests = [test for test in (allowed, inside, by_blocks) if test is not None]
     return functools.reduce(operator.and_, tests) if tests else None
 
 
 def over_tiles[State](
-    table: Any, visit: Callable[[bool, Any, Any, State], State], state: State, heads: int = 1
+    table: Any,
+    visit: Callable[[bool, Any, Any, State], State],
+    state: State,
+    heads: int = 1,
+    *,
+    listed: bool,
 ) -> State:
     """Runs ``visit(masked, head, tile, state)`` for every head over the tiles in the bounds table.
 
     One loop visits the tiles before and behind the full ones, for all heads, and a second loop the
     full ones. Two loops without loops around them hold fewer values alive and keep their load
     pipelines running. Heads vary fastest, so that the division is by a constant.
+
+    ``listed``: the table is a list of tiles, and not a range (:mod:`pallas_kernels.bounds`).
     """
+
+    def step(masked, tile, t, state):
+        if heads == 1:
+            return visit(masked, jnp.int32(0), tile(t), state)
+        j, head = lax.div(t, jnp.int32(heads)), lax.rem(t, jnp.int32(heads))
+        return visit(masked, head, tile(j), state)
+
+    for masked, count, tile in _listed(table) if listed else _in_range(table):
+        body = functools.partial(step, masked, tile)
+        state = lax.fori_loop(jnp.int32(0), heads * count, body, state)
+    return state
+
+
+def _in_range(table: Any) -> tuple[tuple[bool, Any, Callable[[Any], Any]], ...]:
+    """``(masked, count, t -> tile)`` of both loops over a range of tiles."""
     first, full_first, full_end, end = (table[c] for c in range(4))
     before = full_first - first
 
@@ -214,16 +255,16 @@ def over_tiles[State](
     def full_tile(t):
         return full_first + t
 
-    def step(masked, tile, t, state):
-        if heads == 1:
-            return visit(masked, jnp.int32(0), tile(t), state)
-        j, head = lax.div(t, jnp.int32(heads)), lax.rem(t, jnp.int32(heads))
-        return visit(masked, head, tile(j), state)
-
-    for masked, count, tile in (
+    return (
         (True, before + (end - full_end), masked_tile),
         (False, full_end - full_first, full_tile),
-    ):
-        body = functools.partial(step, masked, tile)
-        state = lax.fori_loop(jnp.int32(0), heads * count, body, state)
-    return state
+    )
+
+
+def _listed(table: Any) -> tuple[tuple[bool, Any, Callable[[Any], Any]], ...]:
+    """The same of a list."""
+    masked, visited = table[0], table[1]
+    return (
+        (True, masked, lambda t: table[2 + t]),
+        (False, visited - masked, lambda t: table[2 + masked + t]),
+    )

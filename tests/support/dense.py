@@ -38,7 +38,10 @@ class Mask:
         }
 
     def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
-        """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order."""
+        """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order.
+
+        With a table of blocks for each head ``[B or 1, N, T, S]``.
+        """
         q, kv = places(q_length, kv_length, **arrays)
         q, kv = q[:, :, None], kv[None, None, :]
         keep = np.ones((1, q_length, kv_length), bool)
@@ -61,7 +64,25 @@ class Mask:
         if q_segment_ids is not None:
             same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
             keep = keep & same & (q_segment_ids != 0)[:, :, None]
+        if "block_mask" in arrays:
+            table = np.asarray(arrays["block_mask"])
+            rows, columns = q_length // table.shape[-2], kv_length // table.shape[-1]
+            table = table.repeat(rows, -2).repeat(columns, -1)
+            keep = keep & table if table.ndim == 2 else keep[:, None] & table
         return keep
+
+
+def sees(keep):
+    """Whether each query sees a key, bool ``[B or 1, T, N or 1]``, by a dense mask."""
+    keep = keep[:, None] if keep.ndim == 3 else keep
+    return keep.any(3).swapaxes(1, 2)
+
+
+def is_seen(keep, kv_heads):
+    """Whether each key is seen by a query, bool ``[B or 1, S, K or 1]``, by a dense mask."""
+    keep = keep[:, None] if keep.ndim == 3 else keep
+    keep = keep.any(2).swapaxes(1, 2)
+    return keep if keep.shape[2] == 1 else keep.reshape(*keep.shape[:2], kv_heads, -1).any(3)
 
 
 def _einsum(subscripts, a, b):
@@ -125,7 +146,8 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
 def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None):
     """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated."""
     numbers = numbers or {}
-    keep = jnp.asarray(keep)[:, None]
+    keep = jnp.asarray(keep)
+    keep = keep[:, None] if keep.ndim == 3 else keep
     some = keep.any(-1, keepdims=True)
     logits = _capped(_einsum("btnh,bsnh->bnts", query, key), query.shape[-1], soft_cap)
     if "alibi_slopes" in numbers:
@@ -169,7 +191,7 @@ def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_c
     def run(query, key, value, numbers):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
         out, lse, _ = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
-        seen = keep.any(-1)[..., None]
+        seen = sees(keep)
         if "sink_logits" in numbers:
             seen = True
         return (out, jnp.where(seen, lse, jnp.zeros_like(lse))), lse

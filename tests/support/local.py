@@ -18,32 +18,27 @@ def forward(
     spec,
     numbers=None,
     seeds=None,
+    blocks=None,
     **options,
 ):
-    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head, ``seeds`` dropout's."""
-    operands = Operands(
-        q, *kv, q_tokens=q_tokens, kv_tokens=kv_tokens, per_head=numbers or {}, dropout_seeds=seeds
-    )
+    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head, ``seeds`` dropout's.
+
+    ``blocks``: the mask by blocks.
+    """
+    operands = Operands(q, kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
     bounds = implementation.forward_bounds(operands, spec=spec)
     return implementation.forward(operands.replace(bounds=bounds), carry, spec=spec, **options)
 
 
 def gradients(
     implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, *, spec, part=None,
-    numbers=None, seeds=None,
+    numbers=None, seeds=None, blocks=None,
 ):  # fmt: skip
     """``(dq, (dk, dv), those of the numbers)``; dK and dV may be given stacked.
 
     ``part`` of the work is 0 or 1, None for all of it.
     """
-    operands = Operands(
-        qdo[0],
-        *kv,
-        q_tokens=q_tokens,
-        kv_tokens=kv_tokens,
-        per_head=numbers or {},
-        dropout_seeds=seeds,
-    )
+    operands = Operands(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
     bounds = implementation.backward_bounds(operands, spec=spec)
     if part is not None:
         bounds = implementation.split_backward(bounds)[part]

@@ -12,7 +12,8 @@ import numpy as np
 from cases import key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
-from pallas_kernels import AttentionSpec, Dropout, Mask, Score, Tokens
+from burst_jax.layout import run_in_blocks
+from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, Score, Tokens
 from pallas_kernels.score import start_gradients
 
 MASKS = {
@@ -36,6 +37,7 @@ def case_id(case):
         f"{case['mask']}-{case['order']}-{case['blocks']}block"
         f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}_{value_dim(case)}"
         f"-{case['dtype']}-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
+        f"{'-table{}x{}'.format(*case['table']) if 'table' in case else ''}"
     )
 
 
@@ -48,13 +50,14 @@ class Inputs:
     q_tokens: Tokens
     kv_tokens: list
     cotangents: tuple  # of out [B, T, N, Hv] and lse [B, T, N]
-    keep: np.ndarray  # bool [B or 1, T, all keys]
+    keep: np.ndarray  # bool [B or 1, T, all keys], with a table for each head [B or 1, N, T, ...]
     spec: AttentionSpec
     soft_cap: float | None
     numbers: dict[str, np.ndarray]  # of each head
     distance: np.ndarray  # [T, all keys]
     seeds: np.ndarray | None  # int32 [B, N], of dropout
     factors: np.ndarray | None  # what dropout multiplies weights with, [B, N, T, all keys]
+    blocks: BlockMask | None  # the mask by blocks
 
     def all_keys(self):
         """K and V of all shards."""
@@ -99,7 +102,15 @@ def make_inputs(case, seed, batch=BATCH):
     if dropout:
         seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
         factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
-    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **ranges)
+    arrays, blocks = ranges, None
+    if "table" in case:
+        blocks = block_mask(rng, case, t, s)
+        side = max(t, s) * SHARDS
+        of_side = side // blocks.q_block, side // blocks.kv_block
+        table = np.zeros((*blocks.table.shape[:1], *of_side), bool)
+        table[:, : blocks.table.shape[1], : blocks.table.shape[2]] = blocks.table
+        arrays = ranges | {"block_mask": table if len(table) > 1 else table[0]}
+    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **arrays)
     return Inputs(
         q=normal(batch, t, heads, dim),
         kvs=[tuple(normal(batch, s, kv_heads, x) for x in (dim, value)) for _ in shards],
@@ -109,14 +120,31 @@ def make_inputs(case, seed, batch=BATCH):
             normal(batch, t, heads, value),
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
-        keep=keep[:, q_at][:, :, all_kv_at],
+        keep=keep[..., q_at, :][..., all_kv_at],
         spec=spec_of(mask, dim, case["numbers"], dropout),
         soft_cap=mask.soft_cap,
         numbers=dense.per_head(case["numbers"], heads, seed),
         distance=np.abs(q_at[:, None] - all_kv_at[None, :]),
         seeds=seeds,
         factors=factors,
+        blocks=blocks,
     )
+
+
+def block_mask(rng, case, t, s):
+    """Of a case's table: queries and keys of a block, and whether each head has one of its own.
+
+    ``t`` and ``s`` are the tokens of a shard.
+    """
+    *sizes, by_head = case["table"]
+    heads = case["heads"][0] if by_head else 1
+    shape = (SHARDS * length // size for length, size in zip((t, s), sizes, strict=True))
+    table = rng.random((heads, *shape)) < 0.5
+    runs = (
+        run_in_blocks(case["order"], length, SHARDS, size)
+        for length, size in zip((t, s), sizes, strict=True)
+    )
+    return BlockMask(table, *sizes, *runs)
 
 
 def spec_of(mask, dim, numbers, dropout=0.0):
@@ -136,13 +164,24 @@ def oracle(inputs):
     return dense.truth(*args), dense.one_device(*args)
 
 
-def attend(implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers, seeds=None):
+def attend(
+    implementation,
+    spec,
+    q,
+    kvs,
+    q_tokens,
+    kv_tokens,
+    cotangents,
+    numbers,
+    seeds=None,
+    blocks=None,
+):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
 
     Behind them the gradients of the numbers of each head, in the order of their names.
     """
     do, dlse = cotangents
-    of_heads = {"spec": spec, "numbers": numbers, "seeds": seeds}
+    of_heads = {"spec": spec, "numbers": numbers, "seeds": seeds, "blocks": blocks}
     carry: Any = None
     dq: Any = None
     dkvs, of_numbers = [], {}
@@ -169,8 +208,8 @@ def assert_zero_where_blind(got, inputs):
     """Rows that see nothing and keys that nothing sees: exactly zero, lse -inf or a sink."""
     out, lse, dq, dk, dv, *_ = got
     keep, sinks = inputs.keep, inputs.numbers.get("sink_logits")
-    blind = ~np.broadcast_to(keep.any(2), out.shape[:2])
-    unseen = ~np.broadcast_to(keep.any(1), dk.shape[:2])
+    blind = ~np.broadcast_to(dense.sees(keep), lse.shape)
+    unseen = ~np.broadcast_to(dense.is_seen(keep, dk.shape[2]), dk.shape[:3])
     assert (out[blind] == 0).all()
     if sinks is None:
         assert (lse[blind] == -np.inf).all()

@@ -192,7 +192,7 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     q_ids, kv_ids = segments
     lengths = arrays[0].shape[1], arrays[1].shape[1]
     keep = mask.dense(q_ids, kv_ids, *lengths, **(hiding or {}))
-    keep = np.broadcast_to(keep, (arrays[0].shape[0] if hiding else len(keep), *lengths))
+    keep = np.broadcast_to(keep, (arrays[0].shape[0] if hiding else len(keep), *keep.shape[1:]))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
     distance = dense.distances(*lengths, **(hiding or {}))
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
@@ -221,8 +221,8 @@ def assert_exact(case, *, hiding=None, mask=None, **options):
     kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
     assert tuple(x.dtype.name for x in got[:5]) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
-    blind_queries = ~np.broadcast_to(keep.any(2), truth[0].shape[:2])
-    unseen_keys = ~np.broadcast_to(keep.any(1), truth[3].shape[:2])
+    blind_queries = ~np.broadcast_to(dense.sees(keep), truth[1].shape)
+    unseen_keys = ~np.broadcast_to(dense.is_seen(keep, truth[3].shape[2]), truth[3].shape[:3])
     out, lse, dq, dk, dv, *_ = got
     assert (out[blind_queries] == 0).all()
     sinks = dense.per_head(case.get("numbers", "none"), case["heads"][0]).get("sink_logits")

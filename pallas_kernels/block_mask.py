@@ -1,0 +1,98 @@
+"""A mask by blocks: a table says which blocks of queries see which blocks of keys.
+
+The table is in the sequence's natural order, so a score's entry follows from its positions::
+
+    table[head, q_position // q_block, kv_position // kv_block]
+
+It is an operand, and its values are mostly not known before a program runs. Kernels visit only the
+tiles of scores in which it leaves something (:mod:`pallas_kernels.bounds` lists them), and test
+scores by it only in tiles that it fills in part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mask import TileSummary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """Which blocks of queries see which blocks of keys. A pytree.
+
+    Attributes:
+      table: bool ``[N or 1, rows, columns]``; True: the queries of this row may see the keys of
+        this column. All heads share one of 1.
+      q_block: positions of queries that a row stands for.
+      kv_block: positions of keys that a column stands for.
+      q_run: so many queries that lie side by side, beginning at a multiple of this number, are in
+        one row. 1 says nothing about where queries lie.
+      kv_run: the same for keys and columns.
+    """
+
+    table: jax.Array
+    q_block: int = dataclasses.field(metadata={"static": True})
+    kv_block: int = dataclasses.field(metadata={"static": True})
+    q_run: int = dataclasses.field(default=1, metadata={"static": True})
+    kv_run: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def heads(self) -> int:
+        """N, or 1 if all heads share a table."""
+        return self.table.shape[0]
+
+    def rows(self, positions: jax.Array) -> jax.Array:
+        """The table's row of each query position, int32."""
+        return lax.div(positions, jnp.int32(self.q_block))
+
+    def columns(self, positions: jax.Array) -> jax.Array:
+        """The table's column of each key position, int32."""
+        return lax.div(positions, jnp.int32(self.kv_block))
+
+    def allowed(self, q_positions: jax.Array, kv_positions: jax.Array, groups: int) -> jax.Array:
+        """Which scores count, bool ``[K or 1, G or 1, T, S]``.
+
+        Args:
+          q_positions: ``[T]``.
+          kv_positions: ``[S]``.
+          groups: G, how many query heads share a key head.
+        """
+        rows, columns = self.rows(q_positions)[:, None], self.columns(kv_positions)[None, :]
+        # Positions beyond the sequence, of what pads a tile, take any entry.
+        of_heads = jax.vmap(lambda table: table.at[rows, columns].get(mode="clip"))(self.table)
+        return of_heads.reshape(-1, groups if self.heads > 1 else 1, *of_heads.shape[1:])
+
+    def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
+        """What is known of every tile of scores: ``(possible, full)``, bool ``[N or 1, q, kv]``.
+
+        As :meth:`pallas_kernels.mask.Mask.tiles`. All rows and columns count that lie between those
+        of a tile's first and last position, also if no token of the tile is in one of them.
+        """
+        # sums[:, i, j] is how many of the entries before row i and before column j are True.
+        sums = jnp.cumsum(jnp.cumsum(self.table, 1, dtype=jnp.int32), 2, dtype=jnp.int32)
+        sums = jnp.pad(sums, ((0, 0), (1, 0), (1, 0)))
+        # Positions are alike in all rows of the batch.
+        top, bottom = self.rows(q.first[0]), self.rows(q.last[0]) + 1
+        left, right = self.columns(kv.first[0]), self.columns(kv.last[0]) + 1
+
+        def before(row: jax.Array, column: jax.Array) -> jax.Array:
+            row, column = row[:, None], column[None, :]
+            return jax.vmap(lambda of_head: of_head.at[row, column].get(mode="clip"))(sums)
+
+        seen = before(bottom, right) - before(top, right) - before(bottom, left) + before(top, left)
+        entries = (bottom - top)[:, None] * (right - left)[None, :]
+        return seen > 0, seen == entries[None]
+
+    def tests_scores(self, block_q: int, block_kv: int, together: int = 1) -> bool:
+        """Whether scores must be tested in tiles of this size that are visited.
+
+        If not, a tile has one entry of the table, which says whether it is visited. ``together``:
+        how many query heads visit the same tiles.
+        """
+        splits = self.q_run % block_q or self.kv_run % block_kv
+        return bool(splits) or (together > 1 and self.heads > 1)

@@ -1,0 +1,102 @@
+"""The test of scores by a table of blocks, where a tile has several of its entries.
+
+A gather of an entry for every score would take an address for each, which are more registers than
+there are. So the table is packed: for a row of it and a tile of keys, a bit of a word says whether
+the queries of the row see one run of keys, all of which are in one column. A query of a tile reads
+the word of its row. A score shifts it by the run that its key is in, which is known while the
+kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.arrays import pad_axis
+from pallas_kernels.operands import Operands
+from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.spec import Tiles
+
+_BITS = 32
+
+
+class BlockWords(NamedTuple):
+    """What is static of the test.
+
+    Attributes:
+      run: keys of a bit.
+      words: words of a row and a tile.
+      tiles: tiles of keys.
+      block_kv: keys of a tile.
+    """
+
+    run: int
+    words: int
+    tiles: int
+    block_kv: int
+
+    @classmethod
+    def of(cls, operands: Operands, tiles: Tiles, together: int) -> BlockWords | None:
+        """The test in tiles of this size; None if none is needed (``BlockMask.tests_scores``)."""
+        mask = operands.block_mask
+        if mask is None or not mask.tests_scores(tiles.block_q, tiles.block_kv, together):
+            return None
+        run = math.gcd(mask.kv_run, tiles.block_kv)
+        words = -(-tiles.block_kv // (run * _BITS))
+        return cls(run, words, -(-operands.kv_length // tiles.block_kv), tiles.block_kv)
+
+    def packed(self, operands: Operands) -> jax.Array:
+        """The words, int32 ``[N or 1, rows * tiles * words]``."""
+        mask = operands.block_mask
+        assert mask is not None
+        columns = mask.columns(operands.kv_tokens.positions[:: self.run])
+        heads, rows, _ = mask.table.shape
+        bits = mask.table.at[:, :, columns].get(mode="clip")
+        per_tile = self.block_kv // self.run
+        bits = pad_axis(bits, 2, self.tiles * per_tile).reshape(heads, rows, self.tiles, per_tile)
+        bits = pad_axis(bits, 3, self.words * _BITS).reshape(heads, rows, -1, _BITS)
+        places = jnp.arange(_BITS, dtype=jnp.uint32)
+        words = (bits.astype(jnp.uint32) << places).sum(-1, dtype=jnp.uint32)
+        return lax.bitcast_convert_type(words, jnp.int32).reshape(heads, -1)
+
+    def seen(
+        self,
+        words: Any,
+        head: Any,
+        rows: jax.Array,
+        tile: Any,
+        shaped: tuple[Callable[..., Any], Callable[..., Any]],
+    ) -> jax.Array:
+        """Which scores of a tile the table lets count.
+
+        Args:
+          words: reference to the words of the program's heads.
+          head: which of them.
+          rows: int32, the table's row of each query.
+          tile: which keys.
+          shaped: how queries lie in a tile of scores, and how keys do: ``as_column``, ``as_row``.
+        """
+        of_queries, of_keys = shaped
+        first = (rows * jnp.int32(self.tiles) + tile) * jnp.int32(self.words)
+        runs = lax.div(jnp.arange(self.block_kv, dtype=jnp.int32), jnp.int32(self.run))
+        seen = None
+        for index in range(self.words):
+            at = first + jnp.int32(index)
+            word = of_queries(lowering.load(words.at[head, at]))
+            place = of_keys(runs - jnp.int32(index * _BITS))
+            here = None
+            if self.words > 1:
+                here = (place >= 0) & (place < _BITS)
+                place = jnp.where(here, place, 0)
+            shape = jnp.broadcast_shapes(word.shape, place.shape)
+            word, place = jnp.broadcast_to(word, shape), jnp.broadcast_to(place, shape)
+            bit = (lax.shift_right_logical(word, place) & 1) != 0
+            bit = bit if here is None else bit & here
+            seen = bit if seen is None else seen | bit
+        assert seen is not None
+        return seen
