@@ -108,6 +108,16 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: {reason}")
 
 
+def pytest_collection_finish():
+    """Most of tracing's objects live on in JAX's caches, and most others die without the collector.
+
+    By default it looks through all of them every 700 objects, and through what was imported.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 @pytest.hookimpl(trylast=True)  # Behind -m and -k, so that cases are counted which they leave.
 def pytest_collection_modifyitems(config, items):
     if ON_GPU:

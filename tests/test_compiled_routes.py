@@ -144,8 +144,7 @@ def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
     weights = jax.ShapeDtypeStruct((1, 16384 * n), jnp.float32)
     batch = dict.fromkeys(("inputs", "targets", "positions"), tokens)
     batch = shapes(batch | {"weights": weights}, P(None, "seq")) | {"segment_ids": None}
-    gpu_options = burst_jax.compiler_options("gpu")
-    step = make_train_step(graphdef, optimizer, compiler_options=gpu_options)
+    step = make_train_step(graphdef, optimizer, compiler_options=compiled.step_options())
     program = step.trace(params, state, batch).lower(lowering_platforms=("cuda",)).compile()
     forward, backward = compiled.loop_schedules(program)
     assert [name for kind, name in forward if kind == "kernel"] == ["burst_forward"] * n

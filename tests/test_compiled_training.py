@@ -29,8 +29,8 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 TOKENS = 4096
 SIZES = {
-    "fsdp2-seq4": {"data": 1, "fsdp": 2, "seq": 4, "tensor": 1},
-    "seq8": {"data": 1, "fsdp": 1, "seq": 8, "tensor": 1},
+    "fsdp2-seq2": {"data": 1, "fsdp": 2, "seq": 2, "tensor": 1},
+    "seq4": {"data": 1, "fsdp": 1, "seq": 4, "tensor": 1},
     "data2-seq2-tensor2": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
 }
 
@@ -58,11 +58,11 @@ WIDE = dataclasses.replace(
 @pytest.mark.parametrize(
     ("gpu", "kernels", "sizes", "config", "tokens"),
     [
-        ("a100", "triton", "fsdp2-seq4", CONFIG, 4096),
+        ("a100", "triton", "fsdp2-seq2", CONFIG, 4096),
         ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
-        ("h100", "mosaic_gpu", "seq8", WIDE, 32768),
+        ("h100", "mosaic_gpu", "seq4", WIDE, 32768),
     ],
-    ids=["a100-fsdp2-seq4", "a100-data2-seq2-tensor2", "h100-seq8-wide"],
+    ids=["a100-fsdp2-seq2", "a100-data2-seq2-tensor2", "h100-seq4-wide"],
 )
 def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     gpu, kernels, sizes, config, tokens

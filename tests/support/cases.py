@@ -20,11 +20,11 @@ def all_pairs(factors, seed=0):
     }
     cases = []
     while missing:
-        tries = []
+        tries, unmet = [], sorted(missing, key=repr)
         for _ in range(60):
             case = {name: levels[rng.integers(len(levels))] for name, levels in factors.items()}
             # Start from a pair that is still missing, so that every case earns its place.
-            for name, level in sorted(missing, key=repr)[rng.integers(len(missing))]:
+            for name, level in unmet[rng.integers(len(unmet))]:
                 case[name] = level
             met = set(itertools.combinations(case.items(), 2)) & missing
             tries.append((len(met), met, case))

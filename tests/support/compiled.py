@@ -41,6 +41,10 @@ def _found(name):
         return False
 
 
+# Of a matrix product XLA would compile several programs, of which a GPU would time each.
+_UNTIMED = {"xla_gpu_autotune_level": 0}
+
+
 def gpu_mesh(target, *shape):
     """A mesh ("seq",) of one host's GPUs, or ("outer", "inner") of (hosts, GPUs of each).
 
@@ -96,10 +100,15 @@ def gradient(attention):
 
 
 def compile_for(function, *shapes, **options):
-    """The finished GPU program, with the library's compiler options and those given."""
-    options = {**burst_jax.compiler_options("gpu"), **options}
+    """The finished GPU program, with the library's compiler options and those given, untimed."""
+    options = {**_UNTIMED, **burst_jax.compiler_options("gpu"), **options}
     traced = jax.jit(function).trace(*shapes)
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+def step_options():
+    """Compiler options of a training step: the library's, and all matrix products by cuBLAS."""
+    return _UNTIMED | burst_jax.compiler_options("gpu") | {"xla_gpu_enable_triton_gemm": False}
 
 
 @functools.lru_cache(maxsize=2)

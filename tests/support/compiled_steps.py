@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.training import abstract_train_state, make_optimizer, make_train_step
 
@@ -45,6 +44,6 @@ def compile_step(gpu, kernels, sizes, config, *, length, batch, layout="zigzag",
             ("weights", jnp.float32),
         )
     }  # fmt: skip
-    step = make_train_step(graphdef, optimizer, compiler_options=burst_jax.compiler_options("gpu"))
+    step = make_train_step(graphdef, optimizer, compiler_options=compiled.step_options())
     traced = step.trace(params, state, batch_of | {"segment_ids": None})
     return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
