@@ -263,6 +263,34 @@ def test_mistakes_say_what_to_do(name):
         burst_jax.burst_attention(**good(), block_mask=table)
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [
+        {"query_offset": 4},
+        {"query_positions": np.arange(32, dtype=np.int32)},
+        {"key_value_positions": np.arange(32, dtype=np.int32)},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_positions_of_the_callers_are_refused(positions: Any):
+    x = jnp.ones((1, 32, 2, 8), jnp.float32)
+    message = "block_mask with query_offset, query_positions or key_value_positions: .*key_starts"
+    with pytest.raises(NotImplementedError, match=message):
+        burst_jax.local_attention(x, x, x, block_mask=np.ones((4, 4), bool), **positions)
+
+
+def test_one_devices_attention_takes_it():
+    """Also by a program that knows the table, and with one table for each head."""
+    query, key, value = (
+        jnp.asarray(np.random.default_rng(i).normal(size=(1, 32, 2, 8)), jnp.float32)
+        for i in range(3)
+    )
+    table = np.stack([a_table((8, 4)), a_table((8, 4))[::-1]])
+    want = attend((query, key, value), mesh_of(seq=2), block_mask=table)[0]
+    for given in (table, jnp.asarray(table)):
+        assert_close(burst_jax.local_attention(query, key, value, block_mask=given), want)
+
+
 def test_adapters_do_not_pad_beside_a_table():
     query = np.ones((1, 15, 2, 8), np.float32)
     attention_fn = nnx_attention_fn(mesh=mesh_of(seq=2), pad=True, block_mask=np.ones((3, 3), bool))
