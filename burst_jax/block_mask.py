@@ -31,12 +31,6 @@ def with_block_mask(
     """
     if block_mask is None:
         return request
-    if request.query_offset != 0:
-        raise NotImplementedError(
-            "block_mask with query_offset, query_positions or key_value_positions: its table is by "
-            "the layout's positions, which begin at 0; leave them out, or say what the table says "
-            "by key_starts and key_ends"
-        )
     q_length, kv_length = (x.shape[1] * devices for x in (query, key))
     heads = query.shape[2]
     check_is_array("block_mask", block_mask, "a bool array")
@@ -66,6 +60,12 @@ def with_block_mask(
                 f"the {what} must divide the length; use blocks of a size that divides {length}, "
                 "or pad the sequence to whole blocks (pad_to_layout)"
             )
+    if request.query_offset != 0:
+        raise NotImplementedError(
+            "block_mask with query_offset, query_positions or key_value_positions: its table is by "
+            "the layout's positions, which begin at 0; leave them out, or say what the table says "
+            "by key_starts and key_ends"
+        )
     blocks = Blocks(q_length // shape[-2], kv_length // shape[-1], shape[-2:])
     if isinstance(block_mask, np.ndarray):
         of_some_head = block_mask.reshape(-1, *shape[-2:]).any(0)

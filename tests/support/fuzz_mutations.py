@@ -62,6 +62,11 @@ NEVER: dict[str, tuple[Any, ...]] = {
         *(None, 1.0, "3", True, [1], 2**30, -(2**70), 1j, object(), np.float32(1), np.ones((1, 1))),
         *(jnp.float32(1), np.array(2**40), np.array([True]), ()),
     ),
+    "block_mask": (
+        *(3, "all", True, [[True]], (), object(), np.bool_(True), np.ndarray, np.ones((2, 2))),
+        *(np.ones(4, bool), np.ones((1, 1, 1, 1), bool), np.ones((0, 2), bool)),
+        *(np.ones((1000, 1, 1), bool), np.ones((10**4 + 7, 1), bool), jnp.ones((1, 1))),
+    ),
     **dict.fromkeys(NUMBERS, (3.0, "ALiBi", [0.0], (), object(), np.float32(1), True)),
     "dropout_rate": (
         *(None, -0.1, 1, 1.0, 1.5, math.nan, math.inf, "0.1", True, [0.1], jnp.float32(0.1), 1j),
