@@ -45,16 +45,20 @@ def arguments(**change):
     return argparse.Namespace(**given | change)
 
 
-@pytest.mark.slow  # four ways to compile a training step
+@pytest.mark.slow  # five training steps to compile
 def test_all_ways_take_the_same_step(small, tmp_path, capsys):
-    train.run(arguments(weights=["whole", "split"], json=tmp_path / "a.json"))
-    record = json.loads((tmp_path / "a.json").read_text())
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    train.run(arguments(ways=["zigzag", "tensor parallel"], weights=["whole", "split"], json=a))
+    train.run(arguments(ways=["striped", "contiguous"], json=b))
+    record, other = (json.loads(path.read_text()) for path in (a, b))
     assert record["devices"] == N
-    ways = [(row["way"], row["weights"]) for row in record["rows"]]
-    three = [(way, weights) for way in train.WAYS[:3] for weights in train.WEIGHTS]
-    assert ways == [*three, ("tensor parallel", "whole")]
+    ways = [[(row["way"], row["weights"]) for row in table["rows"]] for table in (record, other)]
+    assert ways == [
+        [("zigzag", "whole"), ("zigzag", "split"), ("tensor parallel", "whole")],
+        [("striped", "whole"), ("contiguous", "whole")],
+    ]
     first = record["rows"][0]["loss"]
-    for row in record["rows"]:
+    for row in [*record["rows"], *other["rows"]]:
         assert abs(row["loss"] - first) < 1e-3
         assert row["seconds"] > 0
         assert row["mfu"] is row["links"] is row["bare"] is None  # CPUs have neither
