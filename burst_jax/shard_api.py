@@ -20,6 +20,7 @@ from burst_jax.checks import (
     check_segment_ids,
     dropout_seeds,
 )
+from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
 from burst_jax.platform import Target, target_of
@@ -32,6 +33,7 @@ from burst_jax.shape_checks import check_local_shapes
 from burst_jax.sharding import AxisNames, size_in_shard_map
 from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import PerHead
 
 
@@ -97,6 +99,8 @@ def ring_attention(
     block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
@@ -107,7 +111,7 @@ def ring_attention(
     r"""Exact attention over sequences sharded along a mesh axis, inside the caller's ``shard_map``.
 
     .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
     over the keys of all devices on ``axis_name``. K and V travel around the ring by ``ppermute``
     while each device attends to the block it holds; partial results are merged by log-sum-exp in
@@ -180,6 +184,12 @@ def ring_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
+        logit before ``alibi_slopes``: see :func:`burst_jax.burst_attention`. Positions are those in
+        the whole row. Rows of the batch and heads are counted here, on this device, or with
+        ``head_parallel_axis`` over the heads of its devices.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key
+        that the other masks leave it.
       dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
         others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
       dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
@@ -229,6 +239,8 @@ def ring_attention(
         block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
@@ -249,7 +261,8 @@ def ring_call(
     if not request.token_axes:
         check_inside_shard_map()
     table = by_heads(arrays.get("block_mask"))
-    return request, Shard(*sides_of(request, arrays), per_head, seeds, table)
+    numbering = Numbering.of(query) if request.spec.calls_functions else None
+    return request, Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
 
 
 def _parsed(
@@ -304,7 +317,7 @@ def _parsed(
         positions_by_row=by_row,
         **options,
     )
-    refuse_by_row(positions, per_head, dropout_rate)
+    refuse_by_row(positions, per_head, dropout_rate, request.spec)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     check_local_shapes(request, query, key)
     request = with_block_mask(request, query, key, block_mask, request.token_devices)
@@ -369,6 +382,8 @@ def local_attention(
     block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
@@ -378,7 +393,7 @@ def local_attention(
     r"""Exact attention on the arrays of one device: what a ring computes at each of its steps.
 
     .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
     There is no mesh and no ring: call it on one device, or inside a ``shard_map`` on what each
     device has. With :func:`burst_jax.merge` it makes schemes of your own, like decoding with keys
@@ -426,6 +441,9 @@ def local_attention(
       sink_logits: float32 ``[N]``: one more logit in the denominator of every row's softmax. It is
         in lse. If parts are to be merged, pass it to one of them alone.
       alibi_slopes: float32 ``[N]``: ``-slope * |p_q - p_k|`` is added to the logits.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
+        logit before ``alibi_slopes``, as in :func:`burst_jax.burst_attention`.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key.
       dropout_rate: the probability, below 1, with which a weight is dropped; lse does not know it.
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
       implementation: "triton", "xla", "mosaic_gpu", an :class:`pallas_kernels.Implementation`, or
@@ -469,6 +487,8 @@ def local_attention(
         block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
@@ -488,5 +508,6 @@ def _on_device(
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
     table = by_heads(arrays.get("block_mask"))
-    shard = Shard(*sides_of(request, arrays), per_head, seeds, table)
+    numbering = Numbering.of(arrays["query"]) if request.spec.calls_functions else None
+    shard = Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
     return attend_shard(request, shard, target)

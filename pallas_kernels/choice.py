@@ -11,6 +11,7 @@ from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.implementation import MOSAIC_GPU
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one takes everything.
@@ -55,6 +56,7 @@ def resolve(
     compute_capability: float | None,
     operands: Operands,
     backward: bool = False,
+    spec: AttentionSpec | None = None,
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that can.
 
@@ -68,21 +70,19 @@ def resolve(
       compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
       operands: what it would run on; only shapes and dtypes are read.
       backward: choose for the gradient.
+      spec: what it would compute; None has no functions of the caller's.
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: the named one cannot run here, or not on these arrays.
+      NotImplementedError: the named one cannot run here, or not on these arrays, or not these
+        functions.
     """
     chosen = find(implementation)
+    asked = platform, compute_capability, operands, backward, spec
     if chosen is None:
-        reasons = [
-            _reason_against(candidate, platform, compute_capability, operands, backward)
-            for candidate in _CANDIDATES
-        ]
+        reasons = [_reason_against(candidate, *asked) for candidate in _CANDIDATES]
         chosen = _CANDIDATES[reasons.index(None)]
-        if _obstacle(MOSAIC_GPU, platform, compute_capability, operands, backward) is None and (
-            chosen is not MOSAIC_GPU
-        ):
+        if _obstacle(MOSAIC_GPU, *asked) is None and chosen is not MOSAIC_GPU:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
                 f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "
@@ -90,7 +90,7 @@ def resolve(
                 SlowerKernelsWarning,
                 stacklevel=2,
             )
-    obstacle = _obstacle(chosen, platform, compute_capability, operands, backward)
+    obstacle = _obstacle(chosen, *asked)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
@@ -102,6 +102,7 @@ def _obstacle(
     compute_capability: float | None,
     operands: Operands,
     backward: bool,
+    spec: AttentionSpec | None,
 ) -> str | None:
     """Why a candidate cannot run, or None if it can."""
     unavailable = candidate.unavailable(platform, compute_capability)
@@ -110,8 +111,12 @@ def _obstacle(
     if backward and candidate.backward is None:
         return "it has no backward pass; use None or 'xla' where gradients are taken"
     if backward and candidate.backward_unsupported is not None:
-        return candidate.backward_unsupported(operands)
-    return candidate.unsupported(operands)
+        unsupported = candidate.backward_unsupported(operands)
+    else:
+        unsupported = candidate.unsupported(operands)
+    if unsupported is None and spec is not None and spec.calls_functions:
+        return candidate.unsupported_functions(spec, backward=backward)
+    return unsupported
 
 
 def _reason_against(
@@ -120,9 +125,10 @@ def _reason_against(
     compute_capability: float | None,
     operands: Operands,
     backward: bool,
+    spec: AttentionSpec | None,
 ) -> str | None:
     """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
-    obstacle = _obstacle(candidate, platform, compute_capability, operands, backward)
+    obstacle = _obstacle(candidate, platform, compute_capability, operands, backward, spec)
     if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
         return (
             f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "

@@ -62,14 +62,17 @@ def for_ring(request: Request, shard: Shard) -> Shard:
     all devices of such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
-    queries, keys, per_head, seeds, table = vary(shard, varying_axes(shard, manual))
+    marked = vary(shard, varying_axes(shard, manual))
+    queries, keys, per_head, seeds, table, numbering = marked
     axis = request.head_parallel_axis
     per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
     if seeds is not None:
         seeds = own_heads(seeds, axis)
     if table is not None and table.shape[0] > 1:
         table = own_heads(table, axis, heads=0)
-    return Shard(queries, keys, per_head, seeds, table)
+    if numbering is not None:
+        numbering = numbering._replace(head=own_heads(numbering.head, axis))
+    return Shard(queries, keys, per_head, seeds, table, numbering)
 
 
 def _run_ring(
