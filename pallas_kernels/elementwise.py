@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+if TYPE_CHECKING:
+    from pallas_kernels.spec import AttentionSpec
 
 # Operations that do nothing to a scalar.
 _NOTHING = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze")
@@ -232,23 +235,21 @@ def on_tiles(
 
 
 def unsupported(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
+    spec: AttentionSpec,
     *,
     backward: bool,
     operations: Collection[str],
     dtypes: Collection[str],
 ) -> str | None:
-    """Why kernels cannot run these functions, or None if they can.
+    """Why kernels cannot run a spec's functions, or None if they can.
 
     Args:
-      score_mod: the argument of this name, or None.
-      mask_mod: the argument of this name, or None.
+      spec: the mask and the score.
       backward: whether the derivative is needed, too.
       operations: names of the operations that the kernels have.
       dtypes: names of the dtypes that they have them for.
     """
-    runs = {}
+    score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
     if score_mod is not None:
         of_score = with_slope if backward else modified
         runs["score_mod"] = trace(functools.partial(of_score, score_mod), takes_score=True)

@@ -91,8 +91,8 @@ class TritonConfigs(NamedTuple):
 class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
 
-    ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
-    registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
+    ``fast`` is for whole tiles without segment ids, soft cap, bias, dropout or functions of the
+    caller's. All of these take registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
     which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, and for masks by
     blocks that scores are tested by, where ``general`` has no registers for them.
     """
@@ -216,7 +216,7 @@ def triton_configs(
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
-        plain = plain and spec.dropout is None and not has_key_ranges
+        plain = plain and spec.dropout is None and not has_key_ranges and not spec.calls_functions
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
         together = groups if kernel == "dkv" else 1
