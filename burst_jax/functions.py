@@ -102,8 +102,10 @@ def _check_result(name: str, function: Any, traced: Traced) -> None:
             )
     kind, what = (jnp.floating, "float") if name == "score_mod" else (jnp.bool, "bool")
     kinds = [f"{x.dtype}{list(np.shape(x))}" for x in traced.results]
-    if len(kinds) != 1 or np.shape(traced.results[0]) != () or not jnp.issubdtype(
-        traced.results[0].dtype, kind
+    if (
+        len(kinds) != 1
+        or np.shape(traced.results[0]) != ()
+        or not jnp.issubdtype(traced.results[0].dtype, kind)
     ):
         raise ValueError(
             f"{name} is {function!r} and returns {', '.join(kinds) or 'nothing'} for one score: it "

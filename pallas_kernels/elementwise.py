@@ -23,8 +23,10 @@ from jax.extend import core
 if TYPE_CHECKING:
     from pallas_kernels.spec import AttentionSpec
 
-# Operations that do nothing to a scalar.
-_NOTHING = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze")
+# Operations that leave a scalar as it is.
+_NOTHING = (
+    *("broadcast_in_dim", "copy", "copy_p", "reshape", "reshard", "squeeze", "stop_gradient"),
+)
 # The parameters that have the function which an operation calls.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CONTROL_FLOW = ("cond", "scan", "while")
@@ -190,7 +192,9 @@ def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[A
             outputs = inputs
         else:
             outputs = tuple(Variable(var.aval) for var in eqn.outvars)
-            operations.append(Operation(eqn.primitive, eqn.params, inputs, outputs))
+            # Derivatives are added by an operation of their own, which kernels lack.
+            primitive = jax.lax.add_p if name == "add_any" else eqn.primitive
+            operations.append(Operation(primitive, eqn.params, inputs, outputs))
         known |= dict(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -15,7 +15,6 @@ from implementations import IMPLEMENTATIONS, QUICK
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
-import burst_jax
 
 CASES = [
     a_case(1, "contiguous", "full"),

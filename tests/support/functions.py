@@ -27,7 +27,12 @@ def _grid(batch, heads, q_positions, kv_positions):
     """The arguments of all scores ``[B, N, T, S]`` but the scores."""
     b, h = (np.arange(count, dtype=np.int32) for count in (batch, heads))
     q, k = (np.asarray(x, np.int32) for x in (q_positions, kv_positions))
-    return b[:, None, None, None], h[None, :, None, None], q[None, None, :, None], k[None, None, None]
+    return (
+        b[:, None, None, None],
+        h[None, :, None, None],
+        q[None, None, :, None],
+        k[None, None, None],
+    )
 
 
 def on_all(batch, heads, q_positions, kv_positions):
