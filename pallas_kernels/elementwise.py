@@ -156,6 +156,12 @@ def with_slope(score_mod: Callable[..., Any], score: Any, *place: Any) -> tuple[
     )
 
 
+def slope_is_one(score_mod: Callable[..., Any]) -> bool:
+    """Whether a ``score_mod`` only adds something to the score."""
+    (of_score,) = trace(functools.partial(slope, score_mod), takes_score=True).results
+    return isinstance(of_score, np.generic) and of_score == 1
+
+
 def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
     """What ``function`` does with a float32 score, if it takes one, and four int32 numbers."""
     place = [jax.ShapeDtypeStruct((), jnp.int32)] * 4

@@ -113,6 +113,21 @@ class Score:
         assert places is not None
         return places.apply(functools.partial(elementwise.modified, self.score_mod), logits)
 
+    def modified_with_slope(
+        self, raw: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """:meth:`modified`, and its derivative with respect to ``scale q.k``; None if that is 1."""
+        assert self.score_mod is not None
+        if elementwise.slope_is_one(self.score_mod):
+            slope = None
+            modified = self.modified(raw, places)
+        else:
+            both = functools.partial(elementwise.with_slope, self.score_mod)
+            modified, slope = places.apply(both, raw * self.raw_factor)
+        if self.logits_soft_cap is not None:
+            slope = self.through_cap(raw, jnp.ones_like(raw) if slope is None else slope)
+        return modified, slope
+
     def bias(
         self,
         q_positions: jax.Array,
@@ -182,11 +197,25 @@ class Score:
         be added to logits in base 2, so the factor is in the scores then, and is 1. ``places``: as
         in :meth:`modified`.
         """
-        factor = self.raw_factor * LOG2_E
-        if self.score_mod is not None:
-            raw, factor = self.modified(raw, places), LOG2_E
+        scores = raw if self.score_mod is None else self.modified(raw, places)
+        return self.with_bias(scores, q_positions, kv_positions, per_head)
+
+    @property
+    def base_2_factor(self) -> float:
+        """What takes scores to base 2 before a bias: raw ones, or where there is f, those of f."""
+        return (self.raw_factor if self.score_mod is None else 1.0) * LOG2_E
+
+    def with_bias(
+        self,
+        scores: jax.Array,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, float]:
+        """:meth:`in_base_2` of scores that :attr:`base_2_factor` takes to base 2."""
+        factor = self.base_2_factor
         bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
-        return (raw, factor) if bias is None else (raw * factor + bias, 1.0)
+        return (scores, factor) if bias is None else (scores * factor + bias, 1.0)
 
     def to_products(
         self, raw: jax.Array, weights: jax.Array, ds: jax.Array, places: Places | None

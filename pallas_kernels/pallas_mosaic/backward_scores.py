@@ -6,16 +6,19 @@ are a matrix instruction's left operand without a change.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.functions import places_of
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
     ROWS,
@@ -34,20 +37,46 @@ from pallas_kernels.score import LOG2_E
 _LEAST_WEIGHT = 1e-37
 
 
-def tile_scores(rows: KeyRows, warpgroup: Any, products: jax.Array) -> jax.Array:
-    """Raw scores (:meth:`pallas_kernels.score.Score.raw`); -inf for keys beyond the last one.
+def tile_scores(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, products: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """``(scores, slope)``.
+
+    The scores are raw ones (:meth:`pallas_kernels.score.Score.raw`), or what a function of the
+    caller's makes of them; -inf for keys beyond the last one. The slope is their derivative with
+    respect to the scaled products. It is made here, where the products still are; None if it is 1,
+    or without a function.
 
     Args:
       rows: the keys.
       warpgroup: the number of the warpgroup, computed anew in this step.
+      q_tile: which queries.
+      head: which query head.
       products: float32, ``k q^T``.
     """
-    static = rows.static
-    scores = static.spec.score.raw(products, tanh)
+    static, score, slope = rows.static, rows.static.spec.score, None
+    scores = score.raw(products, tanh)
+    if score.score_mod is not None:
+        places = _places(rows, warpgroup, q_tile, head, scores.shape)
+        scores, slope = score.modified_with_slope(scores, places)
     if static.keys_are_cut_off:
         outside = rows.outside_scores(warpgroup) if rows.outside is None else rows.outside
-        scores = scores + along_rows(outside, scores.shape)
-    return scores
+        outside = along_rows(outside, scores.shape)
+        if score.score_mod is None:
+            scores = scores + outside
+        else:  # A function may have made what is no number of them.
+            scores = jnp.where(outside == 0, scores, outside)
+    return scores, slope
+
+
+def _places(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
+) -> Places:
+    """Where the scores of a tile are."""
+    numbering = rows.refs.operands.numbering
+    positions = tile_positions(rows, warpgroup, q_tile, shape)
+    assert numbering is not None
+    return places_of(numbering, rows.item.recompute_place().batch_row, head, *positions)
 
 
 def exponents(
@@ -79,7 +108,7 @@ def exponents(
             scores = scores * static.base_2_factor - lse
             scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
             return mask_scores(rows, warpgroup, q_tile, head, scores)
-        scores, _ = score.in_base_2(scores, *positions, per_head)
+        scores, _ = score.with_bias(scores, *positions, per_head)
     if masked:
         scores = mask_scores(rows, warpgroup, q_tile, head, scores)
     return scores * static.base_2_factor - lse
@@ -132,7 +161,8 @@ def mask_scores(
     static, of_queries = rows.static, rows.refs.operands.q_tokens
     # One test after the other, first by positions, then the segments': the positions and the ids
     # would not fit in registers together.
-    tests = [("positions", static.mask)]
+    window = dataclasses.replace(static.mask, mask_mod=None)
+    tests = [("positions", window)]
     if static.has_key_ranges:
         tests = [(name, Mask()) for name in ("key_starts", "key_ends")]
         tests = [test for test in tests if not of_queries.only(test[0]).is_empty]
@@ -146,6 +176,7 @@ def mask_scores(
 
     # Beside a bias there are no registers to load all at once, if there are ranges or blocks.
     one_by_one = static.has_bias and (static.has_key_ranges or static.has_blocks)
+    one_by_one = one_by_one or static.spec.calls_functions
     q_tokens = k_tokens = SideTokens()
     if not one_by_one:
         q_tokens, k_tokens = load(of_queries, q_tile, warpgroup)
@@ -157,6 +188,11 @@ def mask_scores(
         q_tested, k_tested = q_tokens.only(name), k_tokens.only(of_keys)
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
+    if static.mask.mask_mod is not None:
+        scores, q_tile, warpgroup, head = computed_here(scores, q_tile, warpgroup, head)
+        places = _places(rows, warpgroup, q_tile, head, scores.shape)
+        seen = places.apply(static.mask.mask_mod)
+        scores = computed_here(jnp.where(seen, scores, -jnp.inf))
     blocks = rows.refs.operands.blocks
     if blocks is not None:
         # The addresses are computed here, not before, and kept by no register until now.
@@ -211,6 +247,7 @@ def score_gradients(
     weights: jax.Array,
     ds: jax.Array,
     lse: jax.Array,
+    slope: jax.Array | None,
 ) -> jax.Array:
     """dS: gradients with respect to the scaled products, before the soft cap.
 
@@ -222,8 +259,11 @@ def score_gradients(
       weights: float32, ``2^(score - lse)``.
       ds: float32, of :func:`logit_gradients`.
       lse: float32, in base 2, over the tile.
+      slope: of :func:`tile_scores`.
     """
     score = rows.static.spec.score
+    if slope is not None:
+        return jnp.where(weights == 0, 0.0, ds * slope)
     if score.logits_soft_cap is None:
         return ds
     # The capped scores are recovered from the weights: there are no registers to keep them in.

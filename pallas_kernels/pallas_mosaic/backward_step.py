@@ -154,26 +154,29 @@ def _weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        p, lse = _weights(rows, masked, data, scores_ref)
+        p, lse, slope = _weights(rows, masked, data, scores_ref)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = computed_here(dp, p)
         wait_for_queries(rows, step + 1)
-        return _gradients(rows, data, p, dp, lse)
+        return _gradients(rows, data, p, dp, lse, slope)
 
     return pl.run_scoped(with_scores, accumulator)
 
 
 def _weights(
     rows: KeyRows, masked: bool, data: _StepData, scores_ref: Any
-) -> tuple[jax.Array, jax.Array]:
-    """``(P, lse)``, float32 ``[64, block_q]``; a product that was started later is still made."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """``(P, lse, slope)``, float32 ``[64, block_q]``, the slope that of :func:`tile_scores`.
+
+    A product that was started later is still made.
+    """
     static = rows.static
     line = None
     if static.bias_is_line and not masked:
         # Loaded while the products are made.
         line = BiasLine.of(rows, data.warpgroup, data.q_tile, data.head)
     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-    scores = tile_scores(rows, data.warpgroup, products)
+    scores, slope = tile_scores(rows, data.warpgroup, data.q_tile, data.head, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
     where = ScratchLayout.of(static.config).lse(data.stage)
     lse = plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
@@ -182,11 +185,16 @@ def _weights(
         scores = exponents(rows, data.warpgroup, data.q_tile, data.head, scores, lse, masked)
     else:
         scores = scores * static.base_2_factor + line.less(lse, scores.shape)
-    return computed_here(jnp.exp2(scores)), lse
+    return computed_here(jnp.exp2(scores)), lse, slope
 
 
 def _gradients(
-    rows: KeyRows, data: _StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
+    rows: KeyRows,
+    data: _StepData,
+    p: jax.Array,
+    dp: jax.Array,
+    lse: jax.Array,
+    slope: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, rounded to the inputs' dtype; P after dropout."""
     static = rows.static
@@ -199,7 +207,7 @@ def _gradients(
     ds = logit_gradients(rows, p, dp, delta)
     if static.spec.score.differentiated:
         add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)
-    ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse)
+    ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse, slope)
     return used.astype(static.dtype), ds.astype(static.dtype)
 
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
+from pallas_kernels.pallas_mosaic.functions import places_of
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
     TILE,
@@ -59,20 +60,28 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
       masked: whether some of the tile's scores may not count.
     """
     static, operands, block_kv = rows.static, rows.refs.operands, rows.static.config.block_kv
-    scores = static.spec.score.raw(products, tanh)
-    if not masked and not static.adds_bias:
+    score = static.spec.score
+    scores = score.raw(products, tanh)
+    if not masked and not static.adds_bias and score.score_mod is None:
         return scores
     first_key = rows.item.walk.tile(step) * block_kv
     keys = pl.ds(first_key, block_kv)
     k_tokens = operands.kv_tokens.load(rows.item.batch_row, keys, COLUMNS)
-    shape = scores.shape
-    if static.adds_bias:
+    shape, places = scores.shape, None
+    if static.adds_bias or operands.numbering is not None:
         q_positions = along_rows(rows.tokens.positions, shape)
         k_positions = along_columns(k_tokens.positions, shape)
-        scores, _ = static.spec.score.in_base_2(scores, q_positions, k_positions, rows.per_head)
+        if operands.numbering is not None:
+            of_tile = rows.item.batch_row, rows.item.head, q_positions, k_positions
+            places = places_of(operands.numbering, *of_tile)
+        if score.score_mod is not None:
+            scores = score.modified(scores, places)
+        if static.adds_bias:
+            scores, _ = score.with_bias(scores, q_positions, k_positions, rows.per_head)
     if not masked:
         return scores
-    ok = score_mask(static.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
+    q_tokens = rows.tokens
+    ok = score_mask(static.mask, shape, q_tokens, k_tokens, along_rows, along_columns, places)
     if operands.blocks is not None:
         q_part = rows.item.tile * (static.config.block_q // WARPGROUP_ROWS) + rows.warpgroup
         kv_parts = [

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import halves_of_tiles
+from pallas_kernels.elementwise import unsupported
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.backward import backward, backward_bounds
 from pallas_kernels.pallas_mosaic.blocks import unsupported_blocks
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 from pallas_kernels.pallas_mosaic.forward import forward, forward_bounds
+from pallas_kernels.pallas_mosaic.functions import DTYPES, OPERATIONS
 
 
 def mosaic_gpu(
@@ -33,6 +35,9 @@ def mosaic_gpu(
         split_backward=halves_of_tiles,
         unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
         backward_unsupported=_backward_unsupported,
+        unsupported_functions=functools.partial(
+            unsupported, operations=OPERATIONS, dtypes=DTYPES
+        ),
         unavailable=_needs_hopper,
     )
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
+from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Tokens
 
@@ -29,13 +31,20 @@ class SideTokens(NamedTuple):
     key_ends: Any = None
 
     @classmethod
-    def padded(cls, tokens: Tokens, block: int) -> SideTokens:
-        """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding."""
+    def padded(cls, tokens: Tokens, block: int, known: bool = False) -> SideTokens:
+        """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding.
+
+        ``known``: behind the last token come copies of its position, for functions that may be
+        undefined at others.
+        """
         length = -(-tokens.positions.shape[0] // block) * block
         by_row = tokens.key_ranges
         if tokens.segment_ids is not None:
             by_row["segment_ids"] = tokens.segment_ids
         by_row = {name: pad_axis(x, 1, length) for name, x in by_row.items()}
+        extra = length - tokens.positions.shape[0]
+        if known and extra:
+            return cls(jnp.pad(tokens.positions, (0, extra), mode="edge"), **by_row)
         return cls(pad_axis(tokens.positions, 0, length), **by_row)
 
     def load(self, batch_row: Any, tokens: Any, layout: Any) -> SideTokens:
@@ -67,6 +76,7 @@ def score_mask(
     k: SideTokens,
     q_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
     k_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    places: Places | None = None,
 ) -> jax.Array | None:
     """Which scores of a tile count; None if all do.
 
@@ -77,7 +87,8 @@ def score_mask(
       k: tokens of the tile's keys, in registers.
       q_along: how queries lie, ``along_rows`` or ``along_columns``.
       k_along: how keys lie: the other one.
+      places: where the scores are, if a function of the caller's is a part of the mask.
     """
     q_positions, q_ids, starts, ends = (None if x is None else q_along(x, shape) for x in q)
     k_positions, k_ids, *_ = (None if x is None else k_along(x, shape) for x in k)
-    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends)
+    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends, places)
