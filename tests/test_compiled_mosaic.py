@@ -71,9 +71,11 @@ def compile_one(
     def score_mod(score, batch, head, q_position, kv_position):
         if mods == "added":
             return score - 0.01 * (q_position - kv_position).astype(jnp.float32)
+        if "capped" in mods:
+            return 30 * jnp.tanh(score / 30)
         return functions.score_mod(score, batch, head, q_position, kv_position)
 
-    if mods in ("score", "score+mask", "added"):
+    if mods not in ("", "mask"):
         spec = dataclasses.replace(spec, score=dataclasses.replace(spec.score, score_mod=score_mod))
     if "mask" in mods:
         mask = dataclasses.replace(spec.mask, mask_mod=functions.mask_mod)
@@ -220,6 +222,12 @@ def test_masks_by_blocks_fit_in_the_registers(report, half, dim, options):
         ),
         ("forward", 256, {"mods": "score+mask"}),
         ("backward", 128, {"mods": "added"}),
+        ("backward", 128, {"mods": "capped"}),
+        ("backward", 128, {"mods": "capped+mask"}),
+        ("backward", 128, {"mods": "capped+mask", "segments":True}),
+        ("backward", 128, {"mods": "capped+mask", "full":True}),
+        ("backward", 96, {"mods": "score+mask"}),
+        ("backward", 96, {"mods": "score+mask", "full":True}),
         ("backward", 128, {"mods": "score+mask", "numbers": True, "segments": True}),
     ],
     ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else str(value),

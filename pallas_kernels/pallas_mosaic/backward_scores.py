@@ -18,7 +18,7 @@ from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
-from pallas_kernels.pallas_mosaic.functions import places_of
+from pallas_kernels.pallas_mosaic.functions import by_parts, run_on_tile
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
     ROWS,
@@ -44,8 +44,8 @@ def tile_scores(
 
     The scores are raw ones (:meth:`pallas_kernels.score.Score.raw`), or what a function of the
     caller's makes of them; -inf for keys beyond the last one. The slope is their derivative with
-    respect to the scaled products. It is made here, where the products still are; None if it is 1,
-    or without a function.
+    respect to the scaled products. It is made here, where the products still are; None without
+    one (:attr:`BackwardStatic.has_slope`).
 
     Args:
       rows: the keys.
@@ -57,26 +57,54 @@ def tile_scores(
     static, score, slope = rows.static, rows.static.spec.score, None
     scores = score.raw(products, tanh)
     if score.score_mod is not None:
-        places = _places(rows, warpgroup, q_tile, head, scores.shape)
-        scores, slope = score.modified_with_slope(scores, places)
+        places = _TilePlaces.of(rows, warpgroup, head)
+
+        def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:
+            made = score.modified_with_slope(part, places.part(q_tile, columns))
+            return tuple(x for x in made if x is not None)
+
+        scores, *slopes = by_parts(modified, scores)
+        slope = slopes[0] if slopes else None
     if static.keys_are_cut_off:
         outside = rows.outside_scores(warpgroup) if rows.outside is None else rows.outside
         outside = along_rows(outside, scores.shape)
         if score.score_mod is None:
             scores = scores + outside
-        else:  # A function may have made what is no number of them.
+        else:  # What a function makes of them may be no number.
             scores = jnp.where(outside == 0, scores, outside)
     return scores, slope
 
 
-def _places(
-    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
-) -> Places:
-    """Where the scores of a tile are."""
-    numbering = rows.refs.operands.numbering
-    positions = tile_positions(rows, warpgroup, q_tile, shape)
-    assert numbering is not None
-    return places_of(numbering, rows.item.recompute_place().batch_row, head, *positions)
+class _TilePlaces(NamedTuple):
+    """Where the scores of a tile are, for functions of the caller's.
+
+    Attributes:
+      rows: the keys.
+      numbers: of the row of the batch and of the query head.
+      k_positions: int32 ``[64]``.
+    """
+
+    rows: KeyRows
+    numbers: tuple[Any, Any]
+    k_positions: jax.Array
+
+    @classmethod
+    def of(cls, rows: KeyRows, warpgroup: Any, head: Any) -> _TilePlaces:
+        """The arguments are those of :func:`exponents`."""
+        numbering = rows.refs.operands.numbering
+        assert numbering is not None
+        numbers = numbering.batch[rows.item.recompute_place().batch_row], numbering.head[head]
+        return cls(rows, numbers, rows.load_tokens(warpgroup).positions)
+
+    def part(self, q_tile: Any, columns: slice) -> Places:
+        """Those of some columns of a tile of queries, whose positions are loaded."""
+        count = columns.stop - columns.start
+        queries = pl.ds(q_tile * self.rows.static.config.block_q + columns.start, count)
+        q_tokens = self.rows.refs.operands.q_tokens.only("positions")
+        q_positions = q_tokens.load(None, queries, COLUMNS).positions
+        shape = WARPGROUP_ROWS, count
+        of_tile = along_columns(q_positions, shape), along_rows(self.k_positions, shape)
+        return Places(*self.numbers, *of_tile, run_on_tile)
 
 
 def exponents(
@@ -190,9 +218,15 @@ def mask_scores(
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
     if static.mask.mask_mod is not None:
         scores, q_tile, warpgroup, head = computed_here(scores, q_tile, warpgroup, head)
-        places = _places(rows, warpgroup, q_tile, head, scores.shape)
-        seen = places.apply(static.mask.mask_mod)
-        scores = computed_here(jnp.where(seen, scores, -jnp.inf))
+        mask_mod = static.mask.mask_mod
+        places = _TilePlaces.of(rows, warpgroup, head)
+
+        def kept(columns: slice, part: jax.Array) -> tuple[jax.Array]:
+            seen = places.part(q_tile, columns).apply(mask_mod)
+            return (jnp.where(seen, part, -jnp.inf),)
+
+        (scores,) = by_parts(kept, scores)
+        scores = computed_here(scores)
     blocks = rows.refs.operands.blocks
     if blocks is not None:
         # The addresses are computed here, not before, and kept by no register until now.
@@ -205,9 +239,16 @@ def mask_scores(
 
 
 def dropout_factors(
-    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
+    rows: KeyRows,
+    warpgroup: Any,
+    q_tile: Any,
+    head: Any,
+    shape: tuple[int, ...],
+    first_column: int = 0,
 ) -> jax.Array | None:
     """What dropout multiplies the weights of a tile by; None if nothing is dropped.
+
+    ``shape`` is the tile's, or that of some columns of it, from ``first_column`` on.
 
     By products of these the compiler adds nothing. Where it selects between weights and 0, it first
     rounds the weights, to 16 bits, and then takes pairs of them apart.
@@ -216,7 +257,7 @@ def dropout_factors(
     if numbers is None or dropout is None:
         return None
     config = rows.static.config
-    queries = pl.ds(q_tile * config.block_q, config.block_q)
+    queries = pl.ds(q_tile * config.block_q + first_column, shape[1])
     first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
     of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
     of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
@@ -247,9 +288,10 @@ def score_gradients(
     weights: jax.Array,
     ds: jax.Array,
     lse: jax.Array,
-    slope: jax.Array | None,
 ) -> jax.Array:
     """dS: gradients with respect to the scaled products, before the soft cap.
+
+    Not where a function of the caller's has a slope, with which it is made of other weights.
 
     Args:
       rows: the keys.
@@ -259,11 +301,8 @@ def score_gradients(
       weights: float32, ``2^(score - lse)``.
       ds: float32, of :func:`logit_gradients`.
       lse: float32, in base 2, over the tile.
-      slope: of :func:`tile_scores`.
     """
     score = rows.static.spec.score
-    if slope is not None:
-        return jnp.where(weights == 0, 0.0, ds * slope)
     if score.logits_soft_cap is None:
         return ds
     # The capped scores are recovered from the weights: there are no registers to keep them in.

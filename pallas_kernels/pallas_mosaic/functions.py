@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.elementwise import Numbering, Places, on_tiles
-from pallas_kernels.pallas_mosaic.tiles import tanh
+from pallas_kernels.elementwise import on_tiles
+from pallas_kernels.pallas_mosaic.tiles import computed_here, tanh
 
 # Operations that Mosaic GPU has for tiles. It has sines, too, but with the GPU's own instruction,
 # which is exact for small angles alone.
@@ -41,20 +41,24 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     # The GPU's own instruction has 11 bits.
     "tanh": lambda x, **_: tanh(x),
 }
-_run = functools.partial(on_tiles, replaced=_REPLACED)
+run_on_tile = functools.partial(on_tiles, replaced=_REPLACED)
+# How many columns of a tile a function runs on at a time.
+_COLUMNS = 16
 
 
-def places_of(
-    numbering: Numbering, batch_row: Any, head: Any, q_positions: jax.Array, kv_positions: jax.Array
-) -> Places:
-    """Where the scores of a tile are.
+def by_parts(
+    make: Callable[[slice, jax.Array], tuple[jax.Array, ...]], tile: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What ``make(columns, part)`` makes of a tile, by a few columns after the other.
 
-    Args:
-      numbering: references to the numbers of rows and heads.
-      batch_row: the tile's row of the batch.
-      head: its query head.
-      q_positions: int32, over the tile.
-      kv_positions: int32, over the tile.
+    What a function makes on its way, and the positions that it reads, would be whole tiles
+    otherwise, for which there are no registers. ``columns`` is a slice.
     """
-    numbers = numbering.batch[batch_row], numbering.head[head]
-    return Places(*numbers, q_positions, kv_positions, _run)
+    made: list[tuple[jax.Array, ...]] = []
+    for first in range(0, tile.shape[1], _COLUMNS):
+        part = tile[:, first : first + _COLUMNS]
+        if made:
+            *before, part = computed_here(*made[-1], part)
+            made[-1] = tuple(before)
+        made.append(make(slice(first, first + _COLUMNS), part))
+    return tuple(jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
-from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Tokens
 
@@ -76,7 +75,6 @@ def score_mask(
     k: SideTokens,
     q_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
     k_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
-    places: Places | None = None,
 ) -> jax.Array | None:
     """Which scores of a tile count; None if all do.
 
@@ -87,8 +85,7 @@ def score_mask(
       k: tokens of the tile's keys, in registers.
       q_along: how queries lie, ``along_rows`` or ``along_columns``.
       k_along: how keys lie: the other one.
-      places: where the scores are, if a function of the caller's is a part of the mask.
     """
     q_positions, q_ids, starts, ends = (None if x is None else q_along(x, shape) for x in q)
     k_positions, k_ids, *_ = (None if x is None else k_along(x, shape) for x in k)
-    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends, places)
+    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends)
