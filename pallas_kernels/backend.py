@@ -89,9 +89,9 @@ def takes_anything(operands: Operands) -> None:
     del operands
 
 
-def runs_any_function(spec: AttentionSpec, *, backward: bool) -> None:
+def runs_any_function(spec: AttentionSpec, operands: Operands, *, backward: bool) -> None:
     """``Implementation.unsupported_functions`` of one that runs all of the caller's functions."""
-    del spec, backward
+    del spec, operands, backward
 
 
 def no_bounds(operands: Operands, *, spec: AttentionSpec) -> None:
@@ -120,7 +120,7 @@ class Implementation:
         travelling gradient's last hop. None if the work cannot be cut.
       unsupported: ``operands -> reason`` why it cannot take such arrays, or None if it can.
       backward_unsupported: the same for the backward pass; None: ``unsupported`` says it for both.
-      unsupported_functions: ``(spec, *, backward) -> reason`` why it cannot run the caller's
+      unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the caller's
         functions of scores, or None if it can.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.

@@ -115,7 +115,7 @@ def _obstacle(
     else:
         unsupported = candidate.unsupported(operands)
     if unsupported is None and spec is not None and spec.calls_functions:
-        return candidate.unsupported_functions(spec, backward=backward)
+        return candidate.unsupported_functions(spec, operands, backward=backward)
     return unsupported
 
 

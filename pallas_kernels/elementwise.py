@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend import core
 
 if TYPE_CHECKING:
+    from pallas_kernels.operands import Operands
     from pallas_kernels.spec import AttentionSpec
 
 # Operations that leave a scalar as it is.
@@ -246,6 +247,7 @@ def on_tiles(
 
 def unsupported(
     spec: AttentionSpec,
+    operands: Operands | None = None,
     *,
     backward: bool,
     operations: Collection[str],
@@ -255,10 +257,12 @@ def unsupported(
 
     Args:
       spec: the mask and the score.
+      operands: nothing is read of them.
       backward: whether the derivative is needed, too.
       operations: names of the operations that the kernels have.
       dtypes: names of the dtypes that they have them for.
     """
+    del operands
     score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
     if score_mod is not None:
         of_score = with_slope if backward else modified

@@ -94,6 +94,16 @@ class Score:
         plain = self.logits_soft_cap is None and self.score_mod is None
         return plain and self.scale > _SMALLEST_DIVISOR
 
+    @property
+    def has_slope(self) -> bool:
+        """Whether f, or f and a soft cap, do more than to add something to the scores.
+
+        Then the gradient of the products has a factor that only the products say.
+        """
+        if self.score_mod is None:
+            return False
+        return self.logits_soft_cap is not None or not elementwise.slope_is_one(self.score_mod)
+
     def raw(
         self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
     ) -> jax.Array:
@@ -118,15 +128,11 @@ class Score:
     ) -> tuple[jax.Array, jax.Array | None]:
         """:meth:`modified`, and its derivative with respect to ``scale q.k``; None if that is 1."""
         assert self.score_mod is not None
-        if elementwise.slope_is_one(self.score_mod):
-            slope = None
-            modified = self.modified(raw, places)
-        else:
-            both = functools.partial(elementwise.with_slope, self.score_mod)
-            modified, slope = places.apply(both, raw * self.raw_factor)
-        if self.logits_soft_cap is not None:
-            slope = self.through_cap(raw, jnp.ones_like(raw) if slope is None else slope)
-        return modified, slope
+        if not self.has_slope:
+            return self.modified(raw, places), None
+        both = functools.partial(elementwise.with_slope, self.score_mod)
+        modified, slope = places.apply(both, raw * self.raw_factor)
+        return modified, self.through_cap(raw, slope)
 
     def bias(
         self,

@@ -45,7 +45,7 @@ def tile_scores(
     The scores are raw ones (:meth:`pallas_kernels.score.Score.raw`), or what a function of the
     caller's makes of them; -inf for keys beyond the last one. The slope is their derivative with
     respect to the scaled products. It is made here, where the products still are; None without
-    one (:attr:`BackwardStatic.has_slope`).
+    one (:attr:`pallas_kernels.score.Score.has_slope`).
 
     Args:
       rows: the keys.

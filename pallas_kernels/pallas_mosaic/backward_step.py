@@ -146,7 +146,7 @@ def _weights_and_gradients(
     def with_scores(scores_ref):
         queries = memory.q.at[data.stage].transpose((1, 0))
         plgpu.wgmma(scores_ref, memory.k.at[data.keys], queries)
-        if rows.static.has_slope:
+        if rows.static.spec.score.has_slope:
             # P, its slope and dP would fill the registers: dP is made when the two others are one.
             weights = _sloped_weights(rows, masked, data, scores_ref)
             return pl.run_scoped(functools.partial(with_slope, weights), accumulator)

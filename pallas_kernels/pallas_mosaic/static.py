@@ -8,7 +8,6 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.elementwise import slope_is_one
 from pallas_kernels.mask import Mask
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.configs import (
@@ -276,17 +275,6 @@ class BackwardStatic(MosaicStatic):
         score = self.spec.score
         plain = score.logits_soft_cap is None and score.score_mod is None
         return self.has_bias and self.spec.mask.hides_later_keys and plain
-
-    @property
-    def has_slope(self) -> bool:
-        """Whether a function of the caller's does more than to add to the scores, or to the cap's.
-
-        Then dS has its derivative as a factor, which is made where the products are.
-        """
-        score = self.spec.score
-        if score.score_mod is None:
-            return False
-        return score.logits_soft_cap is not None or not slope_is_one(score.score_mod)
 
     @property
     def scale_in_ds(self) -> bool:
