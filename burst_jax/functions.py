@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -70,8 +70,8 @@ def check_function(name: str, function: Any) -> Traced:
         raise ValueError(f"{name} is {function!r}: it must be a function, {_SIGNATURES[name]}")
     if not isinstance(function, Hashable):
         raise ValueError(
-            f"{name} is {function!r}, which cannot be hashed: programs are kept by their functions; "
-            "pass a plain function, or a functools.partial of one"
+            f"{name} is {function!r}, which cannot be hashed: programs are kept by their "
+            "functions; pass a plain function, or a functools.partial of one"
         )
     try:
         traced = trace(function, takes_score=name == "score_mod")
@@ -83,12 +83,35 @@ def check_function(name: str, function: Any) -> Traced:
             raise NotImplementedError(
                 f"{name} is {function!r} and captures {captured.aval.str_short()}, which an outer "
                 "jax.jit, gradient or jax.vmap traces: functions of scores are compiled in, and "
-                "what they capture has no gradient; capture Python numbers or arrays that are there "
-                "before, or say it by an argument (alibi_slopes, block_mask, key_starts, a factor "
-                "on the query)"
+                "what they capture has no gradient; capture Python numbers or arrays that are "
+                "there before, or say it by an argument (alibi_slopes, block_mask, key_starts, a "
+                "factor on the query)"
             )
     _check_result(name, function, traced)
     return traced
+
+
+def refuse_rows_and_heads(axes: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Raises where functions read rows or heads whose numbers a ``shard_map`` does not say.
+
+    Args:
+      axes: mesh axes that the rows of the batch and the heads are split over.
+      options: keyword arguments of ``ring_attention``.
+
+    Raises:
+      NotImplementedError: a function reads the row or the head, although they are split.
+    """
+    for name in _SIGNATURES if axes else ():
+        function = options.get(name)
+        if function is None:
+            continue
+        traced, first = check_function(name, function), int(name == "score_mod")
+        if traced.reads(first) or traced.reads(first + 1):
+            raise NotImplementedError(
+                f"{name} is {function!r} and reads the batch row or the head, which batch_axis and "
+                f"head_axis split over {axes}: inside a shard_map each device counts its own from "
+                "0; call the layer outside of a shard_map, or read positions alone"
+            )
 
 
 def _check_result(name: str, function: Any, traced: Traced) -> None:

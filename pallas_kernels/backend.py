@@ -120,8 +120,8 @@ class Implementation:
         travelling gradient's last hop. None if the work cannot be cut.
       unsupported: ``operands -> reason`` why it cannot take such arrays, or None if it can.
       backward_unsupported: the same for the backward pass; None: ``unsupported`` says it for both.
-      unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the caller's
-        functions of scores, or None if it can.
+      unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the
+        caller's functions of scores, or None if it can.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
       second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"

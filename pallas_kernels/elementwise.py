@@ -187,7 +187,8 @@ def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[A
 
     def read(atom: Any) -> Any:
         if isinstance(atom, core.Literal):
-            return np.asarray(atom.val, atom.aval.dtype)[()]
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype)[()]
         return known[atom]
 
     for eqn in jaxpr.eqns:

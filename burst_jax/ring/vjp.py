@@ -216,7 +216,8 @@ def ring_gradient(
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[Shard]:
     """The gradients of a ring's arrays, by the backward ring."""
-    (queries, keys, per_head, *others), out, lse, segment_ids_here, marked = residuals
+    ran_on, out, lse, segment_ids_here, marked = residuals
+    queries, keys, per_head = ran_on.queries, ran_on.keys, ran_on.per_head
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
@@ -251,11 +252,9 @@ def ring_gradient(
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),
     )
     request = request.differentiating(differentiated)
-    shard = Shard(
-        queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
-        keys._replace(k=kv[0], v=kv[1]),
-        per_head,
-        *others,
+    shard = ran_on._replace(
+        queries=queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
+        keys=keys._replace(k=kv[0], v=kv[1]),
     )
     implementation = request.resolve(target, shard, backward=True)
     results = backward(request, implementation, into_kernels(implementation, shard), rotation)

@@ -1,4 +1,4 @@
-"""Functions of the caller's in the Mosaic GPU kernels: what they may do, and how they run on tiles."""
+"""Functions of the caller's in the Mosaic GPU kernels: what they may do, how they run on tiles."""
 
 from __future__ import annotations
 

@@ -92,10 +92,10 @@ class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
 
     ``fast`` is for whole tiles without segment ids, soft cap, bias, dropout or functions of the
-    caller's. All of these take registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
-    which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, and for masks by
-    blocks that scores are tested by, and ``functions`` for functions of the caller's, where
-    ``general`` has no registers for them.
+    caller's. All of these take registers: where ``fast`` spills with them, ``general`` does not.
+    Packed documents are short, which smaller tiles suit better anyway. Where ``general`` has no
+    registers either, ``ranges`` is for ranges of keys, and for masks by blocks that scores are
+    tested by, and ``functions`` for functions of the caller's.
     """
 
     head_dim: int
@@ -167,9 +167,12 @@ _HOPPER: _Table = {
     **_ANY,
     ("forward", 2): [
         _Entry(
-            64, (128, 64, 4, 3, True), (128, 64, 4, 3),
-            ranges=(128, 64, 8, 3), functions=(128, 64, 8, 3),
-        ),  # fmt: skip
+            64,
+            fast=(128, 64, 4, 3, True),
+            general=(128, 64, 4, 3),
+            ranges=(128, 64, 8, 3),
+            functions=(128, 64, 8, 3),
+        ),
         _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
         _Entry(256, (128, 64, 8, 3), (64, 64, 8, 2), value_dim=128),
         _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),

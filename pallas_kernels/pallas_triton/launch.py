@@ -153,8 +153,8 @@ class Arguments:
     """A kernel's arguments and their blocks, in the order in which the kernel takes them.
 
     The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
-    of keys, per-head arrays, dropout's numbers, what tests scores by blocks, and the numbers of rows
-    and heads (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+    of keys, per-head arrays, dropout's numbers, what tests scores by blocks, and the numbers of
+    rows and heads (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
       static: what is static about the launch.

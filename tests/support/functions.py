@@ -1,4 +1,4 @@
-"""Functions of single scores that read all of their arguments, for dense attention and for calls."""
+"""Functions of single scores that read all of their arguments, and what they do to all scores."""
 
 from __future__ import annotations
 
