@@ -138,10 +138,8 @@ def ring_attention(
       layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
         (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
       query_offset: what comes onto the positions of the queries; without it both sides count from
-        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
-        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
-        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
-        all chunks by one program, but leaves out no hop.
+        0. An integer of either sign, an array of one, or an array ``[B]``, one for each row. A ring
+        leaves out hops by a Python integer, not by an array.
       query_positions: integers ``[T]``, or ``[B, T]``, of this device's tokens: where each query
         is, in any order, in place of the layout's positions and an offset.
       key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
@@ -151,12 +149,8 @@ def ring_attention(
       scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
         computes is a factor on the query, with ``scale=1.0``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
-        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
-        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
-        value is not checked; one below 0 moves the window away from its query: left = -2 hides
-        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
-        should be Python numbers.
+        ``p - left .. p + right``, as in :func:`burst_jax.burst_attention`. A side that is an array
+        lets a ring leave out no hop, so a window that is known should be Python numbers.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
         keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
@@ -168,8 +162,7 @@ def ring_attention(
         nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
         order.
       prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
-        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
-        of a window and all other masks still hide keys of the prefix.
+        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``.
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
@@ -177,24 +170,19 @@ def ring_attention(
         whole sequences: see :func:`burst_jax.burst_attention`. In the ``shard_map`` it enters with
         ``P()``, a table for each head split as the heads are.
       sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
-        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
-        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
-        no sink.
+        denominator of every row's softmax, as in :func:`burst_jax.burst_attention`.
       alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
-        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
-        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
-        below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
-      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
-        logit before ``alibi_slopes``: see :func:`burst_jax.burst_attention`. Positions are those in
-        the whole row. Rows of the batch and heads are counted here, on this device, or with
+        of a query head (ALiBi, arXiv 2108.12409), by positions in the whole row. In the
+        ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, as in
+        :func:`burst_jax.burst_attention`. Rows and heads are counted here, from 0, or with
         ``head_parallel_axis`` over the heads of its devices.
-      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key
-        that the other masks leave it.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, counted likewise.
       dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
         others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
       dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
-        Devices with other rows or heads must pass another key:
-        fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
+        Devices with other rows or heads must pass another key: fold the index of their mesh axis
+        into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
@@ -441,8 +429,7 @@ def local_attention(
       sink_logits: float32 ``[N]``: one more logit in the denominator of every row's softmax. It is
         in lse. If parts are to be merged, pass it to one of them alone.
       alibi_slopes: float32 ``[N]``: ``-slope * |p_q - p_k|`` is added to the logits.
-      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
-        logit before ``alibi_slopes``, as in :func:`burst_jax.burst_attention`.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of logits.
       mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key.
       dropout_rate: the probability, below 1, with which a weight is dropped; lse does not know it.
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
