@@ -429,7 +429,7 @@ def local_attention(
       sink_logits: float32 ``[N]``: one more logit in the denominator of every row's softmax. It is
         in lse. If parts are to be merged, pass it to one of them alone.
       alibi_slopes: float32 ``[N]``: ``-slope * |p_q - p_k|`` is added to the logits.
-      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of logits.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, made of each logit.
       mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key.
       dropout_rate: the probability, below 1, with which a weight is dropped; lse does not know it.
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
