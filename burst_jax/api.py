@@ -101,6 +101,7 @@ def burst_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
     **others: Any,
@@ -195,6 +196,10 @@ def burst_attention(
         positions, not on devices, layout or implementation.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program. They have
+        them with all implementations but Hopper's own kernels ("mosaic_gpu"), whose backward adds
+        up dQ in the order in which parts of it come. True: None takes the next implementation for
+        the gradient, and "mosaic_gpu" is refused there. out and lse always have the same bits.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
         (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
       return_residual: also return lse.
@@ -249,6 +254,7 @@ def burst_attention(
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         implementation=implementation,
+        deterministic=deterministic,
         backward=backward,
         query_offset=positions.query_offset,
         positions_by_row=positions.by_row is not None,

@@ -48,6 +48,7 @@ class LocalOptions(MaskArrays, total=False):
     dropout_rate: float
     dropout_key: jax.Array | None
     implementation: str | Implementation | None
+    deterministic: bool
 
 
 class RingOptions(LocalOptions, total=False):

@@ -130,6 +130,13 @@ class BurstAttention(nnx.Module):
     ) -> None:
         own = inspect.signature(BurstAttention.__init__).parameters
         check_options("BurstAttention", options, REFUSED, own)
+        if options.get("deterministic") and options.get("dropout_rate"):
+            raise ValueError(
+                f"deterministic is True and dropout_rate {options['dropout_rate']}: as an option "
+                "it asks for gradients of the same bits at every run, and weights are dropped; "
+                "to drop none pass deterministic to the call, for the same bits implementation="
+                "'triton' or 'xla'"
+            )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(

@@ -107,6 +107,7 @@ class LinenBurstAttention(linen.Module):
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
+    deterministic: bool = False
     backward: RotationChoice = "auto"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

@@ -90,6 +90,7 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         "logits_soft_cap": pick(rng, (None, None, 2.5, 1)),
         "implementation": pick(rng, (None, "xla", "reference")),
         "backward": pick(rng, ("auto", "rotate_kv", "rotate_query")),
+        "deterministic": pick(rng, (False, True)),
         "dropout_rate": pick(rng, (0.0, 0.0, 0.0, 0.25)),
         "return_residual": pick(rng, (True, True, False)),
     }
