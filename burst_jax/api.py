@@ -137,8 +137,9 @@ def burst_attention(
         layout: a shard of the ring is split over it in the order it is in.
       batch_axis: the mesh axis or axes that B is split over; None: not split.
       head_axis: the mesh axis or axes that N and K are split over; None: not split.
-      layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
-        :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
+      layout: the order the tokens are already in: "contiguous", "zigzag", "striped", or "striped:k"
+        with stripes of k tokens, like "striped:64"; see :func:`burst_jax.to_layout`. Under a causal
+        mask zigzag and striped balance the work.
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
         to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for

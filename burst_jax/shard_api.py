@@ -132,8 +132,8 @@ def ring_attention(
         in. Its devices exchange their tokens for parts of the heads by all-to-all
         (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
         divisor.
-      layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
-        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
+      layout: the order the tokens are in (:mod:`burst_jax.layout`). A ring's shard must hold an
+        even number of them for "zigzag", whole stripes for "striped:64".
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
         to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for

@@ -39,7 +39,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "head_parallel_axis": ((), 0, 1.5, ["x"], ("x",), b"x", "nowhere", "", object(), {"x"}, True),
     "batch_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {"x"}, True),
     "head_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {}, object()),
-    "layout": ("zig-zag", "", None, 0, ["zigzag"], np.array(["zigzag"]), ("striped",), b"zigzag"),
+    "layout": ("zig-zag", "", None, 0, ["zigzag"], np.array(["zigzag"]), ("striped",), "striped:0"),
     "is_causal": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "scale": (
         *(math.nan, math.inf, -math.inf, "auto", True, 1j, [1.0], (0.5,), np.array(0.5), 10**400),
@@ -407,7 +407,7 @@ def other_axes(rng, plan, call):
 
 
 def other_layout(rng, plan, call):
-    return {"layout": pick(rng, ("contiguous", "zigzag", "striped"))}
+    return {"layout": pick(rng, ("contiguous", "zigzag", "striped", "striped:2"))}
 
 
 def other_length(rng, plan, call):

@@ -153,7 +153,7 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "layout": (
         lambda: {"layout": "zig-zag"},
-        "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped'",
+        "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped', or 'striped:k' for",
     ),
     "layout-array": (
         lambda: {"layout": np.array(["zigzag"])},
