@@ -23,6 +23,7 @@ from burst_jax.checks import (
 )
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
+from burst_jax.padding import check_pad, cut, padded
 from burst_jax.placement import Placement
 from burst_jax.refusals import refuse_other_arguments, without_catch_all
 from burst_jax.request import Request
@@ -81,6 +82,7 @@ def burst_attention(
     batch_axis: AxisNames = None,
     head_axis: AxisNames = None,
     layout: Layout = "contiguous",
+    pad: bool = False,
     query_offset: int | jax.Array = 0,
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
@@ -140,6 +142,11 @@ def burst_attention(
       layout: the order the tokens are already in: "contiguous", "zigzag", "striped", or "striped:k"
         with stripes of k tokens, like "striped:64"; see :func:`burst_jax.to_layout`. Under a causal
         mask zigzag and striped balance the work.
+      pad: whether lengths T and S that the mesh does not divide are padded: with zeros, up to the
+        next length that it divides. Segment 0 masks the padding, and out and lse are cut to T, so
+        results and gradients are exact. It is for the contiguous layout only, because in other
+        layouts the padding must come before the permutation. It moves tokens between devices at
+        every call; where the model allows, pad once, with :func:`burst_jax.pad_to_layout`.
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
         to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
@@ -219,6 +226,7 @@ def burst_attention(
     """
     refuse_other_arguments(burst_attention, positional, others)
     check_bool("return_residual", return_residual)
+    check_pad(pad, layout)
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
     positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
@@ -263,9 +271,11 @@ def burst_attention(
     refuse_by_row(positions, per_head, dropout_rate)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
-    check_global_shapes(request, placement, query, key)
-    request = with_block_mask(request, query, key, block_mask)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
+    if pad:
+        arrays = padded(request, placement, arrays, block_mask)
+    check_global_shapes(request, placement, arrays["query"], arrays["key"])
+    request = with_block_mask(request, query, key, block_mask)
     if block_mask is not None:
         arrays["block_mask"] = block_mask
     check_devices(mesh, arrays | per_head)
@@ -273,6 +283,8 @@ def burst_attention(
     if seeds is not None:
         arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
     out, lse = _on_mesh(request, placement, arrays, per_head)
+    if pad:
+        out, lse = (cut(x, placement, query) for x in (out, lse))
     return (out, lse) if return_residual else out
 
 

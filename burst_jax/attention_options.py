@@ -66,3 +66,4 @@ class AttentionOptions(RingOptions, total=False):
     seq_axis: AxisNames
     batch_axis: AxisNames
     head_axis: AxisNames
+    pad: bool

@@ -44,6 +44,7 @@ REFUSED = {
     ),
     "sink_logits": "sinks=True makes it a parameter of the layer",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "pad": "pad tokens once, where batches are made, with pad_to_layout",
     "dropout_key": "pass rngs to the call, which takes the key from them",
     "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }

@@ -74,6 +74,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     ),
     "dropout_key": (3, "key", [0, 1], (), object(), np.float32(1), np.zeros((2, 2), np.uint32)),
     "implementation": ("flash", "", 3, ["xla"], XLA.forward, Implementation, np.array("xla"), True),
+    "pad": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "deterministic": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "backward": ("rotate_q", "", None, 0, ["auto"], np.array("auto"), True, b"auto"),
     "return_residual": (None, 0, 1, "yes", (), 1.0, np.array(True), [True]),
@@ -138,7 +139,7 @@ def longer(x, axis, by=1):
 
 def length(rng, plan, call):
     """T or S that the devices do not divide; ids and values have it too."""
-    if plan.unit == 1:
+    if plan.unit == 1 or call.get("pad"):
         return None
     names = pick(rng, (("query", IDS[0]), ("key", "value", IDS[1])))
     by = int(rng.integers(1, plan.unit))

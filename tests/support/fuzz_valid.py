@@ -91,6 +91,7 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         "implementation": pick(rng, (None, "xla", "reference")),
         "backward": pick(rng, ("auto", "rotate_kv", "rotate_query")),
         "deterministic": pick(rng, (False, True)),
+        "pad": layout == "contiguous" and bool(rng.random() < 0.3),
         "dropout_rate": pick(rng, (0.0, 0.0, 0.0, 0.25)),
         "return_residual": pick(rng, (True, True, False)),
     }
