@@ -100,6 +100,7 @@ def ring_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
     **others: Any,
@@ -131,8 +132,8 @@ def ring_attention(
         in. Its devices exchange their tokens for parts of the heads by all-to-all
         (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
         divisor.
-      layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
-        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
+      layout: the order the tokens are in (:mod:`burst_jax.layout`). A ring's shard must hold an
+        even number of them for "zigzag", whole stripes for "striped:64".
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
         to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
@@ -147,12 +148,9 @@ def ring_attention(
       scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
         computes is a factor on the query, with ``scale=1.0``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
-        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
-        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
-        value is not checked; one below 0 moves the window away from its query: left = -2 hides
-        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
-        should be Python numbers.
+        ``p - left .. p + right``; one number stands for both, and None is no limit. Under
+        ``is_causal`` the right side is 0. A side may be traced, as in
+        :func:`burst_jax.burst_attention`; it lets a ring leave out no hop.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
         keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
@@ -187,6 +185,8 @@ def ring_attention(
         fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program: not those
+        of "mosaic_gpu". See :func:`burst_jax.burst_attention`.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
         (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
       return_residual: also return lse.
@@ -232,6 +232,7 @@ def ring_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
+        deterministic=deterministic,
         backward=backward,
     )
     out, lse = attend_shard(request, shard)
@@ -372,6 +373,7 @@ def local_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     return_residual: bool = False,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -430,6 +432,7 @@ def local_attention(
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
       implementation: "triton", "xla", "mosaic_gpu", an :class:`pallas_kernels.Implementation`, or
         None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program.
       return_residual: also return lse.
 
     Returns:
@@ -472,6 +475,7 @@ def local_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
+        deterministic=deterministic,
     )
     check_one_device(arrays | per_head)
     out, lse = _on_device(request, target_of(query), arrays, per_head, seeds)

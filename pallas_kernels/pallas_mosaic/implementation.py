@@ -34,6 +34,7 @@ def mosaic_gpu(
         unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
         backward_unsupported=_backward_unsupported,
         unavailable=_needs_hopper,
+        deterministic=False,
     )
 
 
