@@ -25,7 +25,7 @@ def optional(module: str, *, user: str, extra: str) -> ModuleType:
 
 
 def missing(error: ModuleNotFoundError, module: str, *, user: str, extra: str) -> ImportError:
-    """What to raise where an import raised ``error``; the other arguments as of :func:`optional`."""
+    """What to raise where an import raised ``error``; other arguments as of :func:`optional`."""
     library = module.partition(".")[0]
     if error.name is not None and error.name.partition(".")[0] != library:
         return error
