@@ -183,6 +183,14 @@ def test_adapters_that_are_refused(tmp_path, adapter, config, tensors, error, me
         load_adapter(model, tmp_path)
 
 
+def test_adapters_that_were_drawn_beside_the_whole_weights_are_taken(tmp_path, adapter):
+    model, said, there = adapter
+    config = said | {"init_lora_weights": "Gaussian"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(there, tmp_path / "adapter_model.safetensors")
+    assert load_adapter(model, tmp_path).config.lora is not None
+
+
 def test_folders_that_are_refused(tmp_path, adapter):
     model, said, there = adapter
     with pytest.raises(ValueError, match="model has no adapters: add_lora gives it some; save wri"):
