@@ -31,6 +31,7 @@ from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import AttentionFn, Remat, remat_of_layers, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.refusals import check_integer
 from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
@@ -88,12 +89,13 @@ class Decoder(nnx.Module):
         _refuse_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
-        if microbatches is not None and microbatches < 1:
-            raise ValueError(f"microbatches is {microbatches}: it must be at least 1")
-        if microbatches is not None and (rules is None or rules.stage is None):
-            raise ValueError(
-                f"microbatches is {microbatches}: they are a pipeline's; pass rules with a stage"
-            )
+        if microbatches is not None:
+            microbatches = check_integer("microbatches", microbatches, 1)
+            if rules is None or rules.stage is None:
+                raise ValueError(
+                    f"microbatches is {microbatches}: they are a pipeline's; pass rules with a "
+                    "stage"
+                )
         self.config = config
         self.rules = rules
         self.microbatches = microbatches
