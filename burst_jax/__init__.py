@@ -9,6 +9,7 @@ balances a causal ring.
 from importlib.metadata import version as _version
 
 from burst_jax.api import burst_attention as burst_attention
+from burst_jax.block_mask import block_mask_of as block_mask_of
 from burst_jax.flax.adapters import linen_attention_fn as linen_attention_fn
 from burst_jax.flax.adapters import nnx_attention_fn as nnx_attention_fn
 from burst_jax.flax.layer import BurstAttention as BurstAttention

@@ -21,6 +21,7 @@ from burst_jax.checks import (
     check_segment_ids,
     dropout_seeds,
 )
+from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
 from burst_jax.padding import check_pad, cut, padded
@@ -34,6 +35,7 @@ from burst_jax.shape_checks import check_global_shapes
 from burst_jax.sharding import AxisNames, resolve_mesh, size_on_mesh
 from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import PerHead
 
 
@@ -100,6 +102,8 @@ def burst_attention(
     block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
@@ -111,7 +115,7 @@ def burst_attention(
     r"""Exact attention over sequences sharded across a device mesh.
 
     .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
     This is ``jax.nn.dot_product_attention`` for sequences that are too long for one device. It has
     the same arguments and defaults, but the sequence axis of every array is split over
@@ -197,6 +201,15 @@ def burst_attention(
         of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
         in the whole row, in its natural order. It has a gradient. Distances are exact for positions
         below 2^24. Over ``head_axis`` both arrays are split as the heads are.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
+        logit, after the scale and the soft cap and before ``alibi_slopes``. It is written with
+        jax.numpy for one float32 score; the others are int32: the row of the batch, the query head,
+        and positions in the whole row, in its natural order. JAX differentiates it with respect to
+        the score. Arrays that it captures have no gradient, and only "xla" takes them. It is
+        compiled in, and known by its identity: a new lambda at each call compiles anew.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key
+        that the other masks leave it. All tiles are tested that the other masks do not hide: a
+        ``block_mask`` of it (:func:`burst_jax.block_mask_of`) lets tiles be skipped.
       dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
         others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
       dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
@@ -267,8 +280,10 @@ def burst_attention(
         backward=backward,
         query_offset=positions.query_offset,
         positions_by_row=positions.by_row is not None,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
-    refuse_by_row(positions, per_head, dropout_rate)
+    refuse_by_row(positions, per_head, dropout_rate, request.spec)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
@@ -282,6 +297,9 @@ def burst_attention(
     arrays, per_head = placement.placed(arrays), placement.placed(per_head)
     if seeds is not None:
         arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
+    if request.spec.calls_functions:
+        numbers = zip(("batch_numbers", "head_numbers"), Numbering.of(query), strict=True)
+        arrays |= {name: placement.split(name, x) for name, x in numbers}
     out, lse = _on_mesh(request, placement, arrays, per_head)
     if pad:
         out, lse = (cut(x, placement, query) for x in (out, lse))
@@ -299,8 +317,11 @@ def _on_mesh(
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
         sides = sides_of(request, arrays)
-        table = by_heads(arrays.get("block_mask"))
-        return attend_shard(request, Shard(*sides, per_head, arrays.get("dropout_seeds"), table))
+        table, numbering = by_heads(arrays.get("block_mask")), None
+        if "batch_numbers" in arrays:
+            numbering = Numbering(arrays["batch_numbers"], arrays["head_numbers"])
+        seeds = arrays.get("dropout_seeds")
+        return attend_shard(request, Shard(*sides, per_head, seeds, table, numbering))
 
     in_specs = tuple(
         {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)

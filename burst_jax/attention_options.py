@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.checks import WindowSize
+from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.layout import Layout
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.sharding import AxisNames
@@ -45,6 +46,8 @@ class LocalOptions(MaskArrays, total=False):
     key_value_segment_ids: jax.Array | None
     sink_logits: jax.Array | None
     alibi_slopes: jax.Array | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     dropout_rate: float
     dropout_key: jax.Array | None
     implementation: str | Implementation | None

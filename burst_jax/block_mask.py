@@ -1,4 +1,7 @@
-"""The argument ``block_mask``: a table of which blocks of queries see which blocks of keys."""
+"""The argument ``block_mask``: a table of which blocks of queries see which blocks of keys.
+
+:func:`block_mask_of` makes one of a ``mask_mod``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from burst_jax.checks import check_is_array
+from burst_jax.functions import MaskMod, check_function
+from burst_jax.refusals import check_integer
 from burst_jax.request import Request
 from burst_jax.ring.blocks import Blocks
+from pallas_kernels.elementwise import in_plain_jax
 
 
 def with_block_mask(
@@ -84,3 +91,79 @@ def by_heads(block_mask: Any) -> jax.Array | None:
     if block_mask is None:
         return None
     return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
+
+
+def block_mask_of(
+    mask_mod: MaskMod,
+    q_length: int,
+    kv_length: int,
+    block_q: int,
+    block_kv: int,
+    *,
+    num_heads: int | None = None,
+    batch: int | None = None,
+) -> np.ndarray:
+    """The ``block_mask`` of a ``mask_mod``: which blocks hold a score that it lets count.
+
+    Pass both to :func:`burst_jax.burst_attention`. The table lets kernels skip tiles and a ring
+    hops; in the blocks that are left the function decides::
+
+        table = burst_jax.block_mask_of(mask_mod, length, length, 128, 128)
+        burst_attention(query, key, value, mask_mod=mask_mod, block_mask=table)
+
+    It calls ``mask_mod`` for each of the T S scores, on the CPU and a row of blocks at a time: make
+    it once, outside of the training step. No array [T, S] is ever there.
+
+    Args:
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, as in
+        :func:`burst_jax.burst_attention`.
+      q_length: T, of whole sequences.
+      kv_length: S.
+      block_q: queries of a block, a divisor of T. Hopper's own kernels take multiples of 64, of
+        which each device has whole ones.
+      block_kv: keys of a block, a divisor of S.
+      num_heads: N, for a table of each query head; needed if the function reads the head.
+      batch: B, needed if the function reads the row of the batch. All rows have one table: a block
+        counts in it that counts in one of them.
+
+    Returns:
+      bool ``[T / block_q, S / block_kv]``, with ``num_heads`` ``[N, T / block_q, S / block_kv]``.
+
+    Raises:
+      ValueError: a size is wrong or missing, or the function is no mask.
+    """
+    lengths = {"q_length": q_length, "kv_length": kv_length}
+    blocks = {"block_q": block_q, "block_kv": block_kv}
+    for (of_length, length), (of_block, block) in zip(lengths.items(), blocks.items(), strict=True):
+        if check_integer(of_length, length, 1) % check_integer(of_block, block, 1):
+            raise ValueError(
+                f"{of_block} is {block}, {of_length} {length}: blocks must divide the length"
+            )
+    traced = check_function("mask_mod", mask_mod)
+    counts = {"batch": batch, "num_heads": num_heads}
+    for argument, (name, count) in enumerate(counts.items()):
+        if count is not None:
+            check_integer(name, count, 1)
+        elif traced.reads(argument):
+            raise ValueError(
+                f"{name} is None, and mask_mod reads it: pass how many there are, {name}=..."
+            )
+
+    @jax.jit
+    def of_head(head: jax.Array, rows: jax.Array) -> jax.Array:
+        """bool ``[T / block_q, S / block_kv]``."""
+        keys = jnp.arange(kv_length, dtype=jnp.int32)[None, :]
+
+        def of_row(row: jax.Array) -> jax.Array:
+            queries = row * block_q + jnp.arange(block_q, dtype=jnp.int32)[:, None]
+            seen = in_plain_jax(mask_mod, rows[:, None, None], head, queries[None], keys[None])
+            return seen.reshape(-1, kv_length // block_kv, block_kv).any((0, 2))
+
+        return lax.map(of_row, jnp.arange(q_length // block_q, dtype=jnp.int32))
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.ensure_compile_time_eval(), jax.default_device(cpu):
+        rows = jnp.arange(batch or 1, dtype=jnp.int32)
+        heads = jnp.arange(num_heads or 1, dtype=jnp.int32)
+        tables = np.stack([np.asarray(of_head(head, rows)) for head in heads])
+    return tables[0] if num_heads is None else tables

@@ -34,6 +34,8 @@ _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "sink_logits": ("heads",),
     "alibi_slopes": ("heads",),
     "dropout_seeds": ("batch", "heads"),
+    "batch_numbers": ("batch",),
+    "head_numbers": ("heads",),
     "out": ("batch", "tokens", "heads", None),
     "lse": ("batch", "tokens", "heads"),
 }

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from burst_jax.checks import WindowSize, check_bool, check_rotation, check_seq_axes, make_spec
+from burst_jax.functions import MaskMod, ScoreMod, check_functions
 from burst_jax.layout import Layout, check_layout, run_in_blocks, shard_positions
 from burst_jax.platform import Target
 from burst_jax.ring.blocks import Blocks
@@ -94,6 +95,8 @@ class Request:
         backward: RotationChoice = "auto",
         query_offset: int | None = 0,
         positions_by_row: bool = False,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Request:
         """The request of a call's arguments.
 
@@ -132,8 +135,14 @@ class Request:
             lifts_causality,
             dropout_rate,
         )
+        check_functions(score_mod, mask_mod)
+        mask = Mask() if positions_by_row else spec.mask
         return cls(
-            spec=dataclasses.replace(spec, mask=Mask()) if positions_by_row else spec,
+            spec=dataclasses.replace(
+                spec,
+                mask=dataclasses.replace(mask, mask_mod=mask_mod),
+                score=dataclasses.replace(spec.score, score_mod=score_mod),
+            ),
             layout=layout,
             ring_axes=ring_axes,
             ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
@@ -173,7 +182,7 @@ class Request:
         backward: bool = False,
     ) -> Implementation:
         """The local attention that runs on ``target`` for these arrays."""
-        queries, keys, per_head, seeds, table = shard
+        queries, keys, per_head, seeds, table, _ = shard
         q_tokens = Tokens(**queries.token_arrays | {"positions": _NO_POSITIONS})
         blocks = self.block_mask(table, queries.length, keys.length)
         return resolve(
@@ -185,6 +194,7 @@ class Request:
             ),
             backward=backward,
             deterministic=self.deterministic,
+            spec=self.spec,
         )
 
     def differentiating(self, names: Container[str]) -> Request:

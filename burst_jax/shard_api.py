@@ -20,6 +20,7 @@ from burst_jax.checks import (
     check_segment_ids,
     dropout_seeds,
 )
+from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
 from burst_jax.platform import Target, target_of
@@ -32,6 +33,7 @@ from burst_jax.shape_checks import check_local_shapes
 from burst_jax.sharding import AxisNames, size_in_shard_map
 from burst_jax.token_positions import check_positions, refuse_by_row
 from pallas_kernels import Implementation
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import PerHead
 
 
@@ -97,6 +99,8 @@ def ring_attention(
     block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
@@ -108,7 +112,7 @@ def ring_attention(
     r"""Exact attention over sequences sharded along a mesh axis, inside the caller's ``shard_map``.
 
     .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
     over the keys of all devices on ``axis_name``. K and V travel around the ring by ``ppermute``
     while each device attends to the block it holds; partial results are merged by log-sum-exp in
@@ -135,10 +139,8 @@ def ring_attention(
       layout: the order the tokens are in (:mod:`burst_jax.layout`). A ring's shard must hold an
         even number of them for "zigzag", whole stripes for "striped:64".
       query_offset: what comes onto the positions of the queries; without it both sides count from
-        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
-        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
-        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
-        all chunks by one program, but leaves out no hop.
+        0. An integer of either sign, an array of one, or an array ``[B]``, one for each row. A ring
+        leaves out hops by a Python integer, not by an array.
       query_positions: integers ``[T]``, or ``[B, T]``, of this device's tokens: where each query
         is, in any order, in place of the layout's positions and an offset.
       key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
@@ -148,9 +150,8 @@ def ring_attention(
       scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
         computes is a factor on the query, with ``scale=1.0``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both, and None is no limit. Under
-        ``is_causal`` the right side is 0. A side may be traced, as in
-        :func:`burst_jax.burst_attention`; it lets a ring leave out no hop.
+        ``p - left .. p + right``, as in :func:`burst_jax.burst_attention`. A side that is an array
+        lets a ring leave out no hop, so a window that is known should be Python numbers.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
       query_segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold; a query sees
         keys of its own segment only, and 0 is padding, which sees nothing and is seen by nothing.
@@ -162,8 +163,7 @@ def ring_attention(
         nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
         order.
       prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
-        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
-        of a window and all other masks still hide keys of the prefix.
+        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``.
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
         sees only keys at this position or behind it, of those that the other masks leave it.
       key_ends: the same: each query sees only keys at positions before this one.
@@ -171,18 +171,19 @@ def ring_attention(
         whole sequences: see :func:`burst_jax.burst_attention`. In the ``shard_map`` it enters with
         ``P()``, a table for each head split as the heads are.
       sink_logits: float32 ``[N]``, one number for each query head here: one more logit in the
-        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
-        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
-        no sink.
+        denominator of every row's softmax, as in :func:`burst_jax.burst_attention`.
       alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
-        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
-        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
-        below 2^24. In the ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+        of a query head (ALiBi, arXiv 2108.12409), by positions in the whole row. In the
+        ``shard_map`` both arrays enter with ``P()``, or split as the heads are.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, as in
+        :func:`burst_jax.burst_attention`. Rows and heads are counted here, from 0, or with
+        ``head_parallel_axis`` over the heads of its devices.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, counted likewise.
       dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
         others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
       dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
-        Devices with other rows or heads must pass another key:
-        fold the index of their mesh axis into it. Those along ``axis_name`` must pass the same one.
+        Devices with other rows or heads must pass another key: fold the index of their mesh axis
+        into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
       deterministic: whether gradients, too, have the same bits at every run of a program: not those
@@ -229,6 +230,8 @@ def ring_attention(
         block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
@@ -250,7 +253,8 @@ def ring_call(
     if not request.token_axes:
         check_inside_shard_map()
     table = by_heads(arrays.get("block_mask"))
-    return request, Shard(*sides_of(request, arrays), per_head, seeds, table)
+    numbering = Numbering.of(query) if request.spec.calls_functions else None
+    return request, Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
 
 
 def _parsed(
@@ -305,7 +309,7 @@ def _parsed(
         positions_by_row=by_row,
         **options,
     )
-    refuse_by_row(positions, per_head, dropout_rate)
+    refuse_by_row(positions, per_head, dropout_rate, request.spec)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     check_local_shapes(request, query, key)
     request = with_block_mask(request, query, key, block_mask, request.token_devices)
@@ -370,6 +374,8 @@ def local_attention(
     block_mask: jax.Array | np.ndarray | None = None,
     sink_logits: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
@@ -380,7 +386,7 @@ def local_attention(
     r"""Exact attention on the arrays of one device: what a ring computes at each of its steps.
 
     .. math::
-        out = softmax(mask(cap(scale \cdot query \cdot key^T) - slope |p_q - p_k|)) \cdot value
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
     There is no mesh and no ring: call it on one device, or inside a ``shard_map`` on what each
     device has. With :func:`burst_jax.merge` it makes schemes of your own, like decoding with keys
@@ -428,6 +434,8 @@ def local_attention(
       sink_logits: float32 ``[N]``: one more logit in the denominator of every row's softmax. It is
         in lse. If parts are to be merged, pass it to one of them alone.
       alibi_slopes: float32 ``[N]``: ``-slope * |p_q - p_k|`` is added to the logits.
+      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, made of each logit.
+      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key.
       dropout_rate: the probability, below 1, with which a weight is dropped; lse does not know it.
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
       implementation: "triton", "xla", "mosaic_gpu", an :class:`pallas_kernels.Implementation`, or
@@ -472,6 +480,8 @@ def local_attention(
         block_mask=block_mask,
         sink_logits=sink_logits,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
@@ -492,5 +502,6 @@ def _on_device(
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
     table = by_heads(arrays.get("block_mask"))
-    shard = Shard(*sides_of(request, arrays), per_head, seeds, table)
+    numbering = Numbering.of(arrays["query"]) if request.spec.calls_functions else None
+    shard = Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
     return attend_shard(request, shard, target)

@@ -19,6 +19,7 @@ from burst_jax.checks import check_is_array
 from burst_jax.request import Request
 from pallas_kernels.arrays import as_int32
 from pallas_kernels.score import BIAS_NUMBERS
+from pallas_kernels.spec import AttentionSpec
 
 # The difference of two positions that are nearer to 0 is an int32.
 _FAR = 2**30
@@ -121,17 +122,22 @@ def _near(name: str, x: Any) -> Any:
     return x
 
 
-def refuse_by_row(positions: OwnPositions, per_head: Iterable[str], dropout_rate: float) -> None:
+def refuse_by_row(
+    positions: OwnPositions, per_head: Iterable[str], dropout_rate: float, spec: AttentionSpec
+) -> None:
     """Raises NotImplementedError if more than masks reads positions that differ from row to row.
 
     Args:
       positions: of the call.
       per_head: the names of the numbers of each head that the call has.
       dropout_rate: the argument of this name.
+      spec: of the call.
     """
     readers = [name for name in per_head if name in BIAS_NUMBERS]
     if dropout_rate:
         readers.append("dropout_rate")
+    functions = {"score_mod": spec.score.score_mod, "mask_mod": spec.mask.mask_mod}
+    readers += [name for name, function in functions.items() if function is not None]
     name = positions.by_row
     if name is not None and readers:
         raise NotImplementedError(

@@ -89,6 +89,11 @@ def takes_anything(operands: Operands) -> None:
     del operands
 
 
+def runs_any_function(spec: AttentionSpec, operands: Operands, *, backward: bool) -> None:
+    """``Implementation.unsupported_functions`` of one that runs all of the caller's functions."""
+    del spec, operands, backward
+
+
 def no_bounds(operands: Operands, *, spec: AttentionSpec) -> None:
     """``Implementation.forward_bounds`` of one that visits everything."""
     del operands, spec
@@ -115,6 +120,8 @@ class Implementation:
         travelling gradient's last hop. None if the work cannot be cut.
       unsupported: ``operands -> reason`` why it cannot take such arrays, or None if it can.
       backward_unsupported: the same for the backward pass; None: ``unsupported`` says it for both.
+      unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the
+        caller's functions of scores, or None if it can.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       deterministic: whether ``backward`` gives the same bits at every run; False where programs add
         to an array in the order in which they come. (``forward`` must give the same bits.)
@@ -130,6 +137,7 @@ class Implementation:
     forward_bounds: Callable[..., Any]
     backward_bounds: Callable[..., Any]
     unsupported: Callable[[Operands], str | None]
+    unsupported_functions: Callable[..., str | None] = runs_any_function
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
     backward_dq: Callable[..., tuple[jax.Array, PerHead]] | None = None
     backward_dkv: Callable[..., Dkv] | None = None

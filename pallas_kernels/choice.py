@@ -11,6 +11,7 @@ from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.implementation import MOSAIC_GPU
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one takes everything.
@@ -56,6 +57,7 @@ def resolve(
     operands: Operands,
     backward: bool = False,
     deterministic: bool = False,
+    spec: AttentionSpec | None = None,
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that can.
 
@@ -70,13 +72,15 @@ def resolve(
       operands: what it would run on; only shapes and dtypes are read.
       backward: choose for the gradient.
       deterministic: choose one whose gradient has the same bits at every run.
+      spec: what it would compute; None has no functions of the caller's.
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: the named one cannot run here, or not on these arrays.
+      NotImplementedError: the named one cannot run here, or not on these arrays, or not these
+        functions.
     """
     chosen = find(implementation)
-    where = platform, compute_capability, operands, backward, deterministic
+    where = platform, compute_capability, operands, backward, deterministic, spec
     if chosen is None:
         reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
         chosen = _CANDIDATES[reasons.index(None)]
@@ -101,6 +105,7 @@ def _obstacle(
     operands: Operands,
     backward: bool,
     deterministic: bool,
+    spec: AttentionSpec | None,
 ) -> str | None:
     """Why a candidate cannot run, or None if it can."""
     unavailable = candidate.unavailable(platform, compute_capability)
@@ -114,8 +119,12 @@ def _obstacle(
             "run; use None or 'triton', or leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
-        return candidate.backward_unsupported(operands)
-    return candidate.unsupported(operands)
+        unsupported = candidate.backward_unsupported(operands)
+    else:
+        unsupported = candidate.unsupported(operands)
+    if unsupported is None and spec is not None and spec.calls_functions:
+        return candidate.unsupported_functions(spec, operands, backward=backward)
+    return unsupported
 
 
 def _reason_against(
@@ -125,9 +134,11 @@ def _reason_against(
     operands: Operands,
     backward: bool,
     deterministic: bool,
+    spec: AttentionSpec | None,
 ) -> str | None:
     """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
-    obstacle = _obstacle(candidate, platform, compute_capability, operands, backward, deterministic)
+    where = platform, compute_capability, operands, backward, deterministic, spec
+    obstacle = _obstacle(candidate, *where)
     if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
         return (
             f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_kernels.elementwise import Places
 
 _INT32 = jnp.iinfo(jnp.int32)
 
@@ -56,15 +59,19 @@ class Mask:
     A query at position ``p`` sees the keys at ``p - left .. p + right``; causal attention is
     ``right = 0``. Positions decide, never indices, so one mask serves every layout. Where tokens
     have segment ids, a query sees keys of its own segment only, and nothing sees padding. Where
-    queries have ranges of keys, each sees only keys at positions inside of its own range.
+    queries have ranges of keys, each sees only keys at positions inside of its own range. A
+    function of the caller's hides further keys.
 
     Attributes:
       left: how far back a query sees, in tokens; None is no limit.
       right: how far ahead a query sees, in tokens; None is no limit.
+      mask_mod: a function that is True where a query sees a key
+        (:mod:`pallas_kernels.elementwise`), hashed by identity; None hides nothing.
     """
 
     left: int | None = None
     right: int | None = None
+    mask_mod: Callable[..., Any] | None = None
 
     def __post_init__(self):
         for side in ("left", "right"):
@@ -76,7 +83,7 @@ class Mask:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether positions decide at all."""
+        """Whether the window reads positions."""
         return self.left is not None or self.right is not None
 
     @property
@@ -92,13 +99,15 @@ class Mask:
         kv_segment_ids: jax.Array | None = None,
         key_starts: jax.Array | None = None,
         key_ends: jax.Array | None = None,
+        places: Places | None = None,
     ) -> jax.Array | None:
         """Which scores count; None if all do.
 
         The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
         Segment ids, starts and ends may have more axes than positions, in front, and so has the
         result then. Starts and ends are the queries'.
-        Positions may be None where no test reads them.
+        Positions may be None where no test reads them. ``places`` are where the scores are, for
+        :attr:`mask_mod` alone.
 
         Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
         """
@@ -120,6 +129,9 @@ class Mask:
         if key_ends is not None:
             assert kv_positions is not None
             tests.append(operator.lt(*_of_one_rank(kv_positions, key_ends)))
+        if self.mask_mod is not None:
+            assert places is not None
+            tests.append(places.apply(self.mask_mod))
         return functools.reduce(both, tests) if tests else None
 
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
@@ -158,6 +170,9 @@ class Mask:
             assert q.earliest_end is not None
             possible = possible & (kv_first < q.latest_end[:, :, None])
             full = full & (kv_last < q.earliest_end[:, :, None])
+        if self.mask_mod is not None:
+            # A function says nothing of a whole tile.
+            full = jnp.zeros_like(full)
         return possible, full
 
     def shards(

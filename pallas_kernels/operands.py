@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_mask import BlockMask
 from pallas_kernels.dropout import row_numbers
+from pallas_kernels.elementwise import Numbering, Places
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 from pallas_kernels.score import BIAS_NUMBERS, LOGITS_NUMBERS, START_NUMBER
 
@@ -64,6 +65,8 @@ class Operands:
         each only if the call has it.
       dropout_seeds: int32 ``[B, N]``, where weights are dropped (:mod:`pallas_kernels.dropout`).
       block_mask: which blocks of queries see which blocks of keys; None if blocks hide nothing.
+      numbering: which rows of the batch and which heads these are, where functions of the caller's
+        read that (:mod:`pallas_kernels.elementwise`).
       bounds: which tiles to visit: what the implementation's ``forward_bounds`` or
         ``backward_bounds`` made of these operands.
       do: backward only: the gradient of o, ``[B, T, N, Hv]``.
@@ -82,6 +85,7 @@ class Operands:
     bounds: Any = None
     do: jax.Array | None = None
     stats: jax.Array | None = None
+    numbering: Numbering | None = None
 
     @property
     def q_length(self) -> int:
@@ -154,7 +158,18 @@ class Operands:
         if mask.right is not None:
             end = end_of_keys_in_window(positions, mask.right)[None]
             ranges["key_ends"] = jnp.minimum(ranges.get("key_ends", end), end)
-        return Mask(), ranges
+        return dataclasses.replace(mask, left=None, right=None), ranges
+
+    def places(self, q_positions: jax.Array, kv_positions: jax.Array) -> Places | None:
+        """Where the scores ``[B, K, G, T, S]`` of some tokens are; None if no function reads that.
+
+        The positions are shaped to broadcast against the scores.
+        """
+        if self.numbering is None:
+            return None
+        batch, head = self.numbering
+        heads = head.reshape(1, -1, self.groups, 1, 1)
+        return Places(batch.reshape(-1, 1, 1, 1, 1), heads, q_positions, kv_positions)
 
     @property
     def dropout_rows(self) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
 from pallas_kernels.dropout import column_numbers
+from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
@@ -71,7 +72,7 @@ def backward(
         name: x.sum((0, 3, 4)).reshape(-1)
         for name, x in spec.score.per_head_gradients(ds, *scores.positions).items()
     }
-    ds = spec.score.through_cap(scores.raw, ds) * spec.score.scale
+    ds = spec.score.to_products(scores.raw, p, ds, scores.places) * spec.score.scale
     new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(operands.q.shape)
     dk = _einsum("bkgts,btkgh->bskh", ds, q)
     if dkv is not None:
@@ -90,6 +91,11 @@ class _Scores:
             operands.q_tokens.positions[None, None, None, :, None],
             operands.kv_tokens.positions[None, None, None, None, :],
         )
+
+    @property
+    def places(self) -> Places | None:
+        """Where the scores are, for functions of the caller's."""
+        return self._operands.places(*self.positions)
 
     def of_heads(self, per_head: jax.Array) -> jax.Array:
         """``[N]`` to what broadcasts against all scores, ``[1, K, G, 1, 1]``."""
@@ -122,13 +128,14 @@ class _Scores:
             None if q_ids is None else q_ids[:, None, None, :, None],
             None if kv_ids is None else kv_ids[:, None, None, None, :],
             **{name: x[:, None, None, :, None] for name, x in q_tokens.key_ranges.items()},
+            places=self.places,
         )
         blocks = self._operands.block_mask
         if blocks is not None:
             at = q_tokens.positions, kv_tokens.positions
             by_blocks = blocks.allowed(*at, self._operands.groups)
             mask = by_blocks if mask is None else both(mask, by_blocks)
-        logits = self.raw * self._spec.score.raw_factor
+        logits = self._spec.score.modified(self.raw, self.places)
         per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}
         bias = self._spec.score.bias(*self.positions, per_head)
         logits = logits if bias is None else logits + bias

@@ -1,11 +1,11 @@
 """The one definition of a score: what a logit is, made of a product ``q . k``.
 
-    logit = c tanh(scale q.k / c) - slope |p_q - p_k|
+    logit = f(c tanh(scale q.k / c)) - slope |p_q - p_k|
 
-without ``c tanh(. / c)`` where there is no soft cap c, and without the last term where there are no
-ALiBi slopes (Press et al. 2022, arXiv 2108.12409, with distances in both directions). Every
-implementation makes its logits by these hooks, at trace time and on a tile of products: what a
-score does not have emits nothing.
+without ``c tanh(. / c)`` where there is no soft cap c, without f where there is no function of the
+caller's (``score_mod``), and without the last term where there are no ALiBi slopes (Press et al.
+2022, arXiv 2108.12409, with distances in both directions). Every implementation makes its logits by
+these hooks, at trace time and on a tile of products: what a score does not have emits nothing.
 
 A per-head array has one number for each query head, and goes by the public argument's name
 (:data:`pallas_kernels.operands.PerHead`). A hook takes the numbers of the tile's heads as
@@ -15,12 +15,16 @@ A per-head array has one number for each query head, and goes by the public argu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import elementwise
+from pallas_kernels.elementwise import Places
 
 LOG2_E = math.log2(math.e)
 # The largest factor on a product of which float32 can also hold LOG2_E times as much. An infinite
@@ -44,11 +48,14 @@ class Score:
       scale: factor on the products.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale; None is no cap.
       differentiated: names of the per-head arrays whose gradients the backward makes too.
+      score_mod: f, after the soft cap and before a bias: :mod:`pallas_kernels.elementwise`; None is
+        none. It is hashed by identity.
     """
 
     scale: float
     logits_soft_cap: float | None = None
     differentiated: tuple[str, ...] = ()
+    score_mod: Callable[..., Any] | None = None
 
     def __post_init__(self):
         if not math.isfinite(self.scale):
@@ -71,7 +78,7 @@ class Score:
 
     @property
     def raw_factor(self) -> float:
-        """The positive number that takes raw scores to logits, before a bias."""
+        """The positive number that takes raw scores to logits, before f and a bias."""
         if self.logits_soft_cap is not None:
             return self.logits_soft_cap
         return self.scale if self.scale > 0 else 1.0
@@ -84,15 +91,48 @@ class Score:
         :attr:`raw_factor`. A matrix product that adds to such a start does the addition. Where the
         scale is tiny, float32 cannot hold the bias over it.
         """
-        return self.logits_soft_cap is None and self.scale > _SMALLEST_DIVISOR
+        plain = self.logits_soft_cap is None and self.score_mod is None
+        return plain and self.scale > _SMALLEST_DIVISOR
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether f, or f and a soft cap, do more than to add something to the scores.
+
+        Then the gradient of the products has a factor that only the products say.
+        """
+        if self.score_mod is None:
+            return False
+        return self.logits_soft_cap is not None or not elementwise.slope_is_one(self.score_mod)
 
     def raw(
         self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
     ) -> jax.Array:
-        """Raw scores: ``logits = raw_factor raw + bias``."""
+        """Raw scores: ``logits = f(raw_factor raw) + bias``."""
         if self.logits_soft_cap is not None:
             return tanh(products * (self.scale / self.logits_soft_cap))
         return products if self.scale > 0 else products * self.scale
+
+    def modified(self, raw: jax.Array, places: Places | None) -> jax.Array:
+        """``f(raw_factor raw)``, the logits before a bias.
+
+        ``places`` are the tile's; only f reads them.
+        """
+        logits = raw * self.raw_factor
+        if self.score_mod is None:
+            return logits
+        assert places is not None
+        return places.apply(functools.partial(elementwise.modified, self.score_mod), logits)
+
+    def modified_with_slope(
+        self, raw: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """:meth:`modified`, and its derivative with respect to ``scale q.k``; None if that is 1."""
+        assert self.score_mod is not None
+        if not self.has_slope:
+            return self.modified(raw, places), None
+        both = functools.partial(elementwise.with_slope, self.score_mod)
+        modified, slope = places.apply(both, raw * self.raw_factor)
+        return modified, self.through_cap(raw, slope)
 
     def bias(
         self,
@@ -155,21 +195,56 @@ class Score:
         q_positions: jax.Array,
         kv_positions: jax.Array,
         per_head: Mapping[str, jax.Array],
+        places: Places | None = None,
     ) -> tuple[jax.Array, float]:
         """``(scores, factor)``, whose product is the logits in base 2.
 
         A softmax multiplies by the factor inside its exponent, where it costs nothing. A bias must
-        be added to logits in base 2, so the factor is in the scores then, and is 1.
+        be added to logits in base 2, so the factor is in the scores then, and is 1. ``places``: as
+        in :meth:`modified`.
         """
-        factor = self.raw_factor * LOG2_E
-        bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
-        return (raw, factor) if bias is None else (raw * factor + bias, 1.0)
+        scores = raw if self.score_mod is None else self.modified(raw, places)
+        return self.with_bias(scores, q_positions, kv_positions, per_head)
 
-    def through_cap(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
+    @property
+    def base_2_factor(self) -> float:
+        """What takes scores to base 2 before a bias: raw ones, or where there is f, those of f."""
+        return (self.raw_factor if self.score_mod is None else 1.0) * LOG2_E
+
+    def with_bias(
+        self,
+        scores: jax.Array,
+        q_positions: jax.Array,
+        kv_positions: jax.Array,
+        per_head: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, float]:
+        """:meth:`in_base_2` of scores that :attr:`base_2_factor` takes to base 2."""
+        factor = self.base_2_factor
+        bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
+        return (scores, factor) if bias is None else (scores * factor + bias, 1.0)
+
+    def to_products(
+        self, raw: jax.Array, weights: jax.Array, ds: jax.Array, places: Places | None
+    ) -> jax.Array:
         """The gradient of ``scale q.k`` from ``ds``, the gradient of the logits.
 
-        ``d/dx c tanh(x / c) = 1 - tanh(x / c)^2``, and ``raw`` is that tanh. The caller multiplies
-        by the scale once, after its last matmul.
+        Args:
+          raw: :meth:`raw`.
+          weights: of the softmax, 0 where a score does not count. There f may have no derivative.
+          ds: the caller multiplies by the scale once, after its last matmul.
+          places: as in :meth:`modified`.
+        """
+        if self.score_mod is not None:
+            assert places is not None
+            slope = functools.partial(elementwise.slope, self.score_mod)
+            slope = places.apply(slope, raw * self.raw_factor)
+            ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * slope)
+        return self.through_cap(raw, ds)
+
+    def through_cap(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
+        """The gradient of ``scale q.k`` from ``ds``, that of the capped scores.
+
+        ``d/dx c tanh(x / c) = 1 - tanh(x / c)^2``, and ``raw`` is that tanh.
         """
         return ds if self.logits_soft_cap is None else ds * (1 - raw * raw)
 

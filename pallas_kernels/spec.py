@@ -23,6 +23,11 @@ class AttentionSpec:
     score: Score
     dropout: Dropout | None = None
 
+    @property
+    def calls_functions(self) -> bool:
+        """Whether there is a function of the caller's, which reads where a score is."""
+        return self.score.score_mod is not None or self.mask.mask_mod is not None
+
     @classmethod
     def of(
         cls,

@@ -20,6 +20,7 @@ from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, takes_anything
 from pallas_kernels.bounds import halves_of_tiles, lists_for_all, over_batch, query_bounds
 from pallas_kernels.dropout import column_numbers
+from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.operands import Carry, Operands, PerHead
@@ -175,7 +176,7 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
     ds = p * (dp - queries["delta"][..., None])
     parts = score.per_head_gradients(ds, *keys.positions_of(queries, j))
     per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
-    ds = score.through_cap(raw, ds).astype(k.dtype)
+    ds = score.to_products(raw, p, ds, keys.places(queries, j)).astype(k.dtype)
     dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
     new_dk = _matmul("bkgqs,bkgqh->bksh", ds, queries["q"])
     kept = keys.dropped(queries, p, j).astype(v.dtype)
@@ -195,6 +196,7 @@ class _KeyTiles:
         )
         self.positions = pad_axis(operands.kv_tokens.positions, 0, self.padded)
         self.block_mask, self.groups = operands.block_mask, operands.groups
+        self._places = operands.places
         ids = operands.kv_tokens.segment_ids
         self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
@@ -232,6 +234,10 @@ class _KeyTiles:
             kv_positions[None, None, None, None, :],
         )
 
+    def places(self, queries: dict[str, jax.Array], j: jax.Array) -> Places | None:
+        """Where the scores of a query tile and key tile j are, for functions of the caller's."""
+        return self._places(*self.positions_of(queries, j))
+
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:
         """``x`` of a tile's scores, 0 for weights that are dropped, and larger for the others."""
         dropout = self.spec.dropout
@@ -243,7 +249,8 @@ class _KeyTiles:
 
     def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
         """Logits of a query tile against key tile j, -inf where masked."""
-        logits = raw * self.spec.score.raw_factor
+        places = self.places(queries, j)
+        logits = self.spec.score.modified(raw, places)
         bias = self.spec.score.bias(*self.positions_of(queries, j), self.per_head)
         logits = logits if bias is None else logits + bias
         ids = self.segment_ids
@@ -257,6 +264,7 @@ class _KeyTiles:
                 for name in ("key_starts", "key_ends")
                 if name in queries
             },
+            places=places,
         )
         blocks = self.block_mask
         if blocks is not None:

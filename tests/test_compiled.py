@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import compiled
+import functions
 import jax
 import jax.numpy as jnp
 import pytest
@@ -304,6 +305,25 @@ def test_sinks_and_slopes_spill_no_registers(gpu, head_dim, value_dim):
 
     refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     events = compiled.schedule(compiled.compile_for(run, *arrays, numbers, numbers, **refuse))
+    assert events.count(("kernel", "burst_dq")) == 3
+
+
+@pytest.mark.parametrize(("lengths", "head_dim"), [("ragged", 64), ("whole", 128)])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_functions_of_scores_spill_no_registers(gpu, lengths, head_dim):
+    """Triton's kernels; in whole tiles with the mask of a function alone, else with all others."""
+    mesh, tokens = compiled.gpu_mesh(gpu, 2), 1000 if lengths == "ragged" else 1024
+    arrays = compiled.inputs(mesh, tokens, 4, 2, head_dim)
+    ids, others = compiled.segment_ids(mesh, tokens), {}
+
+    def run(query, key, value, ids):
+        if lengths == "ragged":
+            others.update(local_window_size=300, query_segment_ids=ids, key_value_segment_ids=ids)
+        mods = {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
+        return gradient(attend(mesh, implementation="triton", **mods, **others))(query, key, value)
+
+    refuse = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    events = compiled.schedule(compiled.compile_for(run, *arrays, ids, **refuse))
     assert events.count(("kernel", "burst_dq")) == 3
 
 

@@ -7,12 +7,14 @@ import functools
 import itertools
 
 import compiled
+import functions
 import jax
 import jax.numpy as jnp
 import pytest
 
 from burst_jax import burst_attention
 from pallas_kernels import AttentionSpec, BlockMask, Dropout, Operands, Tokens, mosaic_gpu
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.pallas_mosaic.configs import (
     SHARED_MEMORY,
     MosaicConfig,
@@ -35,7 +37,7 @@ _compiler_links: list[bool] = []
 
 def compile_one(
     half, dim, *, full=False, carried=True, rounded=False, dtype="bfloat16", numbers=False,
-    segments=False, ranges=False, dropout=False, value_dim=None, blocks=False, **config,
+    segments=False, ranges=False, dropout=False, value_dim=None, blocks=False, mods="", **config,
 ):  # fmt: skip
     """Compiles one call of a kernel.
 
@@ -53,6 +55,8 @@ def compile_one(
       blocks: with a mask by blocks, of each head its own.
       dropout: with dropped weights.
       value_dim: the head dim of values; None is ``dim``.
+      mods: the functions of scores: "score", "mask", both, or "added" for one that only adds to
+        the scores.
       config: ``forward_config`` or ``backward_config``, if not those shipped.
     """
     local, length = mosaic_gpu(**config), 1096 if full else 1152
@@ -63,6 +67,17 @@ def compile_one(
 
     if dropout:
         spec = dataclasses.replace(spec, dropout=Dropout(0.1))
+
+    def score_mod(score, batch, head, q_position, kv_position):
+        if "added" in mods:
+            return score - 0.01 * (q_position - kv_position).astype(jnp.float32)
+        return functions.score_mod(score, batch, head, q_position, kv_position)
+
+    if mods not in ("", "mask"):
+        spec = dataclasses.replace(spec, score=dataclasses.replace(spec.score, score_mod=score_mod))
+    if "mask" in mods:
+        mask = dataclasses.replace(spec.mask, mask_mod=functions.mask_mod)
+        spec = dataclasses.replace(spec, mask=mask)
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
@@ -89,7 +104,9 @@ def compile_one(
     def operands_of(q, k, v, ids, ranges, per_head, seeds, table):
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
         mask = None if table is None else BlockMask(table, 64, 64, 64, 64)
-        return Operands(q, k, v, tokens._replace(**ranges), tokens, per_head, seeds, mask)
+        numbering = Numbering.of(q) if mods else None
+        arrays = q, k, v, tokens._replace(**ranges), tokens, per_head, seeds, mask
+        return Operands(*arrays, numbering=numbering)
 
     def forward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
         del do, stats
@@ -191,6 +208,27 @@ def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
 )
 def test_masks_by_blocks_fit_in_the_registers(report, half, dim, options):
     fits(report(half, dim, blocks=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("half", "dim", "options"),
+    [
+        *itertools.product(
+            ["forward", "backward"],
+            [64],
+            [{"mods": "score"}, {"mods": "score+mask", "full": True}],
+        ),
+        ("forward", 128, {"mods": "score+mask", "full": True}),
+        ("forward", 256, {"mods": "score+mask"}),
+        ("backward", 128, {"mods": "mask"}),
+        ("backward", 128, {"mods": "added"}),
+        ("backward", 128, {"mods": "added+mask"}),
+        ("backward", 64, {"mods": "score+mask", "numbers": True, "segments": True}),
+    ],
+    ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_functions_of_scores_fit_in_the_registers(report, half, dim, options):
+    fits(report(half, dim, **options))
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,23 @@ TABLES = [
     )
 ]
 CASES += TABLES
+# Functions of scores, with parts of tiles on both sides.
+FUNCTIONS = [
+    dict(zip(NAMES, levels, strict=False)) | {"functions": True}
+    for levels in (
+        ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
+        ("packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "float16", "both", 0.3),
+        ("ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes"),
+    )
+]
+CASES += FUNCTIONS
 # Multi-head latent attention, as DeepSeek's models have it.
 LATENT = {**CASES[0], "lengths": (72, 136), "head_dim": 192, "value_dim": 128}
 # The second hop merges with the lse of the first, and has tiles of the backward without a mask.
 FAR_LEVELS = ("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
 FAR = dict(zip(NAMES, FAR_LEVELS, strict=False))
 PLAIN, SLOPES, FULL_SLOPES, WIDE, RANGES = CASES[0], *(CASES[i] for i in (3, 5, 6, 7))
+QUICK = PLAIN, SLOPES, RANGES, TABLES[0], FUNCTIONS[0]
 
 
 def inputs_of(case):
@@ -101,7 +112,7 @@ def interpret_forward(inputs, carry=None, out_dtype=None, **options):
             case,
             2 if case["blocks"] == 1 else None,
             id=case_id(case),
-            marks=() if case in (PLAIN, SLOPES, RANGES, TABLES[0]) else pytest.mark.slow,
+            marks=() if case in QUICK else pytest.mark.slow,
         )
         for case in CASES
     ],

@@ -22,6 +22,7 @@ from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
 from burst_jax.flax.rope_variants import DynamicRope, Rope
+from burst_jax.functions import refuse_rows_and_heads
 from burst_jax.order import refuse_wrong_order
 from burst_jax.shard_api import ring_attention
 from burst_jax.sharding import (
@@ -332,6 +333,7 @@ class BurstAttention(nnx.Module):
             return layer.out((attention_fn or burst_attention)(query, key, value, **options))
         others = flat_names(*(options.pop(name, None) for name in ("batch_axis", "head_axis")))
         options.pop("mesh", None)
+        refuse_rows_and_heads(others, options)
         if dropout_key is not None and others:
             # Devices along these axes have other rows or heads, which drop weights of their own.
             options["dropout_key"] = jax.random.fold_in(dropout_key, lax.axis_index(others))

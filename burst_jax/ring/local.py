@@ -15,6 +15,7 @@ from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route, Stop
 from burst_jax.ring.schedule import Kernel, Part
 from pallas_kernels import AttentionSpec, Implementation, Operands
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import Carry, PerHead
 
 
@@ -97,6 +98,8 @@ class Shard(NamedTuple):
       dropout_seeds: int32 ``[B, N]``, where weights are dropped.
       block_table: bool ``[N or 1, rows, columns]``, the whole table of a mask by blocks; None
         without one. Every device has all of it, and it does not travel.
+      numbering: which rows of the batch and which heads these are, where functions of the caller's
+        read that; else None.
     """
 
     queries: Queries
@@ -104,6 +107,7 @@ class Shard(NamedTuple):
     per_head: PerHead
     dropout_seeds: jax.Array | None = None
     block_table: jax.Array | None = None
+    numbering: Numbering | None = None
 
 
 class LocalForward:
@@ -114,7 +118,7 @@ class LocalForward:
     """
 
     def __init__(self, request: Request, implementation: Implementation, shard: Shard):
-        queries, keys, per_head, seeds, table = shard
+        queries, keys, per_head, seeds, table, numbering = shard
         self.route = route = request.route(queries.length, keys.length)
         blocks = request.block_mask(table, queries.length, keys.length)
         q_tokens = request.tokens(route, queries.length, route.home, queries.token_arrays)
@@ -122,7 +126,7 @@ class LocalForward:
         def operands(stop: Stop | jax.Array, keys: Keys) -> Operands:
             kv_tokens = request.tokens(route, keys.length, stop, keys.token_arrays)
             arrays = queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds
-            return Operands(*arrays, block_mask=blocks)
+            return Operands(*arrays, block_mask=blocks, numbering=numbering)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             assert isinstance(block, Keys)
@@ -169,7 +173,7 @@ class LocalBackward:
     def __init__(
         self, request: Request, implementation: Implementation, shard: Shard, rotation: Rotation
     ):
-        queries, keys, per_head, seeds, table = shard
+        queries, keys, per_head, seeds, table, numbering = shard
         rotate_kv = rotation == "rotate_kv"
         lengths = queries.length, keys.length
         self.route = route = request.route(*lengths, queries_travel=not rotate_kv)
@@ -184,7 +188,8 @@ class LocalBackward:
             queries, keys = _swap(rotate_kv, staying, block)
             tokens = _swap(rotate_kv, here, arriving)
             arrays = queries.q, keys.k, keys.v, *tokens, per_head, seeds
-            return Operands(*arrays, blocks, do=queries.do, stats=queries.stats)
+            of_queries = {"do": queries.do, "stats": queries.stats}
+            return Operands(*arrays, blocks, **of_queries, numbering=numbering)
 
         def bounds(stop: Stop | jax.Array, block: Block) -> Any:
             return implementation.backward_bounds(operands(stop, block), spec=request.spec)

@@ -62,14 +62,17 @@ def for_ring(request: Request, shard: Shard) -> Shard:
     all devices of such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
-    queries, keys, per_head, seeds, table = vary(shard, varying_axes(shard, manual))
+    marked = vary(shard, varying_axes(shard, manual))
+    queries, keys, per_head, seeds, table, numbering = marked
     axis = request.head_parallel_axis
     per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
     if seeds is not None:
         seeds = own_heads(seeds, axis)
     if table is not None and table.shape[0] > 1:
         table = own_heads(table, axis, heads=0)
-    return Shard(queries, keys, per_head, seeds, table)
+    if numbering is not None:
+        numbering = numbering._replace(head=own_heads(numbering.head, axis))
+    return Shard(queries, keys, per_head, seeds, table, numbering)
 
 
 def _run_ring(
@@ -213,7 +216,8 @@ def ring_gradient(
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[Shard]:
     """The gradients of a ring's arrays, by the backward ring."""
-    (queries, keys, per_head, *others), out, lse, segment_ids_here, marked = residuals
+    ran_on, out, lse, segment_ids_here, marked = residuals
+    queries, keys, per_head = ran_on.queries, ran_on.keys, ran_on.per_head
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
@@ -248,11 +252,9 @@ def ring_gradient(
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),
     )
     request = request.differentiating(differentiated)
-    shard = Shard(
-        queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
-        keys._replace(k=kv[0], v=kv[1]),
-        per_head,
-        *others,
+    shard = ran_on._replace(
+        queries=queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
+        keys=keys._replace(k=kv[0], v=kv[1]),
     )
     implementation = request.resolve(target, shard, backward=True)
     results = backward(request, implementation, into_kernels(implementation, shard), rotation)

@@ -85,9 +85,9 @@ def backward(
         # would make equal arrays of zeros once, and copy them for every call.
         zero, lse = lax.optimization_barrier((jnp.float32(0), lse))
         dq = jnp.full(q.shape, zero)
-    if static.has_bias:
-        # Beyond the last query dO is zero, but a bias can make a weight there that overflows, and
-        # zero times infinity is not a number. This lse makes the weights 0.
+    if static.has_bias or spec.score.score_mod is not None:
+        # Beyond the last query dO is zero, but a bias or a function can make a weight there that
+        # overflows, and zero times infinity is not a number. This lse makes the weights 0.
         lse = pad_axis(lse, 2, static.q_tiles * config.block_q, _NO_KEYS)
     q_bases = None
     if static.bias_is_line:
@@ -108,6 +108,7 @@ def backward(
         operands=BackwardOperands(
             operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head,
             DropoutNumbers.padded(operands, config), BlockEntries.of(operands, config),
+            operands.numbering,
         ),
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}

@@ -47,11 +47,15 @@ class KeyRows(NamedTuple):
         """The warpgroup's keys of an item."""
         end = item.steps_before + item.steps
         rows = cls(static, refs, warpgroup, item, end, None, None)
-        # Beside a bias or dropout there are no registers to keep them in.
-        if not static.has_bias and static.spec.dropout is None:
+        # Beside a bias, dropout or a function there are no registers to keep them in.
+        others = static.spec.dropout is not None or static.spec.calls_functions
+        if not static.has_bias and not others:
             rows = rows._replace(tokens=rows.load_tokens(warpgroup))
-        # Made once; but with a soft cap anew in every step, which leaves the registers to the cap.
-        if static.keys_are_cut_off and static.spec.score.logits_soft_cap is None:
+        # Made once; but with a soft cap or a function anew in every step, which leaves the
+        # registers to these.
+        score = static.spec.score
+        plain = score.logits_soft_cap is None and score.score_mod is None
+        if static.keys_are_cut_off and plain:
             rows = rows._replace(outside=rows.outside_scores(warpgroup))
         return rows
 

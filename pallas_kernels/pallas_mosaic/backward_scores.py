@@ -6,16 +6,19 @@ are a matrix instruction's left operand without a change.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.elementwise import Places
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_mosaic.backward_rows import KeyRows
 from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.functions import by_parts, run_on_tile
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
     ROWS,
@@ -34,20 +37,74 @@ from pallas_kernels.score import LOG2_E
 _LEAST_WEIGHT = 1e-37
 
 
-def tile_scores(rows: KeyRows, warpgroup: Any, products: jax.Array) -> jax.Array:
-    """Raw scores (:meth:`pallas_kernels.score.Score.raw`); -inf for keys beyond the last one.
+def tile_scores(
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, products: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """``(scores, slope)``.
+
+    The scores are raw ones (:meth:`pallas_kernels.score.Score.raw`), or what a function of the
+    caller's makes of them; -inf for keys beyond the last one. The slope is their derivative with
+    respect to the scaled products. It is made here, where the products still are; None without
+    one (:attr:`pallas_kernels.score.Score.has_slope`).
 
     Args:
       rows: the keys.
       warpgroup: the number of the warpgroup, computed anew in this step.
+      q_tile: which queries.
+      head: which query head.
       products: float32, ``k q^T``.
     """
-    static = rows.static
-    scores = static.spec.score.raw(products, tanh)
+    static, score, slope = rows.static, rows.static.spec.score, None
+    scores = score.raw(products, tanh)
+    if score.score_mod is not None:
+        places = _TilePlaces.of(rows, warpgroup, head)
+
+        def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:
+            made = score.modified_with_slope(part, places.part(q_tile, columns))
+            return tuple(x for x in made if x is not None)
+
+        scores, *slopes = by_parts(modified, scores)
+        slope = slopes[0] if slopes else None
     if static.keys_are_cut_off:
         outside = rows.outside_scores(warpgroup) if rows.outside is None else rows.outside
-        scores = scores + along_rows(outside, scores.shape)
-    return scores
+        outside = along_rows(outside, scores.shape)
+        if score.score_mod is None:
+            scores = scores + outside
+        else:  # What a function makes of them may be no number.
+            scores = jnp.where(outside == 0, scores, outside)
+    return scores, slope
+
+
+class _TilePlaces(NamedTuple):
+    """Where the scores of a tile are, for functions of the caller's.
+
+    Attributes:
+      rows: the keys.
+      numbers: of the row of the batch and of the query head.
+      k_positions: int32 ``[64]``.
+    """
+
+    rows: KeyRows
+    numbers: tuple[Any, Any]
+    k_positions: jax.Array
+
+    @classmethod
+    def of(cls, rows: KeyRows, warpgroup: Any, head: Any) -> _TilePlaces:
+        """The arguments are those of :func:`exponents`."""
+        numbering = rows.refs.operands.numbering
+        assert numbering is not None
+        numbers = numbering.batch[rows.item.recompute_place().batch_row], numbering.head[head]
+        return cls(rows, numbers, rows.load_tokens(warpgroup).positions)
+
+    def part(self, q_tile: Any, columns: slice) -> Places:
+        """Those of some columns of a tile of queries, whose positions are loaded."""
+        count = columns.stop - columns.start
+        queries = pl.ds(q_tile * self.rows.static.config.block_q + columns.start, count)
+        q_tokens = self.rows.refs.operands.q_tokens.only("positions")
+        q_positions = q_tokens.load(None, queries, COLUMNS).positions
+        shape = WARPGROUP_ROWS, count
+        of_tile = along_columns(q_positions, shape), along_rows(self.k_positions, shape)
+        return Places(*self.numbers, *of_tile, run_on_tile)
 
 
 def exponents(
@@ -79,7 +136,7 @@ def exponents(
             scores = scores * static.base_2_factor - lse
             scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
             return mask_scores(rows, warpgroup, q_tile, head, scores)
-        scores, _ = score.in_base_2(scores, *positions, per_head)
+        scores, _ = score.with_bias(scores, *positions, per_head)
     if masked:
         scores = mask_scores(rows, warpgroup, q_tile, head, scores)
     return scores * static.base_2_factor - lse
@@ -132,7 +189,8 @@ def mask_scores(
     static, of_queries = rows.static, rows.refs.operands.q_tokens
     # One test after the other, first by positions, then the segments': the positions and the ids
     # would not fit in registers together.
-    tests = [("positions", static.mask)]
+    window = dataclasses.replace(static.mask, mask_mod=None)
+    tests = [("positions", window)]
     if static.has_key_ranges:
         tests = [(name, Mask()) for name in ("key_starts", "key_ends")]
         tests = [test for test in tests if not of_queries.only(test[0]).is_empty]
@@ -146,6 +204,7 @@ def mask_scores(
 
     # Beside a bias there are no registers to load all at once, if there are ranges or blocks.
     one_by_one = static.has_bias and (static.has_key_ranges or static.has_blocks)
+    one_by_one = one_by_one or static.spec.calls_functions
     q_tokens = k_tokens = SideTokens()
     if not one_by_one:
         q_tokens, k_tokens = load(of_queries, q_tile, warpgroup)
@@ -157,6 +216,17 @@ def mask_scores(
         q_tested, k_tested = q_tokens.only(name), k_tokens.only(of_keys)
         ok = score_mask(mask, scores.shape, q_tested, k_tested, along_columns, along_rows)
         scores = scores if ok is None else computed_here(jnp.where(ok, scores, -jnp.inf))
+    if static.mask.mask_mod is not None:
+        scores, q_tile, warpgroup, head = computed_here(scores, q_tile, warpgroup, head)
+        mask_mod = static.mask.mask_mod
+        places = _TilePlaces.of(rows, warpgroup, head)
+
+        def kept(columns: slice, part: jax.Array) -> tuple[jax.Array]:
+            seen = places.part(q_tile, columns).apply(mask_mod)
+            return (jnp.where(seen, part, -jnp.inf),)
+
+        (scores,) = by_parts(kept, scores)
+        scores = computed_here(scores)
     blocks = rows.refs.operands.blocks
     if blocks is not None:
         # The addresses are computed here, not before, and kept by no register until now.
@@ -169,9 +239,16 @@ def mask_scores(
 
 
 def dropout_factors(
-    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
+    rows: KeyRows,
+    warpgroup: Any,
+    q_tile: Any,
+    head: Any,
+    shape: tuple[int, ...],
+    first_column: int = 0,
 ) -> jax.Array | None:
     """What dropout multiplies the weights of a tile by; None if nothing is dropped.
+
+    ``shape`` is the tile's, or that of some columns of it, from ``first_column`` on.
 
     By products of these the compiler adds nothing. Where it selects between weights and 0, it first
     rounds the weights, to 16 bits, and then takes pairs of them apart.
@@ -180,7 +257,7 @@ def dropout_factors(
     if numbers is None or dropout is None:
         return None
     config = rows.static.config
-    queries = pl.ds(q_tile * config.block_q, config.block_q)
+    queries = pl.ds(q_tile * config.block_q + first_column, shape[1])
     first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
     of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
     of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
@@ -213,6 +290,8 @@ def score_gradients(
     lse: jax.Array,
 ) -> jax.Array:
     """dS: gradients with respect to the scaled products, before the soft cap.
+
+    Not where a function of the caller's has a slope, with which it is made of other weights.
 
     Args:
       rows: the keys.

@@ -146,6 +146,10 @@ def _weights_and_gradients(
     def with_scores(scores_ref):
         queries = memory.q.at[data.stage].transpose((1, 0))
         plgpu.wgmma(scores_ref, memory.k.at[data.keys], queries)
+        if rows.static.spec.score.has_slope:
+            # P, its slope and dP would fill the registers: dP is made when the two others are one.
+            weights = _sloped_weights(rows, masked, data, scores_ref)
+            return pl.run_scoped(functools.partial(with_slope, weights), accumulator)
         plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
         # This accumulator begins here, behind the wait: then ptxas, at least in a first loop, lets
         # the product begin from zero, and writes no zeros to 32 registers.
@@ -154,26 +158,37 @@ def _weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        p, lse = _weights(rows, masked, data, scores_ref)
+        p, lse, _ = _weights(rows, masked, data, scores_ref, wait_n=1)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = computed_here(dp, p)
         wait_for_queries(rows, step + 1)
         return _gradients(rows, data, p, dp, lse)
 
+    def with_slope(weights, dp_ref):
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        do = memory.do.at[data.do_stage].transpose((1, 0))
+        plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        wait_for_queries(rows, step + 1)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        return _sloped_gradients(rows, data, weights, dp)
+
     return pl.run_scoped(with_scores, accumulator)
 
 
 def _weights(
-    rows: KeyRows, masked: bool, data: _StepData, scores_ref: Any
-) -> tuple[jax.Array, jax.Array]:
-    """``(P, lse)``, float32 ``[64, block_q]``; a product that was started later is still made."""
+    rows: KeyRows, masked: bool, data: _StepData, scores_ref: Any, wait_n: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """``(P, lse, slope)``, float32 ``[64, block_q]``, the slope that of :func:`tile_scores`.
+
+    ``wait_n`` products that were started later are still made.
+    """
     static = rows.static
     line = None
     if static.bias_is_line and not masked:
         # Loaded while the products are made.
         line = BiasLine.of(rows, data.warpgroup, data.q_tile, data.head)
-    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-    scores = tile_scores(rows, data.warpgroup, products)
+    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=wait_n)
+    scores, slope = tile_scores(rows, data.warpgroup, data.q_tile, data.head, products)
     # lse is loaded before the mask is tested: behind the tests, programs with segment ids spill.
     where = ScratchLayout.of(static.config).lse(data.stage)
     lse = plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
@@ -182,7 +197,28 @@ def _weights(
         scores = exponents(rows, data.warpgroup, data.q_tile, data.head, scores, lse, masked)
     else:
         scores = scores * static.base_2_factor + line.less(lse, scores.shape)
-    return computed_here(jnp.exp2(scores)), lse
+    return computed_here(jnp.exp2(scores)), lse, slope
+
+
+def _sloped_weights(
+    rows: KeyRows, masked: bool, data: _StepData, scores_ref: Any
+) -> tuple[jax.Array, ...]:
+    """A step's weights where a function of the caller's has a slope.
+
+    Returns:
+      P after dropout, rounded to the inputs' dtype; float32, P times the slope; and P, rounded, if
+      gradients of per-head arrays are made of it.
+    """
+    static = rows.static
+    p, _, slope = _weights(rows, masked, data, scores_ref, wait_n=0)
+    assert slope is not None
+    factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, p.shape)
+    used = (p if factors is None else p * factors).astype(static.dtype)
+    # Where a score does not count a function may have no derivative.
+    made = used, jnp.where(p == 0, 0.0, p * slope)
+    if static.spec.score.differentiated:
+        made = *made, p.astype(static.dtype)
+    return tuple(computed_here(*made))
 
 
 def _gradients(
@@ -194,13 +230,31 @@ def _gradients(
     factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, p.shape)
     if factors is not None:
         used, dp = p * factors, dp * factors
-    where = ScratchLayout.of(static.config).delta(data.do_stage)
-    delta = plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
-    ds = logit_gradients(rows, p, dp, delta)
+    ds = logit_gradients(rows, p, dp, _delta(rows, data))
     if static.spec.score.differentiated:
         add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, ds)
     ds = score_gradients(rows, data.warpgroup, data.q_tile, data.head, p, ds, lse)
     return used.astype(static.dtype), ds.astype(static.dtype)
+
+
+def _delta(rows: KeyRows, data: _StepData) -> jax.Array:
+    """delta of a step's queries, in registers."""
+    where = ScratchLayout.of(rows.static.config).delta(data.do_stage)
+    return plgpu.load(rows.refs.memory.scratch.at[where], layout=COLUMNS)
+
+
+def _sloped_gradients(
+    rows: KeyRows, data: _StepData, weights: tuple[jax.Array, ...], dp: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)`` as of :func:`_gradients`, from the weights of a function that has a slope."""
+    used, sloped, *rounded = weights
+    factors = dropout_factors(rows, data.warpgroup, data.q_tile, data.head, dp.shape)
+    dp = dp if factors is None else dp * factors
+    delta = _delta(rows, data)
+    if rounded:
+        of_logits = logit_gradients(rows, rounded[0].astype(jnp.float32), dp, delta)
+        add_per_head_sums(rows, data.warpgroup, data.q_tile, data.head, of_logits)
+    return used, logit_gradients(rows, sloped, dp, delta).astype(rows.static.dtype)
 
 
 def _add_products(

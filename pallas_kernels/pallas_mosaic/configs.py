@@ -25,6 +25,9 @@ SLOTS = 2
 # whole step ahead of the other.
 DS_BUFFERS = 3
 
+# The widest heads for which the backward kernel has registers for the slopes of a tile's scores.
+SLOPED_HEAD_DIM = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:

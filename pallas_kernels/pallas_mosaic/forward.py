@@ -59,6 +59,7 @@ def forward(
         operands.bounds, operands.q, operands.k, operands.v, q_tokens, kv_tokens, k_positions,
         per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
         dropout=DropoutNumbers.padded(operands, config), blocks=BlockEntries.of(operands, config),
+        numbering=operands.numbering,
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
     # Without padding it would overwrite the lse of the next head.
@@ -96,6 +97,7 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     other_tests = operands.has_segments or spec.mask.left is not None
     bias_counts = operands.has_bias and (other_tests or not score.starts_products)
     others_count = score.logits_soft_cap is not None or spec.dropout is not None
+    others_count = others_count or spec.calls_functions
     # Ranges of keys are two more numbers of each query.
     others_count = others_count or operands.has_key_ranges or operands.block_mask is not None
     head_dim = max(operands.head_dim, operands.value_dim)

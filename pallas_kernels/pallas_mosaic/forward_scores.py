@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.elementwise import Places
 from pallas_kernels.pallas_mosaic.blocks import columns_seen
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.forward_rows import QueryRows
+from pallas_kernels.pallas_mosaic.functions import by_parts, run_on_tile
 from pallas_kernels.pallas_mosaic.tiles import (
     COLUMNS,
     TILE,
@@ -59,20 +62,24 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
       masked: whether some of the tile's scores may not count.
     """
     static, operands, block_kv = rows.static, rows.refs.operands, rows.static.config.block_kv
-    scores = static.spec.score.raw(products, tanh)
-    if not masked and not static.adds_bias:
+    score = static.spec.score
+    scores = score.raw(products, tanh)
+    if not masked and not static.adds_bias and score.score_mod is None:
         return scores
     first_key = rows.item.walk.tile(step) * block_kv
     keys = pl.ds(first_key, block_kv)
     k_tokens = operands.kv_tokens.load(rows.item.batch_row, keys, COLUMNS)
     shape = scores.shape
+    if score.score_mod is not None or static.mask.mask_mod is not None:
+        scores = _through_functions(rows, first_key, scores, masked)
     if static.adds_bias:
         q_positions = along_rows(rows.tokens.positions, shape)
         k_positions = along_columns(k_tokens.positions, shape)
-        scores, _ = static.spec.score.in_base_2(scores, q_positions, k_positions, rows.per_head)
+        scores, _ = score.with_bias(scores, q_positions, k_positions, rows.per_head)
     if not masked:
         return scores
-    ok = score_mask(static.mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
+    mask = dataclasses.replace(static.mask, mask_mod=None)
+    ok = score_mask(mask, shape, rows.tokens, k_tokens, along_rows, along_columns)
     if operands.blocks is not None:
         q_part = rows.item.tile * (static.config.block_q // WARPGROUP_ROWS) + rows.warpgroup
         kv_parts = [
@@ -86,3 +93,28 @@ def tile_scores(rows: QueryRows, step: Any, products: jax.Array, masked: bool) -
         inside = index < static.kv_length - first_key
         ok = inside if ok is None else ok & inside
     return scores if ok is None else jnp.where(ok, scores, -jnp.inf)
+
+
+def _through_functions(
+    rows: QueryRows, first_key: Any, scores: jax.Array, masked: bool
+) -> jax.Array:
+    """What functions of the caller's make of a tile's scores; the arguments are tile_scores'."""
+    spec, operands = rows.static.spec, rows.refs.operands
+    assert operands.numbering is not None
+    batch, head = operands.numbering
+    numbers = batch[rows.item.batch_row], head[rows.item.head]
+
+    def through(columns: slice, part: jax.Array) -> tuple[jax.Array]:
+        keys = pl.ds(first_key + columns.start, part.shape[1])
+        k_positions = operands.kv_tokens.only("positions").load(None, keys, COLUMNS).positions
+        q_positions = along_rows(rows.tokens.positions, part.shape)
+        of_tile = q_positions, along_columns(k_positions, part.shape)
+        places = Places(*numbers, *of_tile, run_on_tile)
+        if spec.score.score_mod is not None:
+            part = spec.score.modified(part, places)
+        if masked and spec.mask.mask_mod is not None:
+            part = jnp.where(places.apply(spec.mask.mask_mod), part, -jnp.inf)
+        return (part,)
+
+    (scores,) = by_parts(through, scores)
+    return scores

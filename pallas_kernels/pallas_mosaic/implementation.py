@@ -8,11 +8,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import halves_of_tiles
+from pallas_kernels.elementwise import unsupported
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.backward import backward, backward_bounds
 from pallas_kernels.pallas_mosaic.blocks import unsupported_blocks
-from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.pallas_mosaic.configs import SLOPED_HEAD_DIM, MosaicConfig
 from pallas_kernels.pallas_mosaic.forward import forward, forward_bounds
+from pallas_kernels.pallas_mosaic.functions import DTYPES, OPERATIONS
+from pallas_kernels.spec import AttentionSpec
 
 
 def mosaic_gpu(
@@ -33,6 +36,7 @@ def mosaic_gpu(
         split_backward=halves_of_tiles,
         unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
         backward_unsupported=_backward_unsupported,
+        unsupported_functions=_unsupported_functions,
         unavailable=_needs_hopper,
         deterministic=False,
     )
@@ -64,6 +68,25 @@ def _backward_unsupported(operands: Operands) -> str | None:
         return (
             f"the head dim of values is {operands.value_dim}, of keys {operands.head_dim}; the "
             f"backward takes multiples of {operands.head_dim // 2} beside it"
+        )
+    return reason
+
+
+def _unsupported_functions(
+    spec: AttentionSpec, operands: Operands, *, backward: bool
+) -> str | None:
+    """Why the kernels cannot run a spec's functions, or None.
+
+    A tile of scores and one of their slopes, beside dK and dV, are more than a thread's registers
+    where heads are wide.
+    """
+    reason = unsupported(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
+    widest = max(operands.head_dim, operands.value_dim)
+    if reason is None and backward and spec.score.has_slope and widest > SLOPED_HEAD_DIM:
+        return (
+            f"the head dim is {widest}, and the derivative of score_mod depends on the score; the "
+            f"backward takes such functions up to {SLOPED_HEAD_DIM}, and those that only add to "
+            "the score at all head dims; use None, 'triton' or 'xla'"
         )
     return reason
 

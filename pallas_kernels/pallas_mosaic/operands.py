@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
@@ -46,6 +47,7 @@ class ForwardOperands(NamedTuple):
       carry: what to merge with. None without a carry, and where the results are written over it.
       dropout: None if nothing is dropped.
       blocks: None without a mask by blocks.
+      numbering: None where no function of the caller's reads it.
     """
 
     bounds: Any
@@ -60,6 +62,7 @@ class ForwardOperands(NamedTuple):
     carry: ForwardResults | None
     dropout: DropoutNumbers | None
     blocks: BlockEntries | None
+    numbering: Numbering | None
 
 
 class ForwardRefs(NamedTuple):
@@ -89,6 +92,7 @@ class BackwardOperands(NamedTuple):
       per_head: float32 ``[N]`` each, by name: the per-head arrays that logits are made with.
       dropout: None if nothing is dropped.
       blocks: None without a mask by blocks.
+      numbering: None where no function of the caller's reads it.
     """
 
     bounds: Any
@@ -104,6 +108,7 @@ class BackwardOperands(NamedTuple):
     per_head: dict[str, Any]
     dropout: DropoutNumbers | None
     blocks: BlockEntries | None
+    numbering: Numbering | None
 
 
 class BackwardResults(NamedTuple):
@@ -137,8 +142,10 @@ def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens
     if not static.needs_tokens:
         return SideTokens(), SideTokens()
     _, ranges = operands.tested(static.spec.mask)
-    queries = SideTokens.padded(operands.q_tokens._replace(**ranges), static.config.block_q)
-    if ranges and not static.has_bias:
-        # Ranges stand for the positions of their queries, but where a bias reads those.
+    functions = static.spec.calls_functions
+    q_tokens = operands.q_tokens._replace(**ranges)
+    queries = SideTokens.padded(q_tokens, static.config.block_q, functions)
+    if ranges and not static.has_bias and not functions:
+        # Ranges stand for the positions of their queries, but where something else reads those.
         queries = queries._replace(positions=None)
-    return queries, SideTokens.padded(operands.kv_tokens, static.config.block_kv)
+    return queries, SideTokens.padded(operands.kv_tokens, static.config.block_kv, functions)

@@ -21,7 +21,6 @@ from pallas_kernels.pallas_mosaic.configs import (
 )
 from pallas_kernels.pallas_mosaic.items import Items
 from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
-from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -110,12 +109,13 @@ class MosaicStatic:
     @property
     def needs_tokens(self) -> bool:
         """Whether tokens decide which scores count, or how much."""
-        return self.tokens_hide_some or self.has_bias
+        return self.tokens_hide_some or self.has_bias or self.spec.calls_functions
 
     @property
     def tokens_hide_some(self) -> bool:
         """Whether some scores may not count because of their tokens, apart from blocks."""
-        return self.spec.mask.reads_positions or self.has_segments or self.has_key_ranges
+        by_window, by_function = self.spec.mask.reads_positions, self.spec.mask.mask_mod is not None
+        return by_window or by_function or self.has_segments or self.has_key_ranges
 
     @property
     def hides_some(self) -> bool:
@@ -129,9 +129,9 @@ class MosaicStatic:
 
     @property
     def needs_registers(self) -> bool:
-        """Whether there is a soft cap, a bias or dropout: all of them take registers."""
+        """Whether there is a soft cap, a bias, dropout or a function: all take registers."""
         has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
-        return self.has_bias or has_cap or drops
+        return self.has_bias or has_cap or drops or self.spec.calls_functions
 
     @property
     def bias_in_products(self) -> bool:
@@ -156,7 +156,7 @@ class MosaicStatic:
         be added to them there.
         """
         in_base_2 = self.adds_bias and not self.bias_is_line
-        return 1.0 if in_base_2 else self.spec.score.raw_factor * LOG2_E
+        return 1.0 if in_base_2 else self.spec.score.base_2_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,8 +272,9 @@ class BackwardStatic(MosaicStatic):
 
         Only in tiles that need no mask: ``BiasLine`` in ``backward_scores.py``.
         """
-        no_cap = self.spec.score.logits_soft_cap is None
-        return self.has_bias and self.spec.mask.hides_later_keys and no_cap
+        score = self.spec.score
+        plain = score.logits_soft_cap is None and score.score_mod is None
+        return self.has_bias and self.spec.mask.hides_later_keys and plain
 
     @property
     def scale_in_ds(self) -> bool:

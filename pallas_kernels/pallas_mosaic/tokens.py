@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
@@ -29,13 +30,20 @@ class SideTokens(NamedTuple):
     key_ends: Any = None
 
     @classmethod
-    def padded(cls, tokens: Tokens, block: int) -> SideTokens:
-        """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding."""
+    def padded(cls, tokens: Tokens, block: int, known: bool = False) -> SideTokens:
+        """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding.
+
+        ``known``: behind the last token come copies of its position, for functions that may be
+        undefined at others.
+        """
         length = -(-tokens.positions.shape[0] // block) * block
         by_row = tokens.key_ranges
         if tokens.segment_ids is not None:
             by_row["segment_ids"] = tokens.segment_ids
         by_row = {name: pad_axis(x, 1, length) for name, x in by_row.items()}
+        extra = length - tokens.positions.shape[0]
+        if known and extra:
+            return cls(jnp.pad(tokens.positions, (0, extra), mode="edge"), **by_row)
         return cls(pad_axis(tokens.positions, 0, length), **by_row)
 
     def load(self, batch_row: Any, tokens: Any, layout: Any) -> SideTokens:

@@ -91,10 +91,11 @@ class TritonConfigs(NamedTuple):
 class _Entry(NamedTuple):
     """Tiles for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
 
-    ``fast`` is for whole tiles without segment ids, soft cap, bias or dropout. All of these take
-    registers: where ``fast`` spills with them, ``general`` does not. Packed documents are short,
-    which smaller tiles suit better anyway. ``ranges`` is for ranges of keys, and for masks by
-    blocks that scores are tested by, where ``general`` has no registers for them.
+    ``fast`` is for whole tiles without segment ids, soft cap, bias, dropout or functions of the
+    caller's. All of these take registers: where ``fast`` spills with them, ``general`` does not.
+    Packed documents are short, which smaller tiles suit better anyway. Where ``general`` has no
+    registers either, ``ranges`` is for ranges of keys, and for masks by blocks that scores are
+    tested by, and ``functions`` for functions of the caller's.
     """
 
     head_dim: int
@@ -102,6 +103,7 @@ class _Entry(NamedTuple):
     general: tuple | None = None
     value_dim: int | None = None
     ranges: tuple | None = None
+    functions: tuple | None = None
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         """Whether the tiles are for these head dims of q and k, and of v."""
@@ -164,7 +166,13 @@ _A100: _Table = {
 _HOPPER: _Table = {
     **_ANY,
     ("forward", 2): [
-        _Entry(64, (128, 64, 4, 3, True), (128, 64, 4, 3), ranges=(128, 64, 8, 3)),
+        _Entry(
+            64,
+            fast=(128, 64, 4, 3, True),
+            general=(128, 64, 4, 3),
+            ranges=(128, 64, 8, 3),
+            functions=(128, 64, 8, 3),
+        ),
         _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
         _Entry(256, (128, 64, 8, 3), (64, 64, 8, 2), value_dim=128),
         _Entry(256, (128, 64, 8, 2), (32, 32, 4, 2)),
@@ -176,7 +184,7 @@ _HOPPER: _Table = {
         _Entry(256, (128, 32, 8, 3), (64, 32, 8, 2)),
     ],
     ("dkv", 2): [
-        _Entry(64, (64, 64, 4, 3)),
+        _Entry(64, (64, 64, 4, 3), functions=(64, 64, 8, 3)),
         _Entry(128, (64, 64, 4, 2), (32, 64, 4, 3)),
         _Entry(256, (64, 64, 8, 2), (32, 64, 8, 2), value_dim=128),
         _Entry(256, (32, 64, 8, 3), (32, 32, 8, 2)),
@@ -216,7 +224,7 @@ def triton_configs(
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
-        plain = plain and spec.dropout is None and not has_key_ranges
+        plain = plain and spec.dropout is None and not has_key_ranges and not spec.calls_functions
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
         together = groups if kernel == "dkv" else 1
@@ -224,6 +232,8 @@ def triton_configs(
             fast.block_q, fast.block_kv, together
         )
         plain = plain and not by_blocks
+        if spec.calls_functions and entry.functions is not None:
+            return TritonConfig(*entry.functions)
         if (has_key_ranges or by_blocks) and entry.ranges is not None:
             return TritonConfig(*entry.ranges)
         if plain or entry.general is None:

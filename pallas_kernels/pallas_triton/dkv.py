@@ -27,6 +27,7 @@ from pallas_kernels.pallas_triton.tiles import (
     stat,
     tile_mask,
     tile_masks,
+    weights,
 )
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
@@ -100,19 +101,20 @@ def _kernel(
         raw = spec.score.raw(lowering.dot(k, q.T))
         queries = sides.queries(tokens, query_ok, as_row, masked=masked)
         positions = queries.positions, keys.positions
-        scores, factor = spec.score.in_base_2(raw, *positions, sides.per_head_of(h))
+        places = sides.places(h, queries, keys)
+        scores, factor = spec.score.in_base_2(raw, *positions, sides.per_head_of(h), places)
         dp = lowering.dot(v, do.T)
-        p = lowering.exp2_affine(scores, factor, shift[None, :], interpret=interpret)
+        p = weights(spec.score, scores, factor, shift[None, :], interpret=interpret)
         if masked:
             table_rows = sides.table_rows(tokens, query_ok)
             by_blocks = static.by_blocks(sides, h, table_rows, tile)
-            ok = score_mask(static.mask, queries, keys, by_blocks)
+            ok = score_mask(static.mask, queries, keys, by_blocks, places)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
         rows = sides.rows((h, tokens), query_ok, as_row)
         dp = dropped(spec.dropout, rows, columns, dp if unit == 1 else dp * unit)
-        ds = spec.score.through_cap(raw, p * (dp - delta[None, :]))
+        ds = spec.score.to_products(raw, p, p * (dp - delta[None, :]), places)
         kept = dropped(spec.dropout, rows, columns, p)
         dv += lowering.dot(kept.astype(do.dtype), do)
         return dk + lowering.dot(ds.astype(q.dtype), q), dv

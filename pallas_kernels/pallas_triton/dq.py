@@ -26,6 +26,7 @@ from pallas_kernels.pallas_triton.tiles import (
     stat,
     tile_mask,
     tile_masks,
+    weights,
 )
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
@@ -108,11 +109,12 @@ def _kernel(
         raw = spec.score.raw(lowering.dot(q, k.T))
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         positions = queries.positions, keys.positions
-        scores, factor = spec.score.in_base_2(raw, *positions, per_head)
-        p = lowering.exp2_affine(scores, factor, shift[:, None], interpret=interpret)
+        places = sides.places(jnp.int32(0), queries, keys)
+        scores, factor = spec.score.in_base_2(raw, *positions, per_head, places)
+        p = weights(spec.score, scores, factor, shift[:, None], interpret=interpret)
         if masked:
             by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
-            ok = score_mask(static.mask, queries, keys, by_blocks)
+            ok = score_mask(static.mask, queries, keys, by_blocks, places)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)
@@ -122,7 +124,7 @@ def _kernel(
         ds = p * (dp - delta[:, None])
         parts = spec.score.per_head_gradients(ds, *positions)
         per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
-        ds = spec.score.through_cap(raw, ds)
+        ds = spec.score.to_products(raw, p, ds, places)
         return dq + lowering.dot(ds.astype(k.dtype), k), per_head_sums
 
     per_head_sums = dict.fromkeys(spec.score.differentiated, jnp.zeros((block_q,), jnp.float32))

@@ -110,10 +110,12 @@ def _kernel(
         k = load(k_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
         raw = spec.score.raw(lowering.dot(q, k.T))
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
-        scores, factor = spec.score.in_base_2(raw, queries.positions, keys.positions, per_head)
+        places = sides.places(jnp.int32(0), queries, keys)
+        positions = queries.positions, keys.positions
+        scores, factor = spec.score.in_base_2(raw, *positions, per_head, places)
         if masked:
             by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
-            ok = score_mask(static.mask, queries, keys, by_blocks)
+            ok = score_mask(static.mask, queries, keys, by_blocks, places)
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
         m_next = jnp.maximum(m, scores.max(-1) * factor)

@@ -9,12 +9,25 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Dkv, Implementation, runs_anywhere
 from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
+from pallas_kernels.elementwise import unsupported
 from pallas_kernels.operands import Operands, PerHead
 from pallas_kernels.pallas_triton.configs import Build, TritonConfig, TritonConfigs
 from pallas_kernels.pallas_triton.dkv import backward_dkv
 from pallas_kernels.pallas_triton.dq import backward_dq
 from pallas_kernels.pallas_triton.forward import forward
 from pallas_kernels.spec import AttentionSpec
+
+# Operations that Triton has for tiles, in JAX's Pallas lowering; those on single numbers are in all
+# of these dtypes.
+_OPERATIONS = frozenset((
+    *("abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt"),
+    *("ceil", "clamp", "convert_element_type", "cos", "cosh", "div", "eq", "exp", "exp2", "expm1"),
+    *("floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "log2", "logistic"),
+    *("lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pow", "rem"),
+    *("rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign"),
+    *("sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor"),
+))  # fmt: skip
+_DTYPES = ("bfloat16", "bool", "float16", "float32", "int32", "uint32")
 
 
 def triton(
@@ -41,6 +54,9 @@ def triton(
         backward_bounds=functools.partial(_backward_bounds, build=build),
         split_backward=halves_of_tiles,
         unsupported=_unsupported,
+        unsupported_functions=functools.partial(
+            unsupported, operations=_OPERATIONS, dtypes=_DTYPES
+        ),
         unavailable=runs_anywhere if interpret else _needs_ampere,
         checks_vma=not interpret,
     )

@@ -153,8 +153,8 @@ class Arguments:
     """A kernel's arguments and their blocks, in the order in which the kernel takes them.
 
     The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
-    of keys, per-head arrays, dropout's numbers and what tests scores by blocks
-    (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+    of keys, per-head arrays, dropout's numbers, what tests scores by blocks, and the numbers of
+    rows and heads (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
       static: what is static about the launch.
@@ -204,6 +204,10 @@ class Arguments:
             heads = 1 if by_query or len(words) == 1 else static.groups
             which = (lambda b, h, i: (h, 0)) if len(words) > 1 else (lambda b, h, i: (0, 0))
             self.add(words, self.block((heads, words.shape[1]), which))
+        self._has_functions = operands.numbering is not None
+        if operands.numbering is not None:
+            self.add(operands.numbering.batch, self.block((1,), lambda b, h, i: (b,)))
+            self.add(operands.numbering.head, self.per_head_block())
 
     def _add_bounds(self, bounds: jax.Array) -> None:
         """Adds the table of bounds, or the lists of tiles."""
@@ -266,7 +270,7 @@ class Arguments:
 
         def body(*refs):
             names = self._range_names, self._per_head_names
-            others = self._has_dropout, static.block_words is not None
+            others = self._has_dropout, static.block_words is not None, self._has_functions
             table, sides, refs = split_sides(refs, self._has_segments, *names, *others)
             kernel(static, table, sides, *refs)
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.elementwise import Numbering, Places, on_tiles
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
+from pallas_kernels.score import Score
 
 
 def in_range(start: jax.Array, block: int, length: int) -> jax.Array | None:
@@ -102,6 +104,8 @@ class SideRefs(NamedTuple):
       block_rows: int32, the row of each query in the table of a mask by blocks; None where tiles
         are not tested by one.
       block_words: int32, the table of the program's heads, packed (:class:`BlockWords`), or None.
+      numbering: int32, the number of the program's row of the batch and those of its query heads;
+        None where no function of the caller's reads them.
     """
 
     q_positions: Any
@@ -114,6 +118,7 @@ class SideRefs(NamedTuple):
     dropout_columns: Any = None
     block_rows: Any = None
     block_words: Any = None
+    numbering: Numbering | None = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -122,7 +127,8 @@ class SideRefs(NamedTuple):
           which: slice of the query axis.
           inside: which of them are inside the array; the others are loaded as 0.
           shaped: :func:`as_column` or :func:`as_row`, as the queries lie in a tile of scores.
-          masked: whether the tile needs a mask. If not, only a bias of the logits reads the tokens.
+          masked: whether the tile needs a mask. If not, only a bias of the logits and functions of
+            the caller's read the tokens.
         """
         refs = self.q_positions, self.q_segment_ids, self.key_ranges
         return self._tokens(refs, which, inside, shaped, masked)
@@ -136,14 +142,15 @@ class SideRefs(NamedTuple):
         self, refs: tuple, which: Any, inside: Any, shaped: Any, masked: bool
     ) -> TileTokens:
         positions, segment_ids, key_ranges = refs
-        if not masked and not self.per_head:
+        reads_positions = bool(self.per_head) or self.numbering is not None
+        if not masked and not reads_positions:
             return TileTokens(None, None, None, {})
 
         def loaded(ref: Any) -> Any:
             return None if ref is None else shaped(load(ref.at[which], inside))
 
-        # Ranges stand for the positions of their queries, but where a bias reads those.
-        read = None if key_ranges and not self.per_head else positions
+        # Ranges stand for the positions of their queries, but where something else reads those.
+        read = None if key_ranges and not reads_positions else positions
         ranges = {name: loaded(ref) for name, ref in key_ranges.items()}
         return TileTokens(loaded(read), loaded(segment_ids), shaped(inside), ranges)
 
@@ -163,6 +170,15 @@ class SideRefs(NamedTuple):
         """The rows of some queries in the table of a mask by blocks; None without a test by it."""
         return None if self.block_rows is None else load(self.block_rows.at[which], inside)
 
+    def places(self, head: Any, queries: TileTokens, keys: TileTokens) -> Places | None:
+        """Where a tile's scores are, of one of the program's query heads; None if nobody asks."""
+        if self.numbering is None:
+            return None
+        batch, heads = self.numbering
+        numbers = lowering.load(batch.at[jnp.int32(0)]), lowering.load(heads.at[head])
+        run = functools.partial(on_tiles, replaced={})
+        return Places(*numbers, queries.positions, keys.positions, run)
+
     def per_head_of(self, head: Any) -> dict[str, jax.Array]:
         """Of each per-head array, the number of one of the program's query heads."""
         return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
@@ -175,6 +191,7 @@ def split_sides(
     names: tuple[str, ...],
     has_dropout: bool,
     has_blocks: bool = False,
+    has_functions: bool = False,
 ) -> tuple[Any, SideRefs, list]:
     """``(table, sides, the rest)`` of a kernel's references, which launch.Arguments has ordered."""
     table, q_positions, kv_positions, *rest = refs
@@ -190,8 +207,12 @@ def split_sides(
     blocks = ()
     if has_blocks:
         *blocks, rest = *rest[:2], rest[2:]
+    numbering = None
+    if has_functions:
+        numbering, rest = Numbering(*rest[:2]), rest[2:]
     numbers = rows, columns, *blocks
-    sides = SideRefs(q_positions, kv_positions, q_ids, kv_ids, ranges, per_head, *numbers)
+    of_tokens = q_positions, kv_positions, q_ids, kv_ids, ranges, per_head
+    sides = SideRefs(*of_tokens, *numbers, numbering=numbering)
     return table, sides, rest
 
 
@@ -200,17 +221,32 @@ def dropped(dropout: Dropout | None, rows: Any, columns: Any, x: jax.Array) -> j
     return x if dropout is None else jnp.where(dropout.kept(rows, columns), x, 0.0)
 
 
+def weights(
+    score: Score, scores: jax.Array, factor: float, shift: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """``2^(factor score + shift)``, 0 where a function of the caller's has hidden the score."""
+    p = lowering.exp2_affine(scores, factor, shift, interpret=interpret)
+    # A row that sees no key has lse -inf, with which 2^(-inf - lse) is no number.
+    return p if score.score_mod is None else jnp.where(scores == -jnp.inf, 0.0, p)
+
+
 def score_mask(
-    mask: Mask, q: TileTokens, kv: TileTokens, by_blocks: jax.Array | None = None
+    mask: Mask,
+    q: TileTokens,
+    kv: TileTokens,
+    by_blocks: jax.Array | None = None,
+    places: Places | None = None,
 ) -> jax.Array | None:
     """Which scores of a tile count, a ragged tile's tail cut off; None if all do.
 
-    ``by_blocks``: those that a mask by blocks leaves; None if it leaves all.
+    ``by_blocks``: those that a mask by blocks leaves; None if it leaves all. ``places``: where the
+    scores are.
     """
     # Both cuts first: in another order the A100's tiles spill.
     cuts = [cut for cut in (kv.inside, q.inside) if cut is not None]
     inside = functools.reduce(operator.and_, cuts) if cuts else None
-    allowed = mask.allowed(q.positions, kv.positions, q.segment_ids, kv.segment_ids, **q.key_ranges)
+    ids = q.segment_ids, kv.segment_ids
+    allowed = mask.allowed(q.positions, kv.positions, *ids, **q.key_ranges, places=places)
     tests = [test for test in (allowed, inside, by_blocks) if test is not None]
     return functools.reduce(operator.and_, tests) if tests else None
 

@@ -96,6 +96,11 @@ def _capped(products, dim, soft_cap):
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
+def _modified(products, dim, soft_cap, score):
+    logits = _capped(products, dim, soft_cap)
+    return logits if score is None else score(logits)
+
+
 def places(
     q_length, kv_length, query_offset=0, query_positions=None, key_value_positions=None, **_
 ):
@@ -143,13 +148,19 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
     return np.where(kept, 1 / (1 - rate), 0)
 
 
-def attention(query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None):
-    """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated."""
+def attention(
+    query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None, score=None
+):
+    """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated.
+
+    ``score``: a function of all logits, behind the soft cap.
+    """
     numbers = numbers or {}
     keep = jnp.asarray(keep)
     keep = keep[:, None] if keep.ndim == 3 else keep
     some = keep.any(-1, keepdims=True)
-    logits = _capped(_einsum("btnh,bsnh->bnts", query, key), query.shape[-1], soft_cap)
+    products = _einsum("btnh,bsnh->bnts", query, key)
+    logits = _modified(products, query.shape[-1], soft_cap, score)
     if "alibi_slopes" in numbers:
         slopes = numbers["alibi_slopes"].astype(logits.dtype)[None, :, None, None]
         logits -= slopes * jnp.asarray(distance, logits.dtype)[None, None]
@@ -172,8 +183,9 @@ def repeat_heads(key, heads):
 
 
 def truth(
-    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None
-):
+    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
+    score=None,
+):  # fmt: skip
     """``(out, lse, dq, dk, dv)`` in float64, gradients by autodiff, as NumPy arrays.
 
     Behind them the gradients of the numbers of each head, in the order of their names. Rows that
@@ -182,15 +194,16 @@ def truth(
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, value, do, dlse)]
         numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), numbers or {})
-        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, factors, soft_cap)
+        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, factors, soft_cap, score)
         return [np.asarray(x) for x in results]
 
 
-@functools.partial(quick_jit, static_argnames="soft_cap")
-def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap):
+@functools.partial(quick_jit, static_argnames=("soft_cap", "score"))
+def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score):
     def run(query, key, value, numbers):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        out, lse, _ = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
+        of_scores = soft_cap, numbers, distance, factors, score
+        out, lse, _ = attention(query, key, value, keep, *of_scores)
         seen = sees(keep)
         if "sink_logits" in numbers:
             seen = True
@@ -202,14 +215,15 @@ def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_c
 
 
 def one_device(
-    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None
-):
+    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
+    score=None,
+):  # fmt: skip
     """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64.
 
     Behind them the gradients of the numbers of each head, as :func:`truth` has them.
     """
     arrays = [jnp.asarray(x) for x in (query, key, value, do, dlse, keep)]
-    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap)
+    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap, score)
     return [np.asarray(x, np.float64) for x in results]
 
 
@@ -233,16 +247,17 @@ def by_row_and_key_head(results, query, key, value, keep, do, dlse):
     return [np.concatenate(parts, 0) for parts in zip(*rows, strict=True)]
 
 
-@functools.partial(quick_jit, static_argnames="soft_cap")
-def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap):
+@functools.partial(quick_jit, static_argnames=("soft_cap", "score"))
+def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score):
     kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     factors = jnp.asarray(1 if factors is None else factors, jnp.float32)
-    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance, factors)
+    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance, factors, score)
     delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
     dp = _einsum("btnh,bsnh->bnts", do, value) * factors
     dlogits = p * (dp - delta.swapaxes(1, 2)[..., None])
-    cap = jax.vjp(lambda x: _capped(x, dim, soft_cap), _einsum("btnh,bsnh->bnts", query, key))[1]
+    products = _einsum("btnh,bsnh->bnts", query, key)
+    cap = jax.vjp(lambda x: _modified(x, dim, soft_cap, score), products)[1]
     # The scale goes in after the matmul, where a fused kernel puts it.
     ds = (cap(dlogits)[0] * np.float32(np.sqrt(dim))).astype(dtype)
     scale = np.float32(1 / np.sqrt(dim))

@@ -68,6 +68,15 @@ NEVER: dict[str, tuple[Any, ...]] = {
         *(np.ones((1000, 1, 1), bool), np.ones((10**4 + 7, 1), bool), jnp.ones((1, 1))),
     ),
     **dict.fromkeys(NUMBERS, (3.0, "ALiBi", [0.0], (), object(), np.float32(1), True)),
+    "score_mod": (
+        *(3, "ALiBi", (), True, jnp.ones(2), np.array(1.0), {}),
+        *(lambda s, b, h, p, c: p, lambda s, b, h, p, c: None, lambda s, b, h, p, c: (s, s)),
+        *(lambda s, b, h, p, c: s - s.max(), lambda s, b, h, p, c: jnp.stack([s, s])),
+    ),
+    "mask_mod": (
+        *(3, "causal", (), True, np.ones((2, 2), bool), {}),
+        *(lambda b, h, p, c: p - c, lambda b, h, p, c: None, lambda b, h, p, c: jnp.zeros(2, bool)),
+    ),
     "dropout_rate": (
         *(None, -0.1, 1, 1.0, 1.5, math.nan, math.inf, "0.1", True, [0.1], jnp.float32(0.1), 1j),
         *(object(), np.array(0.1)),

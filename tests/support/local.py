@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels import Operands
+from pallas_kernels.elementwise import Numbering
 
 
 def forward(
@@ -26,6 +27,7 @@ def forward(
     ``blocks``: the mask by blocks.
     """
     operands = Operands(q, kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
+    operands = operands.replace(numbering=Numbering.of(q) if spec.calls_functions else None)
     bounds = implementation.forward_bounds(operands, spec=spec)
     return implementation.forward(operands.replace(bounds=bounds), carry, spec=spec, **options)
 
@@ -39,6 +41,7 @@ def gradients(
     ``part`` of the work is 0 or 1, None for all of it.
     """
     operands = Operands(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
+    operands = operands.replace(numbering=Numbering.of(qdo[0]) if spec.calls_functions else None)
     bounds = implementation.backward_bounds(operands, spec=spec)
     if part is not None:
         bounds = implementation.split_backward(bounds)[part]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import dense
+import functions
 import jax.numpy as jnp
 import local
 import numpy as np
@@ -38,6 +39,7 @@ def case_id(case):
         f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}_{value_dim(case)}"
         f"-{case['dtype']}-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
         f"{'-table{}x{}'.format(*case['table']) if 'table' in case else ''}"
+        f"{'-functions' if case.get('functions') else ''}"
     )
 
 
@@ -58,6 +60,7 @@ class Inputs:
     seeds: np.ndarray | None  # int32 [B, N], of dropout
     factors: np.ndarray | None  # what dropout multiplies weights with, [B, N, T, all keys]
     blocks: BlockMask | None  # the mask by blocks
+    score: Any = None  # what score_mod does to all logits
 
     def all_keys(self):
         """K and V of all shards."""
@@ -111,6 +114,10 @@ def make_inputs(case, seed, batch=BATCH):
         table[:, : blocks.table.shape[1], : blocks.table.shape[2]] = blocks.table
         arrays = ranges | {"block_mask": table if len(table) > 1 else table[0]}
     keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **arrays)
+    keep, score = keep[..., q_at, :][..., all_kv_at], None
+    if case.get("functions"):
+        score, seen = functions.on_all(batch, heads, q_at, all_kv_at)
+        keep = functions.both(keep, seen)
     return Inputs(
         q=normal(batch, t, heads, dim),
         kvs=[tuple(normal(batch, s, kv_heads, x) for x in (dim, value)) for _ in shards],
@@ -120,14 +127,15 @@ def make_inputs(case, seed, batch=BATCH):
             normal(batch, t, heads, value),
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
-        keep=keep[..., q_at, :][..., all_kv_at],
-        spec=spec_of(mask, dim, case["numbers"], dropout),
+        keep=keep,
+        spec=spec_of(mask, dim, case["numbers"], dropout, bool(case.get("functions"))),
         soft_cap=mask.soft_cap,
         numbers=dense.per_head(case["numbers"], heads, seed),
         distance=np.abs(q_at[:, None] - all_kv_at[None, :]),
         seeds=seeds,
         factors=factors,
         blocks=blocks,
+        score=score,
     )
 
 
@@ -147,12 +155,15 @@ def block_mask(rng, case, t, s):
     return BlockMask(table, *sizes, *runs)
 
 
-def spec_of(mask, dim, numbers, dropout=0.0):
+def spec_of(mask, dim, numbers, dropout=0.0, calls_functions=False):
     left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
     differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
+    score_mod, mask_mod = functions.score_mod, functions.mask_mod
+    if not calls_functions:
+        score_mod = mask_mod = None
     return AttentionSpec(
-        Mask(left, 0 if mask.is_causal else right),
-        Score(dim**-0.5, mask.soft_cap, differentiated),
+        Mask(left, 0 if mask.is_causal else right, mask_mod),
+        Score(dim**-0.5, mask.soft_cap, differentiated, score_mod),
         Dropout(dropout) if dropout else None,
     )
 
@@ -160,7 +171,7 @@ def spec_of(mask, dim, numbers, dropout=0.0):
 def oracle(inputs):
     """``(truth, one device's results)``."""
     args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
-    args += inputs.numbers, inputs.distance, inputs.factors
+    args += inputs.numbers, inputs.distance, inputs.factors, inputs.score
     return dense.truth(*args), dense.one_device(*args)
 
 

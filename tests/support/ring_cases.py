@@ -9,6 +9,7 @@ from typing import Any
 
 import compare
 import dense
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +100,7 @@ def case_id(case):
         f"-{case['dtype']}"
         f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
         f"{'-dropout' if case.get('dropout') else ''}"
+        f"{'-functions' if case.get('functions') else ''}"
     )
 
 
@@ -160,6 +162,8 @@ def ring_results(
     options = ring.options | MASKS[case["mask"]].options | defaults | options
     if case.get("dropout"):
         options |= {"dropout_rate": case["dropout"], "dropout_key": DROPOUT_KEY()}
+    if case.get("functions"):
+        options |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -196,13 +200,18 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     keep = np.broadcast_to(keep, (arrays[0].shape[0] if hiding else len(keep), *keep.shape[1:]))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
     distance = dense.distances(*lengths, **(hiding or {}))
+    batch, _, heads, _ = arrays[0].shape
+    q, kv = dense.places(*lengths, **(hiding or {}))
+    score = factors = None
+    if case.get("functions"):
+        score, seen = functions.on_all(batch, heads, q[0], kv)
+        keep = functions.both(keep, seen)
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
     if case.get("dropout"):
-        batch, _, heads, _ = arrays[0].shape
         seeds = jax.random.bits(DROPOUT_KEY(), (batch, heads))
-        q, kv = dense.places(*lengths, **(hiding or {}))
-        args += (dense.dropout_factors(seeds, case["dropout"], q[0], kv),)
-    return dense.truth(*args), dense.one_device(*args), keep
+        factors = dense.dropout_factors(seeds, case["dropout"], q[0], kv)
+    of_scores = {"factors": factors, "score": score}
+    return dense.truth(*args, **of_scores), dense.one_device(*args, **of_scores), keep
 
 
 def assert_exact(case, *, hiding=None, mask=None, **options):

@@ -1,0 +1,292 @@
+"""Users' own functions of single scores, ``score_mod`` and ``mask_mod``: traced, and run on tiles.
+
+    score_mod(score, batch, head, q_position, kv_position) -> score
+    mask_mod(batch, head, q_position, kv_position) -> bool
+
+They are functions of numbers, so they are traced with scalars. Plain JAX then runs them on every
+score of a tile by ``jnp.vectorize``, whatever they do. A kernel runs the traced operations one by
+one on whole tiles. It has only operations that make each number of a tile from the numbers at the
+same place, and only some of those (:func:`unsupported`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+if TYPE_CHECKING:
+    from pallas_kernels.operands import Operands
+    from pallas_kernels.spec import AttentionSpec
+
+# Operations that leave a scalar as it is.
+_NOTHING = (
+    *("broadcast_in_dim", "copy", "copy_p", "reshape", "reshard", "squeeze", "stop_gradient"),
+)
+# The parameters that have the function which an operation calls.
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CONTROL_FLOW = ("cond", "scan", "while")
+
+
+class Numbering(NamedTuple):
+    """Which rows of the batch and which query heads of a call a device has.
+
+    Attributes:
+      batch: int32 ``[B]``, the number of each row in the whole batch.
+      head: int32 ``[N]``, the number of each query head among all heads.
+    """
+
+    batch: Any
+    head: Any
+
+    @classmethod
+    def of(cls, query: jax.Array) -> Numbering:
+        """That of a device that has all rows and heads; ``query`` is ``[B, T, N, H]``."""
+        return cls(*(jnp.arange(query.shape[axis], dtype=jnp.int32) for axis in (0, 2)))
+
+
+class Variable:
+    """A number that is not known before the function runs.
+
+    Attributes:
+      dtype: its dtype.
+      shape: () but inside of what only plain JAX can run.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, aval: Any):
+        self.dtype, self.shape = aval.dtype, aval.shape
+
+
+class Operation(NamedTuple):
+    """One operation of a traced function.
+
+    Attributes:
+      primitive: what is done.
+      params: how.
+      inputs: variables, numbers and captured arrays.
+      outputs: variables.
+    """
+
+    primitive: Any
+    params: Mapping[str, Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Variable, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.primitive.name
+
+
+class Traced(NamedTuple):
+    """What a function does, operation by operation, without those that its results do not need.
+
+    Attributes:
+      arguments: variables.
+      operations: in order.
+      results: variables, numbers or captured arrays.
+    """
+
+    arguments: tuple[Variable, ...]
+    operations: tuple[Operation, ...]
+    results: tuple[Any, ...]
+
+    @property
+    def _atoms(self) -> list[Any]:
+        return [*self.results, *(atom for each in self.operations for atom in each.inputs)]
+
+    @property
+    def captured(self) -> list[Any]:
+        """Arrays and traced numbers that the function has from elsewhere."""
+        return [x for x in self._atoms if not isinstance(x, (Variable, np.generic))]
+
+    def reads(self, argument: int) -> bool:
+        """Whether the results depend on the argument of this number."""
+        return any(atom is self.arguments[argument] for atom in self._atoms)
+
+
+def in_plain_jax(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function`` of each number of arrays that broadcast against each other."""
+    return jnp.vectorize(function)(*arguments)
+
+
+class Places(NamedTuple):
+    """Where the scores of a tile are, and how functions run on it.
+
+    Attributes:
+      batch: int32, the row of the batch; all of these broadcast against the tile.
+      head: int32, the query head.
+      q_position: int32.
+      kv_position: int32.
+      run: ``(function, *arguments) -> results``: :func:`in_plain_jax`, or a kernel's.
+    """
+
+    batch: Any
+    head: Any
+    q_position: Any
+    kv_position: Any
+    run: Callable[..., Any] = in_plain_jax
+
+    def apply(self, function: Callable[..., Any], *score: Any) -> Any:
+        """``function`` of the scores, if it takes them, and of where they are."""
+        place = self.batch, self.head, self.q_position, self.kv_position
+        return self.run(function, *score, *place)
+
+
+def modified(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
+    """What ``score_mod`` makes of a score, in the score's dtype."""
+    return jnp.asarray(score_mod(score, *place)).astype(score.dtype)
+
+
+def slope(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
+    """The derivative of ``score_mod`` with respect to the score that it is given."""
+    return with_slope(score_mod, score, *place)[1]
+
+
+def with_slope(score_mod: Callable[..., Any], score: Any, *place: Any) -> tuple[Any, Any]:
+    """:func:`modified` and :func:`slope`."""
+    return jax.jvp(
+        lambda score: modified(score_mod, score, *place), (score,), (jnp.ones_like(score),)
+    )
+
+
+def slope_is_one(score_mod: Callable[..., Any]) -> bool:
+    """Whether a ``score_mod`` only adds something to the score."""
+    (of_score,) = trace(functools.partial(slope, score_mod), takes_score=True).results
+    return isinstance(of_score, np.generic) and of_score == 1
+
+
+def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
+    """What ``function`` does with a float32 score, if it takes one, and four int32 numbers."""
+    place = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    score = [jax.ShapeDtypeStruct((), jnp.float32)] if takes_score else []
+    closed = jax.make_jaxpr(function)(*score, *place)
+    arguments = tuple(Variable(var.aval) for var in closed.jaxpr.invars)
+    operations: list[Operation] = []
+    results = _inlined(closed, arguments, operations)
+    needed, kept = set(map(id, results)), []
+    for operation in reversed(operations):
+        if needed.intersection(map(id, operation.outputs)):
+            kept.append(operation)
+            needed.update(map(id, operation.inputs))
+    return Traced(arguments, tuple(reversed(kept)), tuple(results))
+
+
+def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[Any]:
+    """Appends what a jaxpr does, and what the functions do that it calls; returns its results."""
+    jaxpr, captured = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
+    known = dict(zip(jaxpr.invars, arguments, strict=True))
+    known |= dict(zip(jaxpr.constvars, map(_compiled_in, captured), strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype)[()]
+        return known[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs, name = tuple(map(read, eqn.invars)), eqn.primitive.name
+        called = next((eqn.params[param] for param in _CALLED if param in eqn.params), None)
+        if called is not None and name not in _CONTROL_FLOW:
+            outputs = _inlined(called, inputs, operations)
+        elif name in _NOTHING and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape == ():
+            outputs = inputs
+        else:
+            outputs = tuple(Variable(var.aval) for var in eqn.outvars)
+            # Derivatives are added by an operation of their own, which kernels lack.
+            primitive = jax.lax.add_p if name == "add_any" else eqn.primitive
+            operations.append(Operation(primitive, eqn.params, inputs, outputs))
+        known |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _compiled_in(captured: Any) -> Any:
+    """A captured number as NumPy's, which is compiled in; an array and a traced number as it is."""
+    if isinstance(captured, jax.core.Tracer) or np.shape(captured) != ():
+        return captured
+    return np.asarray(captured)[()]
+
+
+def on_tiles(
+    function: Callable[..., Any],
+    *arguments: Any,
+    replaced: Mapping[str, Callable[..., Any]],
+) -> Any:
+    """``function`` of tiles and of what broadcasts against them, inside a kernel.
+
+    Args:
+      function: one that :func:`unsupported` has no reason against.
+      *arguments: four of them, or five with a score in front.
+      replaced: what runs instead of an operation of this name; it takes its parameters, too.
+    """
+    traced = trace(function, takes_score=len(arguments) == 5)
+    values = dict(zip(traced.arguments, arguments, strict=True))
+
+    def read(atom: Any) -> Any:
+        return values[atom] if isinstance(atom, Variable) else atom
+
+    for operation in traced.operations:
+        inputs = [read(atom) for atom in operation.inputs]
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in inputs))
+        if shape:
+            inputs = [jnp.broadcast_to(x, shape) for x in inputs]
+        run = replaced.get(operation.name, operation.primitive.bind)
+        (output,) = operation.outputs
+        values[output] = run(*inputs, **operation.params)
+    results = tuple(read(atom) for atom in traced.results)
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arguments))
+    results = tuple(jnp.broadcast_to(x, shape) for x in results)
+    return results[0] if len(results) == 1 else results
+
+
+def unsupported(
+    spec: AttentionSpec,
+    operands: Operands | None = None,
+    *,
+    backward: bool,
+    operations: Collection[str],
+    dtypes: Collection[str],
+) -> str | None:
+    """Why kernels cannot run a spec's functions, or None if they can.
+
+    Args:
+      spec: the mask and the score.
+      operands: nothing is read of them.
+      backward: whether the derivative is needed, too.
+      operations: names of the operations that the kernels have.
+      dtypes: names of the dtypes that they have them for.
+    """
+    del operands
+    score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
+    if score_mod is not None:
+        of_score = with_slope if backward else modified
+        runs["score_mod"] = trace(functools.partial(of_score, score_mod), takes_score=True)
+    if mask_mod is not None:
+        runs["mask_mod"] = trace(mask_mod, takes_score=False)
+    for name, traced in runs.items():
+        for operation in traced.operations:
+            if operation.name not in operations:
+                return (
+                    f"{name} does {operation.name!r}, which its kernels cannot do with tiles of "
+                    "scores; write it by elementwise arithmetic, or use None or 'xla'"
+                )
+            for variable in operation.outputs:
+                if str(variable.dtype) not in dtypes:
+                    return (
+                        f"{name} computes in {variable.dtype}; its kernels have "
+                        f"{', '.join(sorted(dtypes))}: cast to one of them, or use None or 'xla'"
+                    )
+        if traced.captured:
+            shape = np.shape(traced.captured[0])
+            return (
+                f"{name} captures an array of shape {shape}, and its kernels take numbers alone; "
+                "compute it from positions and heads, or use None or 'xla'"
+            )
+    return None

@@ -1,0 +1,52 @@
+"""Functions of single scores that read all of their arguments, and what they do to all scores."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def score_mod(score, batch, head, q_position, kv_position):
+    """No linear function, another one for every row and head; its slope is 0 for some scores."""
+
+    def number(x):
+        return x.astype(score.dtype)
+
+    bent = jnp.where(score > 1.5, 1.5 + 0.5 * jnp.tanh(2 * (score - 1.5)), jnp.maximum(score, -2))
+    away = number(jnp.abs(q_position - kv_position))
+    return bent * (1 + 0.25 * number(head)) - 0.01 * away * number(1 + batch)
+
+
+def mask_mod(batch, head, q_position, kv_position):
+    """Hides two thirds of the keys, and all of them from some queries."""
+    seen = (q_position + 2 * kv_position + batch + head) % 3 == 0
+    return seen & (q_position % 11 != 5)
+
+
+def _grid(batch, heads, q_positions, kv_positions):
+    """The arguments of all scores ``[B, N, T, S]`` but the scores."""
+    b, h = (np.arange(count, dtype=np.int32) for count in (batch, heads))
+    q, k = (np.asarray(x, np.int32) for x in (q_positions, kv_positions))
+    return (
+        b[:, None, None, None],
+        h[None, :, None, None],
+        q[None, None, :, None],
+        k[None, None, None],
+    )
+
+
+def on_all(batch, heads, q_positions, kv_positions):
+    """``(logits -> logits, which scores count)`` of dense attention, both ``[B, N, T, S]``."""
+    grid = _grid(batch, heads, q_positions, kv_positions)
+    shape = batch, heads, len(q_positions), len(kv_positions)
+
+    def modified(logits):
+        whole = (jnp.broadcast_to(x, logits.shape) for x in grid)
+        return score_mod(logits, *whole)
+
+    return modified, np.broadcast_to(np.asarray(mask_mod(*grid)), shape)
+
+
+def both(keep, other):
+    """A dense mask ``[B or 1, T, S]`` or ``[B or 1, N, T, S]`` and one of the latter shape."""
+    return (keep[:, None] if keep.ndim == 3 else keep) & other
