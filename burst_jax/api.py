@@ -24,6 +24,7 @@ from burst_jax.checks import (
 from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.key_ranges import check_key_ranges, sides_of
 from burst_jax.layout import Layout
+from burst_jax.padding import check_pad, cut, padded
 from burst_jax.placement import Placement
 from burst_jax.refusals import refuse_other_arguments, without_catch_all
 from burst_jax.request import Request
@@ -83,6 +84,7 @@ def burst_attention(
     batch_axis: AxisNames = None,
     head_axis: AxisNames = None,
     layout: Layout = "contiguous",
+    pad: bool = False,
     query_offset: int | jax.Array = 0,
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
@@ -105,6 +107,7 @@ def burst_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
     **others: Any,
@@ -140,8 +143,14 @@ def burst_attention(
         layout: a shard of the ring is split over it in the order it is in.
       batch_axis: the mesh axis or axes that B is split over; None: not split.
       head_axis: the mesh axis or axes that N and K are split over; None: not split.
-      layout: the order the tokens are already in: "contiguous", "zigzag" or "striped"; see
-        :func:`burst_jax.to_layout`. Under a causal mask zigzag and striped balance the work.
+      layout: the order the tokens are already in: "contiguous", "zigzag", "striped", or "striped:k"
+        with stripes of k tokens, like "striped:64"; see :func:`burst_jax.to_layout`. Under a causal
+        mask zigzag and striped balance the work.
+      pad: whether lengths T and S that the mesh does not divide are padded: with zeros, up to the
+        next length that it divides. Segment 0 masks the padding, and out and lse are cut to T, so
+        results and gradients are exact. It is for the contiguous layout only, because in other
+        layouts the padding must come before the permutation. It moves tokens between devices at
+        every call; where the model allows, pad once, with :func:`burst_jax.pad_to_layout`.
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
         to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
@@ -208,6 +217,10 @@ def burst_attention(
         positions, not on devices, layout or implementation.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program. They have
+        them with all implementations but Hopper's own kernels ("mosaic_gpu"), whose backward adds
+        up dQ in the order in which parts of it come. True: None takes the next implementation for
+        the gradient, and "mosaic_gpu" is refused there. out and lse always have the same bits.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
         (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
       return_residual: also return lse.
@@ -226,6 +239,7 @@ def burst_attention(
     """
     refuse_other_arguments(burst_attention, positional, others)
     check_bool("return_residual", return_residual)
+    check_pad(pad, layout)
     check_arrays(query, key, value)
     hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
     positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
@@ -262,6 +276,7 @@ def burst_attention(
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         implementation=implementation,
+        deterministic=deterministic,
         backward=backward,
         query_offset=positions.query_offset,
         positions_by_row=positions.by_row is not None,
@@ -271,9 +286,11 @@ def burst_attention(
     refuse_by_row(positions, per_head, dropout_rate, request.spec)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
     placement = Placement.parse(mesh, request, batch_axis, head_axis)
-    check_global_shapes(request, placement, query, key)
-    request = with_block_mask(request, query, key, block_mask)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
+    if pad:
+        arrays = padded(request, placement, arrays, block_mask)
+    check_global_shapes(request, placement, arrays["query"], arrays["key"])
+    request = with_block_mask(request, query, key, block_mask)
     if block_mask is not None:
         arrays["block_mask"] = block_mask
     check_devices(mesh, arrays | per_head)
@@ -284,6 +301,8 @@ def burst_attention(
         numbers = zip(("batch_numbers", "head_numbers"), Numbering.of(query), strict=True)
         arrays |= {name: placement.split(name, x) for name, x in numbers}
     out, lse = _on_mesh(request, placement, arrays, per_head)
+    if pad:
+        out, lse = (cut(x, placement, query) for x in (out, lse))
     return (out, lse) if return_residual else out
 
 

@@ -51,6 +51,7 @@ class LocalOptions(MaskArrays, total=False):
     dropout_rate: float
     dropout_key: jax.Array | None
     implementation: str | Implementation | None
+    deterministic: bool
 
 
 class RingOptions(LocalOptions, total=False):
@@ -68,3 +69,4 @@ class AttentionOptions(RingOptions, total=False):
     seq_axis: AxisNames
     batch_axis: AxisNames
     head_axis: AxisNames
+    pad: bool

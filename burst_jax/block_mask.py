@@ -82,10 +82,15 @@ def with_block_mask(
 
 
 def by_heads(block_mask: Any) -> jax.Array | None:
-    """The table as bool ``[N or 1, rows, columns]``."""
-    if block_mask is None or block_mask.ndim == 3:
-        return block_mask
-    return block_mask[None]
+    """The table as bool ``[N or 1, rows, columns]``.
+
+    A table of numpy's is a constant of the program. XLA computes ahead what follows from constants,
+    and takes seconds for the sums over a large table. Behind the barrier it leaves them to the
+    device, which makes them in microseconds.
+    """
+    if block_mask is None:
+        return None
+    return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
 
 
 def block_mask_of(

@@ -7,28 +7,33 @@ of ``c = length // n`` tokens each; shard ``r`` holds, in index order:
 contiguous block ``r``                       ``length % n == 0``
 zigzag     half-blocks ``r`` and ``2n-1-r``  ``length % 2n == 0``
 striped    tokens ``r, r+n, r+2n, ...``      ``length % n == 0``
+striped:k  stripes ``r, r+n, r+2n, ...``     ``length % kn == 0``
+           of k tokens each
 ========== ================================= ====================
 
 Four shards, 16 tokens::
 
-             contiguous      zigzag          striped
-    shard 0   0  1  2  3     0  1  14 15     0 4 8  12
-    shard 1   4  5  6  7     2  3  12 13     1 5 9  13
-    shard 2   8  9  10 11    4  5  10 11     2 6 10 14
-    shard 3   12 13 14 15    6  7  8  9      3 7 11 15
+             contiguous      zigzag          striped         striped:2
+    shard 0   0  1  2  3     0  1  14 15     0 4 8  12       0 1 8  9
+    shard 1   4  5  6  7     2  3  12 13     1 5 9  13       2 3 10 11
+    shard 2   8  9  10 11    4  5  10 11     2 6 10 14       4 5 12 13
+    shard 3   12 13 14 15    6  7  8  9      3 7 11 15       6 7 14 15
 
 Positions ascend inside every shard, so the tokens of a tile lie close together, and the local
 kernels skip nearly every tile that a mask empties.
 
 Under a causal mask a contiguous ring leaves the first shard idle most of the time. Zigzag gives
 every shard the same work at every step but the first. Striped (Brandon et al. 2023, Striped
-Attention, section 3) gives every shard the same work but for one diagonal of the scores.
+Attention, section 3) gives every shard the same work but for one diagonal of the scores. Stripes of
+64 or 128 tokens, like TransformerEngine's, keep whole tiles of tokens together, so that fewer tiles
+need a mask; the work of two shards differs by k diagonals.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -42,26 +47,38 @@ from burst_jax.sharding import axes_size, flat_names
 from pallas_kernels.arrays import as_int32
 
 Array = jax.Array | np.ndarray
-Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_Named = Literal["contiguous", "zigzag", "striped"]
+# One of these names, or "striped:k" with stripes of k tokens, like "striped:64".
+Layout = _Named | str
+LAYOUTS: tuple[_Named, ...] = get_args(_Named)
+_STRIPES = re.compile(r"striped:([1-9][0-9]{0,8})")
 
 
-def blocks_per_shard(layout: str) -> int:
-    """Number of equal blocks that make up one shard; it must divide the shard's length."""
+def shard_unit(layout: str) -> int:
+    """What must divide a shard's length: zigzag needs two equal blocks, stripes must be whole."""
     check_layout(layout)
-    return 2 if layout == "zigzag" else 1
+    return 2 if layout == "zigzag" else stripe_of(layout) or 1
+
+
+def stripe_of(layout: str) -> int | None:
+    """Tokens of a stripe, 1 for "striped"; None if the layout has no stripes."""
+    found = _STRIPES.fullmatch(layout)
+    return int(found[1]) if found else 1 if layout == "striped" else None
 
 
 def check_layout(layout: str) -> None:
-    """Raises ValueError unless ``layout`` is one of :data:`LAYOUTS`."""
+    """Raises ValueError unless ``layout`` is one of :data:`LAYOUTS`, or "striped:k"."""
     # A NumPy array of one string is equal to it, but no static argument.
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
+    if not isinstance(layout, str) or not (layout in LAYOUTS or _STRIPES.fullmatch(layout)):
+        raise ValueError(
+            f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}, or 'striped:k' for "
+            "stripes of k tokens, like 'striped:64'"
+        )
 
 
 def padded_length(layout: str, length: int, num_shards: int) -> int:
     """The smallest length, ``length`` or longer, that ``layout`` can split over ``num_shards``."""
-    multiple = blocks_per_shard(layout) * _check_shards(num_shards)
+    multiple = shard_unit(layout) * _check_shards(num_shards)
     return -(-length // multiple) * multiple
 
 
@@ -72,7 +89,7 @@ def check_length(layout: str, length: int, num_shards: int, name: str = "length"
     """
     fit = padded_length(layout, length, num_shards)
     if fit != length:
-        multiple = blocks_per_shard(layout) * num_shards
+        multiple = shard_unit(layout) * num_shards
         raise ValueError(
             f"{name} is {length}: the {layout} layout over {num_shards} shards needs a multiple of "
             f"{multiple}; pad to {fit} (pad_to_layout pads and masks the padding)"
@@ -96,31 +113,38 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
     index = jnp.arange(shard_length, dtype=jnp.int32)
     if layout == "contiguous":
         return shard * shard_length + index
-    if layout == "striped":
-        return shard + num_shards * index
+    stripe = stripe_of(layout)
+    if stripe is not None:
+        return stripe * shard + index + (num_shards - 1) * stripe * (index // stripe)
     half = shard_length // 2
     # The second half-block, 2n-1-r, starts where index - half would be 0.
     start = jnp.where(index < half, shard * half, (2 * num_shards - 1 - shard) * half - half)
     return start + index
 
 
-def shard_runs(layout: str, shard_length: int, num_shards: int) -> tuple[np.ndarray, int, int]:
+def shard_runs(
+    layout: str, shard_length: int, num_shards: int, *, across_stripes: bool = True
+) -> tuple[np.ndarray, int, int]:
     """The positions of :func:`shard_positions` for all shards, as runs of equal distance.
 
     Args:
       layout: the layout's name.
       shard_length: number of tokens per shard.
       num_shards: number of shards on the ring.
+      across_stripes: whether a run has one token of each stripe; otherwise it is one stripe.
 
     Returns:
       ``(starts, stride, count)``: run j of shard r holds ``starts[r, j] + stride * i`` for i from 0
       to ``count - 1``; starts is int64 ``[num_shards, runs]``.
     """
-    blocks = blocks_per_shard(layout)
-    shard, count = np.arange(num_shards), shard_length // blocks
-    if layout == "striped":
-        return shard[:, None], num_shards, count
-    last = 2 * num_shards - 1
+    shard, stripe = np.arange(num_shards), stripe_of(layout)
+    if stripe is not None:
+        starts, count = stripe * shard[:, None], shard_length // stripe
+        if across_stripes:
+            return starts + np.arange(stripe), num_shards * stripe, count
+        return starts + num_shards * stripe * np.arange(count), 1, stripe
+    blocks = shard_unit(layout)
+    last, count = 2 * num_shards - 1, shard_length // blocks
     starts = np.stack([shard, last - shard][:blocks], axis=1) * count
     return starts, 1, count
 
@@ -137,9 +161,11 @@ def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -
     Returns:
       A number r: tokens ``i r .. i r + r - 1`` of every shard are in one block, for every i.
     """
-    if layout == "striped":
-        return block // num_shards if block % num_shards == 0 else 1
-    return math.gcd(shard_length // blocks_per_shard(layout), block)
+    stripe = stripe_of(layout)
+    if stripe is not None:
+        whole = block % (num_shards * stripe) == 0
+        return block // num_shards if whole else math.gcd(stripe, block)
+    return math.gcd(shard_length // shard_unit(layout), block)
 
 
 def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
@@ -149,7 +175,7 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     position of another token.
 
     Args:
-      layout: "contiguous", "zigzag" or "striped".
+      layout: "contiguous", "zigzag", "striped" or "striped:k" (:mod:`burst_jax.layout`).
       length: tokens of the whole sequence.
       num_shards: number of shards on the ring: the size of ``seq_axis``, or of both axes together
         if it is a pair. ``head_parallel_axis`` does not count.
@@ -166,8 +192,9 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     index = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
         return index
-    if layout == "striped":
-        return index.reshape(-1, num_shards).T.reshape(-1)
+    stripe = stripe_of(layout)
+    if stripe is not None:
+        return index.reshape(-1, num_shards, stripe).swapaxes(0, 1).reshape(-1)
     halves = index.reshape(2 * num_shards, -1)
     pairs = np.stack([halves[:num_shards], halves[: num_shards - 1 : -1]], axis=1)
     return pairs.reshape(-1)
@@ -182,7 +209,7 @@ def to_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> 
 
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
-      layout: "contiguous", "zigzag" or "striped".
+      layout: "contiguous", "zigzag", "striped" or "striped:k" (:mod:`burst_jax.layout`).
       num_shards: number of shards on the ring, as in :func:`positions`.
       axis: the tokens' axis, 1 for ``[B, T, ...]``.
 
@@ -220,7 +247,7 @@ def pad_to_layout[Tree](
     Args:
       tree: an array ``[B, T, ...]`` or a pytree of such arrays, all with the same B and T. Padding
         is zeros of the array's dtype.
-      layout: "contiguous", "zigzag" or "striped".
+      layout: "contiguous", "zigzag", "striped" or "striped:k" (:mod:`burst_jax.layout`).
       num_shards: number of shards on the ring, as in :func:`positions`.
       segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
         None for one segment per row.
@@ -343,8 +370,9 @@ def _reorder(
     # Reshapes, flips and transposes in place of a gather: XLA fuses them into one copy.
     shape = x.shape
     n, lead, tail = num_shards, shape[:axis], shape[axis + 1 :]
-    if layout == "striped":
-        rows = (n, -1) if inverse else (-1, n)
+    stripe = stripe_of(layout)
+    if stripe is not None:
+        rows = (n, -1, stripe) if inverse else (-1, n, stripe)
         return xp.swapaxes(xp.reshape(x, (*lead, *rows, *tail)), axis, axis + 1).reshape(shape)
     leading = (slice(None),) * axis
     if inverse:  # [n, (low, high), half] to the low halves in order, then the high halves reversed.

@@ -58,6 +58,8 @@ from pallas_kernels.score import BIAS_NUMBERS
 Array = jax.Array | np.ndarray
 # Rings beyond this size are not looked for where positions are another layout's.
 _MOST_SHARDS = 512
+# Seams between blocks of the layout at which a traced call checks positions.
+_MOST_SEAMS = 4
 
 
 def refuse_wrong_order(
@@ -182,8 +184,11 @@ def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
 def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
     """The layout, and the number of shards, that has these positions ``[T]``; None if none has."""
     length = len(positions)
+    # The tokens up to the first one that does not follow the one before it are a stripe, if any.
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    layouts = *LAYOUTS, *(f"striped:{stripe + 1}" for stripe in breaks[:1])
     for shards in range(1, min(length, _MOST_SHARDS) + 1):
-        for layout in LAYOUTS:
+        for layout in layouts:
             fits = padded_length(layout, length, shards) == length
             if fits and (layout_positions(layout, length, shards) == positions).all():
                 return layout, shards
@@ -239,9 +244,11 @@ class _Samples:
         """``text`` ``[devices, tokens of a device]``: the index of each token in its text."""
         length = text.shape[1]
         # A seam lies where the step to the next token is not the usual one. In the striped layout
-        # all steps are equal, so there is no seam.
+        # all steps are equal, so there is no seam. Between stripes of several tokens there may be
+        # thousands, of which a few are enough to find an arange.
         steps = np.diff(text)
         seams = np.flatnonzero((steps != steps.min(initial=text.size)).any(0))
+        seams = seams if seams.size <= _MOST_SEAMS else seams[:_MOST_SEAMS]
         shown = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
         if all_of_them:
             shown = np.arange(length)

@@ -115,6 +115,12 @@ class Placement:
         }
         return P(*(axes[dimension] for dimension in dimensions))
 
+    def tokens_axis(self, name: str, ndim: int) -> int | None:
+        """Which of its ``ndim`` axes counts the tokens of the argument of this name; None: none."""
+        dimensions = _DIMENSIONS[name]
+        dimensions = dimensions[len(dimensions) - ndim :]
+        return dimensions.index("tokens") if "tokens" in dimensions else None
+
     def split(self, name: str, array: jax.Array) -> jax.Array:
         """An array that the library made, split as the mesh's Explicit axes need it."""
         explicit = self.mesh.explicit_axes

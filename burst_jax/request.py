@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from burst_jax.checks import WindowSize, check_rotation, check_seq_axes, make_spec
+from burst_jax.checks import WindowSize, check_bool, check_rotation, check_seq_axes, make_spec
 from burst_jax.functions import MaskMod, ScoreMod, check_functions
 from burst_jax.layout import Layout, check_layout, run_in_blocks, shard_positions
 from burst_jax.platform import Target
@@ -56,6 +56,7 @@ class Request:
       head_parallel_size: how many devices lie along it; 1 without the axis.
       implementation: the local attention, or None for the fastest that can run.
       rotation: what travels for the gradients: the argument ``backward`` of the public functions.
+      deterministic: whether gradients must have the same bits at every run.
       query_offset: what comes onto the queries' positions in the layout; None where only arrays say
         what the positions are.
       blocks: what is static of a mask by blocks; None without one.
@@ -69,6 +70,7 @@ class Request:
     head_parallel_size: int
     implementation: Implementation | None
     rotation: RotationChoice
+    deterministic: bool = False
     query_offset: int | None = 0
     blocks: Blocks | None = None
 
@@ -89,6 +91,7 @@ class Request:
         logits_soft_cap: float | None = None,
         dropout_rate: float = 0.0,
         implementation: str | Implementation | None = None,
+        deterministic: bool = False,
         backward: RotationChoice = "auto",
         query_offset: int | None = 0,
         positions_by_row: bool = False,
@@ -118,6 +121,7 @@ class Request:
         """
         check_layout(layout)
         check_rotation(backward)
+        check_bool("deterministic", deterministic)
         ring_axes = check_seq_axes(axis_argument, axes, head_parallel_axis)
         head_parallel_size = 1
         if head_parallel_axis is not None:
@@ -146,6 +150,7 @@ class Request:
             head_parallel_size=head_parallel_size,
             implementation=find(implementation),
             rotation=backward,
+            deterministic=bool(deterministic),
             query_offset=query_offset,
         )
 
@@ -188,6 +193,7 @@ class Request:
                 queries.q, keys.k, keys.v, q_tokens, _NO_TOKENS, per_head, seeds, blocks
             ),
             backward=backward,
+            deterministic=self.deterministic,
             spec=self.spec,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 
-from burst_jax.layout import check_length
+from burst_jax.layout import check_length, shard_unit
 from burst_jax.placement import Placement
 from burst_jax.request import Request
 from burst_jax.ring.exchange import check_heads
@@ -67,17 +67,19 @@ def check_local_shapes(request: Request, query: jax.Array, key: jax.Array) -> No
     """Checks whether one device's arrays can be its part of what is asked for.
 
     Raises:
-      ValueError: a shard of the ring has an odd length, or heads cannot be exchanged.
+      ValueError: a shard of the ring has a length that the layout cannot have, or heads cannot be
+        exchanged.
       NotImplementedError: the batch size is symbolic and several devices share a row.
     """
-    if request.layout == "zigzag":
-        for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
-            tokens = length * request.head_parallel_size
-            if tokens % 2:
-                raise ValueError(
-                    f"{name} holds {tokens} tokens per shard: the zigzag layout needs an "
-                    "even number; pad the sequence with pad_to_layout"
-                )
+    unit = shard_unit(request.layout)
+    needs = "an even number" if unit == 2 else f"a multiple of {unit}"
+    for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
+        tokens = length * request.head_parallel_size
+        if tokens % unit:
+            raise ValueError(
+                f"{name} holds {tokens} tokens per shard: the {request.layout} layout needs "
+                f"{needs}; pad the sequence with pad_to_layout"
+            )
     _check_static_batch(request, query)
     _check_exchange(request, query.shape[2], key.shape[2])
 

@@ -104,6 +104,7 @@ def ring_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     backward: RotationChoice = "auto",
     return_residual: bool = False,
     **others: Any,
@@ -135,8 +136,8 @@ def ring_attention(
         in. Its devices exchange their tokens for parts of the heads by all-to-all
         (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
         divisor.
-      layout: the order the tokens are in: "contiguous", "zigzag" or "striped"
-        (:mod:`burst_jax.layout`). A ring's shard must hold an even number of them for zigzag.
+      layout: the order the tokens are in (:mod:`burst_jax.layout`). A ring's shard must hold an
+        even number of them for "zigzag", whole stripes for "striped:64".
       query_offset: what comes onto the positions of the queries; without it both sides count from
         0. An integer of either sign, an array of one, or an array ``[B]``, one for each row. A ring
         leaves out hops by a Python integer, not by an array.
@@ -185,6 +186,8 @@ def ring_attention(
         into it. Those along ``axis_name`` must pass the same one.
       implementation: the local attention: "triton", "xla", "mosaic_gpu", an
         :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program: not those
+        of "mosaic_gpu". See :func:`burst_jax.burst_attention`.
       backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
         (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
       return_residual: also return lse.
@@ -232,6 +235,7 @@ def ring_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
+        deterministic=deterministic,
         backward=backward,
     )
     out, lse = attend_shard(request, shard)
@@ -375,6 +379,7 @@ def local_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: str | Implementation | None = None,
+    deterministic: bool = False,
     return_residual: bool = False,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -435,6 +440,7 @@ def local_attention(
       dropout_key: a ``jax.random.key``; needed where weights are dropped.
       implementation: "triton", "xla", "mosaic_gpu", an :class:`pallas_kernels.Implementation`, or
         None for the fastest that can run.
+      deterministic: whether gradients, too, have the same bits at every run of a program.
       return_residual: also return lse.
 
     Returns:
@@ -479,6 +485,7 @@ def local_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
+        deterministic=deterministic,
     )
     check_one_device(arrays | per_head)
     out, lse = _on_device(request, target_of(query), arrays, per_head, seeds)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from burst_jax import ShardingRules
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.layout import Layout, padded_length
+from burst_jax.layout import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hub.adapter import check_base
@@ -98,7 +98,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--batch", type=int, help=f"rows per step, on all devices {default('batch')}")
     add = group("devices").add_argument
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all devices on seq)")
-    add("--layout", choices=get_args(Layout), default="zigzag", help="order of the tokens")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
     add("--microbatches", type=int, help="of a pipeline (default: as many as stages)")
     add("--implementation", choices=("xla", "triton", "mosaic_gpu"), help="local attention")
     add("--coordinator", help="host:port of process 0, for several processes")

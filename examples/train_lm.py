@@ -453,7 +453,14 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                     f"on {', '.join(run.config.lora.projections)}, and no others"
                 )
             params, log = train(args, run, interrupt)
-        except (ValueError, OSError, NotImplementedError, NonFinite, CheckpointError) as error:
+        except (
+            ValueError,
+            OSError,
+            NotImplementedError,
+            ImportError,
+            NonFinite,
+            CheckpointError,
+        ) as error:
             parser.error(str(error))
     if interrupt.requested:
         reached = log.history[-1:] or [{"step": 0, "loss": math.nan}]

@@ -123,6 +123,8 @@ class Implementation:
       unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the
         caller's functions of scores, or None if it can.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
+      deterministic: whether ``backward`` gives the same bits at every run; False where programs add
+        to an array in the order in which they come. (``forward`` must give the same bits.)
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
       second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"
         is in both modes, "forward" in forward mode only (their loops have lengths that the bounds
@@ -141,5 +143,6 @@ class Implementation:
     backward_dkv: Callable[..., Dkv] | None = None
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[Operands], str | None] | None = None
+    deterministic: bool = True
     checks_vma: bool = True
     second_derivatives: Literal["any", "forward", "none"] = "none"

@@ -56,6 +56,7 @@ def resolve(
     compute_capability: float | None,
     operands: Operands,
     backward: bool = False,
+    deterministic: bool = False,
     spec: AttentionSpec | None = None,
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that can.
@@ -70,6 +71,7 @@ def resolve(
       compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
       operands: what it would run on; only shapes and dtypes are read.
       backward: choose for the gradient.
+      deterministic: choose one whose gradient has the same bits at every run.
       spec: what it would compute; None has no functions of the caller's.
 
     Raises:
@@ -78,11 +80,11 @@ def resolve(
         functions.
     """
     chosen = find(implementation)
-    asked = platform, compute_capability, operands, backward, spec
+    where = platform, compute_capability, operands, backward, deterministic, spec
     if chosen is None:
-        reasons = [_reason_against(candidate, *asked) for candidate in _CANDIDATES]
+        reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
         chosen = _CANDIDATES[reasons.index(None)]
-        if _obstacle(MOSAIC_GPU, *asked) is None and chosen is not MOSAIC_GPU:
+        if _obstacle(MOSAIC_GPU, *where) is None and chosen is not MOSAIC_GPU:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
                 f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "
@@ -90,7 +92,7 @@ def resolve(
                 SlowerKernelsWarning,
                 stacklevel=2,
             )
-    obstacle = _obstacle(chosen, *asked)
+    obstacle = _obstacle(chosen, *where)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
@@ -102,6 +104,7 @@ def _obstacle(
     compute_capability: float | None,
     operands: Operands,
     backward: bool,
+    deterministic: bool,
     spec: AttentionSpec | None,
 ) -> str | None:
     """Why a candidate cannot run, or None if it can."""
@@ -110,6 +113,11 @@ def _obstacle(
         return unavailable
     if backward and candidate.backward is None:
         return "it has no backward pass; use None or 'xla' where gradients are taken"
+    if backward and deterministic and not candidate.deterministic:
+        return (
+            "deterministic is True, and it adds up gradients in an order that differs from run to "
+            "run; use None or 'triton', or leave deterministic out"
+        )
     if backward and candidate.backward_unsupported is not None:
         unsupported = candidate.backward_unsupported(operands)
     else:
@@ -125,10 +133,12 @@ def _reason_against(
     compute_capability: float | None,
     operands: Operands,
     backward: bool,
+    deterministic: bool,
     spec: AttentionSpec | None,
 ) -> str | None:
     """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
-    obstacle = _obstacle(candidate, platform, compute_capability, operands, backward, spec)
+    where = platform, compute_capability, operands, backward, deterministic, spec
+    obstacle = _obstacle(candidate, *where)
     if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
         return (
             f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "

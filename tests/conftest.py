@@ -84,9 +84,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kills",
         type=int,
-        default=3,
+        default=2,
         metavar="N",
-        help="how often tests/test_kills.py kills a training run (default: 3)",
+        help="how often tests/test_kills.py kills a training run (default: 2)",
     )
 
 

@@ -146,7 +146,7 @@ def test_tables_of_heads_that_an_axis_splits(kind):
     assert_close(jax.jit(on_device)(tuple(put), tables), want)
 
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
 
 
 def scores_that_count(sizes, layout, lengths, window, table, queries_travel, stop):

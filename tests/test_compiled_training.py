@@ -115,10 +115,9 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
     assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
 
 
-def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
-    """It lies between the memory of all layers as "attention" and of all as "selective"."""
-    sizes, tokens = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}, 4 * TOKENS
-    config = dataclasses.replace(CONFIG, num_layers=4, remat="selective", remat_layers=2)
+def compiled_and_planned(config, tokens):
+    """Bytes of a step on a ring of two, and the planner's by ``remat`` and ``remat_layers``."""
+    sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
     program, params, _ = compile_small("a100", "triton", sizes, config, tokens)
 
     def planned(remat: Remat, count: int | None) -> int:
@@ -129,10 +128,26 @@ def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
         )
         return memory.activations + memory.gradients + memory.work
 
-    found = compiled.temp_bytes(program)
-    assert found == pytest.approx(planned("selective", 2), rel=0.1)
+    return compiled.temp_bytes(program), planned
+
+
+def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
+    """It lies between the memory of all layers as "attention" and of all as "selective"."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=4, remat="selective", remat_layers=2, post_norms=True
+    )
+    found, planned = compiled_and_planned(config, 4 * TOKENS)
+    assert found == pytest.approx(planned("selective", 2), rel=0.05)
     assert planned("attention", None) < 0.9 * found
     assert planned("selective", None) > 1.1 * found
+
+
+def test_norms_that_keep_all_take_the_memory_that_the_planner_says():
+    """Norms of the residual stream, of what is added to it, of queries and of keys."""
+    config = dataclasses.replace(CONFIG, num_layers=2, remat="none", post_norms=True)
+    assert config.qk_norm
+    found, planned = compiled_and_planned(config, 2 * TOKENS)
+    assert found == pytest.approx(planned("none", None), rel=0.1)
 
 
 def test_what_is_offloaded_travels_to_the_host_beside_kernels():

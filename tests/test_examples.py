@@ -430,6 +430,16 @@ def test_without_matplotlib_a_run_says_first_that_there_will_be_no_picture(
     assert not (tmp_path / "loss.png").exists()
 
 
+def test_a_library_that_is_missing_ends_a_run_with_what_to_install(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SystemExit):
+        train_lm.main(["--data", str(corpus), "--tokenizer", "x", *TINY, "--out", str(tmp_path)])
+    assert "error: TokenizerFile needs tokenizers, which is not" in capsys.readouterr().err
+
+
 def test_comparing_runs_names_what_is_no_run(tmp_path):
     result = run("compare_runs.py", tmp_path, tmp_path / "other")
     assert result.returncode == 1

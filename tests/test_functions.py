@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import compare
 import functions
@@ -19,6 +20,7 @@ from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
 import burst_jax
+from pallas_kernels import AttentionSpec, Mask, Operands, Score, Tokens, resolve
 
 CASES = [
     a_case(1, "contiguous", "full"),
@@ -273,3 +275,32 @@ def test_a_table_of_blocks_of_a_function(by_head):
 def test_mistakes_of_a_table_are_named(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         burst_jax.block_mask_of(lambda b, h, q, k: b + h < q, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("dim", "score_mod", "chosen"),
+    [
+        (64, functions.score_mod, "mosaic_gpu"),
+        (128, alibi, "mosaic_gpu"),
+        (128, functions.score_mod, "the head dim is 128, and the derivative of score_mod depends"),
+        (64, lambda s, b, h, q, k: jnp.sin(s), "score_mod does 'sin', which its kernels cannot"),
+    ],
+    ids=["slope64", "added128", "slope128", "sine"],
+)
+def test_hoppers_own_backward_takes_what_it_has_registers_and_instructions_for(
+    dim, score_mod, chosen
+):
+    x: Any = jax.ShapeDtypeStruct((1, 128, 2, dim), jnp.bfloat16)
+    tokens = Tokens(jnp.arange(128, dtype=jnp.int32))
+    spec = AttentionSpec(Mask(), Score(1.0, score_mod=score_mod))
+
+    def choose(name):
+        where = {"platform": "gpu", "compute_capability": 9.0, "backward": True, "spec": spec}
+        return resolve(name, operands=Operands(x, x, x, tokens, tokens), **where).name
+
+    if chosen == "mosaic_gpu":
+        assert choose("mosaic_gpu") == chosen
+        return
+    with pytest.raises(NotImplementedError, match=re.escape(chosen)):
+        choose("mosaic_gpu")
+    assert choose(None) == "triton"

@@ -65,6 +65,8 @@ CASES = [
     *QUICK,
     a_case(4, "zigzag", "packed_causal", backward="rotate_query") | {"numbers": "both"},
     a_case(3, "striped", "packed_causal", shard="63") | {"numbers": "both"},
+    # 13 stripes on a shard, of which 7 are made again.
+    a_case(3, "striped:4", "causal", shard="50"),
     # The first half of a shard is 25 tokens, which are not dealt out.
     a_case(3, "zigzag", "window96", shard="50"),
     a_case("2x3", "zigzag", "packed_window_cap") | {"numbers": "sinks"},
@@ -111,7 +113,7 @@ def work(request, tokens):
     return mean * request.ring_size, most
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "striped:2"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_quarter_of_the_scores_is_computed_again(n, layout):
     tokens = 64

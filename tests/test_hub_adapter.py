@@ -165,6 +165,10 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"bias": "all"}, {}, NotImplementedError, "bias is 'all'"),
         ({"rank_pattern": {"q": 1}}, {}, NotImplementedError, r"rank_pattern is \{'q': 1\}"),
         ({"new_kind": 3}, {}, NotImplementedError, "new_kind is 3"),
+        # peft would take the part of W that was drawn away from it.
+        ({"init_lora_weights": "pissa_niter_4"}, {}, NotImplementedError, "is 'pissa_niter_4'"),
+        ({"init_lora_weights": "OLoRA"}, {}, NotImplementedError, "init_lora_weights is 'OLoRA'"),
+        ({"lora_alpha": None}, {}, ValueError, "adapter_config.json lacks lora_alpha"),
         ({"r": 5}, {}, ValueError, r"of another shape: .*lora_A.weight is \[3, 32\], expected \[5"),
         ({}, {FIRST: None}, ValueError, "that adapter_config.json and the model .*; missing: base"),
         ({}, {"other": np.ones(1, np.float32)}, ValueError, "left over: other"),
@@ -179,11 +183,22 @@ def test_adapters_that_are_refused(tmp_path, adapter, config, tensors, error, me
         load_adapter(model, tmp_path)
 
 
+def test_adapters_that_were_drawn_beside_the_whole_weights_are_taken(tmp_path, adapter):
+    model, said, there = adapter
+    config = said | {"init_lora_weights": "Gaussian"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(there, tmp_path / "adapter_model.safetensors")
+    assert load_adapter(model, tmp_path).config.lora is not None
+
+
 def test_folders_that_are_refused(tmp_path, adapter):
     model, said, there = adapter
     with pytest.raises(ValueError, match="model has no adapters: add_lora gives it some; save wri"):
         save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config.json: name a folder that"):
+        load_adapter(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"adapter_config.json is \[\]: it must be a JSON object"):
         load_adapter(model, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
     with pytest.raises(FileNotFoundError, match=r"lacks adapter_model.safetensors"):

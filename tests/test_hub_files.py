@@ -109,3 +109,9 @@ def test_files_that_are_not_there_or_damaged(path, tmp_path):
     (path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config.json is \[\]: it must be a JSON object"):
         load(path, mesh=mesh)
+    (path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks config.json: name a folder as transformer"):
+        load(path, mesh=mesh)
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"it is an adapter's; load its model, and pass"):
+        load(path, mesh=mesh)

@@ -14,21 +14,22 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from burst_jax import from_layout, pad_to_layout, positions, to_layout
-from burst_jax.layout import LAYOUTS, blocks_per_shard, padded_length, shard_positions
+from burst_jax.layout import LAYOUTS, padded_length, shard_positions, shard_unit, stripe_of
 
 RNG = np.random.default_rng(0)
 TABLE = {
     "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
     "zigzag": [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]],
     "striped": [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
+    "striped:2": [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", TABLE)
 every_size = pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8], ids=lambda n: f"n{n}")
 
 
 def length_of(layout, n, blocks=3):
     """An odd number of tokens per block of a shard."""
-    return blocks_per_shard(layout) * n * blocks
+    return shard_unit(layout) * n * blocks
 
 
 @pytest.mark.parametrize("layout", TABLE)
@@ -41,7 +42,18 @@ def test_four_devices_and_sixteen_tokens(layout):
 
 
 def test_the_table_has_every_layout():
-    assert tuple(TABLE) == LAYOUTS
+    assert tuple(TABLE)[:-1] == LAYOUTS
+    assert stripe_of(tuple(TABLE)[-1]) == 2
+
+
+@pytest.mark.parametrize(
+    "layout", ["striped:", "striped:0", "striped:-1", "striped:1.5", "zigzag:2"]
+)
+def test_stripes_of_no_tokens_are_refused(layout):
+    with pytest.raises(
+        ValueError, match=rf"layout is '{layout}': use one of .* 'striped:k' for st"
+    ):
+        positions(layout, 16, 4)
 
 
 @every_layout
@@ -109,7 +121,7 @@ def test_pytrees_keep_types_and_dtypes(layout):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "striped:4"])
 @pytest.mark.parametrize("n", [3, 4], ids=lambda n: f"n{n}")
 def test_under_jit_and_without_a_gather(layout, n):
     x = RNG.normal(size=(2, length_of(layout, n), 5)).astype(np.float32)
@@ -137,6 +149,7 @@ def test_a_permutation_passes_gradients_to_the_right_tokens(layout):
         ("contiguous", 17, 4, 20),
         ("striped", 1, 8, 8),
         ("striped", 100, 3, 102),
+        ("striped:64", 1000, 3, 1152),
         ("zigzag", 16, 4, 16),
         ("zigzag", 20, 4, 24),
         ("zigzag", 63, 5, 70),

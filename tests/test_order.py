@@ -25,7 +25,10 @@ from burst_jax.training import (
 )
 
 B, T = 3, 48
-LAYOUTS = [("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped", 2), ("zigzag", 2)]
+LAYOUTS = [
+    *(("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped", 2), ("zigzag", 2)),
+    *(("striped:4", 2), ("striped:2", 4)),
+]
 
 
 def natural_rows(rng):

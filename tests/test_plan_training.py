@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import AxisType
 
 import burst_jax
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, LayerKind
+from burst_jax.models import DecoderConfig, LayerKind, Lora
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS, measured_steps
 from burst_jax.plan.__main__ import main
@@ -219,6 +220,7 @@ def test_the_flags_are_those_of_the_training_script():
     args, _ = run_options.parse_args(line.split("train_lm.py ")[1].split())
     assert args.mesh == ",".join(f"{name}={size}" for name, size in best.way.mesh.items())
     assert (args.layout, args.remat) == (best.way.layout, best.way.remat)
+    assert args.model == Path("DIR")
     assert (args.seq_len, args.batch, args.mlp_chunks) == (2**17, 2, best.way.mlp_chunks)
     # The script has no flags for whole weights, nor for two levels.
     assert one(plan, weights="whole", ring=(8,)).way.flags is None
@@ -251,6 +253,13 @@ def test_a_training_plan_as_json_and_from_a_folder(tmp_path, capsys):
     main(["--model", str(folder), *arguments, "--json", "-"])
     loaded = json.loads(capsys.readouterr().out)
     assert loaded["recommended"] == record["recommended"]
+    main(["--model", str(folder), *arguments])
+    assert f"train_lm.py --model {folder} --mesh" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"lacks config.json: name a folder"):
+        main(["--model", str(tmp_path), *arguments])
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(SystemExit, match="has model_type 'mamba'"):
+        main(["--model", str(folder), *arguments])
 
 
 ERRORS = {
@@ -273,6 +282,13 @@ def test_bad_input(change, message):
     arguments = {"config": TINY, "length": 256} | change
     with pytest.raises(ValueError, match=message):
         burst_jax.plan_training(arguments.pop("config"), **arguments)
+
+
+def test_adapters_are_refused():
+    """Their weights would be counted as trained ones, and frozen weights with moments."""
+    config = dataclasses.replace(TINY, lora=Lora(4))
+    with pytest.raises(NotImplementedError, match=r"config.lora is Lora\(rank=4, .*lora=None\)"):
+        burst_jax.plan_training(config, length=256)
 
 
 def test_the_command_line_refuses_what_it_would_ignore(capsys):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
+from jaxprs import equations
+from meshes import mesh_of
 
+import burst_jax
+from burst_jax.platform import Target
+from burst_jax.ring import vjp
 from pallas_kernels import (
     MOSAIC_GPU,
     REFERENCE,
@@ -70,6 +77,11 @@ ON_HOPPER = MOSAIC_GPU if jax.__version_info__ < (0, 12) else TRITON
         ({"implementation": None, "backward": True, "dim": 320}, XLA),
         ({"implementation": None, "capability": 9.0, "backward": True, "dim": 128}, ON_HOPPER),
         ({"implementation": None, "capability": 9.0, "backward": True, "dim": 256}, TRITON),
+        ({"implementation": None, "capability": 9.0, "deterministic": True}, ON_HOPPER),
+        (
+            {"implementation": None, "capability": 9.0, "backward": True, "deterministic": True},
+            TRITON,
+        ),
         ({"implementation": "triton", "capability": 9.0}, TRITON),
         ({"implementation": "mosaic_gpu", "capability": 9.0, "backward": True}, MOSAIC_GPU),
         ({"implementation": "xla"}, XLA),
@@ -207,6 +219,11 @@ def test_triton_takes_the_tiles_of_the_gpu():
             "'triton' .* query is float64 .* takes bfloat16, float16 or float32",
         ),
         (
+            MOSAIC | {"backward": True, "deterministic": True},
+            NotImplementedError,
+            "'mosaic_gpu' cannot run: deterministic is True, .* use None or 'triton', or leave",
+        ),
+        (
             {"implementation": "mosaic_gpu", "platform": "cpu", "capability": None},
             NotImplementedError,
             r"'mosaic_gpu' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are "
@@ -244,6 +261,7 @@ def test_triton_takes_the_tiles_of_the_gpu():
         "mosaic_gpu_backward_value_dim",
         "triton_head_dim",
         "triton_float64",
+        "mosaic_gpu_deterministic",
         "mosaic_gpu_cpu",
         "mosaic_gpu_ampere",
         "mosaic_gpu_blackwell",
@@ -310,3 +328,39 @@ def test_configs_are_hashable_values():
     with pytest.raises(dataclasses.FrozenInstanceError):
         # pyrefly: ignore[read-only]  that it is read-only is what is tested
         Tiles(8, 16).block_q = 4
+
+
+def kernels_of_a_gradient(monkeypatch, **options):
+    """Names of the backward kernels in a ring's program for H100s."""
+    monkeypatch.setattr(vjp, "current_target", lambda: Target("gpu", 9.0))
+    x = jnp.zeros((1, 256, 2, 64), jnp.bfloat16)
+
+    def total(x):
+        attention = functools.partial(burst_jax.burst_attention, mesh=mesh_of(seq=2))
+        return attention(x, x, x, is_causal=True, **options).astype(jnp.float32).sum()
+
+    found = equations(jax.make_jaxpr(jax.grad(total))(x).jaxpr)
+    names = {str(equation.params.get("name")) for equation, _ in found}
+    return names & {"burst_backward", "burst_dq", "burst_dkv"}
+
+
+@pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
+def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
+    found = kernels_of_a_gradient(monkeypatch, implementation="mosaic_gpu")
+    assert found == {"burst_backward"}
+    found = kernels_of_a_gradient(monkeypatch, deterministic=True)
+    assert found == {"burst_dq", "burst_dkv"}
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run: deterministic is True"):
+        kernels_of_a_gradient(monkeypatch, implementation="mosaic_gpu", deterministic=True)
+
+
+def test_the_option_of_layers_is_not_the_argument_of_their_calls():
+    options: Any = {"deterministic": True, "dropout_rate": 0.1}
+    for make in (
+        lambda: burst_jax.BurstAttention(8, 2, rngs=nnx.Rngs(0), **options),
+        lambda: burst_jax.LinenBurstAttention(2, **options).init(
+            jax.random.key(0), jnp.zeros((1, 8, 8)), jnp.arange(8)
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"deterministic is True and dropout_rate 0.1: as an"):
+            make()

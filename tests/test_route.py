@@ -22,7 +22,7 @@ from burst_jax.ring.route import RingMask, cut, make_route, paste
 from burst_jax.ring.schedule import count_hops
 from pallas_kernels.mask import Mask
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
 AXES = {0: (), 1: ("seq",), 2: ("outer", "inner")}
 WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (3, 2), (0, 7), (None, 3), (40, 11))
 

@@ -335,7 +335,7 @@ MISTAKES = {
     ),
     "no microbatch": (
         lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=ShardingRules(stage="s"), microbatches=0),
-        r"microbatches is 0: it must be at least 1",
+        r"microbatches is 0: it must be an integer, at least 1",
     ),
     "an axis of seq_axis": (
         lambda: plain(seq_axis="ring"),

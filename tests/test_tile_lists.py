@@ -17,7 +17,7 @@ from burst_jax.layout import run_in_blocks
 from pallas_kernels import BlockMask, Mask, Tiles, Tokens, key_bounds, query_bounds
 from pallas_kernels.bounds import halves_of_tiles, lists_for_all
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
 N, T, S, SHARDS = 4, 24, 36, 2
 
 

@@ -252,8 +252,8 @@ def test_curves_for_tensorboard(tmp_path):
 
 
 def test_tensorboard_needs_its_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"tensorboardX: pip install 'burst-jax\[tensorboard\]'"):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"pip install 'burst-jax\[tensorboard\]'"):
         make_log(tmp_path, tensorboard=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_jax.bench.results import Results, Row, replacing
+from burst_jax.optional import optional
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue for other attention, warm
 # colours for this project's.
@@ -33,13 +34,7 @@ def figure_class() -> Any:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "drawing needs matplotlib, which comes with: pip install 'burst-jax[examples]'"
-        ) from error
-    return Figure
+    return optional("matplotlib.figure", user="drawing", extra="examples").Figure
 
 
 def png(text: str) -> Path:

@@ -3,12 +3,12 @@
 It needs the extra ``data``: ``pip install 'burst-jax[data]'``.
 """
 
+from burst_jax.optional import missing as _missing
+
 try:
     import grain as _grain  # noqa: F401 - says what to install, before a module below fails
-except ImportError as error:
-    raise ImportError(
-        "burst_jax.data needs grain, which is not installed: pip install 'burst-jax[data]'"
-    ) from error
+except ModuleNotFoundError as error:
+    raise _missing(error, "grain", user="burst_jax.data", extra="data") from None
 
 from burst_jax.data.corpus import Corpus as Corpus
 from burst_jax.data.corpus import open_corpus as open_corpus

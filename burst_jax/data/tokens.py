@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from burst_jax.optional import optional
+
 
 class Tokens(Protocol):
     """Makes token ids of text.
@@ -104,19 +106,13 @@ class TokenizerFile:
     is_bytes = False
 
     def __init__(self, path: str | Path, separator: str | None = None):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ImportError(
-                "TokenizerFile needs tokenizers, which is not installed: pip install "
-                "'burst-jax[data]'"
-            ) from error
+        tokenizers = optional("tokenizers", user="TokenizerFile", extra="data")
         self._path = Path(path)
         if not self._path.is_file():
             raise ValueError(f"path is {path}: there is no such file; name a tokenizer.json")
         contents = self._path.read_bytes()
         try:
-            self.tokenizer = Tokenizer.from_str(contents.decode())
+            self.tokenizer = tokenizers.Tokenizer.from_str(contents.decode())
         except Exception as error:  # The library raises plain Exception.
             raise ValueError(
                 f"path is {path}, which is no tokenizer ({error}): name a tokenizer.json, as "

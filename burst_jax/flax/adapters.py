@@ -13,6 +13,7 @@ from jax import lax
 from burst_jax.attention_options import AttentionOptions
 from burst_jax.flax.options import check_options
 from burst_jax.flax.shapes import attend_any_shape
+from burst_jax.padding import check_pad
 
 REFUSED = {
     "return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)",
@@ -22,7 +23,7 @@ REFUSED = {
 
 
 def nnx_attention_fn(
-    *, pad: bool = False, **options: Unpack[AttentionOptions]
+    **options: Unpack[AttentionOptions],
 ) -> Callable[..., jax.Array]:
     """``attention_fn`` for ``flax.nnx.MultiHeadAttention`` that runs :func:`burst_attention`.
 
@@ -68,13 +69,8 @@ def nnx_attention_fn(
     ==================== ==============================================================
 
     Args:
-      pad: whether lengths T and S that the mesh does not divide are padded: with zeros, up to the
-        next length that it divides. Segment 0 masks the padding, and the result is cut to T, so
-        result and gradients are exact. It works in the contiguous layout only, because in other
-        layouts the padding must come before the permutation. It moves tokens between devices at
-        every call; where the model allows, pad once, outside of the layer, with
-        :func:`burst_jax.pad_to_layout`.
-      **options: keyword arguments of :func:`burst_attention`, all but ``return_residual``.
+      **options: keyword arguments of :func:`burst_attention`, all but ``return_residual``. With
+        ``pad=True`` the layer takes lengths that the mesh does not divide.
 
     Returns:
       ``attention_fn(query [*batch, T, N, H], key [*batch, S, K, H], value [*batch, S, K, H], ...)
@@ -87,11 +83,11 @@ def nnx_attention_fn(
         that the mesh does not divide.
       NotImplementedError: when called, for a precision.
     """
-    return _attention_fn("nnx_attention_fn", pad, options)
+    return _attention_fn("nnx_attention_fn", options)
 
 
 def linen_attention_fn(
-    *, pad: bool = False, **options: Unpack[AttentionOptions]
+    **options: Unpack[AttentionOptions],
 ) -> Callable[..., jax.Array]:
     """``attention_fn`` for ``flax.linen.MultiHeadDotProductAttention``.
 
@@ -119,7 +115,6 @@ def linen_attention_fn(
                 return nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)(x)
 
     Args:
-      pad: as in :func:`nnx_attention_fn`.
       **options: keyword arguments of :func:`burst_attention`, all but ``return_residual``.
 
     Returns:
@@ -133,10 +128,10 @@ def linen_attention_fn(
         lengths that the mesh does not divide.
       NotImplementedError: when called, for a precision or an einsum of the caller's.
     """
-    return _attention_fn("linen_attention_fn", pad, options)
+    return _attention_fn("linen_attention_fn", options)
 
 
-def _attention_fn(owner: str, pad: bool, options: AttentionOptions) -> Callable[..., jax.Array]:
+def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Array]:
     """The one function behind both public names; ``owner`` is the name that errors give.
 
     It takes what either layer of Flax passes: ``promote_dtype``, ``is_causal`` and
@@ -144,14 +139,8 @@ def _attention_fn(owner: str, pad: bool, options: AttentionOptions) -> Callable[
     is a named parameter, because linen's layer drops every argument whose name it does not find in
     the signature: with ``**kwargs`` in their place a mask would be ignored instead of refused.
     """
-    check_options(owner, options, REFUSED, own=("pad",))
-    layout = options.get("layout", "contiguous")
-    if pad and layout != "contiguous":
-        raise ValueError(
-            f"pad is True with layout {layout!r}: padding goes to the end of the natural order, so "
-            "pad before to_layout, with pad_to_layout, outside of the layer; or use the contiguous "
-            "layout"
-        )
+    check_options(owner, options, REFUSED)
+    check_pad(options.get("pad", False), options.get("layout", "contiguous"))
 
     def attention_fn(
         query: jax.Array,
@@ -189,7 +178,7 @@ def _attention_fn(owner: str, pad: bool, options: AttentionOptions) -> Callable[
         of_call: AttentionOptions = {**options, "is_causal": causal}
         if dropout_rate > 0.0 and not deterministic:
             of_call |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return attend_any_shape(query, key, value, of_call, pad=pad)
+        return attend_any_shape(query, key, value, of_call)
 
     return attention_fn
 

@@ -21,6 +21,7 @@ from burst_jax.flax.low_rank import add_adapter, cut_outputs
 from burst_jax.flax.norm import RMSNorm
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope import RopeTable, apply_rope, rope_table
+from burst_jax.flax.rope_variants import DynamicRope, Rope
 from burst_jax.functions import refuse_rows_and_heads
 from burst_jax.order import refuse_wrong_order
 from burst_jax.shard_api import ring_attention
@@ -42,13 +43,16 @@ REFUSED = {
         ("query_offset", "query_positions", "key_value_positions"),
         "queries and keys are the same tokens; call burst_attention on projections of your own",
     ),
-    "sink_logits": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "sink_logits": "sinks=True makes it a parameter of the layer",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
+    "pad": "pad tokens once, where batches are made, with pad_to_layout",
     "dropout_key": "pass rngs to the call, which takes the key from them",
     "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
+# That of gpt-oss in transformers.
+SINK_INIT = nnx.initializers.normal(0.02)
 
 
 class BurstAttention(nnx.Module):
@@ -58,7 +62,7 @@ class BurstAttention(nnx.Module):
 
         q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,Hv]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
-        out = burst_attention(q, k, v, **options) Wo
+        out = burst_attention(q, k, v, sink_logits=sinks, **options) Wo
 
     B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
     Hv head dim of values.
@@ -78,7 +82,11 @@ class BurstAttention(nnx.Module):
       out_features: number of features of the output; None is ``in_features``.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
-      rope_theta: RoPE's base; None applies no RoPE.
+      rope_theta: RoPE's base, or a variant of RoPE (:class:`burst_jax.models.YarnRope`, ...); None
+        applies no RoPE.
+      sinks: whether there is one more logit in each query head's softmax, a parameter ``sinks``,
+        float32 ``[N]``, as in gpt-oss: it takes weight that no token gets. See ``sink_logits`` of
+        :func:`burst_attention`.
       qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
       norm_epsilon: epsilon of these norms.
       norm_offset: what these norms add to their scales, see :class:`burst_jax.flax.norm.RMSNorm`.
@@ -88,14 +96,15 @@ class BurstAttention(nnx.Module):
       out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
       rngs: random numbers for the initializers (stream "params").
       **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
-        is_causal and dropout_rate, but not ``return_residual``, not the numbers of each head
-        (``sink_logits``, ``alibi_slopes``), not ``dropout_key``, which the call takes from its
-        ``rngs``, and not segment ids, lengths, prefixes, ranges of keys and masks by blocks, which
-        are arguments of the call.
+        is_causal and dropout_rate, but not ``return_residual``, not ``sink_logits``, which is the
+        parameter ``sinks``, not ``alibi_slopes``, not ``dropout_key``, which the call takes from
+        its ``rngs``, and not segment ids, lengths, prefixes, ranges of keys and masks by blocks,
+        which are arguments of the call.
 
     Raises:
       TypeError: an unknown option.
       ValueError: sizes that do not fit together, or an option that the layer does not take.
+      NotImplementedError: a :class:`burst_jax.models.DynamicRope`.
     """
 
     def __init__(
@@ -109,7 +118,8 @@ class BurstAttention(nnx.Module):
         out_features: int | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
-        rope_theta: float | None = 10000.0,
+        rope_theta: float | Rope | None = 10000.0,
+        sinks: bool = False,
         qk_norm: bool = False,
         norm_epsilon: float = 1e-6,
         norm_offset: float = 0.0,
@@ -122,6 +132,13 @@ class BurstAttention(nnx.Module):
     ) -> None:
         own = inspect.signature(BurstAttention.__init__).parameters
         check_options("BurstAttention", options, REFUSED, own)
+        if options.get("deterministic") and options.get("dropout_rate"):
+            raise ValueError(
+                f"deterministic is True and dropout_rate {options['dropout_rate']}: as an option "
+                "it asks for gradients of the same bits at every run, and weights are dropped; "
+                "to drop none pass deterministic to the call, for the same bits implementation="
+                "'triton' or 'xla'"
+            )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(
@@ -137,6 +154,13 @@ class BurstAttention(nnx.Module):
             head_dim = in_features // num_heads
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+        if isinstance(rope_theta, DynamicRope):
+            raise NotImplementedError(
+                f"rope_theta is {rope_theta}, whose frequencies depend on the longest row of the "
+                "whole batch, which one device's layer does not know: make the table with "
+                "burst_jax.flax.rope.rope_table(positions, head_dim, rope, length=...) and pass it "
+                "to attend"
+            )
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         if value_head_dim < 1:
             raise ValueError(f"value_head_dim is {value_head_dim}: it must be 1 or more, or None")
@@ -184,6 +208,10 @@ class BurstAttention(nnx.Module):
             )
 
         self.query_norm, self.key_norm = norm(), norm()
+        # Drawn last, so that the layer's other weights are the same with sinks and without.
+        self.sinks = (
+            nnx.Param(SINK_INIT(rngs.params(), (num_heads,), jnp.float32)) if sinks else None
+        )
 
     def __call__(
         self,
@@ -296,6 +324,8 @@ class BurstAttention(nnx.Module):
         options: Any = dict(self.options) | segments | masks
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
+        if layer.sinks is not None:
+            options["sink_logits"] = layer.sinks[...].astype(jnp.float32)
         options["dropout_key"] = dropout_key
         if dropout_key is None:
             options["dropout_rate"] = 0.0

@@ -17,6 +17,7 @@ from burst_jax.attention_options import MaskArrays
 from burst_jax.checks import WindowSize
 from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.flax.options import check_options
+from burst_jax.flax.rope_variants import Rope
 from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.layout import Layout
 from burst_jax.ring.rotation import RotationChoice
@@ -34,7 +35,7 @@ class LinenBurstAttention(linen.Module):
 
         q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
-        out = burst_attention(q, k, v, **options) Wo
+        out = burst_attention(q, k, v, sink_logits=sinks, **options) Wo
 
     This is :class:`burst_jax.BurstAttention` for models in linen: it runs that layer on weights
     that linen holds. It finds the number of features in its input, as linen's layers do, and takes
@@ -56,7 +57,9 @@ class LinenBurstAttention(linen.Module):
       out_features: number of features of the output; None is D.
       use_bias: whether the projections to query, key and value have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
-      rope_theta: RoPE's base; None applies no RoPE.
+      rope_theta: RoPE's base, or a variant of RoPE; None applies no RoPE.
+      sinks: whether there is one more logit in each query head's softmax, a parameter ``sinks``,
+        float32 ``[N]``.
       qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
       norm_epsilon: epsilon of these norms.
       norm_offset: what these norms add to their scales.
@@ -84,7 +87,8 @@ class LinenBurstAttention(linen.Module):
     out_features: int | None = None
     use_bias: bool = False
     out_bias: bool | None = None
-    rope_theta: float | None = 10000.0
+    rope_theta: float | Rope | None = 10000.0
+    sinks: bool = False
     qk_norm: bool = False
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
@@ -106,6 +110,7 @@ class LinenBurstAttention(linen.Module):
     mask_mod: MaskMod | None = None
     dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
+    deterministic: bool = False
     backward: RotationChoice = "auto"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -152,7 +157,7 @@ class LinenBurstAttention(linen.Module):
             weights = nnx.to_pure_dict(nnx.state(self._layer(features, rngs), nnx.Param))
 
         def made(_key: jax.Array, name: str) -> Any:
-            """The weights of a projection or a norm; their shapes alone where linen has them."""
+            """Weights of a projection or a norm, or sinks; shapes alone where linen has them."""
             if weights is None:
                 return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[name])
             return self._with_metadata(name, weights[name])
@@ -176,9 +181,9 @@ class LinenBurstAttention(linen.Module):
             arguments["out_kernel_init"] = _unboxed(self.out_kernel_init)
         return BurstAttention(in_features, **arguments, rngs=rngs)
 
-    def _with_metadata(self, name: str, weights: dict[str, jax.Array]) -> dict[str, Any]:
+    def _with_metadata(self, name: str, weights: Any) -> Any:
         """A projection's weights, the kernel in the box that its initializer puts it into."""
-        if "kernel" not in weights:
+        if not isinstance(weights, dict) or "kernel" not in weights:
             return weights
         own = self.out_kernel_init if name == "out" else None
         init, kernel = own or self.kernel_init, weights["kernel"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from flax import nnx
 
 from burst_jax.flax.low_rank import LORA_A, LORA_B, Linear, set_adapter
 from burst_jax.models.lora_config import Lora
+from burst_jax.optional import optional
 
 
 def draw_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs) -> None:
@@ -38,7 +38,7 @@ def draw_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs)
 
 def _drawn(linear: Linear, lora: Lora, rngs: nnx.Rngs) -> tuple[jax.Array, jax.Array]:
     """A and B, float32 whatever the dtype of the weights is."""
-    qwix = _qwix()
+    qwix = optional("qwix", user="a low-rank adapter", extra="lora")
     # qwix gives an adapter the dtype of its kernel, and finds it by running the projection.
     stand_in = nnx.clone(linear)
     stand_in.kernel = nnx.Param(jnp.zeros(linear.kernel.shape, jnp.float32))
@@ -53,18 +53,3 @@ def _drawn(linear: Linear, lora: Lora, rngs: nnx.Rngs) -> tuple[jax.Array, jax.A
             stand_in, provider, jnp.zeros((1, *features), jnp.float32), rngs=rngs
         )
     return getattr(found, LORA_A)[...], getattr(found, LORA_B)[...]
-
-
-def _qwix() -> ModuleType:
-    """The library, imported when it is needed.
-
-    Raises:
-      ImportError: it is not installed; the message says what to install.
-    """
-    try:
-        import qwix
-    except ImportError as error:
-        raise ImportError(
-            "low-rank adapters need the library qwix: pip install 'burst-jax[lora]'"
-        ) from error
-    return qwix

@@ -80,6 +80,9 @@ class DecoderConfig:
       tie_embeddings: whether the output projection is the embedding's transpose.
       scale_embeddings: whether embeddings are multiplied by ``sqrt(embed_dim)``, rounded to
         ``dtype``.
+      attention_sinks: whether there is one more logit in each query head's softmax, a weight of
+        each layer, float32 whatever ``param_dtype`` is (``sinks`` of
+        :class:`burst_jax.BurstAttention`).
       hub_config: the text of the ``config.json`` that :func:`burst_jax.models.load` has read, with
         which :func:`burst_jax.models.save` keeps what no field here says, like token ids.
       lora: the low-rank adapters of the layers' projections, or None. With adapters all other
@@ -118,6 +121,7 @@ class DecoderConfig:
     final_soft_cap: float | None = None
     tie_embeddings: bool = False
     scale_embeddings: bool = False
+    attention_sinks: bool = False
     hub_config: str | None = None
     lora: Lora | None = None
 

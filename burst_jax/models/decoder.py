@@ -31,6 +31,7 @@ from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import AttentionFn, Remat, remat_of_layers, rematerialised
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.refusals import check_integer
 from burst_jax.rules import ShardingRules, check_rules
 from burst_jax.sharding import (
     AxisNames,
@@ -88,12 +89,13 @@ class Decoder(nnx.Module):
         _refuse_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
-        if microbatches is not None and microbatches < 1:
-            raise ValueError(f"microbatches is {microbatches}: it must be at least 1")
-        if microbatches is not None and (rules is None or rules.stage is None):
-            raise ValueError(
-                f"microbatches is {microbatches}: they are a pipeline's; pass rules with a stage"
-            )
+        if microbatches is not None:
+            microbatches = check_integer("microbatches", microbatches, 1)
+            if rules is None or rules.stage is None:
+                raise ValueError(
+                    f"microbatches is {microbatches}: they are a pipeline's; pass rules with a "
+                    "stage"
+                )
         self.config = config
         self.rules = rules
         self.microbatches = microbatches
@@ -130,6 +132,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array | np.ndarray,
         segment_ids: jax.Array | None = None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Runs the layers.
 
@@ -139,6 +142,9 @@ class Decoder(nnx.Module):
             :func:`burst_jax.positions`; an ``arange`` is right for the contiguous layout only.
           segment_ids: int32 ``[B, T]`` in the order of the tokens, or None for one segment per row.
             0 is padding; documents count from 1.
+          prefix_lengths: int32 ``[B]``, or None: tokens at places below their row's number, counted
+            from the row's start in its natural order, are seen by every token of the row
+            (:func:`burst_jax.burst_attention`). The layers' windows still hide them.
 
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. The hidden states
@@ -155,14 +161,15 @@ class Decoder(nnx.Module):
         parts = self.parts(weights)
         if self.rules is None:
             refuse_split(weights, parts)
-        parts.check_rows(tokens, positions, segment_ids)
+        parts.check_rows(tokens, positions, segment_ids, prefix_lengths)
         _check_stacked(weights["layers"], parts)
         positions_in = jnp.asarray(as_int32("positions", positions))
-        arrays = [tokens, positions_in, *([] if segment_ids is None else [segment_ids])]
-        specs = [parts.tokens(array.ndim) for array in arrays]
+        if prefix_lengths is not None:
+            prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
+        arrays = tokens, positions_in, segment_ids, prefix_lengths
         given = [
-            place_explicit(array, parts.mesh, spec)
-            for array, spec in zip(arrays, specs, strict=True)
+            None if array is None or spec is None else place_explicit(array, parts.mesh, spec)
+            for array, spec in zip(arrays, parts.of_arrays(arrays), strict=True)
         ]
         weights = jax.tree.map(
             lambda w, spec: place_explicit(w, parts.mesh, spec), weights, parts.tree(weights)
@@ -229,7 +236,12 @@ class Decoder(nnx.Module):
         return parts, specs["head"]["kernel"].get_value()
 
     def local(
-        self, parts: Parts, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
+        self,
+        parts: Parts,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None,
+        prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """One device's part of the call, inside a ``shard_map``; this decoder has its weights.
 
@@ -238,6 +250,7 @@ class Decoder(nnx.Module):
           tokens: int32, this device's tokens ``[B, T]``.
           positions: int32 ``[B, T]`` or ``[T]``.
           segment_ids: int32 ``[B, T]``, or None.
+          prefix_lengths: int32 ``[B]``, or None.
 
         Returns:
           ``[B, T, D]``; with a pipeline the rows of this device's stage.
@@ -284,35 +297,37 @@ class Decoder(nnx.Module):
                 sides: Any,
                 attention_fn: AttentionFn | None = None,
             ) -> jax.Array:
-                tables, segment_ids = sides
+                tables, segment_ids, prefix_lengths = sides
                 rope = tables[table_of[kind.rope]]
                 # Weights that are whole already are marked here, where the backward pass does it
                 # again. Marked outside they would be kept for it, in a second stack.
                 if not ahead:
                     weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
-                return module(x, rope, segment_ids, kind.window, attention_fn, remat=remat)
+                return module(
+                    x, rope, segment_ids, kind.window, attention_fn, prefix_lengths, remat=remat
+                )
 
             return rematerialised(layer, remat)
 
         layers = {kind: layer_of(*kind) for kind in kinds}
 
         def run(x: jax.Array, sides: Any) -> jax.Array:
-            positions, segment_ids = sides
+            positions, *masks = sides
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             in_order = [layers[kind] for kind in kinds]
             run_stack, gathered_by = (
                 (run_ahead, gather) if ahead else (run_layers, lambda weights: weights)
             )
-            return run_stack(in_order, gathered_by, x, stacked, frozen, (tables, segment_ids))
+            return run_stack(in_order, gathered_by, x, stacked, frozen, (tables, *masks))
 
         x = vary(x, frozenset(parts.over))
-        sides = positions, segment_ids
+        sides = positions, segment_ids, prefix_lengths
         if parts.stage_axis is None:
             x = run(x, sides)
         else:
-            rows = jnp.broadcast_to(positions, tokens.shape)
-            x = pipelined(run, x, (rows, segment_ids), parts.stage_axis, parts.microbatches)
+            sides = jnp.broadcast_to(positions, tokens.shape), *sides[1:]
+            x = pipelined(run, x, sides, parts.stage_axis, parts.microbatches)
         norm, scale = nnx.split(self.final_norm)
         return nnx.merge(norm, whole(scale, specs["final_norm"]))(x)
 
@@ -390,23 +405,17 @@ def _run(
     graphdef: nnx.GraphDef,
     parts: Parts,
     weights: nnx.State,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array | None = None,
+    *arrays: jax.Array | None,
 ) -> jax.Array:
-    """The decoder on every device's part of the arrays."""
+    """The decoder on every device's part of the arrays, which :meth:`Decoder.local` takes."""
 
     def local(weights: nnx.State, *arrays: jax.Array | None) -> jax.Array:
         return nnx.merge(graphdef, weights).local(parts, *arrays)
 
-    arrays = tokens, positions, segment_ids
     return jax.shard_map(
         local,
         mesh=parts.mesh,
-        in_specs=(
-            parts.tree(weights),
-            *(None if a is None else parts.tokens(a.ndim) for a in arrays),
-        ),
+        in_specs=(parts.tree(weights), *parts.of_arrays(arrays)),
         out_specs=P(parts.out_batch_axes or None, parts.token_axes or None),
         check_vma=parts.check_vma,
     )(weights, *arrays)

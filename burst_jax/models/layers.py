@@ -57,6 +57,7 @@ class DecoderLayer(nnx.Module):
             out_bias=config.out_bias,
             # The decoder makes one table for all layers of a RoPE, and passes it to each.
             rope_theta=None,
+            sinks=config.attention_sinks,
             qk_norm=config.qk_norm,
             norm_epsilon=config.norm_epsilon,
             norm_offset=config.norm_offset,
@@ -92,6 +93,7 @@ class DecoderLayer(nnx.Module):
         segment_ids: jax.Array | None = None,
         window: int | None = None,
         attention_fn: AttentionFn | None = None,
+        prefix_lengths: jax.Array | None = None,
         *,
         remat: Remat,
     ) -> jax.Array:
@@ -103,6 +105,7 @@ class DecoderLayer(nnx.Module):
           segment_ids: int32 ``[B, T]``, or None.
           window: that of the layer's kind.
           attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
+          prefix_lengths: int32 ``[B]``, or None.
           remat: what this layer keeps for its backward pass.
         """
         x = checkpoint_name(x, LAYER_INPUT)
@@ -113,6 +116,7 @@ class DecoderLayer(nnx.Module):
             segment_ids,
             local_window_size=size,
             attention_fn=attention_fn,
+            prefix_lengths=prefix_lengths,
         )
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))

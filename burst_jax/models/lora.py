@@ -103,10 +103,10 @@ def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decod
     parts = model.parts(state)
     specs, arrays = flat(parts.tree(state)), flat(state)
     merged = {}
-    for path in flat(shapes):
+    for path, shape in flat(shapes).items():
         three = [path, (*path[:-1], LORA_A), (*path[:-1], LORA_B)]
         if path[-1] != "kernel" or three[1] not in arrays:
-            merged[path] = arrays[path].astype(param_dtype)
+            merged[path] = arrays[path].astype(shape.dtype)
             continue
         weights = [place_explicit(arrays[each], parts.mesh, specs[each]) for each in three]
         of_three = tuple(specs[each] for each in three)

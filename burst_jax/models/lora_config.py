@@ -70,7 +70,8 @@ class Lora:
                 if pattern.fullmatch(ours) or pattern.fullmatch(theirs)
             )
         known = {*PROJECTIONS, *PROJECTIONS.values()}
-        if not isinstance(self.targets, tuple) or not known.issuperset(self.targets):
+        names = isinstance(self.targets, tuple) and all(isinstance(x, str) for x in self.targets)
+        if not names or not known.issuperset(self.targets):
             raise ValueError(
                 f"targets is {self.targets!r}: pass a regular expression, or a tuple of names "
                 f"among {_names()}"

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.checks import check_is_array
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.weight_axes import name_of, weight_specs
 from burst_jax.rules import ShardingRules, check_divides
@@ -68,6 +69,12 @@ class Parts:
         rows = (self.batch_axes or None,) if ndim > 1 else ()
         return P(*rows, self.token_axes or None, *[None] * (ndim - 2))
 
+    def of_arrays(self, arrays: tuple[jax.Array | None, ...]) -> list[P | None]:
+        """How tokens, positions, segment ids and prefix lengths, in this order, are split."""
+        *of_tokens, prefix_lengths = arrays
+        found = [None if array is None else self.tokens(array.ndim) for array in of_tokens]
+        return [*found, None if prefix_lengths is None else P(self.batch_axes or None)]
+
     def tree(self, weights: Any) -> Any:
         """``specs`` as a tree like ``weights``, the decoder's state."""
         return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
@@ -78,10 +85,12 @@ class Parts:
         split = {name for spec in leaves for name in flat_names(*spec)}
         return bool(split.difference(self.tensor_axes))
 
-    def check_rows(self, tokens: Any, positions: Any, segment_ids: Any) -> None:
+    def check_rows(
+        self, tokens: Any, positions: Any, segment_ids: Any, prefix_lengths: Any
+    ) -> None:
         """Raises ValueError unless they are ``[B, T]`` and the mesh can split them.
 
-        ``positions`` may be ``[T]``, ``segment_ids`` None.
+        ``positions`` may be ``[T]``, ``segment_ids`` None; ``prefix_lengths`` are ``[B]`` or None.
         """
         for name, array in (("tokens", tokens), ("positions", positions)):
             if not isinstance(array, (jax.Array, np.ndarray)):
@@ -100,6 +109,13 @@ class Parts:
                 f"segment_ids has shape {segment_ids.shape}, tokens {tokens.shape}: they must be "
                 "equal"
             )
+        if prefix_lengths is not None:
+            check_is_array("prefix_lengths", prefix_lengths, "an int32 array")
+            if prefix_lengths.shape != tokens.shape[:1]:
+                raise ValueError(
+                    f"prefix_lengths has shape {prefix_lengths.shape}, tokens {tokens.shape}: it "
+                    "needs [B]"
+                )
         check_divides("tokens", tokens.shape, self.tokens(2), self.mesh)
         rows = tokens.shape[0] // axes_size(self.mesh, self.batch_axes)
         stages = axes_size(self.mesh, self.stage_axis)

@@ -29,6 +29,7 @@ WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
     ("key", "bias"): ("kv_heads", None),
     ("value", "bias"): ("kv_heads", None),
     ("out", "bias"): (None,),
+    ("attention", "sinks"): ("heads",),
     ("gate", "bias"): ("mlp",),
     ("up", "bias"): ("mlp",),
     ("down", "bias"): (None,),

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} {why}")
     try:
         found = _attention(args) if args.model is None else _training(args)
-    except ValueError as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         raise SystemExit(str(error)) from error
     text = json.dumps(found.record(), indent=1, allow_nan=False)
     if args.json == Path("-"):
@@ -97,8 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
                 file.write_text(text + "\n")
         except OSError as error:
             raise SystemExit(f"--json: {error}") from error
-    if isinstance(found, TrainingPlan) and args.all:
-        print(table(found, everything=True))
+    if isinstance(found, TrainingPlan):
+        folder = str(args.model) if Path(str(args.model)).is_dir() else "DIR"
+        print(table(found, everything=bool(args.all), model=folder))
     else:
         print(found)
 

@@ -42,6 +42,8 @@ class Sizes:
       kv: features of its key heads together, and of its value heads.
       heads: number of its query heads.
       hidden: its hidden features of the feed-forward.
+      normed: features that one layer's norms take, all of them together.
+      post_normed: those of them that attention and feed-forward return.
       vocab: its part of the vocabulary.
       itemsize: bytes of an activation.
       param: bytes of a weight.
@@ -61,6 +63,8 @@ class Sizes:
     kv: int
     heads: int
     hidden: int
+    normed: int
+    post_normed: int
     vocab: int
     itemsize: int
     param: int
@@ -114,16 +118,20 @@ def sizes_of(config: DecoderConfig, shapes: Any, way: Way, *, length: int, batch
 
     rows = batch // way.rows
     head_features = config.head_dim
-    kv_heads = max(1, config.num_kv_heads // tensor)
+    query = config.num_heads // tensor * head_features
+    kv = max(1, config.num_kv_heads // tensor) * head_features
+    post_normed = 2 * config.embed_dim if config.post_norms else 0
     return Sizes(
         layers=config.num_layers,
         tokens=rows * length // way.seq,
         rows=rows,
         width=config.embed_dim,
-        query=config.num_heads // tensor * head_features,
-        kv=kv_heads * head_features,
+        query=query,
+        kv=kv,
         heads=config.num_heads // tensor,
         hidden=config.mlp_dim // tensor,
+        normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
+        post_normed=post_normed,
         vocab=config.vocab_size // tensor,
         itemsize=jnp.dtype(config.dtype).itemsize,
         param=jnp.dtype(config.param_dtype).itemsize,

@@ -63,10 +63,10 @@ def kept_bytes(sizes: Sizes, remat: Remat) -> int:
         "attention": s.width + s.query,
         "offload": s.width + s.query,
         "half": s.width + s.query / 2,
-        "selective": 2 * s.width + s.query + 2 * s.hidden,
-        # Norms keep three float32 arrays each, and their results; then q, k, v, out, and the
-        # products of the feed-forward.
-        "none": (6 * 4 / s.itemsize + 2) * s.width + 2 * s.query + 2 * s.kv + 2 * s.hidden,
+        "selective": 2 * s.width + s.post_normed + s.query + 2 * s.hidden,
+        # Norms keep three float32 arrays each; then the inputs of attention and feed-forward, q, k,
+        # v, out, and the products of the feed-forward.
+        "none": 3 * 4 / s.itemsize * s.normed + 2 * (s.width + s.query + s.kv + s.hidden),
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
     return int(s.tokens * (lanes * s.itemsize + rows))

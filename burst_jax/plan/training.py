@@ -182,6 +182,7 @@ def plan_training(
       arguments for ``init_train_state``, and its flags for ``examples/train_lm.py``.
 
     Raises:
+      NotImplementedError: the decoder has low-rank adapters, which are trained alone.
       ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments, no
         ``DecoderConfig``, or no way to split the step at all.
     """
@@ -193,6 +194,11 @@ def plan_training(
         raise ValueError(
             f"config is a {type(config).__name__}: it must be a DecoderConfig, like "
             "burst_jax.models.load_config(folder)"
+        )
+    if config.lora is not None:
+        raise NotImplementedError(
+            f"config.lora is {config.lora}: a plan is of a step that trains all weights; pass "
+            "dataclasses.replace(config, lora=None) for what that takes"
         )
     check_sizes(length=length, batch=batch)
     cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,13 @@ _JAX_TAKES = 0.75
 _JAX_PINS = 64
 
 
-def table(plan: TrainingPlan, *, everything: bool = False) -> str:
+def table(plan: TrainingPlan, *, everything: bool = False, model: str = "DIR") -> str:
     """The best estimate of each mesh, then all of the recommended mesh, then how to run it.
 
     Args:
       plan: what was found.
       everything: whether to print all estimates, the best first, instead.
+      model: the folder that ``examples/train_lm.py`` shall load.
     """
     cluster, config, best = plan.cluster, plan.config, plan.best
     gpu = cluster.gpu
@@ -63,7 +65,7 @@ def table(plan: TrainingPlan, *, everything: bool = False) -> str:
             "length, or fewer rows a device."
         )
     else:
-        lines += ["", *_recommended(plan, best)]
+        lines += ["", *_recommended(plan, best, model)]
     return "\n".join(lines)
 
 
@@ -130,7 +132,7 @@ def _remat(way: Way) -> str:
     return way.remat if way.remat_layers is None else f"{way.remat} in {way.remat_layers}"
 
 
-def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
+def _recommended(plan: TrainingPlan, best: StepEstimate, model: str) -> list[str]:
     """The way to take, as code and as flags."""
     way = best.way
     mesh = way.mesh
@@ -161,7 +163,8 @@ def _recommended(plan: TrainingPlan, best: StepEstimate) -> list[str]:
         f"num_shards={way.seq})",
     ]
     if way.flags is not None:
-        flags = [*way.flags, "--seq-len", str(plan.length), "--batch", str(plan.batch)]
+        flags = ["--model", shlex.quote(model), *way.flags]
+        flags += ["--seq-len", str(plan.length), "--batch", str(plan.batch)]
         if plan.moment_dtype != "float32":
             flags += ["--moment-dtype", plan.moment_dtype]
         lines.append(f"    python examples/train_lm.py {' '.join(flags)}")

@@ -11,9 +11,10 @@ half makes those of the first half again, by a ring over the first half of every
     shard 2   4 5 10 11   10 11     4 5             2 6 10 14    10 14   2 6
     shard 3   6 7 8  9    8  9      6 7             3 7 11 15    11 15   3 7
 
-The first halves of striped shards are a striped layout of the sequence's first half. Those of
-zigzag shards are a contiguous one, under which the first devices have little to do and the last
-ones most. So they are dealt out as zigzag before the ring, and its results come back after it::
+The first halves of striped shards are a striped layout of the sequence's first half. (Of stripes of
+several tokens only whole ones are made again.) Those of zigzag shards are a contiguous one, under
+which the first devices have little to do and the last ones most. So they are dealt out as zigzag
+before the ring, and its results come back after it::
 
     first halves   0 1 | 2 3 | 4 5 | 6 7      dealt   0 7 | 1 6 | 2 5 | 3 4
 """
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.layout import stripe_of
 from burst_jax.platform import Target, current_target
 from burst_jax.request import Request
 from burst_jax.ring.local import Shard
@@ -74,7 +76,7 @@ def attend_keeping_half(request: Request, shard: Shard) -> tuple[jax.Array, jax.
     ran_on = exchanged(request, shard)
     _check(request, ran_on)
     out, lse = attend_exchanged(request, current_target(), ran_on)
-    first = _first_tokens(ran_on)
+    first = _first_tokens(request, ran_on)
     kept = SecondHalf(out[:, first:], lse[:, :, first:])
     (out, lse), _ = given_back(request, shard, ran_on, (out, lse), None)
     return out, lse.swapaxes(1, 2), kept
@@ -155,9 +157,10 @@ def _check(request: Request, shard: Shard) -> None:
         )
 
 
-def _first_tokens(shard: Shard) -> int:
-    """How many tokens of a shard are made again; of an odd number one more than are kept."""
-    return -(-shard.queries.length // 2)
+def _first_tokens(request: Request, shard: Shard) -> int:
+    """How many tokens of a shard are made again: half of them, or half a stripe more."""
+    stripe = stripe_of(request.layout) or 1
+    return -(-shard.queries.length // (2 * stripe)) * stripe
 
 
 def first_half(request: Request, tokens: int) -> Request:
@@ -166,7 +169,7 @@ def first_half(request: Request, tokens: int) -> Request:
     Of the orders that those tokens can have it is the one whose busiest devices have least to do.
     Under a causal mask that is zigzag instead of contiguous. With a short window it is contiguous.
     """
-    if request.layout == "striped":
+    if stripe_of(request.layout) is not None:
         return request
     contiguous, zigzag = (
         dataclasses.replace(request, layout=layout) for layout in ("contiguous", "zigzag")
@@ -184,7 +187,7 @@ def _busiest(request: Request, tokens: int) -> float:
 
 def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
     """Out and lse of the first half of every shard, by a ring over these halves."""
-    tokens = _first_tokens(shard)
+    tokens = _first_tokens(request, shard)
     queries, keys = jax.tree.map(lambda x: x[:, :tokens], (shard.queries, shard.keys))
     ring = first_half(request, tokens)
     route = ring.route(tokens, tokens)

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layout import Layout, shard_runs
+from burst_jax.layout import Layout, shard_runs, stripe_of
 from burst_jax.ring.blocks import Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
@@ -221,8 +221,14 @@ class RingMask:
         block_sizes = (None, None)
         if self.blocks is not None:
             block_sizes = self.blocks.q_block, self.blocks.kv_block
-        q_start, stride, q_count = shard_runs(self.layout, self.q_length, self.size)
-        kv_start, _, kv_count = shard_runs(self.layout, self.kv_length, self.size)
+        # Of the two ways to see stripes as runs the one with fewer pairs of runs.
+        stripe = stripe_of(self.layout) or 1
+        across = stripe**4 <= self.q_length * self.kv_length
+        runs_of = functools.partial(
+            shard_runs, self.layout, num_shards=self.size, across_stripes=across
+        )
+        q_start, stride, q_count = runs_of(self.q_length)
+        kv_start, _, kv_count = runs_of(self.kv_length)
         q, kv = (
             Runs(*(x[shards] for x in cut_runs(starts, stride, count, block)))
             for shards, starts, count, block in (

@@ -49,7 +49,9 @@ def init_train_state(
         for the heads, hidden features and vocabulary that ``head_axis`` splits.
       microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
       params: the state of a decoder with this config, on any devices; ``seed`` then says nothing.
-        They are put where the rules say. None draws random weights.
+        They are put where the rules say. What lies there already is not copied, and the first step
+        takes its memory: then the decoder that it came from has no weights any more. None draws
+        random weights.
       **options: attention options of the decoder beside ``mesh``, see
         :class:`burst_jax.models.Decoder`.
 

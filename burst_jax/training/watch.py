@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 import jax
 
+from burst_jax.optional import optional
 from burst_jax.training.checkpoints import Checkpoints
 from burst_jax.training.processes import is_main
 from burst_jax.training.progress import Progress, duration
@@ -105,10 +105,10 @@ class RunLog:
     ) -> None:
         if not 0 <= start <= steps:
             raise ValueError(f"start is {start}: it must be in 0 ... steps ({steps})")
-        if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            raise ImportError(
-                "tensorboard needs tensorboardX: pip install 'burst-jax[tensorboard]' brings it"
-            )
+        writer = None
+        if tensorboard:
+            needed = optional("tensorboardX", user="tensorboard=True", extra="tensorboard")
+            writer = needed.SummaryWriter
         self._steps, self._last = steps, start
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_step, peak
         self._checkpoints = checkpoints
@@ -128,11 +128,9 @@ class RunLog:
         self._path = out / METRICS
         self._file = self._path.open("a")
         self._progress = Progress(steps, start)
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
+        if writer is not None:
             # Curves, too, go on where the run does.
-            self._curves = SummaryWriter(str(out / CURVES), purge_step=start + 1)
+            self._curves = writer(str(out / CURVES), purge_step=start + 1)
 
     def __enter__(self) -> Self:
         if self._progress is not None:

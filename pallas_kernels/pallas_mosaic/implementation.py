@@ -38,6 +38,7 @@ def mosaic_gpu(
         backward_unsupported=_backward_unsupported,
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_hopper,
+        deterministic=False,
     )
 
 

@@ -39,7 +39,7 @@ NEVER: dict[str, tuple[Any, ...]] = {
     "head_parallel_axis": ((), 0, 1.5, ["x"], ("x",), b"x", "nowhere", "", object(), {"x"}, True),
     "batch_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {"x"}, True),
     "head_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {}, object()),
-    "layout": ("zig-zag", "", None, 0, ["zigzag"], np.array(["zigzag"]), ("striped",), b"zigzag"),
+    "layout": ("zig-zag", "", None, 0, ["zigzag"], np.array(["zigzag"]), ("striped",), "striped:0"),
     "is_causal": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "scale": (
         *(math.nan, math.inf, -math.inf, "auto", True, 1j, [1.0], (0.5,), np.array(0.5), 10**400),
@@ -83,6 +83,8 @@ NEVER: dict[str, tuple[Any, ...]] = {
     ),
     "dropout_key": (3, "key", [0, 1], (), object(), np.float32(1), np.zeros((2, 2), np.uint32)),
     "implementation": ("flash", "", 3, ["xla"], XLA.forward, Implementation, np.array("xla"), True),
+    "pad": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
+    "deterministic": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "backward": ("rotate_q", "", None, 0, ["auto"], np.array("auto"), True, b"auto"),
     "return_residual": (None, 0, 1, "yes", (), 1.0, np.array(True), [True]),
 }
@@ -146,7 +148,7 @@ def longer(x, axis, by=1):
 
 def length(rng, plan, call):
     """T or S that the devices do not divide; ids and values have it too."""
-    if plan.unit == 1:
+    if plan.unit == 1 or call.get("pad"):
         return None
     names = pick(rng, (("query", IDS[0]), ("key", "value", IDS[1])))
     by = int(rng.integers(1, plan.unit))
@@ -415,7 +417,7 @@ def other_axes(rng, plan, call):
 
 
 def other_layout(rng, plan, call):
-    return {"layout": pick(rng, ("contiguous", "zigzag", "striped"))}
+    return {"layout": pick(rng, ("contiguous", "zigzag", "striped", "striped:2"))}
 
 
 def other_length(rng, plan, call):

@@ -70,11 +70,11 @@ def draw_plan(rng: np.random.Generator) -> Plan:
     for role in ("batch_axis", "head_axis"):
         if len(options.get(role, ())) == 1 and rng.random() < 0.7:
             options[role] = options[role][0]
-    layout = pick(rng, ("contiguous", "zigzag", "striped"))
+    layout = pick(rng, ("contiguous", "zigzag", "striped", "striped:3"))
     n, exchange = size_along(mesh, options["seq_axis"]), 1
     if "head_parallel_axis" in options:
         exchange = mesh.shape[options["head_parallel_axis"]]
-    unit = n * math.lcm(2 if layout == "zigzag" else 1, exchange)
+    unit = n * math.lcm({"zigzag": 2, "striped:3": 3}.get(layout, 1), exchange)
     length = unit * int(rng.integers(1, 4))
     kv_length = length if rng.random() < 0.6 else unit * int(rng.integers(1, 4))
     heads, kv_heads = _draw_heads(rng, exchange)
@@ -90,6 +90,8 @@ def draw_plan(rng: np.random.Generator) -> Plan:
         "logits_soft_cap": pick(rng, (None, None, 2.5, 1)),
         "implementation": pick(rng, (None, "xla", "reference")),
         "backward": pick(rng, ("auto", "rotate_kv", "rotate_query")),
+        "deterministic": pick(rng, (False, True)),
+        "pad": layout == "contiguous" and bool(rng.random() < 0.3),
         "dropout_rate": pick(rng, (0.0, 0.0, 0.0, 0.25)),
         "return_residual": pick(rng, (True, True, False)),
     }
@@ -235,8 +237,9 @@ def needed_spec(plan: Plan, name: str, ndim: int) -> P:
 def natural_order(layout: str, length: int, n: int) -> np.ndarray:
     """Where in the layout each token of the natural order is; the layouts by their definition."""
     blocks = np.arange(length)
-    if layout == "striped":
-        held = [blocks[shard::n] for shard in range(n)]
+    if layout.startswith("striped"):
+        stripes = blocks.reshape(-1, int(layout.partition(":")[2] or 1))
+        held = [stripes[shard::n].reshape(-1) for shard in range(n)]
     elif layout == "zigzag":
         halves = np.split(blocks, 2 * n)
         held = [np.concatenate([halves[i], halves[2 * n - 1 - i]]) for i in range(n)]

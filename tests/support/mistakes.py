@@ -153,7 +153,7 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "layout": (
         lambda: {"layout": "zig-zag"},
-        "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped'",
+        "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped', or 'striped:k' for",
     ),
     "layout-array": (
         lambda: {"layout": np.array(["zigzag"])},
@@ -182,6 +182,7 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "implementation is 3: use None, an Implementation, or one of 'mosaic_gpu', 'triton', 'xla'",
     ),
     "causal-string": (lambda: {"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),
+    "deterministic": (lambda: {"deterministic": 1}, "deterministic is 1: it must be True or False"),
     "causal-int": (lambda: {"is_causal": 1}, "is_causal is 1: it must be True or False"),
     "scale-nan": (lambda: {"scale": float("nan")}, "scale is nan: it must be a finite number"),
     "scale-inf": (lambda: {"scale": float("inf")}, "scale is inf: it must be a finite number"),

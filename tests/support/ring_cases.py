@@ -107,7 +107,8 @@ def case_id(case):
 def lengths(shard, layout, ring):
     """T and S whose shards have the odd sizes that the layout permits."""
     # A zigzag shard is two equal halves; devices that exchange heads split a shard equally.
-    step = math.lcm(2 if layout == "zigzag" else 1, ring.exchange)
+    stripe = int(layout.partition(":")[2] or 1)
+    step = math.lcm(2 if layout == "zigzag" else stripe, ring.exchange)
     t, s = {
         "even": (64, 64),
         "63": (63, 63),

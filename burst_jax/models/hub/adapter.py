@@ -34,6 +34,9 @@ from burst_jax.sharding import mesh_with_devices
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+# How A and B may have been drawn. Other ways draw them from W, and the adapter stands beside what
+# is left of W without them: peft takes them away from W when it loads the adapter.
+_BESIDE_WHOLE = (None, False, True, "gaussian", "eva", "orthogonal")
 # Keys that say nothing about what an adapter computes, or are read here.
 _KNOWN = frozenset(
     (
@@ -186,10 +189,16 @@ def _family(config: DecoderConfig) -> Family:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """``adapter_config.json``, checked for what changes the computation and is not known here."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} lacks {CONFIG}: name a folder that peft, or save_adapter, has written"
+        )
     try:
         given = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
     kind = given.get("peft_type")
     if kind != "LORA":
         raise NotImplementedError(f"{path} has peft_type {kind!r}: there is 'LORA'")
@@ -198,12 +207,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         for key, value in given.items()
         if key not in _KNOWN and value and (key, value) != ("bias", "none")
     ]
+    drawn = given.get("init_lora_weights")
+    if (drawn.lower() if isinstance(drawn, str) else drawn) not in _BESIDE_WHOLE:
+        wrong.append(f"init_lora_weights is {drawn!r}")
     if wrong:
         raise NotImplementedError(
-            f"{path}: {'; '.join(wrong)}. Adapters here are LoRA of one rank on the layers' "
-            "projections; merge others with peft's merge_and_unload, and load the model"
+            f"{path}: {'; '.join(wrong)}. Adapters here are LoRA of one rank beside the layers' "
+            "whole projections; merge others with peft's merge_and_unload, and load the model"
         )
-    missing = [key for key in ("r", "lora_alpha") if key not in given]
+    missing = [key for key in ("r", "lora_alpha") if given.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     return given

@@ -89,9 +89,13 @@ def read_config(
         that there is not here.
     """
     path = folder / "config.json"
-    text = path.read_text()
+    if not path.is_file():
+        remedy = "name a folder as transformers writes it for a model"
+        if (folder / "adapter_config.json").is_file():
+            remedy = "it is an adapter's; load its model, and pass that to load_adapter"
+        raise FileNotFoundError(f"{folder} lacks config.json: {remedy}")
     try:
-        given = json.loads(text)
+        given = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(given, dict):

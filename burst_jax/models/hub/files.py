@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from burst_jax.optional import optional
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # The dtypes of weights. Others are of quantized ones, which need scales.
@@ -27,19 +29,10 @@ _TEXT = re.compile(r"(language_model\.model|model\.language_model)\.")
 
 
 def safetensors() -> ModuleType:
-    """The library, imported when it is needed.
-
-    Raises:
-      ImportError: it is not installed; the message says what to install.
-    """
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "model folders need the library safetensors: pip install 'burst-jax[models]'"
-        ) from error
-    return safetensors
+    """The library, with its functions for NumPy; an ImportError says what to install."""
+    needed = {"user": "a model folder", "extra": "models"}
+    optional("safetensors.numpy", **needed)
+    return optional("safetensors", **needed)
 
 
 class TensorFiles:
