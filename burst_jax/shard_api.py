@@ -130,12 +130,10 @@ def ring_attention(
       value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``; ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`), with the fast links along ``inner``; None: no
-        ring, but ``head_parallel_axis`` alone, or, if that is None too, attention on this device's
-        arrays alone.
+        ring, but ``head_parallel_axis`` alone, or attention on this device's arrays alone.
       head_parallel_axis: a mesh axis that each shard of the ring is split over, in the order it is
         in. Its devices exchange their tokens for parts of the heads by all-to-all
-        (:mod:`burst_jax.ring.exchange`). N must be a multiple of the axis' size, K a multiple or a
-        divisor.
+        (:mod:`burst_jax.ring.exchange`). N must be a multiple of its size, K one or a divisor.
       layout: the order the tokens are in (:mod:`burst_jax.layout`). A ring's shard must hold an
         even number of them for "zigzag", whole stripes for "striped:64".
       query_offset: what comes onto the positions of the queries; without it both sides count from
@@ -145,10 +143,8 @@ def ring_attention(
         is, in any order, in place of the layout's positions and an offset.
       key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
         2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
-      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
-        count from 0, unless ``query_offset`` says otherwise.
-      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
-        computes is a factor on the query, with ``scale=1.0``.
+      is_causal: a query sees keys at its own and at earlier positions only.
+      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``, as in :func:`burst_jax.burst_attention`. A side that is an array
         lets a ring leave out no hop, so a window that is known should be Python numbers.
@@ -160,8 +156,7 @@ def ring_attention(
       query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
         which sees nothing, as in segment 0. None is no padding.
       key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
-        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
-        order.
+        nothing. Lengths, prefixes, starts and ends count positions in the whole row.
       prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
         query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``.
       key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
@@ -406,17 +401,14 @@ def local_attention(
         ``h // (N // K)``.
       value: ``[B, S, K, Hv]``, same dtype.
       query_offset: what comes onto the positions of the queries; without it both sides count from
-        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
-        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
-        each row. A Python integer is compiled in; an array serves all chunks by one program.
+        0. S - T aligns causal queries to the last key. An integer, an array of one, or an array
+        ``[B]``. A Python integer is compiled in; an array serves all chunks by one program.
       query_positions: integers ``[T]``, or ``[B, T]``: where each query is, in place of an offset.
         In any order; tiles whose positions lie close together are skipped best.
       key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
         2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
-      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
-        count from 0, unless ``query_offset`` says otherwise.
-      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
-        computes is a factor on the query, with ``scale=1.0``.
+      is_causal: a query sees keys at its own and at earlier positions only.
+      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``.
       local_window_size: ``(left, right)``: a query at position p sees keys at positions
         ``p - left .. p + right``, as in :func:`burst_jax.burst_attention`.
       logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
