@@ -196,7 +196,7 @@ class _KeyTiles:
         )
         self.positions = pad_axis(operands.kv_tokens.positions, 0, self.padded)
         self.block_mask, self.groups = operands.block_mask, operands.groups
-        self._places = operands.places
+        self._places = operands.places if operands.numbering is not None else None
         ids = operands.kv_tokens.segment_ids
         self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
@@ -235,8 +235,8 @@ class _KeyTiles:
         )
 
     def places(self, queries: dict[str, jax.Array], j: jax.Array) -> Places | None:
-        """Where the scores of a query tile and key tile j are, for functions of the caller's."""
-        return self._places(*self.positions_of(queries, j))
+        """Where the scores of a query tile and key tile j are; None if no function reads that."""
+        return None if self._places is None else self._places(*self.positions_of(queries, j))
 
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:
         """``x`` of a tile's scores, 0 for weights that are dropped, and larger for the others."""

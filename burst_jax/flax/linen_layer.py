@@ -18,6 +18,7 @@ from burst_jax.checks import WindowSize
 from burst_jax.flax.layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.flax.options import check_options
 from burst_jax.flax.rope_variants import Rope
+from burst_jax.functions import MaskMod, ScoreMod
 from burst_jax.layout import Layout
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.sharding import AxisNames
@@ -105,6 +106,8 @@ class LinenBurstAttention(linen.Module):
     scale: float | None = None
     local_window_size: WindowSize = None
     logits_soft_cap: float | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
     dropout_rate: float = 0.0
     implementation: str | Implementation | None = None
     deterministic: bool = False

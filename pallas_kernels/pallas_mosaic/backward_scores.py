@@ -239,16 +239,9 @@ def mask_scores(
 
 
 def dropout_factors(
-    rows: KeyRows,
-    warpgroup: Any,
-    q_tile: Any,
-    head: Any,
-    shape: tuple[int, ...],
-    first_column: int = 0,
+    rows: KeyRows, warpgroup: Any, q_tile: Any, head: Any, shape: tuple[int, ...]
 ) -> jax.Array | None:
     """What dropout multiplies the weights of a tile by; None if nothing is dropped.
-
-    ``shape`` is the tile's, or that of some columns of it, from ``first_column`` on.
 
     By products of these the compiler adds nothing. Where it selects between weights and 0, it first
     rounds the weights, to 16 bits, and then takes pairs of them apart.
@@ -257,7 +250,7 @@ def dropout_factors(
     if numbers is None or dropout is None:
         return None
     config = rows.static.config
-    queries = pl.ds(q_tile * config.block_q + first_column, shape[1])
+    queries = pl.ds(q_tile * config.block_q, config.block_q)
     first = rows.item.tile * config.block_kv + warpgroup * WARPGROUP_ROWS
     of_queries = numbers.load_rows(rows.item.batch_row, head, queries, COLUMNS)
     of_keys = numbers.load_columns(pl.ds(first, WARPGROUP_ROWS), ROWS)
