@@ -31,8 +31,8 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5):
 
     Below the rounding of the result itself the worst single element is luck, and float32 sums in
     another order differ by a few units in the last place: both are allowed on top. A gradient's
-    probabilities are ``exp(score - lse)`` of the rounded lse, so a row's gradient is off by as large
-    a share as lse is in absolute terms: a unit in lse's last place, at most ``eps |lse|``, too.
+    probabilities are ``exp(score - lse)`` of the rounded lse. A unit in lse's last place, at most
+    ``eps |lse|``, changes a row's gradient by that share, so it is allowed, too.
     """
     numbers = [f"number {i}" for i in range(len(truth) - len(NAMES))]
     # Slopes make logits larger, and so their rounding, which is luck in single elements.
