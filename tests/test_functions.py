@@ -45,7 +45,7 @@ def test_a_ring_is_as_exact_as_one_device(case):
 # and a table of blocks.
 LOCAL_CASE = {
     "mask": "causal", "order": "contiguous", "blocks": 2, "heads": (4, 2), "lengths": (48, 48),
-    "head_dim": 16, "dtype": "float32", "numbers": "none", "functions": True,
+    "head_dim": 16, "dtype": "float32", "numbers": "none", "functions": "functions",
 }  # fmt: skip
 LOCAL_CASES = [
     LOCAL_CASE | changes

@@ -32,6 +32,8 @@ if ON_GPU:
     # Many shipped tiles, whole and ragged.
     FACTORS["lengths"] += ((300, 530), (1000, 1000), (512, 1024))
     FACTORS["head_dim"] += (64, 128)
+    # Elsewhere tests/test_functions.py has cases of its own.
+    FACTORS["functions"] = (None, "mask_mod", "functions")
 if IMPLEMENTATION == "mosaic_gpu":
     # What this kernel takes, with and without parts of tiles.
     FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))
@@ -39,6 +41,11 @@ if IMPLEMENTATION == "mosaic_gpu":
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
 CASES = all_pairs(FACTORS)
+if IMPLEMENTATION == "mosaic_gpu":
+    # The slopes of a score_mod spill registers in this kernel's backward above head dim 64.
+    for case in CASES:
+        if case["functions"] == "functions" and case["head_dim"] > 64:
+            case["functions"] = "mask_mod"
 # Interpreted kernels compile slowly, and the reference has no tiles that its options could meet in:
 # every other case, and those that meet every level.
 SOME = {*range(0, len(CASES), 2), *(CASES.index(case) for case in few_of(CASES))}

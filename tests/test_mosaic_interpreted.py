@@ -59,7 +59,7 @@ TABLES = [
 CASES += TABLES
 # Functions of scores, with parts of tiles on both sides.
 FUNCTIONS = [
-    dict(zip(NAMES, levels, strict=False)) | {"functions": True}
+    dict(zip(NAMES, levels, strict=False)) | {"functions": "functions"}
     for levels in (
         ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
         ("packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "float16", "both", 0.3),

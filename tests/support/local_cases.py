@@ -39,7 +39,7 @@ def case_id(case):
         f"-h{heads}gqa{heads // kv_heads}-{t}x{s}-dim{case['head_dim']}_{value_dim(case)}"
         f"-{case['dtype']}-{case['numbers']}{'-dropout' if case.get('dropout') else ''}"
         f"{'-table{}x{}'.format(*case['table']) if 'table' in case else ''}"
-        f"{'-functions' if case.get('functions') else ''}"
+        f"{'-' + case['functions'] if case.get('functions') else ''}"
     )
 
 
@@ -117,6 +117,7 @@ def make_inputs(case, seed, batch=BATCH):
     keep, score = keep[..., q_at, :][..., all_kv_at], None
     if case.get("functions"):
         score, seen = functions.on_all(batch, heads, q_at, all_kv_at)
+        score = score if case["functions"] == "functions" else None
         keep = functions.both(keep, seen)
     return Inputs(
         q=normal(batch, t, heads, dim),
@@ -128,7 +129,7 @@ def make_inputs(case, seed, batch=BATCH):
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
         keep=keep,
-        spec=spec_of(mask, dim, case["numbers"], dropout, bool(case.get("functions"))),
+        spec=spec_of(mask, dim, case["numbers"], dropout, case.get("functions")),
         soft_cap=mask.soft_cap,
         numbers=dense.per_head(case["numbers"], heads, seed),
         distance=np.abs(q_at[:, None] - all_kv_at[None, :]),
@@ -155,12 +156,12 @@ def block_mask(rng, case, t, s):
     return BlockMask(table, *sizes, *runs)
 
 
-def spec_of(mask, dim, numbers, dropout=0.0, calls_functions=False):
+def spec_of(mask, dim, numbers, dropout=0.0, called=None):
+    """The spec of a case; ``called`` are the "functions", the "mask_mod" alone or None."""
     left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
     differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
-    score_mod, mask_mod = functions.score_mod, functions.mask_mod
-    if not calls_functions:
-        score_mod = mask_mod = None
+    score_mod = functions.score_mod if called == "functions" else None
+    mask_mod = functions.mask_mod if called else None
     return AttentionSpec(
         Mask(left, 0 if mask.is_causal else right, mask_mod),
         Score(dim**-0.5, mask.soft_cap, differentiated, score_mod),
