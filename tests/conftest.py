@@ -6,6 +6,7 @@ But with ``--implementation`` the local attention's tests run compiled, on the G
 
 import argparse
 import gc
+import json
 import os
 import pathlib
 import sys
@@ -19,7 +20,13 @@ _GPU = ("triton", "mosaic_gpu")
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")
 _options.add_argument("-m", default="")
-_given = _options.parse_known_args(sys.argv[1:])[0]
+# The workers of pytest-xdist have no command line: the process that starts them leaves them its own.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _command_line = json.loads(os.environ["BURST_JAX_PYTEST_ARGUMENTS"])
+else:
+    _command_line = sys.argv[1:]
+    os.environ["BURST_JAX_PYTEST_ARGUMENTS"] = json.dumps(_command_line)
+_given = _options.parse_known_args(_command_line)[0]
 IMPLEMENTATION = _given.implementation
 ON_GPU = IMPLEMENTATION is not None
 REPLAYING = "replay" in _given.m
