@@ -20,7 +20,7 @@ _GPU = ("triton", "mosaic_gpu")
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")
 _options.add_argument("-m", default="")
-# The workers of pytest-xdist have no command line: the process that starts them leaves them its own.
+# The workers of pytest-xdist have no command line: they find that of the process that starts them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     _command_line = json.loads(os.environ["BURST_JAX_PYTEST_ARGUMENTS"])
 else:

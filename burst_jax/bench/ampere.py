@@ -39,7 +39,7 @@ import burst_jax
 from burst_jax.bench.driver import Driver, Kernel, Launch
 from burst_jax.bench.needs import need_gpus
 from pallas_kernels import AttentionSpec, Operands, Tokens, triton
-from pallas_kernels.pallas_triton.configs import TritonConfig
+from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
 # Matrix products of T S H multiplications and additions that each kernel makes.
@@ -78,19 +78,31 @@ CASES = (
 )
 
 
+def shipped(case: Case, kernel: str) -> TritonConfig:
+    """The tiles that ship for an A100."""
+    lengths = case.length, case.length
+    configs = triton_configs(8.0, case.head_dim, jnp.bfloat16, *lengths, case.spec, False)
+    return getattr(configs, kernel)
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel in a config; None is the config that ships for the A100."""
+    """A kernel in some tiles."""
 
     case: Case
     kernel: str
-    config: TritonConfig | None
+    config: TritonConfig
+
+    @classmethod
+    def of_key(cls, key: str) -> Candidate:
+        """The candidate that has this key."""
+        found = re.fullmatch(r"case(\d+)-(\w+)-(\d+x\d+x\d+x\d+)", key)
+        assert found is not None, key
+        return cls(CASES[int(found[1])], found[2], tiles(found[3].replace("x", ",")))
 
     @property
     def tiles(self) -> str:
-        """The config as the command line writes it."""
-        if self.config is None:
-            return "shipped"
+        """The config in a word."""
         return "x".join(str(int(x)) for x in dataclasses.astuple(self.config)[:4])
 
     @property
@@ -100,7 +112,7 @@ class Candidate:
 
     def run(self) -> Callable[[Operands], Any]:
         """The kernel as a function of its operands, bounds included."""
-        implementation = triton(config=self.config, compute_capability=8.0)
+        implementation = triton(config=self.config)
         if self.kernel == "forward":
             return functools.partial(
                 implementation.forward, spec=self.case.spec, out_dtype=jnp.bfloat16
@@ -110,7 +122,7 @@ class Candidate:
 
     def with_bounds(self, operands: Operands) -> Operands:
         """The operands with the bounds of these tiles."""
-        implementation = triton(config=self.config, compute_capability=8.0)
+        implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         of = implementation.forward_bounds if forward else implementation.backward_bounds
         return operands.replace(bounds=of(operands, spec=self.case.spec))
@@ -253,7 +265,7 @@ class Runner:
 
     def _run_natively(self, case: Case, kernel: str) -> tuple[list[jax.Array], float]:
         """Results of a kernel in the A100's tiles, compiled for this GPU, and seconds a call."""
-        given, _, call = self._call(Candidate(case, kernel, None))
+        given, _, call = self._call(Candidate(case, kernel, shipped(case, kernel)))
         made = call(*given)
         made = list(made) if isinstance(made, (list, tuple)) else [made]
         return made, median_time(lambda: call(*given))
@@ -267,7 +279,7 @@ class Runner:
         launch = Launch(**json.loads((self._folder / f"{candidate.key}.json").read_text()))
         ptx = (self._folder / f"{candidate.key}.ptx").read_text()
         (name,) = re.findall(r"\.entry (\w+)\(", ptx)
-        kernel = Kernel(self._driver, ptx, name, launch)
+        kernel = Kernel(self._driver, ptx, name, launch.as_on_an_a100(self._driver.shared))
         return kernel, *self._call(candidate)[:2]
 
     def measure(self, candidate: Candidate, kernel: Kernel, given: list, results: list) -> str:
@@ -329,27 +341,22 @@ def _torch_seconds(torch: Any, call: Callable[[], Any]) -> float:
 
 
 def candidates(args: argparse.Namespace) -> list[Candidate]:
-    """What the command line asks for."""
-    configs: list[TritonConfig | None] = [None]
-    for text in args.configs or ():
-        block_q, block_kv, warps, stages = map(int, text.split(","))
-        configs.append(TritonConfig(block_q, block_kv, warps, stages))
+    """What to compile: every kernel of every case, in the tiles that ship and in those given."""
     return [
         Candidate(CASES[case], kernel, config)
         for case in args.cases
         for kernel in args.kernels
-        for config in configs
+        for config in dict.fromkeys([shipped(CASES[case], kernel), *args.configs])
     ]
 
 
 def compile_all(args: argparse.Namespace) -> None:
-    """Compiles for an A100, two at a time, into the folder."""
+    """Compiles for an A100, as many candidates at a time as there are cores, into the folder."""
     # JAX's plugin assembles by a library, unless this is said before it starts.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_libnvjitlink=false"
-    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_libnvjitlink=false"
     args.folder.mkdir(parents=True, exist_ok=True)
-    compiler = Compiler(args.folder)
+    compiler, wanted = Compiler(args.folder), candidates(args)
 
     def compile_one(candidate: Candidate) -> str:
         try:
@@ -358,17 +365,26 @@ def compile_all(args: argparse.Namespace) -> None:
             return "refused: " + " ".join(str(error).split())[:100]
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        wanted = candidates(args)
         for candidate, said in zip(wanted, pool.map(compile_one, wanted), strict=True):
-            print(f"{candidate.case.name}, {candidate.kernel}, {candidate.tiles}: {said}")
+            print(f"{_label(candidate)} {said}", flush=True)
+
+
+def _label(candidate: Candidate) -> str:
+    """The first columns of a candidate's line."""
+    mark = "*" if candidate.config == shipped(candidate.case, candidate.kernel) else " "
+    return f"{f'{candidate.case.name}, {candidate.kernel}':29}{candidate.tiles:>13}{mark}"
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Times what the folder has."""
+    """Times what the folder has of the cases and kernels that are asked for."""
+    found = [Candidate.of_key(path.stem) for path in sorted(args.folder.glob("case*.json"))]
+    cases = [CASES[case] for case in args.cases]
+    found = [c for c in found if c.case in cases and c.kernel in args.kernels]
+    if not found:
+        raise SystemExit(f"{args.folder} has no kernels for these cases: --compile makes them")
     need_gpus("bench ampere")
     runner = Runner(args.folder)
-    files = [c for c in candidates(args) if (args.folder / f"{c.key}.json").exists()]
-    for case in {c.case: None for c in files}:
+    for case in {c.case: None for c in found}:
         runner.operands(case)
         if (times := torch_times(case)) is not None:
             tera = 2 * case.flops() / 1e12
@@ -377,14 +393,14 @@ def run_all(args: argparse.Namespace) -> None:
                 f" {3.5 * tera / times[1]:.0f} forward and backward"
             )
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        prepared = {c: pool.submit(runner.prepare, c) for c in files}
+        prepared = {c: pool.submit(runner.prepare, c) for c in found}
+    print("*: tiles that ship")
     for candidate, future in prepared.items():
         try:
             line = runner.measure(candidate, *future.result())
         except Exception as error:  # What one candidate cannot do, the others may.
             line = "refused: " + " ".join(str(error).split())[:100]
-        name = f"{candidate.case.name}, {candidate.kernel}"
-        print(f"{name:26} {candidate.tiles:12} {line}", flush=True)
+        print(f"{_label(candidate)} {line}", flush=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -392,14 +408,28 @@ def run(args: argparse.Namespace) -> None:
     (compile_all if args.compile else run_all)(args)
 
 
+def tiles(text: str) -> TritonConfig:
+    """A config from the command line."""
+    try:
+        block_q, block_kv, warps, stages = map(int, text.split(","))
+        return TritonConfig(block_q, block_kv, warps, stages)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: Q,KV,WARPS,STAGES ({error})") from error
+
+
 def add_command(commands: Any) -> None:
     """Adds ``ampere`` to the benchmarks' command line."""
     parser = commands.add_parser("ampere", help="kernels compiled for an A100, on a newer GPU")
-    parser.add_argument("folder", type=Path, help="where PTX is kept")
+    parser.add_argument("folder", type=Path, help="where what is compiled is kept")
     parser.add_argument("--compile", action="store_true", help="compile, which needs no GPU")
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)))
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        choices=range(len(CASES)),
+        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+    )  # fmt: skip
     parser.add_argument("--kernels", nargs="+", default=list(MATMULS), choices=list(MATMULS))
     parser.add_argument(
-        "--configs", nargs="+", metavar="Q,KV,WARPS,STAGES", help="beside those that ship"
-    )
+        "--configs", nargs="+", type=tiles, default=[], metavar="Q,KV,WARPS,STAGES",
+        help="to compile beside the tiles that ship",
+    )  # fmt: skip
     parser.set_defaults(run=run)

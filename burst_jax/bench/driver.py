@@ -12,12 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Numbers that cuda.h gives to attributes of a function.
+# Numbers that cuda.h gives to attributes of a function, and of a device.
 _LOCAL_BYTES, _REGISTERS, _MOST_DYNAMIC_SHARED = 3, 4, 8
+_SHARED_OF_MULTIPROCESSOR = 81
+# What each program's shared memory takes beside its own, and the shared memory of an A100's
+# multiprocessor, in bytes.
+_RESERVED, _SHARED_OF_A100 = 1024, 164 * 1024
 
 
 class Driver:
     """The driver and the context that JAX works in.
+
+    Attributes:
+      shared: bytes of shared memory that a multiprocessor has.
 
     Raises:
       OSError: the machine has no driver.
@@ -29,6 +36,9 @@ class Driver:
         device = ctypes.c_int()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), 0)
+        shared = ctypes.c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(shared), _SHARED_OF_MULTIPROCESSOR, device)
+        self.shared = shared.value
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self.enter()
 
@@ -63,6 +73,19 @@ class Launch:
     grid: tuple[int, int, int]
     threads: int
     shared: int
+
+    def as_on_an_a100(self, shared: int) -> Launch:
+        """The same launch, on a GPU whose multiprocessors have ``shared`` bytes of shared memory.
+
+        A multiprocessor with more shared memory than an A100's would run more programs at a time.
+        Each program then asks for so much more that only as many fit as on an A100.
+        """
+        there = _SHARED_OF_A100 // (self.shared + _RESERVED)
+        if there == 0 or shared // (self.shared + _RESERVED) <= there:
+            return self
+        # One program more would not fit, and a multiple of 1 KiB is what the driver hands out.
+        padded = (shared // (there + 1) // 1024 + 1) * 1024 - _RESERVED
+        return dataclasses.replace(self, shared=max(self.shared, padded))
 
 
 class Kernel:
