@@ -355,6 +355,8 @@ def compile_all(args: argparse.Namespace) -> None:
     # JAX's plugin assembles by a library, unless this is said before it starts.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_libnvjitlink=false"
+    # Looking for a GPU that is not there would take the plugin away.
+    jax.config.update("jax_platforms", "cpu")
     args.folder.mkdir(parents=True, exist_ok=True)
     compiler, wanted = Compiler(args.folder), candidates(args)
 
