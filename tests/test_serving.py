@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any
 
+import hub_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from implementations import quick_jit
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig, LayerKind, YarnRope, add_lora
+from burst_jax.models import Decoder, DecoderConfig, LayerKind, YarnRope, add_lora, load
 from burst_jax.serving import Generator
 from burst_jax.serving.attention import decode_attention
 from burst_jax.serving.cache import BLOCK, Room
@@ -90,9 +91,9 @@ class Watched(Generator):
         super().__init__(*args, **options)
         self.logits = []
 
-    def _choose(self, sampling, logits, *args):
+    def _choose(self, sampling, logits, key, step):
         self.logits.append(np.asarray(logits))
-        return super()._choose(sampling, logits, *args)
+        return super()._choose(sampling, logits, key, step)
 
 
 def prompts_of(lengths, seed=0):
@@ -228,6 +229,10 @@ def test_queries_that_see_nothing_are_zero():
     np.testing.assert_array_equal(out, jnp.zeros((1, 1, 2, 4)))
 
 
+def as_any(x: Any) -> Any:
+    return x
+
+
 TOO_LONG = prompts_of([60, 5])
 MISTAKES = {
     "count": (lambda: generated(PROMPTS[:1], 3), "1 prompts for a batch of 2: pass one for each"),
@@ -243,7 +248,7 @@ MISTAKES = {
     ),
     "top_k": (lambda: generated(PROMPTS, 3, top_k=0), "top_k is 0: it must be 1 or more, or None"),
     "top_p": (lambda: generated(PROMPTS, 3, top_p=1.5), "top_p is 1.5: it must be above 0 and at"),
-    "model": (lambda: Generator(3, max_length=8), "model is a int: it must be a Decoder"),
+    "model": (lambda: Generator(as_any(3), max_length=8), "model is a int: it must be a Decoder"),
     "length": (lambda: Generator(server_model(), max_length=0), "max_length is 0: it must be"),
     "rows": (
         lambda: Generator(models(CONFIG, {"data": 2}, "contiguous")[1], max_length=8, batch=3),
@@ -273,3 +278,68 @@ def test_rows_are_extended_by_as_many_tokens_each():
     server().reset()
     with pytest.raises(ValueError, match="extend is True and the cache is empty"):
         generated(PROMPTS, 2, extend=True)
+
+
+class Told(Watched):
+    """Chooses given tokens."""
+
+    def _choose(self, sampling, logits, key, step):
+        self.logits.append(np.asarray(logits))
+        return jnp.asarray(self.told[step : step + 1])
+
+
+OF_TRANSFORMERS = {
+    "gemma3_types": ({"seq": 4, "tensor": 2}, "zigzag", None),
+    "qwen2_window": ({"seq": 4}, "striped", 200),
+    "mistral": ({"seq": 2, "tensor": 2}, "zigzag", 300),
+    "gemma2": ({"seq": 8}, "zigzag", None),
+    "llama3_tied": ({"tensor": 2, "seq": 2}, "contiguous", None),
+    "qwen3": ({"seq": 2}, "zigzag", 250),
+}
+
+
+@pytest.mark.parametrize(
+    "name", in_tiers(list(OF_TRANSFORMERS), lambda name: name, ["qwen2_window"])
+)
+def test_each_step_has_the_logits_of_transformers(name, tmp_path):
+    sizes, layout, chunk = OF_TRANSFORMERS[name]
+    mesh = mesh_of(**sizes)
+    rules = ShardingRules.of(mesh)
+    folder = hub_models.write_folder(name, tmp_path / name)
+    model = load(folder, mesh=mesh, rules=rules, layout=layout, dtype=jnp.float32)
+    row, prompt = hub_models.TOKENS, 530
+    server = Told(model, max_length=len(row), prefill_chunk=chunk)
+    server.told = row[prompt:]
+    assert len(list(server.generate([row[:prompt]], len(row) - prompt))) == len(row) - prompt
+    want, compared = hub_models.golden(name)["row"], 0
+    for place, logits in zip(hub_models.KEPT, want, strict=True):
+        if prompt - 1 <= place < len(row) - 1:
+            got = server.logits[place - prompt + 1][0]
+            assert np.abs(got - logits).max() < 1e-4 * np.abs(logits).max()
+            compared += 1
+    assert compared >= 2
+
+
+def test_what_a_step_sends_does_not_depend_on_the_length_and_the_cache_is_updated_in_place():
+    sent, model = [], server_model()
+    for max_length in (64, 1024):
+        steps = Generator(model, max_length=max_length, batch=2)._steps
+        cache = steps.allocate()
+        lowered = steps._decode.lower(
+            steps,
+            steps.model.weights,
+            cache,
+            jnp.zeros(2, jnp.int32),
+            np.int32(3),
+            np.zeros(3, int),
+        )
+        program = lowered.compile()
+        text = program.as_text()
+        assert text is not None
+        kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+        sent.append(sorted(re.findall(rf"= (\S+) (?:{kinds})(?:-start)?\(", text)))
+        # One exchange a layer.
+        assert len(sent[-1]) == CONFIG.num_layers
+        mine = sum(x.nbytes for x in jax.tree.leaves(cache)) // 2
+        assert program.memory_analysis().alias_size_in_bytes >= mine
+    assert sent[0] == sent[1]

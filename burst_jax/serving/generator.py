@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +121,7 @@ class Generator:
         stop_tokens: Collection[int] = (),
         seed: int = 0,
         extend: bool = False,
-    ) -> Iterator[np.ndarray]:
+    ) -> abc.Generator[np.ndarray]:
         """Tokens that follow the prompts, one of each row at a time.
 
         The cache is that of the generator. It is kept when the iterator ends or is dropped, so that
@@ -165,7 +166,7 @@ class Generator:
         stops: frozenset[int],
         seed: int,
         extend: bool,
-    ) -> Iterator[np.ndarray]:
+    ) -> abc.Generator[np.ndarray]:
         start = time.perf_counter()
         if not extend and self._filled.place:
             self.reset()

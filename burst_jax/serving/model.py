@@ -44,7 +44,7 @@ class ServedModel:
             )
         state = nnx.state(model)
         self.config, self.parts = model.config, model.parts(state)
-        if self.parts.stage_axis is not None:
+        if axes_size(self.parts.mesh, self.parts.stage_axis) > 1:
             raise NotImplementedError(
                 f"the model's rules have a stage axis, {self.parts.stage_axis!r}: serving has no "
                 "pipeline; load the model with stage=None"

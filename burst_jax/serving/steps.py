@@ -127,7 +127,7 @@ class Steps:
         run = self._mapped(
             partial(self._prefill_here, reach),
             (self.model.specs, self.specs, P(rows, split), P(rows, split), P(split), P()),
-            (self.specs, P(rows)),
+            (self.specs, P()),
         )
         return run(weights, cache, tokens, present, places, where)
 
@@ -195,7 +195,7 @@ class Steps:
         index = jnp.argmax(places == last)
         mine = (places[index] == last).astype(hidden.dtype)
         at_last = _total(hidden[:, index] * mine, self.axes)
-        logits = self.model.logits(weights, at_last)
+        logits = self._of_all_rows(self.model.logits(weights, at_last))
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
 
     def _after(
@@ -230,7 +230,7 @@ class Steps:
 
         Args:
           cache: donated.
-          tokens: int32 ``[B]``.
+          tokens: int32 ``[B]``, whole on every device.
           place: int32 scalar, the place that the tokens have.
           where: int32 ``[3]``: the device and its slot that rooms without a window keep the tokens
             in, and the tokens of the longest row, this one included.
@@ -243,11 +243,10 @@ class Steps:
     def _decode_of(
         self, weights: Any, cache: Cache, tokens: jax.Array, place: jax.Array, where: jax.Array
     ) -> tuple[Cache, jax.Array]:
-        rows, _ = split_of(self.model.parts)
         run = self._mapped(
             self._decode_here,
-            (self.model.specs, self.specs, P(rows), P(), P()),
-            (self.specs, P(rows)),
+            (self.model.specs, self.specs, P(), P(), P()),
+            (self.specs, P()),
         )
         return run(weights, cache, tokens, place, where)
 
@@ -255,6 +254,10 @@ class Steps:
         self, weights: Any, cache: Cache, tokens: jax.Array, place: jax.Array, where: jax.Array
     ) -> tuple[Cache, jax.Array]:
         """One device's part of a step, see :meth:`decode`."""
+        rows = cache.lengths.shape[0]
+        batch_axes = self.model.parts.batch_axes
+        first = lax.axis_index(batch_axes) * rows if batch_axes else 0
+        tokens = lax.dynamic_slice_in_dim(tokens, first, rows)
         me = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         keys, values = list(cache.keys), list(cache.values)
         slot_of = [
@@ -294,8 +297,13 @@ class Steps:
         hidden = self.model.hidden(
             weights, tokens[:, None], cache.lengths[:, None], where[2], None, attend
         )
-        logits = self.model.logits(weights, hidden[:, 0])
+        logits = self._of_all_rows(self.model.logits(weights, hidden[:, 0]))
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
+
+    def _of_all_rows(self, logits: jax.Array) -> jax.Array:
+        """Logits of all rows, on every device: tokens are chosen alike on any mesh."""
+        axes = self.model.parts.batch_axes
+        return lax.all_gather(logits, axes, axis=0, tiled=True) if axes else logits
 
     def put(self, array: Any, *spec: Any) -> jax.Array:
         """An array on the mesh."""
