@@ -40,17 +40,18 @@ class Backend:
     Attributes:
       config: the type of its tile configs.
       make: the implementation in a config's tiles.
-      space: ``(kernel, head_dim) -> candidates``.
-      matmuls: how many of 2 T S H floating-point operations each kernel makes.
+      space: ``(kernel, head_dim, value_dim) -> candidates``.
+      matmuls: how many of 2 T S H and of 2 T S Hv floating-point operations each kernel makes.
       syntax: a config on the command line.
-      entry: the best config as its module writes it, of ``kernel``, ``dim`` and ``tiles``.
+      entry: the best config as its module writes it, of ``kernel``, ``dims`` (H, and Hv where it is
+        another), ``dim``, the larger one of them, and ``tiles``.
       options: XLA's for compiling a candidate.
     """
 
     config: Callable[..., Any]
     make: Callable[[Any], Implementation]
-    space: Callable[[str, int], Iterable[Any]]
-    matmuls: Mapping[str, int]
+    space: Callable[[str, int, int], Iterable[Any]]
+    matmuls: Mapping[str, tuple[int, int]]
     syntax: str
     entry: str
     options: Mapping[str, bool]
@@ -61,32 +62,38 @@ class Backend:
         return self.config(*numbers[:4], *map(bool, numbers[4:]))
 
 
-def triton_space(kernel: str, head_dim: int) -> Iterable[TritonConfig]:
-    """Candidates: every warp has at least 16 rows, and 16 to 64 scores a thread."""
-    del head_dim
+def triton_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[TritonConfig]:
+    """Candidates: 16 to 64 scores a thread, and rows for every warp.
+
+    Warps of "dkv" lie along its queries, too, so 8 of its keys are enough for one.
+    """
+    del head_dim, value_dim
+    least_rows = 8 if kernel == "dkv" else 16
     registers = (False,) if kernel == "dkv" else (False, True)
     for block_q, block_kv in itertools.product((32, 64, 128), repeat=2):
         for warps, stages, rows in itertools.product((4, 8), (2, 3, 4), registers):
             rows_per_warp = (block_kv if kernel == "dkv" else block_q) / warps
             scores_per_thread = block_q * block_kv / (32 * warps)
-            if rows_per_warp >= 16 and 16 <= scores_per_thread <= 64:
+            if rows_per_warp >= least_rows and 16 <= scores_per_thread <= 64:
                 yield TritonConfig(block_q, block_kv, warps, stages, rows)
 
 
-def mosaic_space(kernel: str, head_dim: int) -> Iterable[MosaicConfig]:
+def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
     """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
     dtype = jnp.bfloat16
     if kernel == "forward":
         for numbers in itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4)):
             config = MosaicConfig(*numbers)
-            memory = ForwardMemory.of(config, head_dim, dtype, out_dtype=dtype, carried=True)
+            memory = ForwardMemory.of(
+                config, head_dim, dtype, out_dtype=dtype, carried=True, value_dim=value_dim
+            )
             if memory.nbytes <= SHARED_MEMORY:
                 yield config
         return
     for stages, do_stages in itertools.product((2, 3, 4), (None, 2, 3)):
         if do_stages is None or do_stages < stages:
             config = MosaicConfig(64, 128, stages, do_stages)
-            if BackwardMemory.of(config, head_dim, dtype).nbytes <= SHARED_MEMORY:
+            if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
                 yield config
 
 
@@ -95,9 +102,9 @@ BACKENDS = {
         config=TritonConfig,
         make=lambda config: triton(config=config),
         space=triton_space,
-        matmuls={"forward": 2, "dq": 3, "dkv": 4},
+        matmuls={"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
         syntax="Q,KV,WARPS,STAGES[,1], 1: rows in registers",
-        entry="{dim}: {tiles}",
+        entry="{dims}: {tiles}",
         options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True},
     ),
     # One kernel makes all gradients. It adds dQ up in the order in which programs come: that
@@ -106,7 +113,7 @@ BACKENDS = {
         config=MosaicConfig,
         make=lambda config: mosaic_gpu(forward_config=config, backward_config=config),
         space=mosaic_space,
-        matmuls={"forward": 2, "backward": 5},
+        matmuls={"forward": (1, 1), "backward": (3, 2)},
         syntax="Q,KV,STAGES[,DO_STAGES]",
         entry="{kernel}_config({dim}): MosaicConfig{tiles}",
         # Mosaic assembles its kernels itself, out of reach of XLA's option against spills: what
@@ -117,15 +124,22 @@ BACKENDS = {
 
 
 class Problem:
-    """One shape, its arrays, and what every candidate must give."""
+    """One shape, its arrays, and what every candidate must give.
+
+    Attributes:
+      scores: how many of them count, of all rows and query heads.
+    """
 
     def __init__(self, args: argparse.Namespace):
         batch, length, heads, kv_heads, dim = args.shape
         dtype = jnp.dtype(args.dtype)
         self.backend: Backend = BACKENDS[args.implementation]
         keys = jax.random.split(jax.random.key(args.seed), 4)
-        q, do = (jax.random.normal(k, (batch, length, heads, dim), dtype) for k in keys[:2])
-        k, v = (jax.random.normal(k, (batch, length, kv_heads, dim), dtype) for k in keys[2:])
+        shapes = itertools.product((heads, kv_heads), (dim, args.value_dim))
+        q, do, k, v = (
+            jax.random.normal(key, (batch, length, *shape), dtype)
+            for key, shape in zip(keys, shapes, strict=True)
+        )
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32))
         self.operands = Operands(q, k, v, tokens, tokens)
         self.spec = AttentionSpec.of(
@@ -134,7 +148,7 @@ class Problem:
         queries = np.arange(length)
         first = np.maximum(queries - args.window, 0) if args.window is not None else 0 * queries
         last = queries if args.causal else np.minimum(queries + (args.window or length), length - 1)
-        self.flops = 2 * batch * heads * dim * int((last - first + 1).sum())
+        self.scores = batch * heads * int((last - first + 1).sum())
         o, lse = self._compile(XLA, "forward")()
         delta = jnp.einsum("btnh,btnh->bnt", do.astype(jnp.float32), o)
         self.operands = self.operands.replace(do=do, stats=jnp.stack([lse, delta]))
@@ -184,6 +198,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--shape", type=int, nargs=5, default=(1, 16384, 32, 32, 128),
         metavar=("B", "T", "N", "K", "H"), help="batch, tokens, heads, key heads, head dim",
     )  # fmt: skip
+    parser.add_argument("--value-dim", type=int, metavar="HV", help="of values (default: H)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--kernels", nargs="+", help="default: all of the implementation's")
     parser.add_argument("--causal", action="store_true", help="mask the future")
@@ -194,11 +209,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--top", type=int, default=8, help="how many to print")
     args = parser.parse_args(given)
-    _, _, heads, kv_heads, _ = args.shape
+    _, _, heads, kv_heads, head_dim = args.shape
     if min(args.shape) < 1 or heads % kv_heads:
         parser.error(
             f"--shape is {args.shape}: all are 1 or more, and heads a multiple of key heads"
         )
+    if args.value_dim is None:
+        args.value_dim = head_dim
+    elif args.value_dim < 1:
+        parser.error(f"--value-dim is {args.value_dim}: it must be 1 or more")
     if args.top < 1 or (args.window is not None and args.window < 0):
         parser.error(f"--top is {args.top}, --window {args.window}: at least 1 and 0")
     if args.implementation is None:
@@ -228,7 +247,9 @@ def main() -> None:
     args = arguments()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"tuning needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here")
-    device, dim, problem = jax.devices()[0], args.shape[-1], Problem(args)
+    device, problem = jax.devices()[0], Problem(args)
+    dims = args.shape[-1], args.value_dim
+    value = f", Hv = {dims[1]}" if dims[1] != dims[0] else ""
     backend = problem.backend
     try:
         resolve(
@@ -238,10 +259,11 @@ def main() -> None:
     except NotImplementedError as error:
         raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error
     limit = 2e-5 if args.dtype == "float32" else 1e-2
-    print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", *args.shape)
+    print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", end=" ")
+    print(*args.shape, end=f"{value}\n")
     for kernel in args.kernels:
         rows, refused = [], {}
-        for config in args.configs or backend.space(kernel, dim):
+        for config in args.configs or backend.space(kernel, *dims):
             try:
                 rows.append((problem.measure(kernel, config, limit), config))
             except Exception as error:
@@ -252,10 +274,12 @@ def main() -> None:
             for config, reason in refused.items():
                 print(f"  refused {as_entry(config)}: {reason}")
         for seconds, config in rows[: args.top]:
-            rate = backend.matmuls[kernel] * problem.flops / seconds / 1e12
+            lanes = sum(n * x for n, x in zip(backend.matmuls[kernel], dims, strict=True))
+            rate = 2 * problem.scores * lanes / seconds / 1e12
             print(f"  {as_entry(config)!s:28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
-            entry = backend.entry.format(kernel=kernel, dim=dim, tiles=as_entry(rows[0][1]))
+            of = {"kernel": kernel, "dims": f"{dims[0]}{value}", "dim": max(dims)}
+            entry = backend.entry.format(**of, tiles=as_entry(rows[0][1]))
             print(f"  entry: {entry}", flush=True)
 
 

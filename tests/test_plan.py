@@ -184,6 +184,46 @@ def test_a_window_is_cheaper_where_tokens_lie_together():
     assert near.seconds < 0.8 * one(plan, "ring", "striped").seconds
 
 
+@pytest.mark.parametrize("by_head", [False, True], ids=["one_table", "by_head"])
+def test_a_mask_by_blocks_is_counted(by_head):
+    """All ways compute the scores that it leaves, those of all devices together."""
+    length, heads, dim = 96, 4, 32
+    table = np.random.default_rng(0).random((heads, 8, 12)) < 0.2
+    if not by_head:
+        table = table.any(0)
+    keep = np.tri(length, dtype=bool) & table.reshape(-1, 8, 12).any(0).repeat(12, 0).repeat(8, 1)
+    options: Any = {"gpu": IDEAL, "hosts": 2, "gpus_per_host": 2}
+    plan = burst_jax.plan(length=length, num_heads=heads, head_dim=dim, block_mask=table, **options)
+    assert {each.scheme.name for each in plan.estimates} > {"ring", "two-level ring"}
+    for each in plan.estimates:
+        flops = 1e12 * each.tflops * each.seconds * plan.cluster.size
+        assert flops == pytest.approx(14 * dim * heads * keep.sum()), each.scheme.name
+
+
+def test_documents_that_blocks_say_need_no_hop(tmp_path, capsys):
+    file, options = tmp_path / "table.npy", ["--length", "4K", "--gpus-per-host", "4"]
+    np.save(file, np.eye(4, dtype=bool))
+    main([*options, "--block-mask", str(file)])
+    printed = capsys.readouterr().out
+    assert "causal, 25% of 4 x 4 blocks" in printed
+    assert "block_mask=block_mask)" in printed
+    main([*options, "--block-mask", str(file), "--json", "-"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["attention"]["blocks"]["seen"] == 0.25
+    sent = {
+        each["arguments"]["layout"]: each["forward_bytes"]
+        for each in plan["estimates"]
+        if each["scheme"] == "ring"
+    }
+    assert sent["contiguous"] == 0 < sent["zigzag"]
+    np.save(file, np.eye(3, dtype=bool))
+    with pytest.raises(SystemExit, match=r"block_mask has shape \(3, 3\), 3 rows, .*4096 tokens"):
+        main([*options, "--block-mask", str(file)])
+    file.write_text("no array")
+    with pytest.raises(SystemExit, match=r"table\.npy is no file of numpy\.save"):
+        main([*options, "--block-mask", str(file)])
+
+
 def test_what_cannot_be_split_is_left_out_with_its_reason():
     plan = burst_jax.plan(length=4 * 1001, num_heads=6, num_kv_heads=3, gpus_per_host=4)
     left_out = dict(plan.left_out)

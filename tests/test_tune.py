@@ -25,7 +25,7 @@ SMALL = ["--shape", "1", "64", "2", "1", "16", "--causal", "--dtype", "float32"]
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_each_triton_config_is_tried_once(kernel):
-    space = list(tune.triton_space(kernel, 128))
+    space = list(tune.triton_space(kernel, 128, 128))
     assert len(space) == len(set(space)) >= 20
     spec = tune.AttentionSpec.of(1.0, right=0)
     shipped = {
@@ -35,31 +35,36 @@ def test_each_triton_config_is_tried_once(kernel):
     assert shipped <= set(space)
 
 
+@pytest.mark.parametrize("value_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim):
-    space = list(tune.mosaic_space(kernel, dim))
+def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim, value_dim):
+    space = list(tune.mosaic_space(kernel, dim, value_dim))
     assert len(space) == len(set(space))
     for config in space:
         if kernel == "forward":
-            memory = ForwardMemory.of(config, dim, jnp.bfloat16, jnp.bfloat16, carried=True)
+            dtypes = jnp.bfloat16, jnp.bfloat16
+            memory = ForwardMemory.of(config, dim, *dtypes, carried=True, value_dim=value_dim)
         else:
-            memory = BackwardMemory.of(config, dim, jnp.bfloat16)
+            memory = BackwardMemory.of(config, dim, jnp.bfloat16, value_dim)
         assert memory.nbytes <= mosaic_configs.SHARED_MEMORY
-    if kernel == "forward" or dim <= 128:
-        assert getattr(mosaic_configs, f"{kernel}_config")(dim) in space
+    largest = max(dim, value_dim)
+    if kernel == "forward" or largest <= 128:
+        assert getattr(mosaic_configs, f"{kernel}_config")(largest) in space
 
 
 def test_the_mosaic_space_is_what_fits_of_the_whole():
-    small = {tune.as_entry(config) for config in tune.mosaic_space("forward", 16)}
+    small = {tune.as_entry(config) for config in tune.mosaic_space("forward", 16, 16)}
     sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
     assert small == {(q, kv, n) for q in sizes[0] for kv in sizes[1] for n in sizes[2]}
-    backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32)}
+    backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32, 32)}
     fewer = {(64, 128, 3, 2), (64, 128, 4, 2), (64, 128, 4, 3)}
     assert backward == {(64, 128, n) for n in (2, 3, 4)} | fewer
-    large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128)}
+    large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 128)}
     assert (128, 128, 2) in large
     assert (128, 128, 3) not in large
+    narrow_values = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 64)}
+    assert large < narrow_values
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_the_entry_of_a_mosaic_kernel_is_what_its_function_returns():
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)
 def test_each_kernel_is_one_of_its_implementation(name, kernel):
     backend = tune.BACKENDS[name]
-    config = next(iter(backend.space(kernel, 64)))
+    config = next(iter(backend.space(kernel, 64, 64)))
     local = backend.make(config)
     assert local.name == name
     what = kernel if kernel in ("forward", "backward") else f"backward_{kernel}"
@@ -126,6 +131,7 @@ def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
         (["--configs", "128,100,2"], "block_kv is 100: it must be a multiple of 64"),
         (["--shape", "1", "64", "8", "3", "64"], "heads a multiple of key heads"),
         (["--shape", "0", "64", "8", "8", "64"], "--shape is [0, 64, 8, 8, 64]: all are 1 or more"),
+        (["--value-dim", "0"], "--value-dim is 0: it must be 1 or more"),
         (["--top", "0"], "--top is 0, --window None: at least 1 and 0"),
     ],
 )
@@ -141,9 +147,9 @@ def test_the_tuner_says_that_it_needs_a_gpu(monkeypatch):
         tune.main()
 
 
-def problem():
+def problem(*given):
     """In interpret mode."""
-    made = tune.Problem(tune.arguments(["--implementation", "triton", *SMALL]))
+    made = tune.Problem(tune.arguments(["--implementation", "triton", *SMALL, *given]))
     made.backend = dataclasses.replace(
         made.backend, make=lambda config: triton(interpret=True, config=config), options={}
     )
@@ -153,8 +159,9 @@ def problem():
 @pytest.mark.slow
 def test_the_tuner_times_what_is_right_and_nothing_else():
     """With a kernel that is off by a tenth."""
-    small, config = problem(), TritonConfig(16, 32, 4, 1)
-    assert small.flops == 2 * 2 * 16 * 64 * 65 // 2
+    small, config = problem("--value-dim", "24"), TritonConfig(16, 32, 4, 1)
+    assert small.operands.v.shape == (1, 64, 1, 24)
+    assert small.scores == 2 * 64 * 65 // 2
     for kernel in small.backend.matmuls:
         assert small.measure(kernel, config, limit=1e-5) > 0
     small.want["dq"] = small.want["dq"] * 1.1
@@ -189,19 +196,21 @@ class TestSearch:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
         class Problem:
-            flops = 10**12
+            scores = 10**12 // (2 * 128)
 
             def __init__(self, args):
                 self.backend = tune.BACKENDS[args.implementation]
                 batch, length, heads, kv_heads, dim = args.shape
                 q: Any = jax.ShapeDtypeStruct((batch, length, heads, dim), args.dtype)
-                k: Any = jax.ShapeDtypeStruct((batch, length, kv_heads, dim), args.dtype)
+                kv_shape = batch, length, kv_heads
+                k: Any = jax.ShapeDtypeStruct((*kv_shape, dim), args.dtype)
+                v: Any = jax.ShapeDtypeStruct((*kv_shape, args.value_dim), args.dtype)
                 positions: Any = jax.ShapeDtypeStruct((length,), "int32")
                 tokens = Tokens(positions)
-                self.operands = Operands(q, k, k, tokens, tokens)
+                self.operands = Operands(q, k, v, tokens, tokens)
 
             def measure(self, kernel, config, limit):
-                if config.stages == 3:
+                if getattr(config, "stages", None) == 3:
                     raise ArithmeticError("it is wrong")
                 return 1e-2 if config.block_kv == 128 else 2e-2
 
@@ -220,6 +229,15 @@ class TestSearch:
         assert "(64, 128, 2)" in printed
         assert "10.000 ms    500 TFLOP/s" in printed  # five matmuls
         assert "it is wrong" not in printed
+
+    def test_values_of_another_head_dim(self, monkeypatch, capsys):
+        given = "--shape", "1", "64", "2", "2", "192", "--value-dim", "128", "--kernels"
+        printed = self.search(monkeypatch, capsys, *given, "forward")
+        assert "B T N K H = 1 64 2 2 192, Hv = 128\n" in printed
+        assert "entry: forward_config(192): MosaicConfig(128, 64, 2)\n" in printed
+        assert "20.000 ms    125 TFLOP/s" in printed  # a matmul over H, and one over Hv
+        printed = self.search(monkeypatch, capsys, "--implementation", "triton", *given, "dkv")
+        assert "entry: 192, Hv = 128: (" in printed
 
     def test_it_says_why_what_was_named_is_refused(self, monkeypatch, capsys):
         given = "--kernels", "forward", "--configs", "128,64,3", "128,64,2"

@@ -9,6 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burst_jax.block_mask import with_block_mask
 from burst_jax.layout import LAYOUTS
 from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu
@@ -25,6 +30,7 @@ from burst_jax.plan.table import table
 from burst_jax.plan.training import TrainingPlan as TrainingPlan
 from burst_jax.plan.training import plan_training as plan_training
 from burst_jax.request import Request
+from burst_jax.ring.blocks import Blocks
 from burst_jax.ring.exchange import check_heads
 from burst_jax.ring.rotation import ROTATIONS
 from burst_jax.shape_checks import check_lengths
@@ -64,9 +70,17 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The whole plan as plain values, for JSON."""
-        best = self.best
+        best, blocks = self.best, self.attention.blocks
+        attention = dataclasses.asdict(dataclasses.replace(self.attention, blocks=None))
+        if blocks is not None:
+            attention["blocks"] = {
+                "q_block": blocks.q_block,
+                "kv_block": blocks.kv_block,
+                "shape": blocks.shape,
+                "seen": blocks.seen,
+            }
         return {
-            "attention": dataclasses.asdict(self.attention),
+            "attention": attention,
             "cluster": dataclasses.asdict(self.cluster),
             "recommended": None if best is None else best.record(),
             "estimates": [each.record() for each in self.estimates],
@@ -91,6 +105,7 @@ def plan(
     host_link: float = 50.0,
     is_causal: bool = True,
     local_window_size: int | tuple[int, int] | None = None,
+    block_mask: np.ndarray | jax.Array | None = None,
 ) -> Plan:
     """Compares all ways to split one attention over a cluster, by a model of its time and memory.
 
@@ -113,6 +128,9 @@ def plan(
       host_link: GB/s that one GPU sends to another host (50: an adapter of 400 Gbit/s for each).
       is_causal: as in :func:`burst_jax.burst_attention`.
       local_window_size: as in :func:`burst_jax.burst_attention`.
+      block_mask: as in :func:`burst_jax.burst_attention`, where it must be a NumPy array for the
+        hops to be left out that a plan leaves out. With a table for each head a block counts that
+        some head sees.
 
     Returns:
       A :class:`Plan`: estimates, fastest first, and the recommended estimate, ``best``, with its
@@ -120,7 +138,7 @@ def plan(
 
     Raises:
       ValueError: a size that is not a positive integer, heads that do not fit together, an unknown
-        GPU, or no way to split this length at all.
+        GPU, a ``block_mask`` of another dtype or shape, or no way to split this length at all.
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_sizes(
@@ -136,11 +154,14 @@ def plan(
         length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size,
         value_head_dim=value_head_dim,
     )  # fmt: skip
+    if block_mask is not None:
+        attention = dataclasses.replace(attention, blocks=_blocks(attention, block_mask))
     estimates, left_out = [], []
     for scheme in _schemes(cluster):
         requests = [scheme.request(attention, layout) for layout in LAYOUTS]
         # Without a mask, or without a ring, the work does not depend on the layout.
-        if not scheme.sizes or not requests[0].spec.mask.reads_positions:
+        masked = requests[0].spec.mask.reads_positions or attention.blocks is not None
+        if not scheme.sizes or not masked:
             requests = requests[:1]
         for request in requests:
             try:
@@ -157,6 +178,15 @@ def plan(
     # Of ways that take the same time, the one that sends less comes first.
     estimates.sort(key=lambda each: (each.seconds, each.forward_bytes + each.backward_bytes))
     return Plan(attention, cluster, tuple(estimates), tuple(left_out))
+
+
+def _blocks(attention: Attention, block_mask: Any) -> Blocks | None:
+    """What a ring knows of a table; ValueError if it does not fit the attention."""
+    sides = attention.batch, attention.length, attention.heads, attention.head_dim
+    # Of query and key it reads the tokens and the query's heads.
+    tokens: Any = jax.ShapeDtypeStruct(sides, jnp.bfloat16)
+    request = Scheme("one device", (1,), 1).request(attention, "contiguous")
+    return with_block_mask(request, tokens, tokens, np.asarray(block_mask)).blocks
 
 
 def _schemes(cluster: Cluster) -> list[Scheme]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from burst_jax.bench.results import replacing
 from burst_jax.plan import GPUS, Plan, TrainingPlan, plan, plan_training
@@ -17,7 +18,7 @@ from burst_jax.plan.training_table import table
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 # What says one attention, and what says a training step. None is not given.
-_ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "full", "window")
+_ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "full", "window", "block_mask")
 _TRAINING = ("moments", "moment_dtype", "all")
 
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--value-head-dim", type=int, help="features of a value (default: as of a key)")
     add("--full", action="store_true", default=None, help="no causal mask")
     add("--window", type=tokens, help="local_window_size, to the left")
+    add("--block-mask", type=Path, metavar="FILE.npy", help="a table of blocks, by numpy.save")
     add = parser.add_argument_group("a training step").add_argument
     add("--model", help=f"a model folder, or {', '.join(SHAPES)}")
     add("--moments", choices=("device", "host"), help="of AdamW (default: compares both)")
@@ -118,7 +120,19 @@ def _attention(args: argparse.Namespace) -> Plan:
         value_head_dim=args.value_head_dim,
         is_causal=not args.full,
         local_window_size=None if args.window is None else (args.window, 0),
+        block_mask=None if args.block_mask is None else _table(args.block_mask),
     )
+
+
+def _table(path: Path) -> np.ndarray:
+    """The array in a file of numpy.save."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"--block-mask: {path} is no file of numpy.save: {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"--block-mask: {path} holds several arrays: save one, by numpy.save")
+    return found
 
 
 def _training(args: argparse.Namespace) -> TrainingPlan:

@@ -12,6 +12,7 @@ from burst_jax.layout import Layout
 from burst_jax.plan.machines import Gpu, find_gpu
 from burst_jax.plan.memory import temp_bytes
 from burst_jax.request import Request
+from burst_jax.ring.blocks import Blocks
 from burst_jax.ring.rotation import (
     Rotation,
     ShardShape,
@@ -47,6 +48,7 @@ class Attention:
       local_window_size: as burst_attention's.
       itemsize: bytes per element of q, k and v.
       value_head_dim: Hv, of values; None is H.
+      blocks: of burst_attention's block_mask; None without one.
     """
 
     length: int
@@ -58,6 +60,7 @@ class Attention:
     local_window_size: int | tuple[int, int] | None
     itemsize: int = 2
     value_head_dim: int | None = None
+    blocks: Blocks | None = None
 
     @property
     def value_dim(self) -> int:
@@ -157,7 +160,7 @@ class Scheme:
           ValueError: a mask of the attention is wrong.
         """
         arguments, mesh = self.arguments, self.mesh
-        return Request.parse(
+        request = Request.parse(
             "seq_axis",
             arguments.get("seq_axis"),
             arguments.get("head_parallel_axis"),
@@ -167,6 +170,7 @@ class Scheme:
             is_causal=attention.is_causal,
             local_window_size=attention.local_window_size,
         )
+        return dataclasses.replace(request, blocks=attention.blocks)
 
 
 @dataclasses.dataclass(frozen=True)

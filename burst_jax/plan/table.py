@@ -19,6 +19,9 @@ def table(plan: Plan) -> str:
     mask = "causal" if attention.is_causal else "full"
     if attention.local_window_size is not None:
         mask += f", window {attention.local_window_size}"
+    if attention.blocks is not None:
+        rows, columns = attention.blocks.shape
+        mask += f", {attention.blocks.seen:.0%} of {rows} x {columns} blocks"
     head_dims = f"{attention.head_dim}"
     if attention.value_dim != attention.head_dim:
         head_dims += f"/{attention.value_dim}"
@@ -56,6 +59,8 @@ def _recommended(plan: Plan, best: Estimate) -> list[str]:
     arguments = ", ".join(
         f"{name}={as_python(value)}" for name, value in (best.arguments | masks).items()
     )
+    if attention.blocks is not None:
+        arguments += ", block_mask=block_mask"
     sizes, names = tuple(mesh.values()), as_python(tuple(mesh))
     order = f"{as_python(best.layout)}, {math.prod(best.scheme.sizes)}"
     lines = [

@@ -48,6 +48,11 @@ class Blocks:
         packed = np.frombuffer(self.bits, np.uint8)
         return np.unpackbits(packed, count=count).astype(bool).reshape(self.shape)
 
+    @property
+    def seen(self) -> float:
+        """The share of blocks that some head sees; 1 if that is not known."""
+        return 1.0 if self.table is None else float(self.table.mean())
+
     def sees(self, q: Runs, kv: Runs) -> np.ndarray:
         """Whether the table lets queries of a run see keys of a run, bool ``[n, runs, runs]``.
 

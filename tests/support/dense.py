@@ -91,13 +91,18 @@ def _einsum(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=wide)
 
 
-def _capped(products, dim, soft_cap):
-    logits = products / np.asarray(np.sqrt(dim), products.dtype)
+def _divisor(query, scale):
+    """What logits are the products of queries and keys divided by."""
+    return np.sqrt(query.shape[-1]) if scale is None else 1 / scale
+
+
+def _capped(products, divisor, soft_cap):
+    logits = products / np.asarray(divisor, products.dtype)
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def _modified(products, dim, soft_cap, score):
-    logits = _capped(products, dim, soft_cap)
+def _modified(products, divisor, soft_cap, score):
+    logits = _capped(products, divisor, soft_cap)
     return logits if score is None else score(logits)
 
 
@@ -149,18 +154,19 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
 
 
 def attention(
-    query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None, score=None
-):
+    query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None, score=None,
+    scale=None,
+):  # fmt: skip
     """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated.
 
-    ``score``: a function of all logits, behind the soft cap.
+    ``score``: a function of all logits, behind the soft cap. ``scale``: None is ``1 / sqrt(H)``.
     """
     numbers = numbers or {}
     keep = jnp.asarray(keep)
     keep = keep[:, None] if keep.ndim == 3 else keep
     some = keep.any(-1, keepdims=True)
     products = _einsum("btnh,bsnh->bnts", query, key)
-    logits = _modified(products, query.shape[-1], soft_cap, score)
+    logits = _modified(products, _divisor(query, scale), soft_cap, score)
     if "alibi_slopes" in numbers:
         slopes = numbers["alibi_slopes"].astype(logits.dtype)[None, :, None, None]
         logits -= slopes * jnp.asarray(distance, logits.dtype)[None, None]
@@ -184,7 +190,7 @@ def repeat_heads(key, heads):
 
 def truth(
     query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
-    score=None,
+    score=None, scale=None,
 ):  # fmt: skip
     """``(out, lse, dq, dk, dv)`` in float64, gradients by autodiff, as NumPy arrays.
 
@@ -194,15 +200,16 @@ def truth(
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, value, do, dlse)]
         numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), numbers or {})
-        results = _truth(*arrays, jnp.asarray(keep), numbers, distance, factors, soft_cap, score)
+        of_scores = numbers, distance, factors, soft_cap, score, scale
+        results = _truth(*arrays, jnp.asarray(keep), *of_scores)
         return [np.asarray(x) for x in results]
 
 
-@functools.partial(quick_jit, static_argnames=("soft_cap", "score"))
-def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score):
+@functools.partial(quick_jit, static_argnames=("soft_cap", "score", "scale"))
+def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score, scale):
     def run(query, key, value, numbers):
         key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        of_scores = soft_cap, numbers, distance, factors, score
+        of_scores = soft_cap, numbers, distance, factors, score, scale
         out, lse, _ = attention(query, key, value, keep, *of_scores)
         seen = sees(keep)
         if "sink_logits" in numbers:
@@ -216,14 +223,14 @@ def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_c
 
 def one_device(
     query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
-    score=None,
+    score=None, scale=None,
 ):  # fmt: skip
     """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64.
 
     Behind them the gradients of the numbers of each head, as :func:`truth` has them.
     """
     arrays = [jnp.asarray(x) for x in (query, key, value, do, dlse, keep)]
-    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap, score)
+    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap, score, scale)
     return [np.asarray(x, np.float64) for x in results]
 
 
@@ -247,22 +254,25 @@ def by_row_and_key_head(results, query, key, value, keep, do, dlse):
     return [np.concatenate(parts, 0) for parts in zip(*rows, strict=True)]
 
 
-@functools.partial(quick_jit, static_argnames=("soft_cap", "score"))
-def _one_device(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score):
-    kv_heads, dtype, dim = key.shape[2], query.dtype, query.shape[-1]
+@functools.partial(quick_jit, static_argnames=("soft_cap", "score", "scale"))
+def _one_device(
+    query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score, scale
+):
+    kv_heads, dtype, divisor = key.shape[2], query.dtype, _divisor(query, scale)
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     factors = jnp.asarray(1 if factors is None else factors, jnp.float32)
-    out, lse, p = attention(query, key, value, keep, soft_cap, numbers, distance, factors, score)
+    of_scores = soft_cap, numbers, distance, factors, score, scale
+    out, lse, p = attention(query, key, value, keep, *of_scores)
     delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
     dp = _einsum("btnh,bsnh->bnts", do, value) * factors
     dlogits = p * (dp - delta.swapaxes(1, 2)[..., None])
     products = _einsum("btnh,bsnh->bnts", query, key)
-    cap = jax.vjp(lambda x: _modified(x, dim, soft_cap, score), products)[1]
+    cap = jax.vjp(lambda x: _modified(x, divisor, soft_cap, score), products)[1]
     # The scale goes in after the matmul, where a fused kernel puts it.
-    ds = (cap(dlogits)[0] * np.float32(np.sqrt(dim))).astype(dtype)
-    scale = np.float32(1 / np.sqrt(dim))
-    dq = _einsum("bnts,bsnh->btnh", ds, key) * scale
-    dk = _einsum("bnts,btnh->bsnh", ds, query) * scale
+    ds = (cap(dlogits)[0] * np.float32(divisor)).astype(dtype)
+    factor = np.float32(1 / divisor)
+    dq = _einsum("bnts,bsnh->btnh", ds, key) * factor
+    dk = _einsum("bnts,btnh->bsnh", ds, query) * factor
     dv = _einsum("bnts,btnh->bsnh", (p * factors).astype(dtype), do)
     dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(3) for x in (dk, dv))
     of_numbers = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +25,14 @@ def mask_mod(batch, head, q_position, kv_position):
     return seen & (q_position % 11 != 5)
 
 
+FUNCTIONS = {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+def called(kind):
+    """burst_attention's arguments that a case names: True for both functions, or one's name."""
+    return {name: function for name, function in FUNCTIONS.items() if kind in (True, name)}
+
+
 def _grid(batch, heads, q_positions, kv_positions):
     """The arguments of all scores ``[B, N, T, S]`` but the scores."""
     b, h = (np.arange(count, dtype=np.int32) for count in (batch, heads))
@@ -35,15 +45,26 @@ def _grid(batch, heads, q_positions, kv_positions):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Modified:
+    """``score_mod`` of all logits ``[B, N, T, S]``. One that is equal needs no other program."""
+
+    batch: int
+    heads: int
+    q_positions: tuple[int, ...]
+    kv_positions: tuple[int, ...]
+
+    def __call__(self, logits):
+        grid = _grid(*dataclasses.astuple(self))
+        return score_mod(logits, *(jnp.broadcast_to(x, logits.shape) for x in grid))
+
+
 def on_all(batch, heads, q_positions, kv_positions):
     """``(logits -> logits, which scores count)`` of dense attention, both ``[B, N, T, S]``."""
     grid = _grid(batch, heads, q_positions, kv_positions)
     shape = batch, heads, len(q_positions), len(kv_positions)
-
-    def modified(logits):
-        whole = (jnp.broadcast_to(x, logits.shape) for x in grid)
-        return score_mod(logits, *whole)
-
+    places = (tuple(np.asarray(x).tolist()) for x in (q_positions, kv_positions))
+    modified = _Modified(batch, heads, *places)
     return modified, np.broadcast_to(np.asarray(mask_mod(*grid)), shape)
 
 

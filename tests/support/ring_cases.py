@@ -105,24 +105,40 @@ def case_id(case):
 
 
 def lengths(shard, layout, ring):
-    """T and S whose shards have the odd sizes that the layout permits."""
+    """T and S whose shards have the odd sizes that the layout permits.
+
+    ``shard`` names the tokens of a shard of queries and of keys, or is a pair of them.
+    """
     # A zigzag shard is two equal halves; devices that exchange heads split a shard equally.
     stripe = int(layout.partition(":")[2] or 1)
     step = math.lcm(2 if layout == "zigzag" else stripe, ring.exchange)
-    t, s = {
+    named = {
         "even": (64, 64),
         "63": (63, 63),
         "50": (50, 50),
         "100": (100, 100),
         "longer_keys": (20, 57),
         "longer_queries": (70, 31),
-    }[shard]
+    }
+    t, s = named[shard] if isinstance(shard, str) else shard
     return tuple(-(-length // step) * step * ring.size for length in (t, s))
+
+
+def mask_of(case):
+    """The mask of a case, which names one of ``MASKS`` or is one."""
+    return MASKS[case["mask"]] if isinstance(case["mask"], str) else case["mask"]
+
+
+def whole_lengths(case):
+    """T and S of a case; with ``pad`` any that its ``shard`` says."""
+    return (
+        case["shard"] if case.get("pad") else lengths(case["shard"], case["layout"], Ring.of(case))
+    )
 
 
 def make_inputs(case, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
-    t, s = lengths(case["shard"], case["layout"], Ring.of(case))
+    t, s = whole_lengths(case)
     heads, kv_heads = case["heads"]
     dim, value, batch = case["head_dim"], value_dim(case), 2
     dtype = jnp.dtype(case["dtype"])
@@ -133,7 +149,7 @@ def make_inputs(case, seed=0, scale=1.0):
     q, k = (q * dtype.type(scale)), (k * dtype.type(scale))
     dlse = rng.normal(size=(batch, t, heads)).astype(np.float32)
     segments = (None, None)
-    if MASKS[case["mask"]].segments:
+    if mask_of(case).segments:
         segments = (packed_segments(rng, batch, t), packed_segments(rng, batch, s))
         if t == s:
             segments = (segments[0], segments[0])
@@ -151,19 +167,21 @@ def ring_results(
     """
     ring, layout = Ring.of(case), case["layout"]
     mesh, n = ring.mesh(), ring.size
-    put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P(None, ring.names)))
+    # What no mesh divides lies on all devices.
+    split = P() if case.get("pad") else P(None, ring.names)
+    put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, split))
     arrays, cotangents, segments = jax.tree.map(
-        lambda x: put(burst_jax.to_layout(x, layout, n)), (arrays, cotangents, segments)
+        lambda x: put(in_layout(case, x)), (arrays, cotangents, segments)
     )
     defaults: dict[str, Any] = {
         "backward": case["backward"],
         "implementation": IMPLEMENTATIONS["xla"],
     }
-    options = ring.options | MASKS[case["mask"]].options | defaults | options
+    options = ring.options | mask_of(case).options | defaults | options
+    options |= {name: case[name] for name in ("scale", "pad") if name in case}
     if case.get("dropout"):
         options |= {"dropout_rate": case["dropout"], "dropout_key": DROPOUT_KEY()}
-    if case.get("functions"):
-        options |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
+    options |= functions.called(case.get("functions"))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -187,13 +205,22 @@ def ring_results(
         return (*primal, *gradients), of_numbers
 
     results, of_numbers = run(arrays, cotangents, segments, numbers)
-    results = [burst_jax.from_layout(np.asarray(x), layout, n) for x in results]
+    results = [np.asarray(x) for x in results]
+    if layout != "contiguous":
+        results = [burst_jax.from_layout(x, layout, n) for x in results]
     return [*results, *(np.asarray(of_numbers[name]) for name in sorted(numbers))]
+
+
+def in_layout(case, x, axis=1):
+    """Tokens along an axis in the order of a case's layout; the contiguous one may be padded."""
+    if case["layout"] == "contiguous":
+        return x
+    return burst_jax.to_layout(x, case["layout"], Ring.of(case).size, axis)
 
 
 def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     """``(truth, one device's results, keep)``; ``hiding`` are further masks' arrays."""
-    mask = mask or MASKS[case["mask"]]
+    mask = mask or mask_of(case)
     q_ids, kv_ids = segments
     lengths = arrays[0].shape[1], arrays[1].shape[1]
     keep = mask.dense(q_ids, kv_ids, *lengths, **(hiding or {}))
@@ -202,15 +229,16 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     distance = dense.distances(*lengths, **(hiding or {}))
     batch, _, heads, _ = arrays[0].shape
     q, kv = dense.places(*lengths, **(hiding or {}))
-    score = factors = None
-    if case.get("functions"):
+    score, factors, called = None, None, functions.called(case.get("functions"))
+    if called:
         score, seen = functions.on_all(batch, heads, q[0], kv)
-        keep = functions.both(keep, seen)
+        score = score if "score_mod" in called else None
+        keep = functions.both(keep, seen) if "mask_mod" in called else keep
     args = (*arrays, keep, *cotangents, mask.soft_cap, numbers, distance)
     if case.get("dropout"):
         seeds = jax.random.bits(DROPOUT_KEY(), (batch, heads))
         factors = dense.dropout_factors(seeds, case["dropout"], q[0], kv)
-    of_scores = {"factors": factors, "score": score}
+    of_scores = {"factors": factors, "score": score, "scale": case.get("scale")}
     return dense.truth(*args, **of_scores), dense.one_device(*args, **of_scores), keep
 
 
@@ -221,11 +249,10 @@ def assert_exact(case, *, hiding=None, mask=None, **options):
     ``mask`` is the mask that all arguments together say, if it is not the case's.
     """
     inputs = make_inputs(case)
-    n = Ring.of(case).size
     given = dict(hiding or {})
     by_token = {"key_starts", "key_ends", "query_positions", "key_value_positions"}
     for name in by_token & given.keys():
-        given[name] = burst_jax.to_layout(given[name], case["layout"], n, axis=-1)
+        given[name] = in_layout(case, given[name], axis=-1)
     got = ring_results(case, *inputs, **given, **options)
     truth, one_device, keep = oracle(case, *inputs, hiding, mask)
     kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
