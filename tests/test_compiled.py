@@ -194,21 +194,19 @@ def test_auto_moves_the_fewest_bytes(heads):
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
-@pytest.mark.parametrize("what", ["forward", "rotate_kv", "rotate_query"])
+@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
 @KERNELS
-def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, what):
+def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, rotation):
     temp = {}
-    for n in (4, 12, 16):
+    for n in (4, 8, 12):
         mesh = compiled.gpu_mesh(gpu, n)
-        attention = attend(mesh, implementation=kernels)
-        if what != "forward":
-            attention = gradient(attend(mesh, implementation=kernels, backward=what))
+        attention = gradient(attend(mesh, implementation=kernels, backward=rotation))
         program = compiled.compile_for(attention, *compiled.inputs(mesh, 1024, 8, 8))
         temp[n] = compiled.temp_bytes(program) / 2**20
     # One K/V block is 4 MiB here, its gradient 8; tile tables are a few KiB a step. How arrays of
     # many sizes fit together varies by as much at first.
-    assert temp[16] - temp[12] < 0.25, temp
-    assert temp[12] - temp[4] < 8.25, temp
+    assert temp[12] - temp[8] < 0.25, temp
+    assert temp[8] - temp[4] < 8.25, temp
 
 
 def test_remat_policy_holds_no_second_forward_ring():
@@ -234,9 +232,9 @@ def test_remat_policy_holds_no_second_forward_ring():
 @pytest.mark.parametrize(
     ("lengths", "dtype", "head_dim", "value_dim"),
     [
-        *itertools.product(["ragged"], ["bfloat16"], [32, 40, 64, 96, 128], [None]),
-        *itertools.product(["ragged"], ["float32"], [32, 64, 128], [None]),
-        *itertools.product(["whole"], ["bfloat16"], [32, 64, 128], [None]),
+        *itertools.product(["ragged"], ["bfloat16"], [40, 64, 96, 128], [None]),
+        *itertools.product(["ragged"], ["float32"], [64, 128], [None]),
+        *itertools.product(["whole"], ["bfloat16"], [64, 128], [None]),
         *itertools.product(["ragged"], ["bfloat16", "float32"], [256], [None]),
         # In bfloat16's tiles: but for two instructions the same.
         ("ragged", "float16", 128, None),

@@ -115,8 +115,10 @@ def test_heads_are_exchanged_inside_a_node_and_the_ring_goes_between(kv_heads):
     assert all(compiled.beside(events))
 
 
-@ROTATIONS
-@KERNELS
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "rotation"),
+    [("a100", "triton", "rotate_kv"), ("h100", "mosaic_gpu", "rotate_query")],
+)
 def test_a_training_step_keeps_the_schedule(gpu, kernels, rotation):
     """Layers under ``lax.scan``, each under ``jax.checkpoint``: in both loops every permute lies
     beside a kernel, and the ring's forward runs once."""

@@ -29,7 +29,6 @@ RINGS = [
     a_case("2+h2", "zigzag", "packed_causal"),
     a_case("h2", "contiguous", "packed"),
     a_case("2", "zigzag", "packed_causal", implementation="triton"),
-    a_case("2", "striped", "packed_window_cap", "rotate_query", implementation="triton"),
     a_case("2", "zigzag", "packed_causal", implementation="reference"),
 ]
 

@@ -192,10 +192,9 @@ def test_moments_on_the_host_train_with_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_moments_on_the_host_in_a_pipeline_with_parts_of_a_batch(dtype):
+def test_moments_on_the_host_in_a_pipeline_with_parts_of_a_batch():
     sizes = (1, 1, 2, 2, 2)
-    options = {"steps": 3, "accumulate": 2, "moment_dtype": dtype}
+    options = {"steps": 3, "accumulate": 2, "moment_dtype": jnp.bfloat16}
     want = split_runs.run(sizes, **options)
     got = split_runs.run(sizes, **options, moments="host")
     assert got[0] == want[0]

@@ -438,8 +438,6 @@ A100, H100 = ("a100", "triton"), ("h100", "mosaic_gpu")
     ("scheme", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
         ("ring", (6,), {}, "zigzag", "rotate_kv", A100),
-        ("ring", (6,), {}, "zigzag", "rotate_kv", H100),
-        ("ring", (6,), {}, "zigzag", "rotate_query", A100),
         ("ring", (6,), {}, "zigzag", "rotate_query", H100),
         ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", H100),
         ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", A100),

@@ -34,7 +34,7 @@ from pallas_kernels import REFERENCE
 
 ONE = (1, 1, 1, 1, 1)
 QUICK_CASES = {((1, 2, 1, 2, 2), AxisType.Auto), ((1, 2, 2, 2, 1), AxisType.Explicit)}
-EXPLICIT = {(1, 2, 1, 2, 2), (1, 2, 2, 2, 1), (2, 1, 1, 2, 2)}
+EXPLICIT = {(1, 2, 2, 2, 1), (2, 1, 1, 2, 2)}
 CASES = [
     pytest.param(
         sizes, kind, id=f"{'x'.join(map(str, sizes))}-{kind.name}",
@@ -78,26 +78,23 @@ def test_any_axis_may_be_missing(sizes, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 1, 2, 4, 1)], ids=str)
-def test_rows_that_are_not_packed_take_the_same_steps(sizes):
-    assert_same(losses(sizes, packed=False), losses(ONE, packed=False))
+def test_rows_that_are_not_packed_take_the_same_steps():
+    assert_same(losses((1, 2, 1, 2, 2), packed=False), losses(ONE, packed=False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_fewer_key_heads_than_devices_are_copied(kv_heads):
-    config = dataclasses.replace(CONFIG, num_kv_heads=kv_heads)
+def test_fewer_key_heads_than_devices_are_copied():
+    config = dataclasses.replace(CONFIG, num_kv_heads=2)
     got = losses((1, 1, 1, 2, 4), steps=5, config=config)
     want = losses(ONE, steps=5, config=config)
     assert_same(got, want)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 3, 2), (1, 2, 2, 2, 1)], ids=str)
-def test_half_of_the_attention_made_again_takes_the_same_steps(sizes):
+def test_half_of_the_attention_made_again_takes_the_same_steps():
     """Layers with a window and without, so that their first halves go in different orders."""
     config = dataclasses.replace(CONFIG, layer_pattern=(LayerKind(9), LayerKind()))
-    got = losses(sizes, steps=5, config=dataclasses.replace(config, remat="half"))
+    got = losses((1, 2, 2, 2, 1), steps=5, config=dataclasses.replace(config, remat="half"))
     want = losses(ONE, steps=5, config=config)
     assert_same(got, want)
 
@@ -220,8 +217,6 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
     ("name", "kind"),
     [
         ("adafactor", AUTO),
-        ("adafactor", EXPLICIT),
-        ("multi_steps", AUTO),
         ("multi_steps", EXPLICIT),
         ("masked", EXPLICIT),
     ],
@@ -451,7 +446,7 @@ def test_small_weights_of_targets_change_no_mean():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 2), (2, 1, 1, 2, 1), (1, 2, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 2), (1, 2, 1, 2, 1)], ids=str)
 def test_implementations_that_cannot_be_checked_give_the_same_gradients(sizes):
     """Inside ``shard_map(check_vma=False)``, where JAX sums gradients at its border."""
     unchecked = dataclasses.replace(REFERENCE, checks_vma=False)
