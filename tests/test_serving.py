@@ -229,6 +229,16 @@ def test_queries_that_see_nothing_are_zero():
     np.testing.assert_array_equal(out, jnp.zeros((1, 1, 2, 4)))
 
 
+@pytest.mark.slow
+def test_devices_that_exchange_heads_serve_the_same():
+    options: Any = {"seq_axis": "a", "head_parallel_axis": "b", "layout": "zigzag"}
+    mesh = mesh_of(a=2, b=2)
+    model = models(CONFIG, {"seq": 1}, "contiguous")[0].with_attention(mesh=mesh, **options)
+    server = Generator(model, max_length=64, batch=2, prefill_chunk=5)
+    got = np.stack(list(server.generate(PROMPTS, 6)))
+    np.testing.assert_array_equal(got, generated(PROMPTS, 6))
+
+
 def as_any(x: Any) -> Any:
     return x
 
@@ -269,6 +279,20 @@ def server_model():
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_two_generations_do_not_share_a_cache():
+    first = server().generate(PROMPTS, 5)
+    next(first)
+    generated(PROMPTS, 2)
+    with pytest.raises(ValueError, match="another call of generate has begun, and the cache is"):
+        next(first)
+
+
+def test_options_that_decoding_would_ignore_are_refused():
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), local_window_size=(5, 0))
+    with pytest.raises(NotImplementedError, match="has the option local_window_size: decoding kno"):
+        Generator(model, max_length=8)
 
 
 def test_rows_are_extended_by_as_many_tokens_each():

@@ -91,6 +91,9 @@ class Generator:
             )
         self._layout = dict(model.options).get("layout", "contiguous")
         self._devices = axes_size(served.parts.mesh, served.parts.token_axes)
+        # Heads are exchanged inside a shard of the layout, which these devices split once more.
+        exchanging = dict(model.options).get("head_parallel_axis")
+        self._shards = self._devices // axes_size(served.parts.mesh, exchanging)
         self._chunk = prefill_chunk
         # A prompt is padded, and the last round of blocks may not be full.
         chunks = 1 if prefill_chunk is None else -(-self.max_length // prefill_chunk)
@@ -108,6 +111,8 @@ class Generator:
         # Of rooms without a window; None: there are none.
         self._slots = next((x.slots for x in self._steps.rooms if not x.is_ring), None)
         self._samplers: dict[Sampling, Any] = {}
+        # Of the generation that the cache belongs to.
+        self._latest: object = None
         self.seconds_to_first_token: float | None = None
 
     def generate(
@@ -152,7 +157,8 @@ class Generator:
         return self._generate(rows, count, sampling, stops, seed, extend)
 
     def reset(self) -> None:
-        """Forgets all rows."""
+        """Forgets all rows. A generation that has not ended cannot go on."""
+        self._latest = None
         self._filled = Filled()
         self._lengths[:] = 0
         del self._cache
@@ -170,6 +176,7 @@ class Generator:
         start = time.perf_counter()
         if not extend and self._filled.place:
             self.reset()
+        this = self._latest = object()
         key = jax.random.key(seed)
         logits = self._prefill(rows)
         ended = np.zeros(self.batch, bool)
@@ -186,6 +193,11 @@ class Generator:
             yield shown
             if ended.all():
                 return
+            if self._latest is not this:
+                raise ValueError(
+                    "another call of generate has begun, and the cache is that call's: end one "
+                    "generation before the next, or make a Generator for each"
+                )
 
     def _choose(self, sampling: Sampling, logits: jax.Array, key: jax.Array, step: int) -> Any:
         if sampling not in self._samplers:
@@ -200,7 +212,7 @@ class Generator:
         for row, ids in enumerate(rows):
             tokens[row, total - len(ids) :] = ids
             present[row, total - len(ids) :] = 1
-        order = positions(self._layout, chunk, self._devices)
+        order = positions(self._layout, chunk, self._shards)
         spec = self._steps.specs.slots[0].present
         logits: Any = None
         filled, shard = self._filled, chunk // self._devices
@@ -263,7 +275,7 @@ class Generator:
 
     def _step(self, length: int) -> int:
         """What a padded length is a multiple of."""
-        unit = padded_length(self._layout, 1, self._devices)
+        unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
     def _check_prompts(self, prompts: Any, count: int, extend: bool) -> list[np.ndarray]:

@@ -19,6 +19,12 @@ from burst_jax.models.decoder import Decoder
 from burst_jax.models.parts import Parts, embed
 from burst_jax.sharding import axes_size, mesh_with_devices, only
 
+# Attention options of a model that change no result of its own, and those that decoding takes.
+_TAKEN = frozenset((
+    *("mesh", "seq_axis", "batch_axis", "head_axis", "head_parallel_axis", "layout"),
+    *("implementation", "backward", "deterministic", "dropout_rate", "scale"),
+))  # fmt: skip
+
 # (index of the layer, query, key, value, the layer's options) -> out.
 Attend = Callable[..., jax.Array]
 
@@ -42,6 +48,7 @@ class ServedModel:
                 "the model has adapters that are not merged: burst_jax.models.merge_lora(model) "
                 "merges them"
             )
+        _refuse_options(dict(model.options))
         state = nnx.state(model)
         self.config, self.parts = model.config, model.parts(state)
         if axes_size(self.parts.mesh, self.parts.stage_axis) > 1:
@@ -157,6 +164,17 @@ class ServedModel:
             logits = lax.all_gather(logits, self.parts.tensor_axes, axis=1, tiled=True)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    """Raises NotImplementedError for attention options that decoding would ignore."""
+    for name, value in options.items():
+        if name not in _TAKEN and value is not None:
+            raise NotImplementedError(
+                f"the model's attention has the option {name}: decoding knows the windows of "
+                "DecoderConfig's layers, its scales, soft caps and sinks alone; say a window by "
+                "layer_pattern=(LayerKind(window=...),)"
+            )
 
 
 def split_of(parts: Parts) -> tuple[Any, Any]:
