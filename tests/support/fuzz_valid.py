@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import dense
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,7 @@ class Plan:
       mesh: the mesh, entered by ``jax.set_mesh`` if ``in_context``, passed as an argument if not.
       options: the keyword arguments that are no arrays, but for the mesh.
       sizes: B, T, S, N, K and H.
+      value_dim: Hv.
       unit: what the layout and the devices need lengths to be a multiple of.
       dtype: of query, key and value.
       segments: whether there are segment ids.
@@ -44,6 +46,7 @@ class Plan:
     in_context: bool
     options: dict[str, Any]
     sizes: tuple[int, ...]
+    value_dim: int
     unit: int
     dtype: str
     segments: bool
@@ -97,11 +100,14 @@ def draw_plan(rng: np.random.Generator) -> Plan:
     }
     # An argument with its default may be left out.
     options |= {name: value for name, value in drawn.items() if rng.random() < 0.8 or value}
+    options |= functions.called(pick(rng, (None,) * 6 + (True, "score_mod", "mask_mod")))
+    head_dim = pick(rng, (1, 4, 5, 8))
     return Plan(
         mesh=mesh,
         in_context=bool(rng.random() < 0.4),
         options=options,
-        sizes=(batch, length, kv_length, heads * split, kv_heads * split, pick(rng, (1, 4, 5, 8))),
+        sizes=(batch, length, kv_length, heads * split, kv_heads * split, head_dim),
+        value_dim=pick(rng, (head_dim, head_dim, 3, 6)),
         unit=unit,
         dtype=pick(rng, ("float32", "float32", "float32", "bfloat16", "float16")),
         segments=bool(rng.random() < 0.4),
@@ -167,7 +173,7 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
     shapes = {
         "query": (batch, t, heads, dim),
         "key": (batch, s, kv_heads, dim),
-        "value": (batch, s, kv_heads, dim),
+        "value": (batch, s, kv_heads, plan.value_dim),
     }
     dtype = jnp.dtype(plan.dtype)
     arrays: dict[str, Any] = {
@@ -188,7 +194,8 @@ def draw_arrays(rng: np.random.Generator, plan: Plan) -> dict[str, Any]:
     drawn["key_starts"] = rng.integers(-2, max(1, s // 2), size=(*rows, t))
     drawn["key_ends"] = rng.integers(s // 3, s + 2, size=(*rows, t))
     # Kernels have one position of each query for what reads it beside masks.
-    alike = plan.numbers in ("slopes", "both") or plan.options.get("dropout_rate")
+    readers = functions.FUNCTIONS.keys() | {"dropout_rate"}
+    alike = plan.numbers in ("slopes", "both") or any(map(plan.options.get, readers))
     rows = () if alike or rng.random() < 0.5 else (batch,)
     drawn["query_offset"] = rng.integers(-t, s, size=rows)
     drawn["query_positions"] = rng.integers(-5, s + 5, size=(*rows, t))
@@ -286,10 +293,15 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         if call.get(name) is not None
     }
     cap, rate, factors = call.get("logits_soft_cap"), call.get("dropout_rate"), None
+    score, rows_and_heads = None, (query.shape[0], query.shape[2])
+    q_at, kv_at = dense.places(query.shape[1], key.shape[1], **hiding)
     if rate:
-        seeds = jax.random.bits(np.asarray(call["dropout_key"]), (query.shape[0], query.shape[2]))
-        q_at, kv_at = dense.places(query.shape[1], key.shape[1], **hiding)
+        seeds = jax.random.bits(np.asarray(call["dropout_key"]), rows_and_heads)
         factors = dense.dropout_factors(seeds, rate, q_at[0], kv_at)
+    if call.get("score_mod") is not None:
+        score, _ = functions.on_all(*rows_and_heads, q_at[0], kv_at)
+    if call.get("mask_mod") is not None:
+        keep = functions.both(keep, functions.on_all(*rows_and_heads, q_at[0], kv_at)[1])
     do, dlse = (np.asarray(x)[:, q_order] for x in cotangents)
     out, lse, dq, dk, dv, *of_numbers = dense.truth(
         query[:, q_order].astype(np.float64) * factor,
@@ -302,6 +314,7 @@ def reference(call: dict[str, Any], cotangents: tuple[np.ndarray, np.ndarray]) -
         numbers,
         dense.distances(query.shape[1], key.shape[1], **hiding),
         factors,
+        score,
     )
     back_q, back_kv = np.argsort(q_order), np.argsort(kv_order)
     results = [out[:, back_q], lse[:, back_q], dq[:, back_q] * factor]
@@ -322,8 +335,9 @@ def assert_equal(got: Any, want: np.ndarray, dtype: str, what: str, slack: float
 
 def draw_cotangents(rng: np.random.Generator, call: dict[str, Any]) -> tuple[Any, Any]:
     """Of out, in the query's dtype, and of lse."""
-    query = call["query"]
-    do, dlse = rng.normal(size=query.shape), rng.normal(size=query.shape[:3])
+    query, value_dim = call["query"], call["value"].shape[3]
+    do = rng.normal(size=(*query.shape[:3], value_dim))
+    dlse = rng.normal(size=query.shape[:3])
     return do.astype(query.dtype), dlse.astype(np.float32)
 
 
