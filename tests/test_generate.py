@@ -83,7 +83,7 @@ def test_parts_of_a_character_are_not_printed(tmp_path, capsys):
     ("options", "message"),
     [
         ([], "there is no prompt: pass --prompt, --prompt-file or both"),
-        (["--prompt", "A", "--temperature", "-1"], "temperature is -1.0: it must be 0 or more"),
+        (["--prompt", "A", "--temperature", "-1"], "temperature is -1.0: it must be 0, or finite"),
         (["--prompt", "A", "--max-new-tokens", "0"], "max_new_tokens is 0: it must be"),
     ],
 )

@@ -21,8 +21,9 @@ from burst_jax import ShardingRules
 from burst_jax.models import Decoder, DecoderConfig, LayerKind, YarnRope, add_lora, load
 from burst_jax.serving import Generator
 from burst_jax.serving.attention import decode_attention
-from burst_jax.serving.cache import BLOCK, Room
+from burst_jax.serving.cache import Room
 from burst_jax.serving.sampling import Sampling
+from burst_jax.serving.steps import At
 
 VOCAB = 48
 CONFIG = DecoderConfig(
@@ -91,9 +92,9 @@ class Watched(Generator):
         super().__init__(*args, **options)
         self.logits = []
 
-    def _choose(self, sampling, logits, key, step):
+    def _choose(self, sampling, logits, key):
         self.logits.append(np.asarray(logits))
-        return super()._choose(sampling, logits, key, step)
+        return super()._choose(sampling, logits, key)
 
 
 def prompts_of(lengths, seed=0):
@@ -107,8 +108,7 @@ def test_each_step_is_whole_attention(case):
     one, model = models(config, case["sizes"], case["layout"])
     room = max(case["lengths"]) + 2 * case["new"]
     if case["extend"]:
-        # Behind the first answer a round of blocks is not full.
-        room += case["extend"] + BLOCK * case["sizes"]["seq"]
+        room += case["extend"] + 32  # For padding of the second prompt.
     server = Watched(
         model, max_length=room, batch=len(case["lengths"]), prefill_chunk=case["chunk"]
     )
@@ -200,7 +200,7 @@ def test_sampling_keeps_what_it_says():
     def drawn(**options):
         choose = jax.jit(Sampling(temperature=1.0, **options).choose)
         key = jax.random.key(0)
-        return np.stack([choose(logits, key, step) for step in range(400)])
+        return np.stack([choose(logits, key, jnp.full(2, length)) for length in range(400)])
 
     assert set(drawn(top_k=2)[:, 0]) == {0, 1}
     assert set(drawn(top_k=2)[:, 1]) == {2, 3}
@@ -213,14 +213,14 @@ def test_sampling_keeps_what_it_says():
 def test_a_ring_buffer_keeps_the_window():
     room = Room.of(100, 10_000, 4)
     assert room.is_ring
-    assert room.slots * 4 >= 100 + BLOCK * 4 - 1
+    assert room.slots == 25
     places = jnp.arange(500)
     device, slot = (np.asarray(x) for x in room.slot(places))
     assert device.max() == 3
     for last in range(room.slots * 4, 500):
         taken = {(int(device[p]), int(slot[p])) for p in range(last - 99, last + 1)}
         assert len(taken) == 100
-    assert not Room.of(100, 160, 4).is_ring
+    assert not Room.of(100, 100, 4).is_ring
 
 
 def test_queries_that_see_nothing_are_zero():
@@ -252,12 +252,30 @@ MISTAKES = {
     "long": (lambda: generated(TOO_LONG, 9), "the cache takes 64 a row; make a Generator with a"),
     "none": (lambda: generated(PROMPTS, 0), "max_new_tokens is 0: it must be"),
     "stop": (lambda: generated(PROMPTS, 3, stop_tokens=[99]), "stop_tokens has 99: the vocabulary"),
-    "cold": (
-        lambda: generated(PROMPTS, 3, temperature=-1.0),
-        "temperature is -1.0: it must be 0 o",
+    "stops": (
+        lambda: generated(PROMPTS, 3, stop_tokens=as_any(3)),
+        "stop_tokens is 3: pass a list",
     ),
-    "top_k": (lambda: generated(PROMPTS, 3, top_k=0), "top_k is 0: it must be 1 or more, or None"),
-    "top_p": (lambda: generated(PROMPTS, 3, top_p=1.5), "top_p is 1.5: it must be above 0 and at"),
+    "text": (
+        lambda: generated("text", 3),
+        "prompts is a str: pass a list with the token ids of ea",
+    ),
+    "texts": (lambda: generated(["a", "b"], 3), "prompt 0 is a str: pass its token ids, which the"),
+    "flat": (
+        lambda: generated([1, 2], 3),
+        "prompts holds single numbers: pass a list of rows, lik",
+    ),
+    "ragged": (lambda: generated([[1, [2]], [3]], 3), "prompt 0 is no list of token ids ("),
+    "cold": (lambda: Sampling(-1.0), "temperature is -1.0: it must be 0, or finite and at least"),
+    "tiny": (lambda: Sampling(1e-40), "temperature is 1e-40: it must be 0, or finite and at least"),
+    "word": (lambda: Sampling(as_any("hot")), "temperature is 'hot': it must be a number"),
+    "top_k": (lambda: Sampling(1.0, top_k=0), "top_k is 0: it must be"),
+    "top_p": (lambda: Sampling(1.0, top_p=1.5), "top_p is 1.5: it must be above 0 and at most 1"),
+    "greedy": (
+        lambda: Sampling(top_k=3),
+        "top_k is 3, top_p None, and temperature is 0, which tak",
+    ),
+    "seed": (lambda: generated(PROMPTS, 3, seed=-1), "seed is -1: it must be"),
     "model": (lambda: Generator(as_any(3), max_length=8), "model is a int: it must be a Decoder"),
     "length": (lambda: Generator(server_model(), max_length=0), "max_length is 0: it must be"),
     "rows": (
@@ -282,11 +300,68 @@ def test_mistakes_are_named(call, message):
 
 
 def test_two_generations_do_not_share_a_cache():
-    first = server().generate(PROMPTS, 5)
+    first, ended = server().generate(PROMPTS, 5), server().generate(PROMPTS, 1)
     next(first)
-    generated(PROMPTS, 2)
+    next(ended)
     with pytest.raises(ValueError, match="another call of generate has begun, and the cache is"):
         next(first)
+    # What needs the cache no more may end.
+    generated(PROMPTS, 2)
+    with pytest.raises(StopIteration):
+        next(ended)
+
+
+def test_what_was_checked_is_checked_again_when_work_begins():
+    generated(PROMPTS, 2)
+    late = server().generate([[1], [2]], 50, extend=True)
+    generated([[3], [4]], 20, extend=True)
+    with pytest.raises(ValueError, match="prompt 0 has 1 tokens after 32 in the cache"):
+        next(late)
+
+
+def test_a_program_that_fails_takes_the_cache_with_it(monkeypatch):
+    generated(PROMPTS, 2)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server()._steps, "prefill", fail)
+        with pytest.raises(KeyboardInterrupt):
+            generated([[1], [2]], 2, extend=True)
+    with pytest.raises(ValueError, match="the cache is empty, as it is after a call that failed"):
+        generated([[1], [2]], 2, extend=True)
+    assert len(generated(PROMPTS, 2)) == 2
+
+
+def greedy(rows, count):
+    """For each row ``count`` tokens more, each from a cache that holds the row alone."""
+    alone = Generator(server_model(), max_length=64)
+    return [[int(t[0]) for t in alone.generate([row], count)] for row in rows]
+
+
+def test_rows_that_end_apart_go_on_from_what_was_shown():
+    whole = generated(PROMPTS, 6)
+    stop = int(whole[1, 0])
+    shown = generated(PROMPTS, 6, stop_tokens=[stop])
+    rows = [
+        [*prompt, *(int(token) for token in shown[:, row] if token >= 0)]
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    assert len(rows[0]) - len(PROMPTS[0]) < len(rows[1]) - len(PROMPTS[1])
+    # Prompts that differ in length, too.
+    more = [[5, 6, 7], [8]]
+    got = generated(more, 4, extend=True)
+    asked = [[*row, *prompt] for row, prompt in zip(rows, more, strict=True)]
+    np.testing.assert_array_equal(got.T, greedy(asked, 4))
+
+
+def test_a_document_takes_many_questions():
+    generated(PROMPTS, 2)
+    for _ in range(6):
+        generated([[1], [2]], 2, extend=True)
+    with pytest.raises(ValueError, match="make a Generator w"):
+        [generated([[1], [2]], 1, extend=True) for _ in range(20)]
 
 
 def test_options_that_decoding_would_ignore_are_refused():
@@ -295,10 +370,15 @@ def test_options_that_decoding_would_ignore_are_refused():
         Generator(model, max_length=8)
 
 
-def test_rows_are_extended_by_as_many_tokens_each():
-    generated(PROMPTS, 2)
-    with pytest.raises(NotImplementedError, match="differ in length: padding would stand inside"):
-        generated([[1], [1, 2]], 2, extend=True)
+def test_with_windows_rows_are_extended_by_as_many_tokens_each():
+    config = dataclasses.replace(CONFIG, layer_pattern=WINDOWS)
+    windows = Generator(models(config, {"seq": 2}, "zigzag")[1], max_length=64, batch=2)
+    list(windows.generate(PROMPTS, 2))
+    with pytest.raises(NotImplementedError, match="the model has windows, and rows would have pad"):
+        windows.generate([[1], [1, 2]], 2, extend=True)
+
+
+def test_an_empty_cache_is_not_extended():
     server().reset()
     with pytest.raises(ValueError, match="extend is True and the cache is empty"):
         generated(PROMPTS, 2, extend=True)
@@ -309,9 +389,9 @@ class Told(Watched):
 
     told: np.ndarray
 
-    def _choose(self, sampling, logits, key, step):
+    def _choose(self, sampling, logits, key):
         self.logits.append(np.asarray(logits))
-        return jnp.asarray(self.told[step : step + 1])
+        return jnp.asarray(self.told[len(self.logits) - 1 :][:1])
 
 
 OF_TRANSFORMERS: dict[str, Any] = {
@@ -351,14 +431,9 @@ def test_what_a_step_sends_does_not_depend_on_the_length_and_the_cache_is_update
     for max_length in (64, 1024):
         steps = Generator(model, max_length=max_length, batch=2)._steps
         cache = steps.allocate()
-        lowered = steps._decode.lower(
-            steps,
-            steps.model.weights,
-            cache,
-            jnp.zeros(2, jnp.int32),
-            np.int32(3),
-            np.zeros(3, int),
-        )
+        at = At(*map(np.int32, (3, 0, 3, 4)))
+        tokens, going = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
+        lowered = steps._decode.lower(steps, steps.model.weights, cache, tokens, going, at)
         program = lowered.compile()
         text = program.as_text()
         assert text is not None

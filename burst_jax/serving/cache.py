@@ -6,13 +6,13 @@ the same place. A slot holds the keys and values of one place, for all rows.
 
 Layers without a window keep every place. A prompt's tokens stay on the device that computed them,
 in the order of the ring's layout, and fill the next slots of each device. Generated tokens are
-dealt to the devices in blocks, one device after the other, so that the cache grows evenly::
+dealt to the devices one after the other, so that the cache grows evenly::
 
-    device 0    prompt, first shard    | tokens 0 to 15  | tokens 32 to 47 ...
-    device 1    prompt, second shard   | tokens 16 to 31 | tokens 48 to 63 ...
+    device 0    first shard of the prompt   | token 0 | token 2 | ...
+    device 1    second shard of the prompt  | token 1 | token 3 | ...
 
-Layers with a window keep the places of the window in a ring buffer of such blocks: the place alone
-says device and slot.
+Layers with a window keep the places of the window in a ring buffer: the place alone says device and
+slot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import jax.numpy as jnp
 
 # The place of a slot that holds nothing: after all others, so that no token sees it.
 EMPTY = 2**30 - 1
-# Generated tokens that one device keeps before the next device's turn comes.
-BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +45,9 @@ class Room:
     def of(cls, window: int | None, capacity: int, devices: int) -> Room:
         """The room of a window in a cache of ``capacity`` places."""
         if window is not None:
-            # One block more, because the block that is being written replaces old places.
-            blocks = -(-window // (BLOCK * devices)) + 1
-            if blocks * BLOCK * devices < capacity:
-                return cls(window, blocks * BLOCK, devices)
+            slots = -(-window // devices)
+            if slots * devices < capacity:
+                return cls(window, slots, devices)
         return cls(None, -(-capacity // devices), devices)
 
     @property
@@ -60,8 +57,7 @@ class Room:
 
     def slot(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(device, slot)`` of a place in a ring buffer."""
-        block = place // BLOCK
-        return block % self.devices, block // self.devices * BLOCK % self.slots + place % BLOCK
+        return place % self.devices, place // self.devices % self.slots
 
 
 @partial(
@@ -123,7 +119,7 @@ def keep_last(
     old: jax.Array,
     new: jax.Array,
     places: jax.Array,
-    ends: jax.Array,
+    ends: tuple[jax.Array, jax.Array],
     axes: tuple[str, ...],
 ) -> jax.Array:
     """A ring buffer's array after a prompt's tokens, inside a ``shard_map``.
@@ -136,7 +132,7 @@ def keep_last(
       old: ``[B, C, ...]``, this device's slots.
       new: ``[B, T, ...]``, this device's tokens.
       places: int32 ``[T]``, their places.
-      ends: int32 ``[2]``: the prompt's first place that is no padding, and its last.
+      ends: the prompt's first place that is no padding, and its last.
       axes: the mesh axes that split the tokens.
     """
     total = room.slots * room.devices

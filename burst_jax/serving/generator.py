@@ -15,11 +15,12 @@ import numpy as np
 
 from burst_jax.layout import padded_length, positions
 from burst_jax.models.decoder import Decoder
-from burst_jax.refusals import check_integer
-from burst_jax.serving.cache import BLOCK, Cache
+from burst_jax.refusals import check_integer, check_seed
+from burst_jax.serving.cache import Cache
 from burst_jax.serving.model import ServedModel
+from burst_jax.serving.prompts import check_prompts, check_stops
 from burst_jax.serving.sampling import Sampling
-from burst_jax.serving.steps import Steps
+from burst_jax.serving.steps import At, Into, Steps
 from burst_jax.sharding import axes_size
 
 
@@ -29,13 +30,16 @@ class Filled:
 
     Attributes:
       place: the next place.
-      used: slots of each device that are filled or taken by a round of blocks.
-      dealt: tokens dealt in the last round of blocks; 0 is no round begun.
+      used: slots of each device that are filled, in rooms without a window.
+      dealt: tokens dealt to the devices since the last prompt; those that share a slot's number
+        take one slot of each device.
+      holes: whether a row lacks a token at a place behind its first one.
     """
 
     place: int = 0
     used: int = 0
     dealt: int = 0
+    holes: bool = False
 
 
 class Generator:
@@ -53,7 +57,9 @@ class Generator:
 
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` gives.
-      max_length: tokens of a row at most, of all prompts and all generated ones.
+      max_length: tokens of a row at most, of all prompts and all generated ones. A first prompt
+        always has room for its padding; with ``extend`` each further prompt takes up to a sixteenth
+        more than its tokens, a few tokens at least.
       batch: rows; a multiple of the devices along the batch axes.
       prefill_chunk: tokens of a prompt that go through the ring at a time; None is all. Memory for
         activations grows with it.
@@ -95,21 +101,22 @@ class Generator:
         exchanging = dict(model.options).get("head_parallel_axis")
         self._shards = self._devices // axes_size(served.parts.mesh, exchanging)
         self._chunk = prefill_chunk
-        # A prompt is padded, and the last round of blocks may not be full.
+        # A prompt is padded, and the last slot may not be full on all devices.
         chunks = 1 if prefill_chunk is None else -(-self.max_length // prefill_chunk)
         padding = chunks * (self._step(-(-self.max_length // chunks)) + 1)
-        capacity = self.max_length + padding + BLOCK * self._devices
+        capacity = self.max_length + padding + self._devices
         self._steps = Steps(served, self.batch, capacity, self._layout)
         config, tensor = served.config, axes_size(served.parts.mesh, served.parts.tensor_axes)
         slots = sum(self._steps.rooms[i].slots for i in self._steps.room_of)
         each = 2 * served.heads // tensor * config.head_dim * jnp.dtype(config.dtype).itemsize
         self.cache_bytes = self.batch // rows * slots * each
         self._refuse_too_large()
-        self._cache: Cache = self._steps.allocate()
+        # None: it was lost when a program failed that it had been given to.
+        self._cache: Cache | None = self._steps.allocate()
         self._filled = Filled()
         self._lengths = np.zeros(self.batch, np.int64)
-        # Of rooms without a window; None: there are none.
-        self._slots = next((x.slots for x in self._steps.rooms if not x.is_ring), None)
+        # Of each device in rooms without a window; None: there are no such rooms.
+        self._room_slots = next((x.slots for x in self._steps.rooms if not x.is_ring), None)
         self._samplers: dict[Sampling, Any] = {}
         # Of the generation that the cache belongs to.
         self._latest: object = None
@@ -138,71 +145,83 @@ class Generator:
           temperature: divides logits; 0 takes the most probable token.
           top_k: only this many of the most probable tokens, or None.
           top_p: only the most probable tokens that together have this probability, or None.
-          stop_tokens: ids after which a row has ended.
-          seed: of the random numbers, which depend on it, the row and the step alone.
-          extend: whether the prompts continue the rows that the cache holds.
+          stop_tokens: ids after which a row has ended. The stop token itself is shown and kept.
+          seed: of the random numbers, which depend on it, on the row and on the number of tokens
+            before, not on the mesh.
+          extend: whether the prompts continue the rows that the cache holds, which are what was
+            shown of each. Without it the cache is emptied first.
 
         Yields:
-          int32 ``[batch]``: the next token of each row; -1 where a row has ended.
+          int32 ``[batch]``: the next token of each row; -1 where a row has ended. Work begins with
+          the first one, and so does what happens to the cache.
 
         Raises:
           ValueError: not one prompt a row, an empty prompt, ids that the vocabulary lacks, more
-            tokens than ``max_length``, or numbers out of their range.
-          NotImplementedError: ``extend`` with prompts of different lengths.
+            tokens than ``max_length`` or the cache has room for, or numbers out of their range;
+            while it runs, if another call has begun, whose the cache is then.
+          NotImplementedError: ``extend`` with a model that has windows, and prompts of different
+            lengths or rows that did not end together.
         """
+        vocabulary = self._steps.model.config.vocab_size
         sampling = Sampling(temperature, top_k, top_p)
         count = check_integer("max_new_tokens", max_new_tokens, 1)
-        rows = self._check_prompts(prompts, count, extend)
-        stops = self._check_stops(stop_tokens)
-        return self._generate(rows, count, sampling, stops, seed, extend)
+        rows = check_prompts(prompts, self.batch, vocabulary)
+        stops = check_stops(stop_tokens, vocabulary)
+        key = jax.random.key(check_seed(seed))
+        self._check_room(rows, count, extend)
+        return self._generate(rows, count, sampling, stops, key, extend)
 
     def reset(self) -> None:
         """Forgets all rows. A generation that has not ended cannot go on."""
-        self._latest = None
+        self._forget()
+        self._cache = self._steps.allocate()
+
+    def _forget(self) -> None:
+        self._latest, self._cache = None, None
         self._filled = Filled()
         self._lengths[:] = 0
-        del self._cache
-        self._cache = self._steps.allocate()
 
     def _generate(
         self,
         rows: list[np.ndarray],
         count: int,
         sampling: Sampling,
-        stops: frozenset[int],
-        seed: int,
+        stops: list[int],
+        key: jax.Array,
         extend: bool,
     ) -> abc.Generator[np.ndarray]:
         start = time.perf_counter()
-        if not extend and self._filled.place:
+        # Other calls may have changed the cache since this one was made.
+        self._check_room(rows, count, extend)
+        if self._cache is None or (not extend and self._filled.place):
             self.reset()
         this = self._latest = object()
-        key = jax.random.key(seed)
         logits = self._prefill(rows)
         ended = np.zeros(self.batch, bool)
         for step in range(count):
-            chosen = self._choose(sampling, logits, key, step)
-            tokens = np.asarray(chosen)
-            if step == 0:
-                self.seconds_to_first_token = time.perf_counter() - start
-            shown = np.where(ended, -1, tokens).astype(np.int32)
-            ended |= np.isin(tokens, list(stops))
-            # The token is put into the cache before it is shown, so that a caller who stops here
-            # leaves a cache that holds all that was shown.
-            logits = self._decode(chosen)
-            yield shown
-            if ended.all():
-                return
             if self._latest is not this:
                 raise ValueError(
                     "another call of generate has begun, and the cache is that call's: end one "
                     "generation before the next, or make a Generator for each"
                 )
+            chosen = self._choose(sampling, logits, key)
+            tokens = np.asarray(chosen)
+            if step == 0:
+                self.seconds_to_first_token = time.perf_counter() - start
+            # The token is put into the cache before it is shown, so that the cache holds what was
+            # shown wherever the caller stops.
+            logits = self._decode(chosen, ~ended)
+            shown = np.where(ended, -1, tokens).astype(np.int32)
+            ended |= np.isin(tokens, stops)
+            yield shown
+            if ended.all():
+                return
 
-    def _choose(self, sampling: Sampling, logits: jax.Array, key: jax.Array, step: int) -> Any:
+    def _choose(self, sampling: Sampling, logits: jax.Array, key: jax.Array) -> jax.Array:
+        """The next token of every row."""
         if sampling not in self._samplers:
             self._samplers[sampling] = jax.jit(sampling.choose)
-        return self._samplers[sampling](logits, key, jnp.int32(step))
+        return self._samplers[sampling](logits, key, self._lengths.astype(np.int32))
 
     def _prefill(self, rows: list[np.ndarray]) -> jax.Array:
         """The prompts into the cache; logits of their last tokens."""
@@ -215,27 +234,36 @@ class Generator:
         order = positions(self._layout, chunk, self._shards)
         spec = self._steps.specs.slots[0].present
         logits: Any = None
-        filled, shard = self._filled, chunk // self._devices
-        # What a round of blocks has not taken stays empty.
-        fresh, filled.dealt = filled.place == 0, 0
-        # The padding before the longest row takes no places of its own: a token's distance to one
-        # that the cache holds is that of their places.
-        start = filled.place if not fresh else total - longest
-        length = max(int(n) + len(ids) for n, ids in zip(self._lengths, rows, strict=True))
-        filled.place = start - (total - longest)
+        filled, shard, lengths = self._filled, chunk // self._devices, [len(ids) for ids in rows]
+        cache_was_empty, padding = filled.place == 0, total - longest
+        # Behind tokens that the cache holds, padding takes no places: a token's distance to one of
+        # them is that of their places. What the last slot lacks on some devices stays empty.
+        start = padding if cache_was_empty else filled.place
+        at = filled.place if cache_was_empty else filled.place - padding
+        used, longest_row = filled.used, int((self._lengths + lengths).max())
+        cache = self._taken()
         for first in range(0, total, chunk):
-            at, used = first + order, filled.used
-            self._cache, logits = self._steps.prefill(
-                self._cache,
-                self._steps.put(tokens[:, at], *spec),
-                self._steps.put(present[:, at], *spec),
-                self._steps.put((filled.place + order).astype(np.int32), *spec[1:]),
-                np.asarray([used, start, length], np.int32),
-                0 if fresh else self._reach(used + shard),
+            part = first + order
+            reach = 0 if cache_was_empty and first == 0 else self._reach(used + shard)
+            cache, logits = self._steps.prefill(
+                cache,
+                self._steps.put(tokens[:, part], *spec),
+                self._steps.put(present[:, part], *spec),
+                self._steps.put((at + part).astype(np.int32), *spec[1:]),
+                Into(np.int32(used), np.int32(start), np.int32(longest_row)),
+                reach,
             )
-            filled.place, filled.used, fresh = filled.place + chunk, used + shard, False
-        self._lengths += [len(ids) for ids in rows]
+            used += shard
+        holes = filled.holes or not (cache_was_empty or len(set(lengths)) == 1)
+        self._cache, self._filled = cache, Filled(at + total, used, 0, holes)
+        self._lengths += lengths
         return logits
+
+    def _taken(self) -> Cache:
+        """The cache, which a program is given; if that fails there is none."""
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        return cache
 
     def _cut(self, longest: int) -> tuple[int, int]:
         """``(chunk, total)``: tokens that go through the ring at a time, and all, with padding."""
@@ -245,23 +273,25 @@ class Generator:
 
     def _reach(self, slots: int) -> int:
         """How many slots a prompt reads: a few sizes, so that few programs are compiled."""
-        most = slots if self._slots is None else self._slots
-        step = max(BLOCK, 2 ** max(0, math.ceil(math.log2(slots)) - 2))
+        most = slots if self._room_slots is None else self._room_slots
+        step = max(16, 2 ** max(0, math.ceil(math.log2(slots)) - 2))
         return min(most, -(-slots // step) * step)
 
-    def _decode(self, tokens: Any) -> jax.Array:
-        """One token of every row into the cache; logits of the next."""
-        filled = self._filled
-        if filled.dealt % (BLOCK * self._devices) == 0:
-            filled.used, filled.dealt = filled.used + BLOCK, 0
-        device, slot = divmod(filled.dealt, BLOCK)
-        length = int(self._lengths.max()) + 1
-        where = np.asarray([device, filled.used - BLOCK + slot, length], np.int32)
-        self._cache, logits = self._steps.decode(
-            self._cache, tokens, np.asarray(filled.place, np.int32), where
+    def _decode(self, tokens: jax.Array, going: np.ndarray) -> jax.Array:
+        """One token of every row into the cache; logits of the next.
+
+        ``going``: bool ``[batch]``, the rows that have not ended.
+        """
+        filled, device = self._filled, self._filled.dealt % self._devices
+        used = filled.used + (device == 0)
+        numbers = filled.place, device, used - 1, int(self._lengths.max()) + 1
+        cache, logits = self._steps.decode(
+            self._taken(), tokens, jnp.asarray(going, jnp.int32), At(*map(np.int32, numbers))
         )
-        filled.place, filled.dealt = filled.place + 1, filled.dealt + 1
-        self._lengths += 1
+        self._cache = cache
+        holes = filled.holes or not going.all()
+        self._filled = Filled(filled.place + 1, used, filled.dealt + 1, holes)
+        self._lengths += going
         return logits
 
     def _padded(self, length: int) -> int:
@@ -278,60 +308,38 @@ class Generator:
         unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
-    def _check_prompts(self, prompts: Any, count: int, extend: bool) -> list[np.ndarray]:
-        """The prompts as arrays."""
-        rows = [np.asarray(prompt) for prompt in prompts]
-        if len(rows) != self.batch:
+    def _check_room(self, rows: list[np.ndarray], count: int, extend: bool) -> None:
+        """Raises an error if the cache cannot take the prompts and ``count`` tokens more."""
+        if extend and (self._cache is None or not self._filled.place):
             raise ValueError(
-                f"{len(rows)} prompts for a batch of {self.batch}: pass one for each row"
+                "extend is True and the cache is empty, as it is after a call that failed: "
+                "generate without extend first"
             )
-        vocabulary = self._steps.model.config.vocab_size
-        for row, ids in enumerate(rows):
-            if ids.ndim != 1 or not ids.size:
+        lengths = [len(ids) for ids in rows]
+        has_windows = any(window is not None for window in self._steps.model.windows)
+        if extend and has_windows and (len(set(lengths)) > 1 or self._filled.holes):
+            raise NotImplementedError(
+                "extend is True, the model has windows, and rows would have padding inside, which "
+                "a window would count: the prompts differ in length, or rows did not end together; "
+                "use a Generator of batch 1 for each row"
+            )
+        for row, (length, before) in enumerate(zip(lengths, self._lengths * extend, strict=True)):
+            if before + length + count > self.max_length:
                 raise ValueError(
-                    f"prompt {row} has shape {ids.shape}: it must be one token id or more; begin "
-                    "an empty text with the tokenizer's first token"
-                )
-            if not np.issubdtype(ids.dtype, np.integer):
-                raise ValueError(f"prompt {row} has dtype {ids.dtype}: token ids are integers")
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                raise ValueError(
-                    f"prompt {row} has the ids {ids.min()} to {ids.max()}: the vocabulary has 0 to "
-                    f"{vocabulary - 1}"
-                )
-            before = int(self._lengths[row]) if extend else 0
-            if before + len(ids) + count > self.max_length:
-                raise ValueError(
-                    f"prompt {row} has {len(ids)} tokens after {before} in the cache, and "
+                    f"prompt {row} has {length} tokens after {before} in the cache, and "
                     f"max_new_tokens is {count}: the cache takes {self.max_length} a row; make a "
                     "Generator with a larger max_length"
                 )
-        if extend and not self._filled.place:
-            raise ValueError("extend is True and the cache is empty: generate without it first")
-        if extend and len({len(ids) for ids in rows}) > 1:
-            raise NotImplementedError(
-                "extend is True and the prompts differ in length: padding would stand inside of "
-                "rows; pass prompts of one length, or use a Generator of batch 1 for each row"
-            )
-        rounds = -(-count // (BLOCK * self._devices))
-        needed = self._cut(max(map(len, rows)))[1] // self._devices + rounds * BLOCK
-        left = None if self._slots is None else self._slots - self._filled.used * extend
-        if left is not None and needed > left:
+        if self._room_slots is None:
+            return
+        needed = self._cut(max(lengths))[1] // self._devices + -(-count // self._devices)
+        left = self._room_slots - self._filled.used * extend
+        if needed > left:
             raise ValueError(
                 f"these prompts and {count} new tokens take {needed} slots on each device, padding "
-                f"included, and the cache has {left} left of {self._slots}: make a Generator with "
-                "a larger max_length, or a smaller prefill_chunk, which is padded less"
+                f"included, and the cache has {left} left of {self._room_slots}: make a Generator "
+                f"whose max_length is larger by {(needed - left) * self._devices}"
             )
-        return [ids.astype(np.int32) for ids in rows]
-
-    def _check_stops(self, stop_tokens: Collection[int]) -> frozenset[int]:
-        vocabulary = self._steps.model.config.vocab_size
-        for token in stop_tokens:
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"stop_tokens has {token!r}: the vocabulary has the ids 0 to {vocabulary - 1}"
-                )
-        return frozenset(int(token) for token in stop_tokens)
 
     def _refuse_too_large(self) -> None:
         """Raises ValueError if a device lacks memory for the cache."""

@@ -19,11 +19,12 @@ from burst_jax.models.decoder import Decoder
 from burst_jax.models.parts import Parts, embed
 from burst_jax.sharding import axes_size, mesh_with_devices, only
 
-# Attention options of a model that change no result of its own, and those that decoding takes.
-_TAKEN = frozenset((
-    *("mesh", "seq_axis", "batch_axis", "head_axis", "head_parallel_axis", "layout"),
-    *("implementation", "backward", "deterministic", "dropout_rate", "scale"),
-))  # fmt: skip
+# Attention options that say how a prompt is computed, not what; and the scale, which decoding
+# takes, too.
+_TAKEN = (
+    "mesh", "seq_axis", "batch_axis", "head_axis", "head_parallel_axis", "layout", "scale",
+    "implementation", "backward", "deterministic", "dropout_rate",
+)  # fmt: skip
 
 # (index of the layer, query, key, value, the layer's options) -> out.
 Attend = Callable[..., jax.Array]
@@ -77,7 +78,7 @@ class ServedModel:
 
         def taken_apart(stack: jax.Array, spec: P) -> list[jax.Array]:
             apart = jax.jit(
-                lambda stack: [self._in_dtype(stack[i], 1) for i in range(count)],
+                lambda stack: [self._in_dtype(stack[i]) for i in range(count)],
                 out_shardings=[sharding(spec)] * count,
             )
             return apart(stack)
@@ -101,9 +102,9 @@ class ServedModel:
             self.weights["head"] = placed(model.head.kernel[...], spec)
             self.specs["head"] = spec
 
-    def _in_dtype(self, weight: jax.Array, least: int = 1) -> jax.Array:
-        """A matrix in the dtype of the computation; norms, biases and sinks as they are."""
-        return weight.astype(self.config.dtype) if weight.ndim > least else weight
+    def _in_dtype(self, weight: jax.Array) -> jax.Array:
+        """A matrix in the dtype of the computation; norms and sinks as they are."""
+        return weight.astype(self.config.dtype) if weight.ndim > 1 else weight
 
     @property
     def windows(self) -> list[int | None]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,6 +28,36 @@ _OF_ROWS = (
 )
 # What decoding takes from a layer's options.
 _OF_SCORES = ("scale", "logits_soft_cap", "sink_logits")
+
+
+class Into(NamedTuple):
+    """Where a prompt's part goes, int32 scalars.
+
+    Attributes:
+      used: slots that each device has filled, in rooms without a window.
+      first: the first place that is no padding of all rows.
+      longest: tokens of the longest row, with its whole prompt.
+    """
+
+    used: Any
+    first: Any
+    longest: Any
+
+
+class At(NamedTuple):
+    """Where a generated token goes, int32 scalars.
+
+    Attributes:
+      place: the token's place.
+      device: the device that keeps it, in rooms without a window.
+      slot: its slot there.
+      longest: tokens of the longest row, this one included.
+    """
+
+    place: Any
+    device: Any
+    slot: Any
+    longest: Any
 
 
 class Steps:
@@ -93,7 +122,7 @@ class Steps:
         tokens: jax.Array,
         present: jax.Array,
         places: jax.Array,
-        where: np.ndarray,
+        into: Into,
         reach: int,
     ) -> tuple[Cache, jax.Array]:
         """A prompt's part into the cache.
@@ -103,15 +132,14 @@ class Steps:
           tokens: int32 ``[B, T]`` in the order of the layout.
           present: int32 ``[B, T]``, 0 for padding.
           places: int32 ``[T]``, of each token.
-          where: int32 ``[3]``: the slots that each device has filled, the first place that is no
-            padding of all rows, and the tokens of the longest row with its whole prompt.
+          into: where it goes.
           reach: slots of each device that hold something afterwards, or some more; 0 if the cache
             held nothing before.
 
         Returns:
           ``(cache, logits)``, float32 ``[B, V]`` of the last place.
         """
-        return self._prefill(self, reach, self.model.weights, cache, tokens, present, places, where)
+        return self._prefill(self, reach, self.model.weights, cache, tokens, present, places, into)
 
     def _prefill_of(
         self,
@@ -121,7 +149,7 @@ class Steps:
         tokens: jax.Array,
         present: jax.Array,
         places: jax.Array,
-        where: jax.Array,
+        into: Into,
     ) -> tuple[Cache, jax.Array]:
         rows, split = split_of(self.model.parts)
         run = self._mapped(
@@ -129,7 +157,7 @@ class Steps:
             (self.model.specs, self.specs, P(rows, split), P(rows, split), P(split), P()),
             (self.specs, P()),
         )
-        return run(weights, cache, tokens, present, places, where)
+        return run(weights, cache, tokens, present, places, into)
 
     def _prefill_here(
         self,
@@ -139,7 +167,7 @@ class Steps:
         tokens: jax.Array,
         present: jax.Array,
         places: jax.Array,
-        where: jax.Array,
+        into: Into,
     ) -> tuple[Cache, jax.Array]:
         """One device's part of a prompt."""
         keys, values = list(cache.keys), list(cache.values)
@@ -150,9 +178,8 @@ class Steps:
         positions = cache.lengths[:, None] + before
         added = _total(present.sum(1), self.axes)
         lengths = cache.lengths + added
-        end = jnp.stack([where[0], where[1], last])
         slots = [
-            self._slots_after(room, old, places, present, end)
+            self._slots_after(room, old, places, present, into, last)
             for room, old in zip(self.rooms, cache.slots, strict=True)
         ]
 
@@ -167,7 +194,7 @@ class Steps:
             room, number = self.rooms[self.room_of[index]], self.room_of[index]
             old = keys[index], values[index]
             for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = self._after(room, arrays[index], new, places, end)
+                arrays[index] = self._after(room, arrays[index], new, places, into, last)
             if reach == 0:
                 return ring_attention(query, key, value, axis, **options)
             if room.is_ring:
@@ -191,7 +218,7 @@ class Steps:
                 query_segment_ids=present, key_value_segment_ids=ids, **options,
             )  # fmt: skip
 
-        hidden = self.model.hidden(weights, tokens, positions, where[2], present, attend)
+        hidden = self.model.hidden(weights, tokens, positions, into.longest, present, attend)
         index = jnp.argmax(places == last)
         mine = (places[index] == last).astype(hidden.dtype)
         at_last = _total(hidden[:, index] * mine, self.axes)
@@ -199,15 +226,18 @@ class Steps:
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
 
     def _after(
-        self, room: Room, old: jax.Array, new: jax.Array, places: jax.Array, where: jax.Array
+        self,
+        room: Room,
+        old: jax.Array,
+        new: jax.Array,
+        places: jax.Array,
+        into: Into,
+        last: jax.Array,
     ) -> jax.Array:
-        """One of a layer's arrays with a prompt's tokens in it.
-
-        ``where`` is the number of slots that are filled, the first place and the last.
-        """
+        """An array ``[B, C, ...]`` of a room with a prompt's tokens ``[B, T, ...]`` in it."""
         if room.is_ring:
-            return keep_last(room, old, new, places, where[1:], self.axes)
-        return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), where[0], 1)
+            return keep_last(room, old, new, places, (into.first, last), self.axes)
+        return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), into.used, 1)
 
     def _slots_after(
         self,
@@ -215,61 +245,56 @@ class Steps:
         old: Slots,
         places: jax.Array,
         present: jax.Array,
-        where: jax.Array,
+        into: Into,
+        last: jax.Array,
     ) -> Slots:
-        """What the slots hold with a prompt's tokens in them, see :meth:`_after`."""
-        return Slots(
-            self._after(room, old.places[None], places[None], places, where)[0],
-            self._after(room, old.present, present, places, where),
-        )
+        """What a room's slots hold with a prompt's tokens in them."""
+        of_rows = self._after(room, old.places[None], places[None], places, into, last)
+        return Slots(of_rows[0], self._after(room, old.present, present, places, into, last))
 
     def decode(
-        self, cache: Cache, tokens: jax.Array, place: np.ndarray, where: np.ndarray
+        self, cache: Cache, tokens: jax.Array, present: jax.Array, at: At
     ) -> tuple[Cache, jax.Array]:
         """One token of every row into the cache.
 
         Args:
           cache: donated.
           tokens: int32 ``[B]``, whole on every device.
-          place: int32 scalar, the place that the tokens have.
-          where: int32 ``[3]``: the device and its slot that rooms without a window keep the tokens
-            in, and the tokens of the longest row, this one included.
+          present: int32 ``[B]``: 0 for a row that has ended, whose token is not kept.
+          at: where it goes.
 
         Returns:
           ``(cache, logits)``, float32 ``[B, V]`` of what follows.
         """
-        return self._decode(self, self.model.weights, cache, tokens, place, where)
+        return self._decode(self, self.model.weights, cache, tokens, present, at)
 
     def _decode_of(
-        self, weights: Any, cache: Cache, tokens: jax.Array, place: jax.Array, where: jax.Array
+        self, weights: Any, cache: Cache, tokens: jax.Array, present: jax.Array, at: At
     ) -> tuple[Cache, jax.Array]:
         run = self._mapped(
             self._decode_here,
             (self.model.specs, self.specs, P(), P(), P()),
             (self.specs, P()),
         )
-        return run(weights, cache, tokens, place, where)
+        return run(weights, cache, tokens, present, at)
 
     def _decode_here(
-        self, weights: Any, cache: Cache, tokens: jax.Array, place: jax.Array, where: jax.Array
+        self, weights: Any, cache: Cache, tokens: jax.Array, present: jax.Array, at: At
     ) -> tuple[Cache, jax.Array]:
-        """One device's part of a step, see :meth:`decode`."""
+        """One device's part of a step."""
         rows = cache.lengths.shape[0]
         batch_axes = self.model.parts.batch_axes
         first = lax.axis_index(batch_axes) * rows if batch_axes else 0
-        tokens = lax.dynamic_slice_in_dim(tokens, first, rows)
+        tokens, present = (lax.dynamic_slice_in_dim(x, first, rows) for x in (tokens, present))
         me = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         keys, values = list(cache.keys), list(cache.values)
-        slot_of = [
-            room.slot(place) if room.is_ring else (where[0], where[1]) for room in self.rooms
-        ]
-        there = jnp.ones(tokens.shape, jnp.int32)
+        homes = [room.slot(at.place) if room.is_ring else at[1:3] for room in self.rooms]
         slots = [
             Slots(
-                write_token(old.places, place, at, device == me),
-                write_token(old.present, there, at, device == me),
+                write_token(old.places, at.place, slot, device == me),
+                write_token(old.present, present, slot, device == me),
             )
-            for (device, at), old in zip(slot_of, cache.slots, strict=True)
+            for (device, slot), old in zip(homes, cache.slots, strict=True)
         ]
 
         def attend(
@@ -282,22 +307,22 @@ class Steps:
         ) -> jax.Array:
             del axis
             number = self.room_of[index]
-            device, at = slot_of[number]
+            device, slot = homes[number]
             for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = write_token(arrays[index], new[:, 0], at, device == me)
-            seen = (slots[number].places <= place) & (slots[number].present > 0)
+                arrays[index] = write_token(arrays[index], new[:, 0], slot, device == me)
+            seen = (slots[number].places <= at.place) & (slots[number].present > 0)
             if (window := self.model.windows[index]) is not None:
-                seen &= slots[number].places > place - window
+                seen &= slots[number].places > at.place - window
             scores = {name: options.get(name) for name in _OF_SCORES}
             return decode_attention(
                 query, keys[index], values[index], seen[:, None], self.axes, **scores
             )
 
-        lengths = cache.lengths + 1
         hidden = self.model.hidden(
-            weights, tokens[:, None], cache.lengths[:, None], where[2], None, attend
+            weights, tokens[:, None], cache.lengths[:, None], at.longest, None, attend
         )
         logits = self._of_all_rows(self.model.logits(weights, hidden[:, 0]))
+        lengths = cache.lengths + present
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
 
     def _of_all_rows(self, logits: jax.Array) -> jax.Array:
