@@ -198,15 +198,15 @@ def test_auto_moves_the_fewest_bytes(heads):
 @KERNELS
 def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, rotation):
     temp = {}
-    for n in (4, 8, 12):
+    for n in (4, 12, 16):
         mesh = compiled.gpu_mesh(gpu, n)
         attention = gradient(attend(mesh, implementation=kernels, backward=rotation))
         program = compiled.compile_for(attention, *compiled.inputs(mesh, 1024, 8, 8))
         temp[n] = compiled.temp_bytes(program) / 2**20
     # One K/V block is 4 MiB here, its gradient 8; tile tables are a few KiB a step. How arrays of
     # many sizes fit together varies by as much at first.
-    assert temp[12] - temp[8] < 0.25, temp
-    assert temp[8] - temp[4] < 8.25, temp
+    assert temp[16] - temp[12] < 0.25, temp
+    assert temp[12] - temp[4] < 8.25, temp
 
 
 def test_remat_policy_holds_no_second_forward_ring():
