@@ -1,0 +1,177 @@
+"""Text that follows a prompt, by a model folder of transformers, over a mesh of devices.
+
+    python examples/generate.py --model folder --prompt "Once upon a time" --max-new-tokens 64
+    python examples/generate.py --model folder --prompt-file book.txt --prompt "What happens?"
+    python examples/generate.py --model folder --prompt-file a.txt b.txt --temperature 0.8
+
+With ``--prompt-file`` and ``--prompt`` the prompt stands behind the text of the file. Several files
+are the rows of one batch. The answer of one row is printed as it comes, those of several at the
+end. Without GPUs it makes 8 CPU devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from perplexity import start_of
+from run_options import check_model, make_mesh
+
+import burst_jax.models
+from burst_jax import ShardingRules
+from burst_jax.data import TokenizerFile
+from burst_jax.layout import LAYOUTS
+from burst_jax.platform import set_compiler_options
+from burst_jax.serving import Generator
+
+CPU_DEVICES = 8
+
+
+def prompts_of(args: argparse.Namespace, tokenizer: TokenizerFile) -> list[np.ndarray]:
+    """The token ids of each row, after the special token that the tokenizer begins with."""
+    texts = [path.read_text() for path in args.prompt_file] or [""]
+    rows = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
+    return [np.concatenate([start_of(tokenizer), ids]).astype(np.int32) for ids in rows]
+
+
+def stop_tokens(folder: Path, vocab_size: int) -> list[int]:
+    """The ids that end a text, by the folder's ``generation_config.json`` or ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            return [token for token in ids if 0 <= token < vocab_size]
+    return []
+
+
+class Printer:
+    """Prints a text token by token, never a part of a character."""
+
+    def __init__(self, tokenizer: TokenizerFile) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def add(self, token: int) -> None:
+        """Prints what a token adds."""
+        self.keep(token)
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[self._shown :], end="", flush=True)
+            self._shown = len(text)
+
+    def keep(self, token: int) -> None:
+        """Adds a token without printing it."""
+        self._ids.append(token)
+
+    def text(self) -> str:
+        """All of it."""
+        return self._tokenizer.decode(self._ids)
+
+
+def generate(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Loads the model, and prints what it generates."""
+    tokenizer = TokenizerFile(args.model / "tokenizer.json")
+    prompts = prompts_of(args, tokenizer)
+    rules = ShardingRules.of(mesh)
+    options: Any = {"mesh": mesh, "rules": rules, "layout": args.layout}
+    model = burst_jax.models.load(
+        args.model, dtype=jnp.dtype(args.dtype), implementation=args.implementation, **options
+    )
+    longest = max(map(len, prompts))
+    server = Generator(
+        model,
+        max_length=longest + args.max_new_tokens,
+        batch=len(prompts),
+        prefill_chunk=args.prefill_chunk,
+    )
+    stops = stop_tokens(args.model, model.config.vocab_size)
+    del model
+    print(
+        f"prompts of {', '.join(f'{len(ids):,}' for ids in prompts)} tokens; the cache takes "
+        f"{server.cache_bytes / 2**30:.3f} GiB on each device",
+        file=sys.stderr,
+    )
+    printers = [Printer(tokenizer) for _ in prompts]
+    first = count = 0
+    for tokens in server.generate(
+        prompts,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop_tokens=stops,
+        seed=args.seed,
+    ):
+        first, count = first or time.perf_counter(), count + 1
+        for printer, token in zip(printers, tokens, strict=True):
+            if token >= 0 and token not in stops:
+                if len(printers) == 1:
+                    printer.add(int(token))
+                else:
+                    printer.keep(int(token))
+    seconds = time.perf_counter() - first
+    print("" if len(printers) == 1 else "\n---\n".join(printer.text() for printer in printers))
+    rate = (
+        f"{(count - 1) / seconds:.1f} tokens/s of each row after it" if count > 1 else "one token"
+    )
+    print(
+        f"first token after {server.seconds_to_first_token:.2f} s, compilation included; {rate}",
+        file=sys.stderr,
+    )
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """The arguments and their parser."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
+    add("--prompt", default="", help="text, behind that of --prompt-file")
+    add("--prompt-file", type=Path, nargs="+", default=[], help="text files, one for each row")
+    add("--max-new-tokens", type=int, default=128, help="of each row (default: 128)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-k", type=int, help="only the K most probable tokens")
+    add("--top-p", type=float, help="only the most probable tokens of this probability together")
+    add("--seed", type=int, default=0, help="of random numbers (default: 0)")
+    add("--prefill-chunk", type=int, help="tokens of a prompt that go through the ring at a time")
+    add("--mesh", help="like seq=4,tensor=2 (default: seq over all devices)")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the prompt's tokens")
+    add("--implementation", help="local attention (default: the fastest that can run)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    return parser.parse_args(argv), parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Generates text and prints it.
+
+    Returns:
+      The exit code.
+    """
+    args, parser = parse_args(argv)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+    set_compiler_options()
+    try:
+        check_model(args.model)
+        if not args.prompt and not args.prompt_file:
+            raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
+        generate(args, make_mesh(args.mesh))
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
