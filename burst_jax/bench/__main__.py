@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from burst_jax.bench import ampere, kernels, loss, plot, ring, train
+from burst_jax.bench import ampere, kernels, loss, plot, ring, serve, train
 
 
 def main() -> None:
@@ -15,6 +15,7 @@ def main() -> None:
     ring.add_command(commands)
     train.add_command(commands)
     loss.add_command(commands)
+    serve.add_command(commands)
     ampere.add_command(commands)
     plot.add_command(commands)
     args = parser.parse_args()
