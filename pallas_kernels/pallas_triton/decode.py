@@ -53,7 +53,7 @@ def partial_attention(
       places: int32 ``[C]``, of each key; a query sees the keys of its own place and before it.
       present: int32 ``[B, C]``, 0 for keys that a row does not have.
       last: int32 scalar.
-      used: int32 scalar: keys from this index on hold nothing (``present`` is 0), and whole tiles of
+      used: int32 scalar: keys from this index on hold nothing (``present`` is 0); whole tiles of
         them are not read.
       scale: multiplies logits.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
@@ -123,7 +123,9 @@ def partial_attention(
         lowering.store(total_ref.at[:], total)
 
     def of_part(*block):
-        return pl.BlockSpec((None, None, None, *block), lambda i, h, b: (i, b, h, *[0] * len(block)))
+        return pl.BlockSpec(
+            (None, None, None, *block), lambda i, h, b: (i, b, h, *[0] * len(block))
+        )
 
     def of_head(count, width):
         return pl.BlockSpec((None, count, None, width), lambda i, h, b: (b, 0, h, 0))
