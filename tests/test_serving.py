@@ -20,10 +20,11 @@ from meshes import mesh_of
 from burst_jax import ShardingRules
 from burst_jax.models import Decoder, DecoderConfig, LayerKind, YarnRope, add_lora, load
 from burst_jax.serving import Generator
-from burst_jax.serving.attention import decode_attention
-from burst_jax.serving.cache import Room
+from burst_jax.serving.attention import Parts, Scores, decode_attention, products
+from burst_jax.serving.cache import EMPTY, Room, Slots
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At
+from pallas_kernels.pallas_triton.decode import partial_attention
 
 VOCAB = 48
 CONFIG = DecoderConfig(
@@ -225,8 +226,37 @@ def test_a_ring_buffer_keeps_the_window():
 
 def test_queries_that_see_nothing_are_zero():
     q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 3, 1, 4))
-    out = decode_attention(q, k, k, jnp.zeros((1, 1, 3), bool), ())
+    slots = Slots(jnp.full(3, EMPTY), jnp.zeros((1, 3), jnp.int32))
+    out = decode_attention(q, k, k, slots, jnp.int32(5), jnp.int32(3), ())
     np.testing.assert_array_equal(out, jnp.zeros((1, 1, 2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "value_dim", "window", "soft_cap", "splits"),
+    [((2, 1, 4, 2, 16), 16, None, None, 4), ((2, 3, 4, 1, 24), 8, 30, 5.0, 3)],
+)
+def test_the_kernel_makes_what_two_products_make(shape, value_dim, window, soft_cap, splits):
+    rng = np.random.default_rng(0)
+    (batch, length, heads, kv_heads, dim), capacity, used = shape, 100, 70
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    q, k = normal(batch, length, heads, dim), normal(batch, capacity, kv_heads, dim)
+    v = normal(batch, capacity, kv_heads, value_dim)
+    present = (rng.random((batch, capacity)) < 0.8) & (np.arange(capacity) < used)
+    slots = Slots(jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, int))
+    last, scores = jnp.int32(capacity - 10), Scores(0.2, soft_cap, window)
+    want = products(q, k, v, slots, last, scores)
+    got = partial_attention(
+        q, k, v, slots.places, slots.present.astype(jnp.int32), last, jnp.int32(used),
+        scale=0.2, logits_soft_cap=soft_cap, window=window, splits=splits, block_kv=16,
+        interpret=True,
+    )  # fmt: skip
+    got = Parts(*got).merged()
+    np.testing.assert_allclose(got.attention(None), want.attention(None), atol=1e-6)
+    lse = [x.most + jnp.log(x.total) for x in (got, want)]
+    np.testing.assert_allclose(lse[0], lse[1], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -2,78 +2,179 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from burst_jax.platform import compute_capability
+from burst_jax.serving.cache import Slots
+from pallas_kernels.pallas_triton.decode import partial_attention
+
+
+class Parts(NamedTuple):
+    """Attention over parts of the keys, each not yet divided by the sum of its weights.
+
+    Attributes:
+      out: float32 ``[parts, B, T, N, Hv]``.
+      most: float32 ``[parts, B, T, N]``, the largest logit.
+      total: float32 ``[parts, B, T, N]``, the sum of ``exp(logit - most)``; 0 if nothing is seen.
+    """
+
+    out: jax.Array
+    most: jax.Array
+    total: jax.Array
+
+    def merged(self) -> Parts:
+        """One part instead of all."""
+        most = jnp.where(self.total > 0, self.most, -jnp.inf)
+        highest = most.max(0, keepdims=True)
+        highest = jnp.where(jnp.isfinite(highest), highest, 0)
+        factor = jnp.exp(most - highest)
+        total = (factor * self.total).sum(0, keepdims=True)
+        return Parts((factor[..., None] * self.out).sum(0, keepdims=True), highest, total)
+
+    def gathered(self, axes: tuple[str, ...]) -> Parts:
+        """The one part of each device, in one exchange."""
+        if not axes:
+            return self
+        numbers = jnp.stack([self.most, self.total], -1)
+        packed = lax.all_gather(jnp.concatenate([self.out, numbers], -1), axes, tiled=True)
+        return Parts(packed[..., :-2], packed[..., -2], packed[..., -1])
+
+    def attention(self, sink_logits: jax.Array | None) -> jax.Array:
+        """The weighted mean of values, float32 ``[B, T, N, Hv]``; 0 where nothing is seen."""
+        out, most, total = (x[0] for x in self.merged())
+        if sink_logits is not None:
+            sinks = sink_logits.astype(jnp.float32)
+            highest = jnp.maximum(most, sinks)
+            factor = jnp.exp(most - highest)
+            out, total = factor[..., None] * out, factor * total + jnp.exp(sinks - highest)
+        return out / jnp.where(total > 0, total, 1)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What is static about a layer's scores.
+
+    Attributes:
+      scale: multiplies logits.
+      soft_cap: ``cap tanh(logit / cap)``, or None.
+      window: number of places that a query sees, its own included; None is all.
+    """
+
+    scale: float
+    soft_cap: float | None
+    window: int | None
 
 
 def decode_attention(
     query: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    seen: jax.Array,
+    slots: Slots,
+    last: jax.Array,
+    used: jax.Array,
     axes: tuple[str, ...],
     *,
+    window: int | None = None,
     scale: float | jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
+    implementation: Any = None,
 ) -> jax.Array:
     r"""Attention over the keys of all devices: one local pass and one exchange of (out, lse).
 
     .. math::
         lse = log \sum_i exp(lse_i)    out = \sum_i exp(lse_i - lse) \cdot out_i
 
-    over the devices i. What travels is ``N (Hv + 1)`` float32 numbers for each query and device,
+    over the devices i. What travels is ``N (Hv + 2)`` float32 numbers for each query and device,
     whatever the number of keys is (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
 
+    On Ampere and newer GPUs a Pallas kernel splits the keys over the multiprocessors; elsewhere,
+    for float32, and if the implementation is "xla", XLA makes two products.
+
     Args:
-      query: ``[B, T, N, H]``, the same on all devices; T is small.
+      query: ``[B, T, N, H]``, the same on all devices, of the places up to ``last``; T is small.
       keys: ``[B, C, K, H]``, this device's slots.
       values: ``[B, C, K, Hv]``.
-      seen: bool ``[B, T, C]``, which slots each query sees.
+      slots: what the slots hold.
+      last: int32 scalar.
+      used: int32 scalar: slots from this index on hold nothing.
       axes: the mesh axes that the cache is split over.
+      window: number of places that a query sees, its own included; None is all.
       scale: multiplies logits; None is ``H^-1/2``.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
       sink_logits: float32 ``[N]``: one more logit of each head's softmax, or None.
+      implementation: the option of the model's attention.
 
     Returns:
       ``[B, T, N, Hv]`` in the dtype of ``query``; 0 where nothing is seen.
     """
+    dtype = query.dtype
+    if isinstance(scale, jax.Array):
+        query, scale = (query * scale).astype(dtype), 1.0
+    scores = Scores(
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale, logits_soft_cap, window
+    )
+    if _takes_kernel(query, implementation):
+        parts = Parts(
+            *partial_attention(
+                query, keys, values, slots.places, slots.present, last, used,
+                scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
+            )
+        ).merged()  # fmt: skip
+    else:
+        parts = products(query, keys, values, slots, last, scores)
+    return parts.gathered(axes).attention(sink_logits).astype(dtype)
+
+
+def _takes_kernel(query: jax.Array, implementation: Any) -> bool:
+    """Whether the Pallas kernel runs."""
+    capability = compute_capability()
+    named = getattr(implementation, "name", implementation)
+    return (
+        capability is not None
+        and capability >= 8
+        and query.dtype != jnp.float32
+        and named not in ("xla", "reference")
+    )
+
+
+def products(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    slots: Slots,
+    last: jax.Array,
+    scores: Scores,
+) -> Parts:
+    """One part, of all keys here, by two products."""
     batch, length, heads, dim = query.shape
     kv_heads = keys.shape[2]
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("btkgh,bckh->bkgtc", grouped, keys, preferred_element_type=jnp.float32)
-    logits *= 1 / math.sqrt(dim) if scale is None else scale
-    if logits_soft_cap is not None:
-        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+    logits = jnp.einsum("btkgh,bckh->btkgc", grouped, keys, preferred_element_type=jnp.float32)
+    logits *= scores.scale
+    if scores.soft_cap is not None:
+        logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
+    place = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
+    seen = slots.places <= place
+    if scores.window is not None:
+        seen &= slots.places > place - scores.window
+    seen = seen & (slots.present[:, None] > 0)
+    logits = jnp.where(seen[:, :, None, None], logits, -jnp.inf)
     most = logits.max(-1)
-    shift = jnp.where(jnp.isfinite(most), most, 0)
-    weights = jnp.exp(logits - shift[..., None])
-    total = weights.sum(-1)
+    most = jnp.where(jnp.isfinite(most), most, 0)
+    weights = jnp.exp(logits - most[..., None])
     out = jnp.einsum(
-        "bkgtc,bckh->bkgth",
+        "btkgc,bckh->btkgh",
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
     )
-    # One exchange: the sums with their shift and their total.
-    parts = jnp.concatenate([out, total[..., None], shift[..., None]], -1)
-    parts = lax.all_gather(parts, axes) if axes else parts[None]
-    out, total, shift = parts[..., :-2], parts[..., -2], parts[..., -1]
-    shift = jnp.where(total > 0, shift, -jnp.inf)
-    most = shift.max(0)
-    sinks = None
-    if sink_logits is not None:
-        sinks = sink_logits.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1)
-        most = jnp.maximum(most, sinks)
-    most = jnp.where(jnp.isfinite(most), most, 0)
-    factor = jnp.exp(shift - most)
-    total = (factor * total).sum(0)
-    if sinks is not None:
-        total += jnp.exp(sinks - most)
-    out = (factor[..., None] * out).sum(0) / jnp.where(total > 0, total, 1)[..., None]
-    out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(batch, length, heads, -1)
-    return out.astype(query.dtype)
+    shape = (1, batch, length, heads)
+    total = weights.sum(-1)
+    return Parts(out.reshape(*shape, -1), most.reshape(shape), total.reshape(shape))

@@ -27,7 +27,7 @@ _OF_ROWS = (
     "local_window_size",
 )
 # What decoding takes from a layer's options.
-_OF_SCORES = ("scale", "logits_soft_cap", "sink_logits")
+_OF_SCORES = ("scale", "logits_soft_cap", "sink_logits", "implementation")
 
 
 class Into(NamedTuple):
@@ -310,13 +310,13 @@ class Steps:
             device, slot = homes[number]
             for arrays, new in ((keys, key), (values, value)):
                 arrays[index] = write_token(arrays[index], new[:, 0], slot, device == me)
-            seen = (slots[number].places <= at.place) & (slots[number].present > 0)
-            if (window := self.model.windows[index]) is not None:
-                seen &= slots[number].places > at.place - window
-            scores = {name: options.get(name) for name in _OF_SCORES}
+            room = self.rooms[number]
             return decode_attention(
-                query, keys[index], values[index], seen[:, None], self.axes, **scores
-            )
+                query, keys[index], values[index], slots[number], at.place,
+                jnp.int32(room.slots) if room.is_ring else at.slot + 1, self.axes,
+                window=self.model.windows[index],
+                **{name: options.get(name) for name in _OF_SCORES},
+            )  # fmt: skip
 
         hidden = self.model.hidden(
             weights, tokens[:, None], cache.lengths[:, None], at.longest, None, attend
