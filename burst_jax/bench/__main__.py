@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from burst_jax.bench import ampere, kernels, loss, plot, ring, serve, train
+from burst_jax.bench import ampere, decode, kernels, loss, plot, ring, serve, train
 
 
 def main() -> None:
@@ -16,6 +16,7 @@ def main() -> None:
     train.add_command(commands)
     loss.add_command(commands)
     serve.add_command(commands)
+    decode.add_command(commands)
     ampere.add_command(commands)
     plot.add_command(commands)
     args = parser.parse_args()
