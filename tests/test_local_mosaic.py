@@ -30,13 +30,15 @@ from pallas_kernels import (
     resolve,
 )
 from pallas_kernels.pallas_mosaic.configs import (
+    BACKWARD_WARPGROUPS,
+    SLOTS,
     MosaicConfig,
     backward_config,
     float32_lanes,
     forward_config,
     result_lanes,
 )
-from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory, ScratchLayout
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
 
 DIMS = range(16, 257, 16)
@@ -65,6 +67,23 @@ def test_backward_tiles_fit(dim):
         config = backward_config(max(dim, value_dim))
         memory = BackwardMemory.of(config, dim, jnp.bfloat16, value_dim)
         assert memory.nbytes <= 227 * 1024, value_dim
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_copies_begin_where_the_copy_engine_can(dim):
+    """It takes addresses in shared memory that are multiples of 128 bytes; else a program ends."""
+    config = backward_config(dim)
+    scratch = ScratchLayout.of(config)
+    copied = [scratch.lse(stage) for stage in range(scratch.stages)]
+    copied += [scratch.delta(stage) for stage in range(scratch.do_stages)]
+    copied += [scratch.per_head_sums(warpgroup) for warpgroup in range(BACKWARD_WARPGROUPS)]
+    assert all(part.start * 4 % 128 == 0 for part in copied)
+    # No two share a number, nor one that says which tile a stage holds, nor a ticket.
+    taken = [i for part in copied for i in range(part.start, part.start + part.size)]
+    taken += [i for stage in range(scratch.stages) for i in scratch.tile_and_head(stage)]
+    taken += range(scratch.tickets, scratch.tickets + SLOTS)
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < scratch.size
 
 
 @pytest.mark.parametrize(

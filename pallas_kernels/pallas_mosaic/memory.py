@@ -291,8 +291,12 @@ class ScratchLayout:
 
     @property
     def _first_key(self) -> int:
-        """Where the parts for keys begin: at a multiple of 16 bytes, as the copy engine asks."""
-        return -(-(self.tickets + SLOTS) // 4) * 4
+        """Where the parts for keys begin: at a multiple of 128 bytes, as the copy engine asks.
+
+        A copy from another address ends the program with a misaligned address.
+        """
+        step = 128 // 4
+        return -(-(self.tickets + SLOTS) // step) * step
 
     def per_head_sums(self, warpgroup: Any) -> Any:
         """What goes to the per-head sums of a warpgroup's keys."""
