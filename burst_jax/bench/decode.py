@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> None:
         q, k, v = _inputs(args, length)
         size = k.nbytes + v.nbytes
         want = _attend(q.astype(jnp.float32), k, v, None)
-        print(f"{length:,} keys, {args.kv_heads} heads, {args.queries} queries: {size / 1e9:.2f} GB")
+        print(
+            f"{length:,} keys, {args.kv_heads} heads, {args.queries} queries: {size / 1e9:.2f} GB"
+        )
         copied = median_time(lambda k=k, v=v: _copy(k, v))
         print(f"  copy {2 * size / copied / 1e9:6.0f} GB/s", flush=True)
         ways: list[Any] = [None]

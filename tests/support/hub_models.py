@@ -2,7 +2,8 @@
 
 ``tests/golden_models/NAME.npz`` has of each model the ``config.json`` that transformers wrote, the
 names and shapes of its tensors, and some of its logits. Its weights are random numbers, which
-:func:`random_weight` makes again. ``make_hub_models.py`` made the files.
+:func:`random_weight` makes again. Of one model of each family it has the tokens, too, that the
+model's ``generate`` of transformers takes one after the other. ``make_hub_models.py`` made the files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,12 @@ SPLIT = 250
 # The tokens whose logits are kept, of the whole row and of the second document alone.
 KEPT = np.append(np.arange(13, LENGTH, 27), LENGTH - 1)
 KEPT_SECOND = np.append(np.arange(7, LENGTH - SPLIT, 27), LENGTH - SPLIT - 1)
+# A batch of prompts, the number of tokens generated after each, and the steps whose logits are kept.
+PROMPTS, GENERATED = (661, 600), 64
+KEPT_STEPS = np.arange(0, GENERATED, 9)
+# The most probable token leads by this at least at every step, relative to the largest logit: rounding
+# moves logits by a twentieth of it at most, so that no other token can take its place.
+MARGIN = 1e-3
 
 
 def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.ndarray:
@@ -42,9 +50,22 @@ def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.nd
     return weight.astype(np.float32)
 
 
+def prompts(seeds: Iterable[int]) -> list[np.ndarray]:
+    """The batch of prompts, each of a seed of its own."""
+    return [
+        np.random.default_rng(int(seed)).integers(0, VOCAB, length).astype(np.int32)
+        for seed, length in zip(seeds, PROMPTS, strict=True)
+    ]
+
+
 @functools.cache
 def golden(name: str) -> dict:
-    """``config``, ``shapes``, and the logits ``row`` and ``second`` of a model."""
+    """``config``, ``shapes``, and the logits ``row`` and ``second`` of a model.
+
+    Where the model has generated: ``seeds`` of the prompts, ``tokens [rows, GENERATED]``, the
+    ``margins`` of the same shape by which each led, relative to the largest logit, and the
+    ``step_logits [rows, steps kept, V]``.
+    """
     with np.load(FOLDER / f"{name}.npz") as file:
         found = dict(file)
     texts = {key: json.loads(str(found.pop(key))) for key in ("config", "shapes")}

@@ -5,11 +5,13 @@ No test imports this: it needs torch and transformers, in an environment of thei
     python3 -m venv /tmp/peer
     /tmp/peer/bin/pip install torch transformers safetensors numpy    # torch for the CPU is enough
     /tmp/peer/bin/python tests/support/make_hub_models.py make [NAME ...]
+    /tmp/peer/bin/python tests/support/make_hub_models.py generate [NAME ...]    # after make
     /tmp/peer/bin/python tests/support/make_hub_models.py check FOLDER    # has NAME.anything, ...
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
@@ -146,6 +148,14 @@ CASES = {
     ),
 }
 
+# One of each family, and of each kind of window and RoPE that generates in its own way. Tied
+# embeddings generate one token again and again, so most have a head of their own.
+GENERATING = (
+    "llama3", "llama_dynamic", "mistral", "qwen2_window", "qwen3", "gemma2_caps", "gemma3_types",
+)  # fmt: skip
+# Prompts of so many seeds are tried.
+SEEDS = 120
+
 
 def old_format(config):
     """``config.json`` as transformers wrote it before version 5."""
@@ -216,6 +226,64 @@ def make(name):
     )
 
 
+def generated(loaded, seeds):
+    """What ``generate`` makes of the prompts of these seeds, all rows in one batch."""
+    # A dynamic RoPE remembers the longest row that the model has seen.
+    model = copy.deepcopy(loaded)
+    prompts = hub_models.prompts(seeds)
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    ids = [np.pad(prompt, (pad, 0)) for prompt, pad in zip(prompts, padding, strict=True)]
+    mask = [np.arange(longest) >= pad for pad in padding]
+    found = model.generate(
+        torch.tensor(np.stack(ids)).long(),
+        attention_mask=torch.tensor(np.stack(mask)).long(),
+        max_new_tokens=hub_models.GENERATED,
+        do_sample=False,
+        # Random weights know no end of a text.
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logits = torch.stack(found.logits, 1).float().numpy()
+    ordered = np.sort(logits, -1)
+    return {
+        "seeds": np.asarray(seeds),
+        "tokens": found.sequences[:, longest:].numpy().astype(np.int32),
+        "margins": (ordered[..., -1] - ordered[..., -2]) / np.abs(logits).max(-1),
+        "step_logits": logits[:, hub_models.KEPT_STEPS],
+    }
+
+
+def kinds(tokens):
+    """How many different tokens each row has."""
+    return np.array([len(np.unique(row)) for row in tokens])
+
+
+def generate(name):
+    """Adds to a model's file what it generates after prompts that lead to no near tie.
+
+    Of the prompts without one those are taken after which a row has the most different tokens.
+    """
+    path = hub_models.FOLDER / f"{name}.npz"
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load(hub_models.write_folder(name, Path(folder)))
+    scores = []
+    for seed in range(SEEDS):
+        found = generated(loaded, [seed] * len(hub_models.PROMPTS))
+        clear = found["margins"].min(1) > hub_models.MARGIN
+        scores.append(np.where(clear, kinds(found["tokens"]), 0))
+    found = generated(loaded, np.argmax(scores, 0))
+    if found["margins"].min() <= hub_models.MARGIN:
+        raise RuntimeError(f"{name}: no prompts without a near tie")
+    with np.load(path) as file:
+        np.savez_compressed(path, **dict(file) | found)
+    print(
+        f"{name}: seeds {found['seeds']}, smallest margin {found['margins'].min():.1e}, "
+        f"different tokens {kinds(found['tokens'])}"
+    )
+
+
 def check(folder):
     """Prints how far the logits of each model saved in ``folder`` are from the kept ones."""
     for path in sorted(Path(folder).iterdir()):
@@ -231,5 +299,8 @@ if __name__ == "__main__":
         hub_models.FOLDER.mkdir(exist_ok=True)
         for name in arguments or CASES:
             make(name)
+    elif command == "generate":
+        for name in arguments or GENERATING:
+            generate(name)
     else:
         check(*arguments)
