@@ -84,7 +84,7 @@ def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
     names = ("block_kv", "num_warps", "num_stages", "splits")
     kernels = [tuple(zip(names, values, strict=True)) for values in itertools.product(*axes)]
     for kernel in (None, *kernels):
-        name = "products by XLA" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel)
+        name = "products by XLA" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
         try:
             error = relative_error(_attend(q, k, v, kernel), want)
             if not error < _AGREE:
@@ -119,5 +119,5 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys of a tile")
     parser.add_argument("--warps", nargs="+", type=positive, default=[4])
     parser.add_argument("--stages", nargs="+", type=positive, default=[3])
-    parser.add_argument("--splits", nargs="+", type=positive, default=[32])
+    parser.add_argument("--splits", nargs="+", type=positive, default=[None], help="parts")
     parser.set_defaults(run=run)
