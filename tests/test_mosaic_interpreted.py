@@ -120,7 +120,7 @@ def interpret_forward(inputs, carry=None, out_dtype=None, **options):
 def test_as_exact_as_dense(monkeypatch, case, programs):
     """``programs``: how many draw tickets until no item is left; None is one for each item."""
     if programs is not None:
-        monkeypatch.setattr(items, "_multiprocessors", lambda: programs)
+        monkeypatch.setattr(items, "multiprocessors", lambda: programs)
     inputs = inputs_of(case)
     # The shipped tiles of this one are for three warpgroups.
     got = interpret_all(inputs, mosaic_gpu() if case is WIDE else KERNELS)

@@ -126,7 +126,7 @@ def run_programs(monkeypatch):
 
     Loops and conditions run as Python's (``jax.disable_jit``), so that a visit can be written down.
     """
-    monkeypatch.setattr(mosaic_items, "_multiprocessors", lambda: 3)
+    monkeypatch.setattr(mosaic_items, "multiprocessors", lambda: 3)
 
     def run(items, tables, *, leave_empty, steps_per_tile=1, draws=True, seed=0):
         visited, empty = [], []

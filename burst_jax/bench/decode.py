@@ -8,8 +8,9 @@ bytes, which reads and writes, and the two products that XLA makes of the same.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def _inputs(args: argparse.Namespace, length: int) -> tuple[jax.Array, ...]:
     )
 
 
-@partial(jax.jit, static_argnames=("kernel", "calls"))
+@functools.partial(jax.jit, static_argnames=("kernel", "calls"))
 def _attend(
     query: jax.Array, keys: jax.Array, values: jax.Array, kernel: Any, calls: int = 1
 ) -> jax.Array:
@@ -72,38 +73,38 @@ def _copy(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return keys + 1, values + 1
 
 
+def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
+    """A line for every way."""
+    q, k, v = _inputs(args, length)
+    size = k.nbytes + v.nbytes
+    want = _attend(q.astype(jnp.float32), k, v, None)
+    seconds = median_time(lambda: _copy(k, v))
+    yield f"{2 * size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  copy, read and written"
+    axes = (args.block_kv, args.warps, args.stages, args.splits)
+    names = ("block_kv", "num_warps", "num_stages", "splits")
+    kernels = [tuple(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+    for kernel in (None, *kernels):
+        name = "products by XLA" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
+        try:
+            error = relative_error(_attend(q, k, v, kernel), want)
+            if not error < _AGREE:
+                yield f"{name}: wrong by {error:.2g}"
+                continue
+            run = functools.partial(_attend, q, k, v, kernel, _CALLS)
+            seconds = median_time(run) / _CALLS
+        except jax.errors.JaxRuntimeError as failure:
+            yield f"{name}: {str(failure).splitlines()[0]}"
+            continue
+        yield f"{size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  {name}"
+
+
 def run(args: argparse.Namespace) -> None:
     """Times every length with every tile."""
     need_gpus("bench decode")
     for length in args.lengths:
-        q, k, v = _inputs(args, length)
-        size = k.nbytes + v.nbytes
-        want = _attend(q.astype(jnp.float32), k, v, None)
-        print(
-            f"{length:,} keys, {args.kv_heads} heads, {args.queries} queries: {size / 1e9:.2f} GB"
-        )
-        copied = median_time(lambda k=k, v=v: _copy(k, v))
-        print(f"  copy {2 * size / copied / 1e9:6.0f} GB/s", flush=True)
-        ways: list[Any] = [None]
-        for block, warps, stages, splits in itertools.product(
-            args.block_kv, args.warps, args.stages, args.splits
-        ):
-            ways.append(
-                (("block_kv", block), ("num_warps", warps), ("num_stages", stages),
-                 ("splits", splits))
-            )  # fmt: skip
-        for way in ways:
-            name = "products by XLA" if way is None else " ".join(f"{n} {x}" for n, x in way)
-            try:
-                error = relative_error(_attend(q, k, v, way), want)
-                if not error < _AGREE:
-                    print(f"  {name}: wrong by {error:.2g}")
-                    continue
-                seconds = median_time(lambda way=way: _attend(q, k, v, way, _CALLS)) / _CALLS
-            except jax.errors.JaxRuntimeError as failure:
-                print(f"  {name}: {str(failure).splitlines()[0]}")
-                continue
-            print(f"  {size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  {name}", flush=True)
+        print(f"{length:,} keys, {args.heads} / {args.kv_heads} heads, {args.queries} queries")
+        for row in _rows(args, length):
+            print(f"  {row}", flush=True)
 
 
 def add_command(commands: Any) -> None:
@@ -118,5 +119,5 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys of a tile")
     parser.add_argument("--warps", nargs="+", type=positive, default=[4])
     parser.add_argument("--stages", nargs="+", type=positive, default=[3])
-    parser.add_argument("--splits", nargs="+", type=positive, default=[32])
+    parser.add_argument("--splits", nargs="+", type=positive, default=[None], help="parts")
     parser.set_defaults(run=run)

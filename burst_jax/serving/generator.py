@@ -205,12 +205,14 @@ class Generator:
                     "generation before the next, or make a Generator for each"
                 )
             chosen = self._choose(sampling, logits, key)
-            tokens = np.asarray(chosen)
             if step == 0:
+                jax.block_until_ready(chosen)
                 self.seconds_to_first_token = time.perf_counter() - start
             # The token is put into the cache before it is shown, so that the cache holds what was
-            # shown wherever the caller stops.
+            # shown wherever the caller stops. The program starts before the token has come from the
+            # device, which so has work while the host waits and makes the next call.
             logits = self._decode(chosen, ~ended)
+            tokens = np.asarray(chosen)
             shown = np.where(ended, -1, tokens).astype(np.int32)
             ended |= np.isin(tokens, stops)
             yield shown

@@ -7,17 +7,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.device import multiprocessors
 from pallas_kernels.pallas_mosaic.configs import SLOTS
 from pallas_kernels.pallas_mosaic.tickets import TicketCounter
 from pallas_kernels.pallas_mosaic.tiles import computed_here, i32
 from pallas_kernels.pallas_mosaic.walk import Walk
 
-_H100_MULTIPROCESSORS = 132
 # How many bytes of the L2 cache (50 MiB) a section may take. With small sections the long items of
 # the last one begin late, and the GPU is half idle until they end. Where that would be more than
 # _END_AT_MOST of the time, a section may take _CACHED_AT_MOST bytes.
@@ -66,7 +65,7 @@ class Items:
     @property
     def programs(self) -> int:
         """How many work on them."""
-        return min(self.count, _multiprocessors()) if self.looped else self.count
+        return min(self.count, multiprocessors()) if self.looped else self.count
 
     @property
     def section(self) -> int:
@@ -101,15 +100,6 @@ class Items:
         if self.batch == 1:
             return Place(i32(0), head, tile)
         return Place(lax.div(head, i32(self.heads)), lax.rem(head, i32(self.heads)), tile)
-
-
-def _multiprocessors() -> int:
-    """How many the GPU has that the code being traced will run on; an H100's if it is unknown."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.num_cores or _H100_MULTIPROCESSORS
-    device = jax.devices()[0]
-    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
 
 
 class Place(NamedTuple):

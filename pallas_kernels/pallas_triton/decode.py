@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.device import multiprocessors
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import padded_lanes
 from pallas_kernels.pallas_triton.tiles import in_range, lanes_in, load, tile_mask
@@ -22,6 +23,8 @@ from pallas_kernels.score import LOG2_E
 
 # Triton's products have 16 rows at least.
 _LEAST_ROWS = 16
+# Of each multiprocessor: more of them wait for those that are in the way, fewer read too little.
+_PROGRAMS = 2
 # Below all scores; -inf would make differences that are no numbers.
 _LOWEST = -3e38
 
@@ -38,7 +41,7 @@ def partial_attention(
     scale: float,
     logits_soft_cap: float | None = None,
     window: int | None = None,
-    splits: int = 32,
+    splits: int | None = None,
     block_kv: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -58,7 +61,7 @@ def partial_attention(
       scale: multiplies logits.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
       window: number of places that a query sees, its own included; None is all.
-      splits: number of parts.
+      splits: number of parts; None is as many as give every multiprocessor two programs.
       block_kv: keys of a tile.
       num_warps: warps of a program.
       num_stages: tiles in shared memory or arriving.
@@ -74,6 +77,8 @@ def partial_attention(
     value_dim = values.shape[3]
     groups = heads // kv_heads
     count = length * groups
+    if splits is None:
+        splits = max(1, _PROGRAMS * multiprocessors() // (batch * kv_heads))
     rows = max(_LEAST_ROWS, 1 << (count - 1).bit_length())
     lanes, value_lanes = padded_lanes(dim), padded_lanes(value_dim)
     tiled = query.reshape(batch, length, kv_heads, groups, dim).swapaxes(1, 2)
