@@ -2,8 +2,8 @@
 
 ``tests/golden_models/NAME.npz`` has of each model the ``config.json`` that transformers wrote, the
 names and shapes of its tensors, and some of its logits. Its weights are random numbers, which
-:func:`random_weight` makes again. Of one model of each family it has the tokens, too, that the
-model's ``generate`` of transformers takes one after the other. ``make_hub_models.py`` made the files.
+:func:`random_weight` makes again. Of one model of each family it has, too, what transformers
+generates. ``make_hub_models.py`` made the files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ SPLIT = 250
 # The tokens whose logits are kept, of the whole row and of the second document alone.
 KEPT = np.append(np.arange(13, LENGTH, 27), LENGTH - 1)
 KEPT_SECOND = np.append(np.arange(7, LENGTH - SPLIT, 27), LENGTH - SPLIT - 1)
-# A batch of prompts, the number of tokens generated after each, and the steps whose logits are kept.
+# Lengths of a batch of prompts, the number of tokens generated after each, and the steps whose
+# logits are kept.
 PROMPTS, GENERATED = (661, 600), 64
 KEPT_STEPS = np.arange(0, GENERATED, 9)
-# The most probable token leads by this at least at every step, relative to the largest logit: rounding
-# moves logits by a twentieth of it at most, so that no other token can take its place.
+# The most probable token leads by this at least at every step, relative to the largest logit.
+# Rounding moves logits by a twentieth of it at most, so that no other token can take its place.
 MARGIN = 1e-3
 
 
