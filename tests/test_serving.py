@@ -24,6 +24,7 @@ from burst_jax.serving.attention import Parts, Scores, decode_attention, product
 from burst_jax.serving.cache import EMPTY, Room, Slots
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At
+from burst_jax.training import CheckpointError
 from pallas_kernels.pallas_triton.decode import partial_attention
 
 VOCAB = 48
@@ -412,6 +413,60 @@ def test_an_empty_cache_is_not_extended():
     server().reset()
     with pytest.raises(ValueError, match="extend is True and the cache is empty"):
         generated(PROMPTS, 2, extend=True)
+
+
+# From a mesh and a layout to others, with max_length 64 before and after.
+SAVED = [
+    ({"seq": 2}, {"seq": 2}, 64, {}),
+    ({"seq": 4}, {"data": 2, "seq": 3}, 80, {"layer_pattern": WINDOWS}),
+    ({"seq": 2, "tensor": 4}, {"tensor": 2, "seq": 2}, 90, LIKE_GPT),
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
+def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
+    before, after, max_length, config = case
+    config = dataclasses.replace(CONFIG, **config)
+    first = Watched(models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=20)
+    second = Watched(models(config, after, "striped")[1], max_length=max_length, batch=2)
+    rows, more = prompts_of([31, 17]), prompts_of([6, 6], 1)
+    # Of two caches in one folder the second is there.
+    for prompts in (prompts_of([3, 4]), rows):
+        list(first.generate(prompts, 5))
+        first.save_cache(tmp_path / "cache")
+    second.load_cache(tmp_path / "cache")
+    want, got = (np.stack(list(x.generate(more, 8, extend=True))) for x in (first, second))
+    np.testing.assert_array_equal(got, want)
+    for ours, theirs in zip(second.logits, first.logits[-8:], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_a_cache_that_does_not_fit_is_refused(tmp_path):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
+    other = Generator(model, max_length=64, batch=2)
+    with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
+        other.save_cache(tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
+        other.load_cache(tmp_path)
+    generated(PROMPTS, 3)
+    server().save_cache(tmp_path)
+    whole = np.stack(list(other.generate(PROMPTS, 3)))
+    list(other.generate(PROMPTS, 1))
+    with pytest.raises(ValueError, match="is of another model or batch: sum of the weights' bits"):
+        other.load_cache(tmp_path)
+    # What a generator holds is kept when another cache is refused.
+    rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
+    np.testing.assert_array_equal(rest[0], whole[2])
+    for options, message in (
+        ({"max_length": 64}, "batch is 2 there and 1 here"),
+        ({"max_length": 9, "batch": 2}, "has a row of 12 tokens, and max_length is 9: make a Gen"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Generator(server_model(), **options).load_cache(tmp_path)
+    largest = max(tmp_path.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(bytes(reversed(largest.read_bytes())))
+    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+        server().load_cache(tmp_path)
 
 
 OF_TRANSFORMERS: dict[str, Any] = {

@@ -22,6 +22,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # The place of a slot that holds nothing: after all others, so that no token sees it.
 EMPTY = 2**30 - 1
@@ -55,7 +56,7 @@ class Room:
         """Whether the place alone says the slot."""
         return self.window is not None
 
-    def slot(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def slot[Places: (jax.Array, np.ndarray)](self, place: Places) -> tuple[Places, Places]:
         """``(device, slot)`` of a place in a ring buffer."""
         return place % self.devices, place // self.devices % self.slots
 
@@ -98,6 +99,24 @@ class Cache:
     values: tuple[jax.Array, ...]
     slots: tuple[Slots, ...]
     lengths: jax.Array
+
+
+@dataclasses.dataclass
+class Filled:
+    """How far the cache is filled.
+
+    Attributes:
+      place: the next place.
+      used: slots of each device that are filled, in rooms without a window.
+      dealt: tokens dealt to the devices since the last prompt; those that share a slot's number
+        take one slot of each device.
+      holes: whether a row lacks a token at a place behind its first one.
+    """
+
+    place: int = 0
+    used: int = 0
+    dealt: int = 0
+    holes: bool = False
 
 
 def empty_slots(room: Room, rows: int) -> Slots:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import abc
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,30 +16,13 @@ import numpy as np
 from burst_jax.layout import padded_length, positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.refusals import check_integer, check_seed
-from burst_jax.serving.cache import Cache
+from burst_jax.serving import saved
+from burst_jax.serving.cache import Cache, Filled
 from burst_jax.serving.model import ServedModel
 from burst_jax.serving.prompts import check_prompts, check_stops
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At, Into, Steps
 from burst_jax.sharding import axes_size
-
-
-@dataclasses.dataclass
-class Filled:
-    """How far the cache is filled.
-
-    Attributes:
-      place: the next place.
-      used: slots of each device that are filled, in rooms without a window.
-      dealt: tokens dealt to the devices since the last prompt; those that share a slot's number
-        take one slot of each device.
-      holes: whether a row lacks a token at a place behind its first one.
-    """
-
-    place: int = 0
-    used: int = 0
-    dealt: int = 0
-    holes: bool = False
 
 
 class Generator:
@@ -175,6 +158,46 @@ class Generator:
         """Forgets all rows. A generation that has not ended cannot go on."""
         self._forget()
         self._cache = self._steps.allocate()
+
+    def save_cache(self, folder: str | Path) -> None:
+        """Writes the cache into a folder, so that another process can go on from it.
+
+        It is written by orbax under another name, hashed, and renamed when it is complete. A cache
+        that the folder has already is removed after that. With several processes all of them call
+        this, and all must see the folder.
+
+        Args:
+          folder: of this cache alone; it is made if it is not there.
+
+        Raises:
+          ValueError: the cache is empty, or ``folder`` is a file.
+          burst_jax.training.CheckpointError: it could not be written.
+        """
+        if self._cache is None or not self._filled.place:
+            raise ValueError(
+                "there is no cache to save: it is empty before the first token, and after a call "
+                "that failed; generate first"
+            )
+        saved.save(folder, self._steps, saved.Kept(self._cache, self._filled, self._lengths))
+
+    def load_cache(self, folder: str | Path) -> None:
+        """Reads a cache that :meth:`save_cache` has written, in the place of this generator's own.
+
+        ``generate(..., extend=True)`` goes on from there. The model must be the one that made it,
+        with the same weights, dtype and batch. The mesh, the layout, ``max_length`` and
+        ``prefill_chunk`` may be others. A generation that has not ended cannot go on.
+
+        Args:
+          folder: where the cache is.
+
+        Raises:
+          FileNotFoundError: no cache is there.
+          ValueError: it is a cache of another model or batch, or longer than this generator's. The
+            message names what differs; this generator's cache is as it was.
+          burst_jax.training.CheckpointError: it is damaged. Every file is compared with its hash.
+        """
+        kept = saved.load(folder, self._steps, self.max_length, self._forget)
+        self._cache, self._filled, self._lengths = kept
 
     def _forget(self) -> None:
         self._latest, self._cache = None, None

@@ -41,6 +41,7 @@ class ServedModel:
       parts: how the decoder's arrays are split.
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: how each of them is split.
+      scale: the attention option of the decoder.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -50,6 +51,7 @@ class ServedModel:
                 "merges them"
             )
         _refuse_options(dict(model.options))
+        self.scale: Any = dict(model.options).get("scale")
         state = nnx.state(model)
         self.config, self.parts = model.config, model.parts(state)
         if axes_size(self.parts.mesh, self.parts.stage_axis) > 1:

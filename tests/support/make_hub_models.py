@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hub_models
 import numpy as np
@@ -277,7 +278,8 @@ def generate(name):
     if found["margins"].min() <= hub_models.MARGIN:
         raise RuntimeError(f"{name}: no prompts without a near tie")
     with np.load(path) as file:
-        np.savez_compressed(path, **dict(file) | found)
+        arrays: dict[str, Any] = dict(file) | found
+    np.savez_compressed(path, **arrays)
     print(
         f"{name}: seeds {found['seeds']}, smallest margin {found['margins'].min():.1e}, "
         f"different tokens {kinds(found['tokens'])}"
