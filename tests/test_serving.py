@@ -39,8 +39,12 @@ LIKE_GEMMA = {
 }  # fmt: skip
 LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True}
 
+WITH_BIASES = {
+    "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+}  # fmt: skip
 
-def case(sizes, layout, lengths, new, *, chunk=None, extend=None, **config):
+
+def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, **config):
     return locals()
 
 
@@ -48,9 +52,10 @@ CASES = [
     case({"seq": 4}, "zigzag", [90, 33], 40, chunk=30, extend=13, layer_pattern=WINDOWS),
     case({"seq": 1}, "contiguous", [21], 3, rope=YarnRope(10000.0, factor=4.0, old_positions=16)),
     case({"data": 2, "seq": 2, "tensor": 2}, "striped", [37, 9], 20, extend=11, **LIKE_GEMMA),
-    case({"seq": 3}, "zigzag", [50], 60, extend=31, layer_pattern=(LayerKind(window=20),)),
-    case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=40, **LIKE_GPT),
-    case({"fsdp": 2, "seq": 4}, "striped:2", [3, 1], 3),
+    # Three devices divide neither four heads nor 50 hidden features.
+    case({"seq": 3}, "zigzag", [50], 60, extend=31, split=True, mlp_dim=50, **WITH_BIASES),
+    case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=40, split=True, **LIKE_GPT),
+    case({"fsdp": 2, "seq": 4}, "striped:2", [3, 1], 3, split=True),
 ]
 
 
@@ -62,6 +67,15 @@ def case_id(case):
 def models(config, sizes, layout):
     """The same weights on one device and on a mesh."""
     one = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), implementation="xla")
+    rng = np.random.default_rng(0)
+
+    def drawn(path, weight):
+        # Biases are zeros at first, and what is added once or twice would be the same.
+        if "bias" not in jax.tree_util.keystr(path):
+            return weight
+        return jnp.asarray(0.3 * rng.normal(size=weight.shape), weight.dtype)
+
+    nnx.update(one, jax.tree_util.tree_map_with_path(drawn, nnx.state(one)))
     mesh = mesh_of(**sizes)
     rules = ShardingRules.of(mesh)
     options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}
@@ -112,8 +126,9 @@ def test_each_step_is_whole_attention(case):
     if case["extend"]:
         room += case["extend"] + 32  # For padding of the second prompt.
     server = Watched(
-        model, max_length=room, batch=len(case["lengths"]), prefill_chunk=case["chunk"]
-    )
+        model, max_length=room, batch=len(case["lengths"]), prefill_chunk=case["chunk"],
+        split_weights=case["split"],
+    )  # fmt: skip
     prompts = prompts_of(case["lengths"])
     rows, ends = [list(prompt) for prompt in prompts], []
 
@@ -261,11 +276,14 @@ def test_the_kernel_makes_what_two_products_make(shape, value_dim, window, soft_
 
 
 @pytest.mark.slow
-def test_devices_that_exchange_heads_serve_the_same():
-    options: Any = {"seq_axis": "a", "head_parallel_axis": "b", "layout": "zigzag"}
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_devices_that_exchange_heads_serve_the_same(split):
+    rules = ShardingRules(data=None, fsdp=None, seq="a", tensor=None)
+    axes: Any = {"rules": rules} if split else {"seq_axis": "a"}
+    options: Any = axes | {"head_parallel_axis": "b", "layout": "zigzag"}
     mesh = mesh_of(a=2, b=2)
     model = models(CONFIG, {"seq": 1}, "contiguous")[0].with_attention(mesh=mesh, **options)
-    server = Generator(model, max_length=64, batch=2, prefill_chunk=5)
+    server = Generator(model, max_length=64, batch=2, prefill_chunk=5, split_weights=split)
     got = np.stack(list(server.generate(PROMPTS, 6)))
     np.testing.assert_array_equal(got, generated(PROMPTS, 6))
 
@@ -313,11 +331,21 @@ MISTAKES = {
         lambda: Generator(models(CONFIG, {"data": 2}, "contiguous")[1], max_length=8, batch=3),
         "batch is 3, and 2 devices along ('data',) share its rows: use a multiple of 2",
     ),
+    "split": (
+        lambda: Generator(
+            models(CONFIG, {"seq": 1}, "zigzag")[0], max_length=8, split_weights=True
+        ),
+        "split_weights is True, and the model has no rules, which say that weights are split: load",
+    ),
     "lora": (
         lambda: Generator(add_lora(server_model(), 2), max_length=8),
         "has adapters that are not merged: burst_jax.models.merge_lora(model) merges them",
     ),
 }
+
+
+def without_rules():
+    return Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh_of(seq=2))
 
 
 def server_model():
@@ -457,10 +485,11 @@ def test_a_cache_that_does_not_fit_is_refused(tmp_path):
     # What a generator holds is kept when another cache is refused.
     rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
     np.testing.assert_array_equal(rest[0], whole[2])
-    for options, message in (
+    cases: list[Any] = [
         ({"max_length": 64}, "batch is 2 there and 1 here"),
         ({"max_length": 9, "batch": 2}, "has a row of 12 tokens, and max_length is 9: make a Gen"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(ValueError, match=message):
             Generator(server_model(), **options).load_cache(tmp_path)
     largest = max(tmp_path.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
@@ -501,10 +530,13 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         assert (np.abs(server.logits[step] - logits) < hub_models.MARGIN / 20 * largest).all()
 
 
-def test_what_a_step_sends_does_not_depend_on_the_length_and_the_cache_is_updated_in_place():
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_step_sends_no_weight_and_as_much_at_any_length_and_updates_the_cache_in_place(split):
     sent, model = [], server_model()
+    server: Any = None
     for max_length in (64, 1024):
-        steps = Generator(model, max_length=max_length, batch=2)._steps
+        server = Generator(model, max_length=max_length, batch=2, split_weights=split)
+        steps = server._steps
         cache = steps.allocate()
         at = At(*map(np.int32, (3, 0, 3, 4)))
         tokens, going = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
@@ -513,10 +545,26 @@ def test_what_a_step_sends_does_not_depend_on_the_length_and_the_cache_is_update
         text = program.as_text()
         assert text is not None
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-        sent.append(sorted(re.findall(rf"= (\S+) (?:{kinds})(?:-start)?\(", text)))
-        # One exchange a layer.
-        assert len(sent[-1]) == CONFIG.num_layers
+        sent.append(sorted(re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", text)))
         mine = sum(x.nbytes for x in jax.tree.leaves(cache)) // 2
         memory: Any = program.memory_analysis()
         assert memory.alias_size_in_bytes >= mine
     assert sent[0] == sent[1]
+    config, rows, devices = CONFIG, 2, 2
+    # One exchange of partial results a layer.
+    results = devices * rows * config.num_heads * (config.head_dim + 2)
+    numbers, exchanges = config.num_layers * results, config.num_layers
+    if split:
+        # Besides, queries with keys and values, and what attention and feed-forward part add; and
+        # the embedding, and the logits. No weight.
+        projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        numbers += config.num_layers * rows * (projected + 2 * config.embed_dim)
+        numbers += rows * (config.embed_dim + config.vocab_size)
+        exchanges += 3 * config.num_layers + 2
+    assert len(sent[0]) == exchanges
+    shapes = [shape for text in sent[0] for shape in re.findall(r"\w+\[([\d,]*)\]", text)]
+    assert sum(np.prod([int(size) for size in shape.split(",")]) for shape in shapes) == numbers
+    for weight in jax.tree.leaves(server._steps.model.weights):
+        if weight.ndim > 1:
+            here = weight.addressable_shards[0].data
+            assert here.nbytes == weight.nbytes // (devices if split else 1)

@@ -36,7 +36,8 @@ class Generator:
     in transformers.
 
     Weights are copied: each layer's by itself, in the dtype of the computation, whole over all mesh
-    axes but the tensor axes. The model may be deleted afterwards.
+    axes but the tensor axes, or with ``split_weights`` but for these and the sequence axes. The
+    model may be deleted afterwards.
 
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` gives.
@@ -46,6 +47,9 @@ class Generator:
       batch: rows; a multiple of the devices along the batch axes.
       prefill_chunk: tokens of a prompt that go through the ring at a time; None is all. Memory for
         activations grows with it.
+      split_weights: whether each device of the sequence axes keeps and reads a part of each matrix.
+        A token then takes three exchanges of activations more in each layer, and a prompt gathers
+        one layer's weights after the other. The model must have rules.
 
     Attributes:
       cache_bytes: bytes of the cache on each device.
@@ -53,7 +57,8 @@ class Generator:
 
     Raises:
       ValueError: a number below 1, a batch that the mesh does not divide, a model with adapters
-        that are not merged, or a cache that does not fit into the devices' memory.
+        that are not merged, one without rules whose weights are to be split, or a cache that does
+        not fit into the devices' memory.
       NotImplementedError: a model with a pipeline.
     """
 
@@ -64,6 +69,7 @@ class Generator:
         max_length: int,
         batch: int = 1,
         prefill_chunk: int | None = None,
+        split_weights: bool = False,
     ) -> None:
         if not isinstance(model, Decoder):
             raise ValueError(f"model is a {type(model).__name__}: it must be a Decoder")
@@ -71,7 +77,7 @@ class Generator:
         self.batch = check_integer("batch", batch, 1)
         if prefill_chunk is not None:
             prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
-        served = ServedModel(model)
+        served = ServedModel(model, split_weights)
         rows = axes_size(served.parts.mesh, served.parts.batch_axes)
         if batch % rows:
             raise ValueError(

@@ -17,7 +17,9 @@ from burst_jax.flax.rope import RopeTable, rope_table
 from burst_jax.flax.rope_variants import DynamicRope, Rope
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.parts import Parts, embed
-from burst_jax.sharding import axes_size, mesh_with_devices, only
+from burst_jax.serving.split import my_part, padded, spec_of, use_parts
+from burst_jax.sharding import axes_size, mesh_with_devices
+from burst_jax.weights import gather_weights
 
 # Attention options that say how a prompt is computed, not what; and the scale, which decoding
 # takes, too.
@@ -31,24 +33,31 @@ Attend = Callable[..., jax.Array]
 
 
 class ServedModel:
-    """A decoder whose layers are arrays of their own, whole but for the tensor axes.
+    """A decoder whose layers are arrays of their own.
 
     A step of decoding reads all weights once. From a stack of all layers' weights each step would
-    copy every layer's first, and weights that are split over the sequence axes would travel.
+    copy every layer's first.
 
     Attributes:
       config: of the decoder.
       parts: how the decoder's arrays are split.
+      split: whether weights are split over the sequence axes (:mod:`burst_jax.serving.split`); else
+        they are whole but for the tensor axes.
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: how each of them is split.
       scale: the attention option of the decoder.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, split: bool = False) -> None:
         if model.config.lora is not None:
             raise ValueError(
                 "the model has adapters that are not merged: burst_jax.models.merge_lora(model) "
                 "merges them"
+            )
+        if split and model.rules is None:
+            raise ValueError(
+                "split_weights is True, and the model has no rules, which say that weights are "
+                "split: load it with rules=ShardingRules(...)"
             )
         _refuse_options(dict(model.options))
         self.scale: Any = dict(model.options).get("scale")
@@ -59,50 +68,53 @@ class ServedModel:
                 f"the model's rules have a stage axis, {self.parts.stage_axis!r}: serving has no "
                 "pipeline; load the model with stage=None"
             )
-        mesh = mesh_with_devices(self.parts.mesh)
-        specs = jax.tree.map(
-            lambda spec: only(spec, self.parts.tensor_axes),
-            self.parts.tree(state),
-            is_leaf=lambda leaf: isinstance(leaf, P),
-        )
+        # On one device of the sequence axes all weights are whole.
+        self.split = split and axes_size(self.parts.mesh, self.parts.token_axes) > 1
         self._layer, _ = nnx.split(model.layers)
         self._norm, _ = nnx.split(model.final_norm)
-        layer_specs = jax.tree.map(
-            lambda spec: P(*spec[1:]), specs["layers"], is_leaf=lambda leaf: isinstance(leaf, P)
-        )
-        count = self.config.num_layers
+        self.weights: dict[str, Any] = {}
+        self.specs: dict[str, Any] = {}
+        self._place(state, model.head is not None)
 
-        def sharding(spec: P) -> NamedSharding:
-            return NamedSharding(mesh, spec)
+    def _place(self, state: nnx.State, has_head: bool) -> None:
+        """Copies the decoder's weights to where serving has them."""
+        mesh, count = mesh_with_devices(self.parts.mesh), self.config.num_layers
+        specs = jax.tree_util.tree_map_with_path(
+            lambda path, spec: spec_of(path, spec, self.parts, self.split),
+            self.parts.tree(state),
+            is_leaf=_is_spec,
+        )
 
         def placed(weight: jax.Array, spec: P) -> jax.Array:
-            return jax.jit(self._in_dtype, out_shardings=sharding(spec))(weight)
+            return jax.jit(self._in_dtype, out_shardings=NamedSharding(mesh, spec))(weight)
 
-        def taken_apart(stack: jax.Array, spec: P) -> list[jax.Array]:
-            apart = jax.jit(
-                lambda stack: [self._in_dtype(stack[i]) for i in range(count)],
-                out_shardings=[sharding(spec)] * count,
-            )
-            return apart(stack)
+        def taken_apart(path: tuple[Any, ...], stack: jax.Array, spec: P) -> list[jax.Array]:
+            def apart(stack: jax.Array) -> list[jax.Array]:
+                if self.split:
+                    stack = padded(path, stack, self.parts)
+                return [self._in_dtype(stack[i]) for i in range(count)]
 
-        leaves, structure = jax.tree.flatten(state["layers"])
-        of_layers = jax.tree.leaves(layer_specs, is_leaf=lambda leaf: isinstance(leaf, P))
-        apart = [taken_apart(*each) for each in zip(leaves, of_layers, strict=True)]
-        layers = [jax.tree.unflatten(structure, [w[i] for w in apart]) for i in range(count)]
-        self.weights: dict[str, Any] = {
-            "embedding": placed(model.embedding[...], specs["embedding"].get_value()),
-            "final_norm": jax.tree.map(placed, state["final_norm"], specs["final_norm"]),
-            "layers": layers,
-        }
-        self.specs: dict[str, Any] = {
-            "embedding": specs["embedding"].get_value(),
-            "final_norm": specs["final_norm"],
-            "layers": [layer_specs] * count,
-        }
-        if model.head is not None:
-            spec = specs["head"]["kernel"].get_value()
-            self.weights["head"] = placed(model.head.kernel[...], spec)
-            self.specs["head"] = spec
+            return jax.jit(apart, out_shardings=[NamedSharding(mesh, spec)] * count)(stack)
+
+        layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"], is_leaf=_is_spec)
+        leaves, structure = jax.tree_util.tree_flatten_with_path({"layers": state["layers"]})
+        of_layers = jax.tree.leaves(layer_specs, is_leaf=_is_spec)
+        apart = [
+            taken_apart(path, stack, spec)
+            for (path, stack), spec in zip(leaves, of_layers, strict=True)
+        ]
+        self.weights["layers"] = [
+            jax.tree.unflatten(structure, [w[i] for w in apart])["layers"] for i in range(count)
+        ]
+        self.specs["layers"] = [layer_specs] * count
+        self.weights["final_norm"] = jax.tree.map(placed, state["final_norm"], specs["final_norm"])
+        self.specs["final_norm"] = specs["final_norm"]
+        matrices: dict[str, Any] = {"embedding": (state["embedding"], specs["embedding"])}
+        if has_head:
+            matrices["head"] = state["head"]["kernel"], specs["head"]["kernel"]
+        for name, (matrix, spec) in matrices.items():
+            self.specs[name] = spec.get_value()
+            self.weights[name] = placed(matrix[...], self.specs[name])
 
     def _in_dtype(self, weight: jax.Array) -> jax.Array:
         """A matrix in the dtype of the computation; norms and sinks as they are."""
@@ -126,6 +138,7 @@ class ServedModel:
         length: jax.Array,
         present: jax.Array | None,
         attend: Attend,
+        gather: bool,
     ) -> jax.Array:
         """One device's hidden states after the final norm, inside a ``shard_map``.
 
@@ -136,12 +149,19 @@ class ServedModel:
           length: int32 scalar, tokens of the longest row of the batch, these included.
           present: int32 ``[B, T]``, 0 for padding, or None.
           attend: each layer's attention.
+          gather: whether devices have tokens of their own, so that split weights are gathered, one
+            layer ahead. Else all have the same tokens, and compute with their parts.
 
         Returns:
           ``[B, T, D]``.
         """
-        config, axes = self.config, self.parts.tensor_axes
-        x = embed(weights["embedding"], tokens, axes).astype(config.dtype)
+        config, axes, split_over = self.config, self.parts.tensor_axes, self.parts.token_axes
+        table = weights["embedding"]
+        if self.split and gather:
+            table = self._whole(table, self.specs["embedding"])
+        x = embed(table, tokens, axes).astype(config.dtype)
+        if self.split and not gather:
+            x = lax.all_gather(x, split_over, axis=2, tiled=True)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
         tables: dict[Rope | None, RopeTable] = {
@@ -153,20 +173,42 @@ class ServedModel:
             )
             for rope in dict.fromkeys(config.layer_ropes)
         }
+        layers, specs = list(weights["layers"]), self.specs["layers"]
         for index, kind in enumerate(config.layer_kinds):
-            layer = nnx.merge(self._layer, weights["layers"][index])
+            if self.split and gather:
+                if index == 0:
+                    layers[0] = self._whole(layers[0], specs[0])
+                if index + 1 < len(layers):
+                    # Not before this layer begins: two layers' weights are whole at a time.
+                    after, x = lax.optimization_barrier((layers[index + 1], x))
+                    layers[index + 1] = self._whole(after, specs[index + 1])
+            layer = nnx.merge(self._layer, layers[index])
+            if self.split and not gather:
+                use_parts(layer, self.parts)
             fn = partial(attend, index)
             x = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
         return nnx.merge(self._norm, weights["final_norm"])(x)
 
+    def _whole(self, weights: Any, specs: Any) -> Any:
+        """Weights as they are without a split over the sequence axes."""
+        return gather_weights(weights, specs, over=(), keep=self.parts.tensor_axes)
+
     def logits(self, weights: dict[str, Any], hidden: jax.Array) -> jax.Array:
         """Logits of all token ids, float32 ``[B, V]``, of hidden states ``[B, D]``."""
         kernel = weights["head"] if "head" in weights else weights["embedding"].T
+        if self.split:
+            hidden = my_part(hidden, self.parts.token_axes)
         logits = jnp.einsum("bd,dv->bv", hidden, kernel, preferred_element_type=jnp.float32)
+        if self.split:
+            logits = lax.psum(logits, self.parts.token_axes)
         if self.parts.tensor_axes:
             logits = lax.all_gather(logits, self.parts.tensor_axes, axis=1, tiled=True)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, P)
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

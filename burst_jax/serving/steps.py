@@ -218,7 +218,9 @@ class Steps:
                 query_segment_ids=present, key_value_segment_ids=ids, **options,
             )  # fmt: skip
 
-        hidden = self.model.hidden(weights, tokens, positions, into.longest, present, attend)
+        hidden = self.model.hidden(
+            weights, tokens, positions, into.longest, present, attend, gather=True
+        )
         index = jnp.argmax(places == last)
         mine = (places[index] == last).astype(hidden.dtype)
         at_last = _total(hidden[:, index] * mine, self.axes)
@@ -319,7 +321,7 @@ class Steps:
             )  # fmt: skip
 
         hidden = self.model.hidden(
-            weights, tokens[:, None], cache.lengths[:, None], at.longest, None, attend
+            weights, tokens[:, None], cache.lengths[:, None], at.longest, None, attend, gather=False
         )
         logits = self._of_all_rows(self.model.logits(weights, hidden[:, 0]))
         lengths = cache.lengths + present
