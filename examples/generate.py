@@ -94,6 +94,7 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
         max_length=longest + args.max_new_tokens,
         batch=len(prompts),
         prefill_chunk=args.prefill_chunk,
+        split_weights=args.split_weights,
     )
     stops = stop_tokens(args.model, model.config.vocab_size)
     del model
@@ -146,6 +147,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     add("--top-p", type=float, help="only the most probable tokens of this probability together")
     add("--seed", type=int, default=0, help="of random numbers (default: 0)")
     add("--prefill-chunk", type=int, help="tokens of a prompt that go through the ring at a time")
+    add("--split-weights", action="store_true", help="over the mesh's seq axis")
     add("--mesh", help="like seq=4,tensor=2 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="order of the prompt's tokens")
     add("--implementation", help="local attention (default: the fastest that can run)")

@@ -29,7 +29,7 @@ def small(monkeypatch):
 def arguments(**change):
     given = {
         "lengths": [24], "ways": ["zigzag", "tensor parallel"], "shape": "llama-3-8b",
-        "layers": None, "new": 5, "prefill_chunk": None,
+        "layers": None, "new": 5, "prefill_chunk": None, "split_weights": False,
     }  # fmt: skip
     return argparse.Namespace(**given | change)
 
@@ -40,7 +40,7 @@ def test_ways_that_agree_are_rows(small, capsys, monkeypatch):
     assert out.count("first token") == 2
     assert out.count("ms each") == 2
     monkeypatch.setattr(serve, "_AGREE", -1)
-    serve.run(arguments(ways=["contiguous"], layers=1))
+    serve.run(arguments(ways=["contiguous"], layers=1, split_weights=True))
     assert "contiguous       logits differ by 0" in capsys.readouterr().out
 
 
@@ -51,8 +51,11 @@ def test_what_is_counted():
     pairs = sum(range(100)) + 50  # Half of a token's own place, as in all figures of causal masks.
     want = 2 * 100 * 2 * layer + 2 * d * v + 2 * 4 * n * pairs
     assert serve.prompt_flops(config, 100) == pytest.approx(want)
-    server = serve.served(config, "tensor parallel", N, 40, None)
     per_layer = layer * 2 / N + 2 * d * 2
-    assert serve.step_bytes(server) == pytest.approx(
-        2 * per_layer + 2 * d * v / N + 2 * d + server.cache_bytes
-    )
+    for server in (
+        serve.served(config, "tensor parallel", N, 40),
+        serve.served(config, "zigzag", N, 40, split_weights=True),
+    ):
+        assert serve.step_bytes(server) == pytest.approx(
+            2 * per_layer + 2 * d * v / N + 2 * d + server.cache_bytes
+        )

@@ -50,7 +50,7 @@ def test_an_answer_is_printed_as_it_comes_and_a_batch_at_the_end(folder, capsys,
     assert len(text) > 0
     both = run(
         capsys, folder, "--prompt-file", str(first), str(second), "--prompt", "GH",
-        "--mesh", "seq=2,tensor=2", "--prefill-chunk", "5",
+        "--mesh", "seq=2,tensor=2", "--prefill-chunk", "5", "--split-weights",
     )  # fmt: skip
     assert both.out.split("\n---\n")[0] == text
     assert len(both.out.split("\n---\n")) == 2

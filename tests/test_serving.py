@@ -24,7 +24,7 @@ from burst_jax.serving.attention import Parts, Scores, decode_attention, product
 from burst_jax.serving.cache import EMPTY, Room, Slots
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At
-from burst_jax.training import CheckpointError
+from burst_jax.training import CheckpointError, Checkpoints
 from pallas_kernels.pallas_triton.decode import partial_attention
 
 VOCAB = 48
@@ -470,18 +470,19 @@ def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
 
 
 def test_a_cache_that_does_not_fit_is_refused(tmp_path):
+    folder = tmp_path / "cache"
     model = Decoder(CONFIG, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
     other = Generator(model, max_length=64, batch=2)
     with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
-        other.save_cache(tmp_path)
+        other.save_cache(folder)
     with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
-        other.load_cache(tmp_path)
+        other.load_cache(folder)
     generated(PROMPTS, 3)
-    server().save_cache(tmp_path)
+    server().save_cache(folder)
     whole = np.stack(list(other.generate(PROMPTS, 3)))
     list(other.generate(PROMPTS, 1))
     with pytest.raises(ValueError, match="is of another model or batch: sum of the weights' bits"):
-        other.load_cache(tmp_path)
+        other.load_cache(folder)
     # What a generator holds is kept when another cache is refused.
     rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
     np.testing.assert_array_equal(rest[0], whole[2])
@@ -491,11 +492,16 @@ def test_a_cache_that_does_not_fit_is_refused(tmp_path):
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
-            Generator(server_model(), **options).load_cache(tmp_path)
-    largest = max(tmp_path.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
+            Generator(server_model(), **options).load_cache(folder)
+    with Checkpoints(tmp_path / "run") as run:
+        run.save(3, {"w": jnp.ones(2)})
+    for refused in (server().save_cache, server().load_cache):
+        with pytest.raises(ValueError, match="has checkpoints of something else: name a folder"):
+            refused(tmp_path / "run")
+    largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(reversed(largest.read_bytes())))
     with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
-        server().load_cache(tmp_path)
+        server().load_cache(folder)
 
 
 OF_TRANSFORMERS: dict[str, Any] = {

@@ -82,15 +82,15 @@ def step_bytes(server: Generator) -> float:
     return sum(parts) + server.cache_bytes
 
 
-def served(config: DecoderConfig, way: str, n: int, length: int, chunk: int | None) -> Server:
-    """A server of one row, on ``n`` devices."""
+def served(config: DecoderConfig, way: str, n: int, length: int, **options: Any) -> Server:
+    """A server of one row, on ``n`` devices, with the options of a generator."""
     axis = "tensor" if way == "tensor parallel" else "seq"
     mesh = jax.make_mesh((n,), (axis,), axis_types=(AxisType.Auto,))
     rules = ShardingRules.of(mesh)
-    options: Any = {} if axis == "tensor" else {"layout": way}
+    layout: Any = {} if axis == "tensor" else {"layout": way}
 
     def decoder() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, rules=rules, **options)
+        return Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, rules=rules, **layout)
 
     # Drawn where they lie: no device ever holds all weights.
     graphdef, shapes = nnx.split(nnx.eval_shape(decoder))
@@ -101,7 +101,7 @@ def served(config: DecoderConfig, way: str, n: int, length: int, chunk: int | No
         is_leaf=lambda leaf: isinstance(leaf, jax.P),
     )
     weights = jax.jit(lambda: nnx.state(decoder()), out_shardings=places)()
-    return Server(nnx.merge(graphdef, weights), max_length=length, prefill_chunk=chunk)
+    return Server(nnx.merge(graphdef, weights), max_length=length, **options)
 
 
 def measure(server: Server, way: str, prompt: np.ndarray, new: int) -> Row:
@@ -137,7 +137,10 @@ def run(args: argparse.Namespace) -> None:
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, length)
         want: np.ndarray | None = None
         for way in args.ways:
-            server = served(config, way, n, length + args.new, args.prefill_chunk)
+            server = served(
+                config, way, n, length + args.new,
+                prefill_chunk=args.prefill_chunk, split_weights=args.split_weights,
+            )  # fmt: skip
             row = measure(server, way, prompt, args.new)
             got = server.after_prompt
             assert got is not None
@@ -169,4 +172,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--layers", type=positive, help="default: the shape's")
     parser.add_argument("--new", type=positive, default=32, help="tokens to generate, 4 or more")
     parser.add_argument("--prefill-chunk", type=positive, help="default: the whole prompt")
+    parser.add_argument(
+        "--split-weights", action="store_true", help="of the ways that share a row's tokens"
+    )
     parser.set_defaults(run=run)

@@ -176,7 +176,8 @@ class Generator:
           folder: of this cache alone; it is made if it is not there.
 
         Raises:
-          ValueError: the cache is empty, or ``folder`` is a file.
+          ValueError: the cache is empty, ``folder`` is a file, or it has checkpoints of something
+            else, which would be removed.
           burst_jax.training.CheckpointError: it could not be written.
         """
         if self._cache is None or not self._filled.place:

@@ -56,6 +56,9 @@ def save(folder: str | Path, steps: Steps, kept: Kept) -> None:
     }
     with Checkpoints(folder, keep=1) as there:
         latest = there.latest()
+        if latest is not None:
+            # What is in the folder is removed, so it must be no run's checkpoints.
+            _record(there, latest)
         there.save(0 if latest is None else latest + 1, _arrays(kept.cache), record)
 
 
@@ -76,20 +79,32 @@ def load(folder: str | Path, steps: Steps, max_length: int, forget: Callable[[],
     step = there.latest()
     if step is None:
         raise FileNotFoundError(f"{there.folder} has no cache: Generator.save_cache writes one")
-    try:
-        saved = files.read_record(there.folder / str(step))
-    except files.Damage as damage:
-        raise CheckpointError(f"the cache in {there.folder} is damaged: {damage}") from None
+    saved = _record(there, step)
     record = saved.extra
-    if not isinstance(record, dict) or "facts" not in record:
-        raise ValueError(
-            f"{there.folder} has checkpoints of something else: name a folder that "
-            "Generator.save_cache has written"
-        )
     _refuse_other(there.folder, record, steps, max_length)
     packing = _Packing(steps, record, _read_slots(there, step, saved, steps))
     forget()
     return Kept(packing.read(there.folder / str(step), saved), packing.filled, packing.lengths)
+
+
+def _record(there: Checkpoints, step: int) -> files.Record:
+    """What says how a cache was saved.
+
+    Raises:
+      ValueError: what was saved is no cache.
+      CheckpointError: it cannot be read.
+    """
+    try:
+        saved = files.read_record(there.folder / str(step))
+    except files.Damage as damage:
+        raise CheckpointError(
+            f"the cache in {there.folder} is damaged: {damage}. Use another folder, or remove it"
+        ) from None
+    if not isinstance(saved.extra, dict) or "facts" not in saved.extra:
+        raise ValueError(
+            f"{there.folder} has checkpoints of something else: name a folder of this cache alone"
+        )
+    return saved
 
 
 def _read_slots(
