@@ -16,32 +16,26 @@ from cases import in_tiers
 from flax import nnx
 from implementations import quick_jit
 from meshes import mesh_of
+from served_models import (
+    CONFIG,
+    LIKE_GEMMA,
+    LIKE_GPT,
+    VOCAB,
+    WINDOWS,
+    WITH_BIASES,
+    Watched,
+    models,
+    prompts_of,
+)
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig, LayerKind, YarnRope, add_lora, load
+from burst_jax.models import Decoder, YarnRope, add_lora, load
 from burst_jax.serving import Generator
 from burst_jax.serving.attention import Parts, Scores, decode_attention, products
 from burst_jax.serving.cache import EMPTY, Room, Slots
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At
-from burst_jax.training import CheckpointError, Checkpoints
 from pallas_kernels.pallas_triton.decode import partial_attention
-
-VOCAB = 48
-CONFIG = DecoderConfig(
-    vocab_size=VOCAB, num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8,
-    mlp_dim=48, param_dtype=jnp.float32,
-)  # fmt: skip
-WINDOWS = (LayerKind(window=20), LayerKind())
-LIKE_GEMMA = {
-    "layer_pattern": WINDOWS, "logits_soft_cap": 5.0, "final_soft_cap": 3.0, "post_norms": True,
-    "tie_embeddings": True, "scale_embeddings": True, "norm_offset": 1.0, "qk_norm": False,
-}  # fmt: skip
-LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True}
-
-WITH_BIASES = {
-    "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,
-}  # fmt: skip
 
 
 def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, **config):
@@ -64,24 +58,6 @@ def case_id(case):
     return f"{mesh}-{case['layout']}-{'_'.join(map(str, case['lengths']))}"
 
 
-def models(config, sizes, layout):
-    """The same weights on one device and on a mesh."""
-    one = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), implementation="xla")
-    rng = np.random.default_rng(0)
-
-    def drawn(path, weight):
-        # Biases are zeros at first, and what is added once or twice would be the same.
-        if "bias" not in jax.tree_util.keystr(path):
-            return weight
-        return jnp.asarray(0.3 * rng.normal(size=weight.shape), weight.dtype)
-
-    nnx.update(one, jax.tree_util.tree_map_with_path(drawn, nnx.state(one)))
-    mesh = mesh_of(**sizes)
-    rules = ShardingRules.of(mesh)
-    options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}
-    return one, one.with_attention(**options)
-
-
 def whole_attention(model, length):
     """``(row's tokens) -> logits`` of the last one, by attention over all of them."""
     graphdef, params = nnx.split(model)
@@ -99,23 +75,6 @@ def whole_attention(model, length):
         return np.asarray(logits(params, jnp.asarray(tokens), len(row) - 1))
 
     return of_row
-
-
-class Watched(Generator):
-    """Keeps the logits that each token was chosen by."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.logits = []
-
-    def _choose(self, sampling, logits, key):
-        self.logits.append(np.asarray(logits))
-        return super()._choose(sampling, logits, key)
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, length) for length in lengths]
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:2]))
@@ -441,67 +400,6 @@ def test_an_empty_cache_is_not_extended():
     server().reset()
     with pytest.raises(ValueError, match="extend is True and the cache is empty"):
         generated(PROMPTS, 2, extend=True)
-
-
-# From a mesh and a layout to others, with max_length 64 before and after.
-SAVED = [
-    ({"seq": 2}, {"seq": 2}, 64, {}),
-    ({"seq": 4}, {"data": 2, "seq": 3}, 80, {"layer_pattern": WINDOWS}),
-    ({"seq": 2, "tensor": 4}, {"tensor": 2, "seq": 2}, 90, LIKE_GPT),
-]
-
-
-@pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
-def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
-    before, after, max_length, config = case
-    config = dataclasses.replace(CONFIG, **config)
-    first = Watched(models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=20)
-    second = Watched(models(config, after, "striped")[1], max_length=max_length, batch=2)
-    rows, more = prompts_of([31, 17]), prompts_of([6, 6], 1)
-    # Of two caches in one folder the second is there.
-    for prompts in (prompts_of([3, 4]), rows):
-        list(first.generate(prompts, 5))
-        first.save_cache(tmp_path / "cache")
-    second.load_cache(tmp_path / "cache")
-    want, got = (np.stack(list(x.generate(more, 8, extend=True))) for x in (first, second))
-    np.testing.assert_array_equal(got, want)
-    for ours, theirs in zip(second.logits, first.logits[-8:], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
-
-
-def test_a_cache_that_does_not_fit_is_refused(tmp_path):
-    folder = tmp_path / "cache"
-    model = Decoder(CONFIG, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
-    other = Generator(model, max_length=64, batch=2)
-    with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
-        other.save_cache(folder)
-    with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
-        other.load_cache(folder)
-    generated(PROMPTS, 3)
-    server().save_cache(folder)
-    whole = np.stack(list(other.generate(PROMPTS, 3)))
-    list(other.generate(PROMPTS, 1))
-    with pytest.raises(ValueError, match="is of another model or batch: sum of the weights' bits"):
-        other.load_cache(folder)
-    # What a generator holds is kept when another cache is refused.
-    rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
-    np.testing.assert_array_equal(rest[0], whole[2])
-    cases: list[Any] = [
-        ({"max_length": 64}, "batch is 2 there and 1 here"),
-        ({"max_length": 9, "batch": 2}, "has a row of 12 tokens, and max_length is 9: make a Gen"),
-    ]
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            Generator(server_model(), **options).load_cache(folder)
-    with Checkpoints(tmp_path / "run") as run:
-        run.save(3, {"w": jnp.ones(2)})
-    for refused in (server().save_cache, server().load_cache):
-        with pytest.raises(ValueError, match="has checkpoints of something else: name a folder"):
-            refused(tmp_path / "run")
-    largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
-    largest.write_bytes(bytes(reversed(largest.read_bytes())))
-    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
-        server().load_cache(folder)
 
 
 OF_TRANSFORMERS: dict[str, Any] = {

@@ -1,0 +1,66 @@
+"""Small decoders that tests of serving generate with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from meshes import mesh_of
+
+from burst_jax import ShardingRules
+from burst_jax.models import Decoder, DecoderConfig, LayerKind
+from burst_jax.serving import Generator
+
+VOCAB = 48
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB, num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8,
+    mlp_dim=48, param_dtype=jnp.float32,
+)  # fmt: skip
+WINDOWS = (LayerKind(window=20), LayerKind())
+LIKE_GEMMA = {
+    "layer_pattern": WINDOWS, "logits_soft_cap": 5.0, "final_soft_cap": 3.0, "post_norms": True,
+    "tie_embeddings": True, "scale_embeddings": True, "norm_offset": 1.0, "qk_norm": False,
+}  # fmt: skip
+LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True}
+
+WITH_BIASES = {
+    "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+
+
+def models(config, sizes, layout):
+    """The same weights on one device and on a mesh."""
+    one = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), implementation="xla")
+    rng = np.random.default_rng(0)
+
+    def drawn(path, weight):
+        # Biases are zeros at first, and what is added once or twice would be the same.
+        if "bias" not in jax.tree_util.keystr(path):
+            return weight
+        return jnp.asarray(0.3 * rng.normal(size=weight.shape), weight.dtype)
+
+    nnx.update(one, jax.tree_util.tree_map_with_path(drawn, nnx.state(one)))
+    mesh = mesh_of(**sizes)
+    rules = ShardingRules.of(mesh)
+    options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}
+    return one, one.with_attention(**options)
+
+
+class Watched(Generator):
+    """Keeps the logits that each token was chosen by."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.logits = []
+
+    def _choose(self, sampling, logits, key):
+        self.logits.append(np.asarray(logits))
+        return super()._choose(sampling, logits, key)
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length) for length in lengths]

@@ -1,0 +1,85 @@
+"""A cache that is written to the disk, and read onto the same and onto other meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import in_tiers
+from flax import nnx
+from meshes import mesh_of
+from served_models import CONFIG, LIKE_GPT, WINDOWS, Watched, models, prompts_of
+
+from burst_jax.models import Decoder
+from burst_jax.serving import Generator
+from burst_jax.training import CheckpointError, Checkpoints
+
+PROMPTS = prompts_of([9, 5])
+# From a zigzag with max_length 64 to another mesh, layout and max_length. The first is arranged as
+# it was saved.
+SAVED = [
+    ({"seq": 2}, {"seq": 2}, "zigzag", 64, {}),
+    ({"seq": 4}, {"data": 2, "seq": 3}, "striped", 80, {"layer_pattern": WINDOWS}),
+    # One key head, of which four devices have a copy, and then two.
+    ({"tensor": 4}, {"tensor": 2, "seq": 2}, "zigzag", 90, LIKE_GPT),
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
+def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
+    before, after, layout, max_length, config = case
+    config = dataclasses.replace(CONFIG, **config, num_layers=2)
+    first = Watched(models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=20)
+    second = Watched(
+        models(config, after, layout)[1], max_length=max_length, batch=2, prefill_chunk=20
+    )
+    rows, more = prompts_of([31, 17]), prompts_of([6, 6], 1)
+    # Of two caches in one folder the second is there.
+    for prompts in (prompts_of([3, 4]), rows):
+        list(first.generate(prompts, 5))
+        first.save_cache(tmp_path / "cache")
+    second.load_cache(tmp_path / "cache")
+    want, got = (np.stack(list(x.generate(more, 8, extend=True))) for x in (first, second))
+    np.testing.assert_array_equal(got, want)
+    for ours, theirs in zip(second.logits, first.logits[-8:], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_a_cache_that_does_not_fit_is_refused(tmp_path):
+    folder = tmp_path / "cache"
+    model = Decoder(CONFIG, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
+    other = Generator(model, max_length=64, batch=2)
+    with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
+        other.save_cache(folder)
+    with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
+        other.load_cache(folder)
+    served = models(CONFIG, {"seq": 2}, "zigzag")[1]
+    server = Generator(served, max_length=64, batch=2)
+    list(server.generate(PROMPTS, 3))
+    server.save_cache(folder)
+    whole = np.stack(list(other.generate(PROMPTS, 3)))
+    list(other.generate(PROMPTS, 1))
+    with pytest.raises(ValueError, match="is of another model or batch: sum of the weights' bits"):
+        other.load_cache(folder)
+    # What a generator holds is kept when another cache is refused.
+    rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
+    np.testing.assert_array_equal(rest[0], whole[2])
+    cases: list[Any] = [
+        ({"max_length": 64}, "batch is 2 there and 1 here"),
+        ({"max_length": 9, "batch": 2}, "has a row of 12 tokens, and max_length is 9: make a Gen"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Generator(served, **options).load_cache(folder)
+    with Checkpoints(tmp_path / "run") as run:
+        run.save(3, {"w": jnp.ones(2)})
+    for refused in (server.save_cache, server.load_cache):
+        with pytest.raises(ValueError, match="has checkpoints of something else: name a folder"):
+            refused(tmp_path / "run")
+    largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(bytes(reversed(largest.read_bytes())))
+    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+        server.load_cache(folder)
