@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.typing import DTypeLike
 
 
 def as_int32(name: str, x: Any) -> Any:
@@ -99,6 +100,11 @@ _unvary = _identity(
     lambda x: x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset())),
 )
 _depending_on = _identity("burst_depending_on", lambda x, _: x)
+
+
+def gradient_dtype(added_to: Any, out_dtype: DTypeLike | None) -> DTypeLike:
+    """The dtype that a kernel writes a gradient in: float32 if it adds to a sum, not None."""
+    return jnp.float32 if added_to is not None or out_dtype is None else out_dtype
 
 
 def pad_axis(x: jax.Array, axis: int, length: int, value: float = 0) -> jax.Array:

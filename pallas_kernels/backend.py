@@ -61,10 +61,13 @@ class BackwardFunction(Protocol):
       dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add into, or None to start
         from zero.
       spec: the mask and the score.
+      out_dtype: the caller will cast ``dq``, ``dk`` and ``dv`` to this dtype, and add nothing to
+        them before; None is float32.
 
     Returns:
-      ``(dq, (dk, dv), per_head)``, float32. ``per_head`` holds this call's part of the gradients of
-      those arrays of ``operands.per_head`` that ``spec.score.differentiated`` names.
+      ``(dq, (dk, dv), per_head)``, float32, or in ``out_dtype`` what a kernel rounds as it writes
+      it, which moves fewer bytes than a cast behind it. ``per_head`` holds this call's part of the
+      gradients of those arrays of ``operands.per_head`` that ``spec.score.differentiated`` names.
     """
 
     def __call__(
@@ -74,6 +77,7 @@ class BackwardFunction(Protocol):
         dkv: Dkv | None = None,
         *,
         spec: AttentionSpec,
+        out_dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, Dkv, PerHead]:
         """Runs it."""
         ...
@@ -107,11 +111,11 @@ class Implementation:
       name: what users call it.
       forward: see :class:`ForwardFunction`.
       backward: see :class:`BackwardFunction`; None if it has none.
-      backward_dq: ``(operands, dq, *, spec) -> (dq, per_head)``, the half of ``backward`` that
-        makes dQ. An implementation has the two halves if dQ and dK, dV come from different kernels:
-        a ring then moves one gradient while the kernel of the other one runs. None if one kernel
-        makes all gradients.
-      backward_dkv: ``(operands, dkv, *, spec) -> dkv``, the other half.
+      backward_dq: ``(operands, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
+        ``backward`` that makes dQ. An implementation has the two halves if dQ and dK, dV come from
+        different kernels: a ring then moves one gradient while the kernel of the other one runs.
+        None if one kernel makes all gradients.
+      backward_dkv: ``(operands, dkv, *, spec, out_dtype) -> dkv``, the other half.
       forward_bounds: ``(operands, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.

@@ -56,8 +56,10 @@ def backward(
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`; ``bounds`` are not needed."""
+    del out_dtype
     scores = _Scores(operands, spec)
     do, stats = operands.cotangents()
     q, k, v, do = (_wide(x) for x in (operands.q, operands.k, operands.v, do))

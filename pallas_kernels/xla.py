@@ -89,13 +89,15 @@ def backward(
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`.
 
     ``tiles``: None is :func:`even_tiles`. One pass, five matmuls a tile: dQ is finished per query
-    tile, dK and dV grow in place.
+    tile, dK and dV grow in place, in float32 whatever ``out_dtype`` is.
     """
+    del out_dtype
     tiles = tiles or even_tiles(operands)
     keys, groups, q = _KeyTiles(spec, operands, tiles), operands.groups, operands.q
     do, (lse, delta) = operands.cotangents()

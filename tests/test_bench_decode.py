@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -23,7 +24,8 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(decode, "need_gpus", lambda *_: None)
     monkeypatch.setattr(decode, "_CALLS", 1)
     # What was traced with another kernel.
-    decode._attend.clear_cache()
+    attend: Any = decode._attend
+    attend.clear_cache()
 
 
 def test_every_tile_is_a_row(interpreted, capsys, monkeypatch):

@@ -75,6 +75,23 @@ def test_results_are_float32(name):
     assert (o.shape, lse.shape) == (q.shape, (2, 4, 40))
 
 
+@every_implementation
+def test_gradients_that_are_rounded_are_those_that_are_cast(name):
+    """A kernel that rounds as it writes loses nothing, and what is added to is not rounded."""
+    q, kv, stats, _, dq, dkv = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    q, kv = (x.astype(jnp.bfloat16) for x in (q, kv))
+    arrays = (q, q[::-1]), tuple(kv), stats, *tokens
+    run = functools.partial(local.gradients, IMPLEMENTATIONS[name], spec=SPEC)
+    run = jax.jit(run, static_argnames="out_dtype", compiler_options=QUICK)
+    wide, rounded = run(*arrays), run(*arrays, out_dtype=jnp.bfloat16)
+    for got, want in zip(jax.tree.leaves(rounded), jax.tree.leaves(wide), strict=True):
+        assert want.dtype == jnp.float32
+        np.testing.assert_array_equal(got.astype(jnp.bfloat16), want.astype(jnp.bfloat16))
+    sums = run(*arrays, dq, tuple(dkv), out_dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(sums)} == {jnp.dtype(jnp.float32)}
+
+
 @pytest.mark.parametrize("name", ["reference", "xla"])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
 def test_gradients_are_added_to_what_is_given(name, given):

@@ -14,7 +14,7 @@ from burst_jax.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route, Stop
 from burst_jax.ring.schedule import Kernel, Part
-from pallas_kernels import AttentionSpec, Implementation, Operands
+from pallas_kernels import Implementation, Operands
 from pallas_kernels.elementwise import Numbering
 from pallas_kernels.operands import Carry, PerHead
 
@@ -206,8 +206,13 @@ class LocalBackward:
         self.travelling = travelling
         self.per_head: PerHead = {}
         self._operands, self._rotate_kv = operands, rotate_kv
+        # Where nothing travels, the sums are the gradients, unless heads were copied and the sums
+        # of the copies are added. A kernel that rounds them as it writes them spares XLA a cast.
+        alone = len(route.stops) == 1 and request.head_parallel_axis is None
+        out_dtype = queries.q.dtype if alone else None
+        options: Any = {"spec": request.spec, "out_dtype": out_dtype}
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
-        gradients = functools.partial(_gradients, implementation, request.spec, rotate_kv)
+        gradients = functools.partial(_gradients, implementation, options, rotate_kv)
         self._gradients = jax.jit(gradients, static_argnums=0)
 
     def bounds(self, stop: Stop, part: Part, block: Block) -> Any:
@@ -228,7 +233,8 @@ class LocalBackward:
             side's; None starts from zero.
 
         Returns:
-          The sums with this step's gradients; a pair of them for "both".
+          The sums with this step's gradients; a pair of them for "both". Float32, or in the dtype
+          of the queries where nothing will be added to them.
         """
         operands = self._operands(stop, block).replace(bounds=bounds)
         result, per_head = self._gradients(kernel, operands, *sums)
@@ -248,7 +254,7 @@ def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
 
 def _gradients(
     implementation: Implementation,
-    spec: AttentionSpec,
+    options: dict[str, Any],
     rotate_kv: bool,
     kernel: Kernel,
     operands: Operands,
@@ -260,13 +266,13 @@ def _gradients(
     """
     if kernel == "both":
         assert implementation.backward is not None  # resolve(backward=True) sees to it
-        dq, dkv, per_head = implementation.backward(operands, *_swap(rotate_kv, *sums), spec=spec)
+        dq, dkv, per_head = implementation.backward(operands, *_swap(rotate_kv, *sums), **options)
         return _swap(rotate_kv, dq, dkv), per_head
     if (kernel == "stays") == rotate_kv:
         assert implementation.backward_dq is not None
-        return implementation.backward_dq(operands, *sums, spec=spec)
+        return implementation.backward_dq(operands, *sums, **options)
     assert implementation.backward_dkv is not None
-    return implementation.backward_dkv(operands, *sums, spec=spec), {}
+    return implementation.backward_dkv(operands, *sums, **options), {}
 
 
 def _bounds_by_stop(

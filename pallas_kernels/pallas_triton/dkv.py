@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import gradient_dtype
 from pallas_kernels.backend import Dkv
 from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
@@ -34,7 +36,12 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def backward_dkv(
-    operands: Operands, dkv: Dkv | None = None, *, spec: AttentionSpec, build: Build
+    operands: Operands,
+    dkv: Dkv | None = None,
+    *,
+    spec: AttentionSpec,
+    build: Build,
+    out_dtype: DTypeLike | None = None,
 ) -> Dkv:
     """The dK, dV half of :class:`pallas_kernels.backend.BackwardFunction`.
 
@@ -67,7 +74,7 @@ def backward_dkv(
         for result, (gradient, block) in enumerate(zip(dkv, kv_blocks, strict=True)):
             arguments.add(gradient, block, result=result)
     results = [
-        (x.shape, jnp.float32, block)
+        (x.shape, gradient_dtype(dkv, out_dtype), block)
         for x, block in zip((operands.k, operands.v), kv_blocks, strict=True)
     ]
     return tuple(arguments.call(_kernel, "burst_dkv", results))
@@ -126,8 +133,9 @@ def _kernel(
         dv = load(dkv_in_refs[1].at[:, :], v_tile_ok)
         dv = dv if unit == 1 else dv / unit
     dk, dv = over_tiles(table, query_tile, (dk, dv), static.groups, listed=static.listed)
-    lowering.store(dv_ref.at[:, :], dv if unit == 1 else dv * unit, mask=v_tile_ok)
+    dv = dv if unit == 1 else dv * unit
+    lowering.store(dv_ref.at[:, :], dv.astype(dv_ref.dtype), mask=v_tile_ok)
     dk *= spec.score.scale
     if dkv_in_refs:
         dk += load(dkv_in_refs[0].at[:, :], k_tile_ok)
-    lowering.store(dk_ref.at[:, :], dk, mask=k_tile_ok)
+    lowering.store(dk_ref.at[:, :], dk.astype(dk_ref.dtype), mask=k_tile_ok)

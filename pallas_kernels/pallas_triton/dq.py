@@ -9,7 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import gradient_dtype
 from pallas_kernels.operands import Operands, PerHead
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import Build
@@ -33,7 +35,12 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def backward_dq(
-    operands: Operands, dq: jax.Array | None = None, *, spec: AttentionSpec, build: Build
+    operands: Operands,
+    dq: jax.Array | None = None,
+    *,
+    spec: AttentionSpec,
+    build: Build,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, PerHead]:
     """The dQ half of :class:`pallas_kernels.backend.BackwardFunction`.
 
@@ -73,7 +80,8 @@ def backward_dq(
         arguments.stat_block(),
     )
     names = spec.score.differentiated
-    results = [(operands.q.shape, jnp.float32, query_block), *[per_head_sums] * len(names)]
+    dtype = gradient_dtype(dq, out_dtype)
+    results = [(operands.q.shape, dtype, query_block), *[per_head_sums] * len(names)]
     dq, *per_head = arguments.call(_kernel, "burst_dq", results)
     return dq, {name: x.sum((0, 2)) for name, x in zip(names, per_head, strict=True)}
 
@@ -135,4 +143,4 @@ def _kernel(
     dq *= spec.score.scale
     if dq_in_refs:
         dq += load(dq_in_refs[0].at[:, :], q_tile_ok)
-    lowering.store(dq_ref.at[:, :], dq, mask=q_tile_ok)
+    lowering.store(dq_ref.at[:, :], dq.astype(dq_ref.dtype), mask=q_tile_ok)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, runs_anywhere
 from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
@@ -69,10 +71,12 @@ def _backward(
     *,
     spec: AttentionSpec,
     build: Build,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`."""
-    dq, per_head = backward_dq(operands, dq, spec=spec, build=build)
-    return dq, backward_dkv(operands, dkv, spec=spec, build=build), per_head
+    options: Any = {"spec": spec, "build": build, "out_dtype": out_dtype}
+    dq, per_head = backward_dq(operands, dq, **options)
+    return dq, backward_dkv(operands, dkv, **options), per_head
 
 
 def _forward_bounds(operands: Operands, *, spec: AttentionSpec, build: Build) -> jax.Array:

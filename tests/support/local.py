@@ -34,11 +34,11 @@ def forward(
 
 def gradients(
     implementation, qdo, kv, stats, q_tokens, kv_tokens, dq=None, dkv=None, *, spec, part=None,
-    numbers=None, seeds=None, blocks=None,
+    numbers=None, seeds=None, blocks=None, out_dtype=None,
 ):  # fmt: skip
     """``(dq, (dk, dv), those of the numbers)``; dK and dV may be given stacked.
 
-    ``part`` of the work is 0 or 1, None for all of it.
+    ``part`` of the work is 0 or 1, None for all of it; ``out_dtype`` is the implementation's.
     """
     operands = Operands(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
     operands = operands.replace(numbering=Numbering.of(qdo[0]) if spec.calls_functions else None)
@@ -47,7 +47,7 @@ def gradients(
         bounds = implementation.split_backward(bounds)[part]
     operands = operands.replace(bounds=bounds, do=qdo[1], stats=jnp.stack(stats))
     sums = dq, None if dkv is None else tuple(dkv)
-    return implementation.backward(operands, *sums, spec=spec)
+    return implementation.backward(operands, *sums, spec=spec, out_dtype=out_dtype)
 
 
 def backward(*args, **options):

@@ -204,10 +204,13 @@ def attend(
     out = o.astype(q.dtype)
     wide = o.dtype
     delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
-    for kv, tokens in zip(kvs, kv_tokens, strict=True):
+    for i, (kv, tokens) in enumerate(zip(kvs, kv_tokens, strict=True)):
         arrays = (q, do), kv, (lse, delta), q_tokens, tokens
-        dq, dkv, parts = local.gradients(implementation, *arrays, dq, **of_heads)
-        dkvs.append(dkv)
+        # dQ may be rounded when the last part of it has been added.
+        out_dtype = q.dtype if i + 1 == len(kvs) else None
+        options = of_heads | {"out_dtype": out_dtype}
+        dq, dkv, parts = local.gradients(implementation, *arrays, dq, **options)
+        dkvs.append([x.astype(q.dtype) for x in dkv])
         of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkvs, strict=True))
     if "sink_logits" in numbers:
