@@ -194,14 +194,8 @@ def test_auto_moves_the_fewest_bytes(heads):
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
-@pytest.mark.parametrize(
-    ("gpu", "kernels", "rotation"),
-    [
-        ("a100", "triton", "rotate_kv"),
-        ("a100", "triton", "rotate_query"),
-        ("h100", "mosaic_gpu", "rotate_query"),
-    ],
-)
+@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
+@KERNELS
 def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, rotation):
     temp = {}
     for n in (4, 12, 16):

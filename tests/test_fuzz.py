@@ -190,7 +190,7 @@ def fuzz(seed: int, plans: int) -> collections.Counter:
 
 # 800 calls of 15 programs in all, 200 calls of them in the quick tier.
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
 def test_every_call_is_answered_or_refused(seed):
     done = fuzz(seed, PLANS if seed else QUICK_PLANS)
