@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_jax.platform import compute_capability
+from burst_jax.platform import current_target
 from burst_jax.serving.cache import Slots
+from pallas_kernels import TRITON
 from pallas_kernels.pallas_triton.decode import partial_attention
 
 
@@ -38,11 +39,12 @@ class Parts(NamedTuple):
         return Parts((factor[..., None] * self.out).sum(0, keepdims=True), highest, total)
 
     def gathered(self, axes: tuple[str, ...]) -> Parts:
-        """The one part of each device, in one exchange."""
+        """One part of each device, in one exchange."""
         if not axes:
             return self
-        numbers = jnp.stack([self.most, self.total], -1)
-        packed = lax.all_gather(jnp.concatenate([self.out, numbers], -1), axes, tiled=True)
+        out, most, total = self if len(self.out) == 1 else self.merged()
+        numbers = jnp.stack([most, total], -1)
+        packed = lax.all_gather(jnp.concatenate([out, numbers], -1), axes, tiled=True)
         return Parts(packed[..., :-2], packed[..., -2], packed[..., -1])
 
     def attention(self, sink_logits: jax.Array | None) -> jax.Array:
@@ -126,7 +128,7 @@ def decode_attention(
                 query, keys, values, slots.places, slots.present, last, used,
                 scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
             )
-        ).merged()  # fmt: skip
+        )  # fmt: skip
     else:
         parts = products(query, keys, values, slots, last, scores)
     return parts.gathered(axes).attention(sink_logits).astype(dtype)
@@ -134,14 +136,9 @@ def decode_attention(
 
 def _takes_kernel(query: jax.Array, implementation: Any) -> bool:
     """Whether the Pallas kernel runs."""
-    capability = compute_capability()
     named = getattr(implementation, "name", implementation)
-    return (
-        capability is not None
-        and capability >= 8
-        and query.dtype != jnp.float32
-        and named not in ("xla", "reference")
-    )
+    wanted = query.dtype != jnp.float32 and named not in ("xla", "reference")
+    return wanted and TRITON.unavailable(*current_target()) is None
 
 
 def products(

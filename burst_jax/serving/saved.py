@@ -189,10 +189,10 @@ class _Packing:
             )
         self.filled = dataclasses.replace(self.filled, used=used, dealt=0)
 
-    def _index(self, layer: int) -> np.ndarray:
-        """For each new slot of a layer the saved one; where there is none, one behind the last."""
-        found, present = self._saved[self._room_of[layer]]
-        places, _ = self._slots[self._steps.room_of[layer]]
+    def _index(self, old: int, new: int) -> np.ndarray:
+        """For each slot of a new room one of an old room's, or one behind the last if none is."""
+        found, present = self._saved[old]
+        places, _ = self._slots[new]
         slot_of = np.full(self.filled.place + 1, len(found), np.int32)
         held = np.flatnonzero(present.any(0))
         slot_of[found[held]] = held
@@ -201,11 +201,17 @@ class _Packing:
     def read(self, folder: Path, saved: files.Record) -> Cache:
         """The cache. Beside it memory is taken for one layer that was saved."""
         steps = self._steps
-        read = self._read_as_it_is if self._same else self._read_anew
+        rooms = list(zip(self._room_of, steps.room_of, strict=True))
+        indices = {} if self._same else {pair: self._index(*pair) for pair in set(rooms)}
         keys, values = [], []
-        for layer in range(len(steps.room_of)):
-            for name, arrays in (("keys", keys), ("values", values)):
-                arrays.append(read(folder, saved, f"{name}.{layer}", layer))
+        for layer, pair in enumerate(rooms):
+            spec, index = steps.specs.keys[layer], indices.get(pair)
+            for kind, arrays in (("keys", keys), ("values", values)):
+                name = f"{kind}.{layer}"
+                if index is None:
+                    arrays.append(self._read(folder, saved, name, steps.mesh, spec))
+                else:
+                    arrays.append(self._read_anew(folder, saved, name, spec, index))
         specs = steps.specs
         slots = [
             Slots(steps.put(places, *spec.places), steps.put(present, *spec.present))
@@ -214,26 +220,28 @@ class _Packing:
         lengths = steps.put(self.lengths.astype(np.int32), *specs.lengths)
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths)
 
-    def _read_as_it_is(self, folder: Path, saved: files.Record, name: str, layer: int) -> jax.Array:
-        sharding = NamedSharding(self._steps.mesh, self._steps.specs.keys[layer])
+    @staticmethod
+    def _read(folder: Path, saved: files.Record, name: str, mesh: Mesh, spec: P) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
         wanted = jax.ShapeDtypeStruct(*saved.arrays[name], sharding=sharding)
         return files.restore_arrays(folder, {name: wanted})[name]
 
-    def _read_anew(self, folder: Path, saved: files.Record, name: str, layer: int) -> jax.Array:
+    def _read_anew(
+        self, folder: Path, saved: files.Record, name: str, spec: P, index: np.ndarray
+    ) -> jax.Array:
         steps = self._steps
         # Over Auto axes XLA splits what takes the slots, whatever the generator's axes are.
-        mesh, spec = Mesh(steps.mesh.devices, steps.mesh.axis_names), steps.specs.keys[layer]
-        shape, dtype = saved.arrays[name]
+        mesh = Mesh(steps.mesh.devices, steps.mesh.axis_names)
+        shape, _ = saved.arrays[name]
         dividing = [
             axes if size % axes_size(mesh, axes) == 0 else None
             for size, axes in zip(shape, spec, strict=False)
         ]
-        wanted = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*dividing)))
-        array = files.restore_arrays(folder, {name: wanted})[name]
+        array = self._read(folder, saved, name, mesh, P(*dividing))
         # Where the tensor axes have more devices than there are key heads, heads are copied.
         own, heads = steps.model.config.num_kv_heads, steps.model.heads
         of_heads = np.arange(heads) // (heads // own) * (self._heads // own)
-        new = _take(NamedSharding(mesh, spec), array, self._index(layer), of_heads)
+        new = _take(NamedSharding(mesh, spec), array, index, of_heads)
         return jax.device_put(new, NamedSharding(steps.mesh, spec))
 
 

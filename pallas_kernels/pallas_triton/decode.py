@@ -72,6 +72,7 @@ def partial_attention(
       ``[parts, B, T, N]`` the largest logit and ``[parts, B, T, N]`` the sum of
       ``exp(logit - most)``, 0 where a part has no key that is seen.
     """
+    assert math.isfinite(scale)
     batch, length, heads, dim = query.shape
     capacity, kv_heads = keys.shape[1:3]
     value_dim = values.shape[3]
@@ -171,5 +172,4 @@ def partial_attention(
         x = x[:, :, :, :count].reshape(splits, batch, kv_heads, length, groups, *x.shape[4:])
         return jnp.moveaxis(x, 3, 2).reshape(splits, batch, length, heads, *x.shape[5:])
 
-    assert math.isfinite(scale)
     return untiled(out), untiled(most), untiled(total)
