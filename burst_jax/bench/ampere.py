@@ -111,14 +111,14 @@ class Candidate:
         return f"case{CASES.index(self.case)}-{self.kernel}-{self.tiles}"
 
     def run(self) -> Callable[[Operands], Any]:
-        """The kernel as a function of its operands, bounds included."""
+        """The kernel as a function of its operands, bounds included.
+
+        Results are rounded, as they are where no ring adds to them.
+        """
         implementation = triton(config=self.config)
-        if self.kernel == "forward":
-            return functools.partial(
-                implementation.forward, spec=self.case.spec, out_dtype=jnp.bfloat16
-            )
-        backward = getattr(implementation, f"backward_{self.kernel}")
-        return functools.partial(backward, spec=self.case.spec)
+        forward = self.kernel == "forward"
+        kernel = getattr(implementation, "forward" if forward else f"backward_{self.kernel}")
+        return functools.partial(kernel, spec=self.case.spec, out_dtype=jnp.bfloat16)
 
     def with_bounds(self, operands: Operands) -> Operands:
         """The operands with the bounds of these tiles."""
