@@ -47,7 +47,7 @@ def compile_one(
       full: with window, soft cap, segment ids and lengths that are no multiple of a tile. Else a
         causal mask over whole tiles.
       carried: changes what is given in place. Else it makes new arrays.
-      rounded: writes o in the queries' dtype, as the last call does.
+      rounded: writes o, or dK and dV, in the queries' dtype, as a last call does.
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
@@ -119,7 +119,8 @@ def compile_one(
         bounds = local.backward_bounds(operands, spec=spec)
         operands = operands.replace(bounds=bounds, do=do, stats=stats)
         assert local.backward is not None
-        return local.backward(operands, *(sums or (None, None)), spec=spec)
+        sums_or_none = sums or (None, None)
+        return local.backward(operands, *sums_or_none, spec=spec, out_dtype=out_dtype)
 
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
@@ -258,6 +259,13 @@ def test_first_and_last_forward_fit_in_the_registers(report, dim, carried, round
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_backward_fits_in_the_registers(report, dim, carried, full):
     fits(report("backward", dim, full=full, carried=carried))
+
+
+@pytest.mark.parametrize("options", [{"full": True}, {"segments": True}], ids="+".join)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_backward_that_rounds_fits_in_the_registers(report, dim, options):
+    """Where no ring adds to them, dK and dV are rounded in the kernel."""
+    fits(report("backward", dim, carried=False, rounded=True, **options))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ device memory in ``backward_write.py`` and, for per-head arrays, in ``backward_p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.arrays import depending_on, pad_axis
+from pallas_kernels.arrays import depending_on, gradient_dtype, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.operands import Operands, PerHead
@@ -73,11 +74,15 @@ def backward(
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the table's.
 
-    Gradients are float32 whatever ``out_dtype`` is.
+    dQ is summed in device memory, so it is float32 whatever ``out_dtype`` is.
     """
-    del out_dtype
     config = config or _shipped_config(operands)
-    static = BackwardStatic.of(operands, spec, config, adds_dkv=dkv is not None)
+    static = BackwardStatic.of(
+        operands, spec, config, adds_dkv=dkv is not None,
+        dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)),
+    )  # fmt: skip
+    if not static.can_write_dkv:
+        static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
     most = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
     if config.block_kv != most:
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel takes {most}")
@@ -104,7 +109,7 @@ def backward(
         for name in spec.score.differentiated
     }
     if dkv is None:
-        dk, dv = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v))
+        dk, dv = (jax.ShapeDtypeStruct(x.shape, static.dkv_dtype) for x in (k, v))
     else:
         dk, dv = dkv
     results = call(

@@ -17,7 +17,7 @@ from pallas_kernels.pallas_mosaic.backward_step import (
     visit_queries,
     wait_for_queries,
 )
-from pallas_kernels.pallas_mosaic.backward_write import add_dq, write_dkv, write_zeros
+from pallas_kernels.pallas_mosaic.backward_write import add_dq, ds_buffer, write_dkv, write_zeros
 from pallas_kernels.pallas_mosaic.items import Item, Place
 from pallas_kernels.pallas_mosaic.operands import BackwardRefs
 from pallas_kernels.pallas_mosaic.static import BackwardStatic
@@ -52,5 +52,6 @@ def _compute_item(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, it
     kv_place = item.recompute_place()
     q_place = Place(kv_place.batch_row, sums.head, sums.q_tile)
     # Empirical: with dQ last, a causal mask's backward takes 1.5 % less than with dQ first.
-    write_dkv(static, refs, warpgroup, kv_place, sums.dk, sums.dv)
+    # The other warpgroup may still read dS of the last two steps, but not of the one before these.
+    write_dkv(static, refs, warpgroup, kv_place, ds_buffer(rows.end), sums.dk, sums.dv)
     add_dq(static, refs, warpgroup, q_place, lanes, dq)

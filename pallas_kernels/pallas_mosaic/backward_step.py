@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -27,8 +26,8 @@ from pallas_kernels.pallas_mosaic.backward_scores import (
     score_gradients,
     tile_scores,
 )
-from pallas_kernels.pallas_mosaic.backward_write import add_dq
-from pallas_kernels.pallas_mosaic.configs import DS_BUFFERS, WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.backward_write import add_dq, ds_buffer
+from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.items import Place
 from pallas_kernels.pallas_mosaic.memory import ScratchLayout
 from pallas_kernels.pallas_mosaic.static import BackwardStatic
@@ -98,7 +97,7 @@ class _StepData(NamedTuple):
     def of(cls, rows: KeyRows, step: Any) -> _StepData:
         """Those of a step whose queries have arrived."""
         stage, do_stage = rows.stage(step), rows.do_stage(step)
-        ds, earlier_ds = _ds_buffer(step), _ds_buffer(step - 1)
+        ds, earlier_ds = ds_buffer(step), ds_buffer(step - 1)
         # What follows from the warpgroup is computed anew in every step: kept, it would be in
         # registers that the tiles need.
         warpgroup = computed_here(rows.warpgroup)
@@ -130,6 +129,9 @@ def visit_queries(rows: KeyRows, masked: bool, step: Any, sums: BackwardSums) ->
     def _():
         plgpu.barrier_wait(refs.barriers.ds_arrived)
 
+    if rows.static.rounds_dkv:
+        # dK and dV of the item before may still be on their way out of the buffer.
+        pl.when(sums.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     refs.memory.ds[data.ds, data.keys] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
@@ -291,7 +293,7 @@ def last_dq(rows: KeyRows, lanes: Any) -> jax.Array:
     """Half the lanes of dQ of the item's last step, which no further step makes."""
 
     def product(dq_acc):
-        _start_dq(rows, dq_acc, _ds_buffer(rows.end - 1), lanes)
+        _start_dq(rows, dq_acc, ds_buffer(rows.end - 1), lanes)
         return dq_acc[...]
 
     plgpu.barrier_wait(rows.refs.barriers.ds_arrived)
@@ -315,8 +317,3 @@ def _start_dq(rows: KeyRows, dq_acc: Any, buffer: Any, lanes: Any) -> None:
 def _dq_accumulator(static: BackwardStatic) -> Any:
     """Accumulator of half the lanes of a query tile's dQ."""
     return plgpu.ACC((static.config.block_q, static.half_dim), jnp.float32)
-
-
-def _ds_buffer(step: Any) -> Any:
-    """Which of the buffers holds dS of a step."""
-    return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))

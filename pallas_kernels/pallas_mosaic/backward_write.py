@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.configs import DS_BUFFERS, WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.items import Item, Place
 from pallas_kernels.pallas_mosaic.operands import BackwardRefs
 from pallas_kernels.pallas_mosaic.static import BackwardStatic
-from pallas_kernels.pallas_mosaic.tiles import TILE, computed_here, constant
+from pallas_kernels.pallas_mosaic.tiles import TILE, computed_here, constant, i32
 
 
 def add_dq(
@@ -51,11 +52,17 @@ def add_dq(
     )
 
 
+def ds_buffer(step: Any) -> Any:
+    """Which of the buffers holds dS of a step, counted over all items of the program."""
+    return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))
+
+
 def write_dkv(
     static: BackwardStatic,
     refs: BackwardRefs,
     warpgroup: Any,
     place: Place,
+    buffer: Any,
     dk: jax.Array,
     dv: jax.Array,
 ) -> None:
@@ -66,24 +73,26 @@ def write_dkv(
       refs: the kernel's references.
       warpgroup: number of the warpgroup.
       place: of the key tile.
+      buffer: a buffer of dS that no product reads any more.
       dk: float32 ``[64, H]``, still to be scaled unless :attr:`BackwardStatic.scale_in_ds`.
       dv: float32 ``[64, Hv]``.
     """
-    half = static.half_dim
+    width = static.dkv_lanes
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
     for target, gradient in ((refs.results.dk, dk), (refs.results.dv, dv)):
-        for first in range(0, gradient.shape[1], half):
-            part = gradient[:, first : first + half]
-            _write_part(static, refs, warpgroup, place, target, first, part)
+        for first in range(0, gradient.shape[1], width):
+            part = gradient[:, first : first + width]
+            _write_part(static, refs, warpgroup, place, buffer, target, first, part)
 
 
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, item: Item) -> None:
     """Writes dK and dV of an item whose keys no query sees."""
-    place, half = Place(item.batch_row, item.head, item.tile), static.half_dim
+    place, width = Place(item.batch_row, item.head, item.tile), static.dkv_lanes
+    buffer = ds_buffer(item.steps_before)
     for target, dim in ((refs.results.dk, static.dim), (refs.results.dv, static.value_dim)):
-        for first in range(0, dim, half):
-            zeros = constant((WARPGROUP_ROWS, half), 0, TILE)
-            _write_part(static, refs, warpgroup, place, target, first, zeros)
+        for first in range(0, dim, width):
+            zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
+            _write_part(static, refs, warpgroup, place, buffer, target, first, zeros)
 
 
 def _write_part(
@@ -91,19 +100,28 @@ def _write_part(
     refs: BackwardRefs,
     warpgroup: Any,
     place: Place,
+    buffer: Any,
     target: Any,
     first: int,
     part: jax.Array,
 ) -> None:
-    """Writes or adds ``part``: H / 2 lanes of dK or dV (``target``), from ``first`` on."""
+    """Writes or adds ``part``: some lanes of dK or dV (``target``), from ``first`` on.
+
+    A rounded part waits for its copy in the warpgroup's rows of a buffer of dS, where such numbers
+    fit. For an array of their own there is no room beside the widest heads.
+    """
     batch_row, head, kv_tile = place
     start = kv_tile * static.config.block_kv + computed_here(warpgroup) * WARPGROUP_ROWS
     keys = pl.ds(start, WARPGROUP_ROWS)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    part_memory = refs.memory.outgoing.at[warpgroup, :WARPGROUP_ROWS]
-    part_memory[...] = part
+    if static.rounds_dkv:
+        rows = pl.ds(computed_here(warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        part_memory = refs.memory.ds.at[buffer, rows]
+    else:
+        part_memory = refs.memory.outgoing.at[warpgroup, :WARPGROUP_ROWS]
+    part_memory[...] = part.astype(static.dkv_dtype)
     plgpu.commit_smem()
-    lanes = pl.ds(first, static.half_dim)
+    lanes = pl.ds(first, static.dkv_lanes)
     plgpu.copy_smem_to_gmem(
         part_memory,
         target.at[batch_row, keys, head, lanes],

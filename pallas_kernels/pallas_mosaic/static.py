@@ -242,14 +242,39 @@ class BackwardStatic(MosaicStatic):
 
     Attributes:
       adds_dkv: whether dK and dV are added to arrays that are given, and not written to new ones.
+      dkv_dtype: of dK and dV; float32 if they are added to, and unless :attr:`can_write_dkv`.
     """
 
     adds_dkv: bool
+    dkv_dtype: np.dtype
 
     @property
     def warpgroups(self) -> int:
         """How many warpgroups compute, each 64 keys."""
         return BACKWARD_WARPGROUPS
+
+    @property
+    def rounds_dkv(self) -> bool:
+        """Whether dK and dV are rounded before they are written."""
+        return self.dkv_dtype != jnp.float32
+
+    @property
+    def can_write_dkv(self) -> bool:
+        """Whether the kernel can write dK and dV in their dtype.
+
+        Rounded numbers wait for their copy in a buffer of dS. So they must be of the inputs' dtype
+        and fill its rows, and programs with a bias, dropout, a soft cap or functions lack registers
+        for it.
+        """
+        if not self.rounds_dkv:
+            return True
+        fill_rows = all(x % self.config.block_q == 0 for x in (self.dim, self.value_dim))
+        return self.dkv_dtype == self.dtype and fill_rows and not self.needs_registers
+
+    @property
+    def dkv_lanes(self) -> int:
+        """How many lanes of dK and dV are written at a time."""
+        return self.config.block_q if self.rounds_dkv else self.half_dim
 
     @property
     def stages(self) -> int:
@@ -263,7 +288,7 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def half_dim(self) -> int:
-        """How many lanes of dQ a warpgroup makes; dK and dV are written by so many, too."""
+        """How many lanes of dQ a warpgroup makes."""
         return self.dim // 2
 
     @property
