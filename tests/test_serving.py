@@ -207,10 +207,10 @@ def test_queries_that_see_nothing_are_zero():
 
 
 @pytest.mark.parametrize(
-    ("shape", "value_dim", "window", "soft_cap", "splits"),
-    [((2, 1, 4, 2, 16), 16, None, None, 4), ((2, 3, 4, 1, 24), 8, 30, 5.0, 3)],
+    ("shape", "value_dim", "window", "soft_cap", "splits", "scale"),
+    [((2, 1, 4, 2, 16), 16, None, None, 4, -0.2), ((2, 3, 4, 1, 24), 8, 30, 5.0, 3, 0.2)],
 )
-def test_the_kernel_makes_what_two_products_make(shape, value_dim, window, soft_cap, splits):
+def test_the_kernel_makes_what_two_products_make(shape, value_dim, window, soft_cap, splits, scale):
     rng = np.random.default_rng(0)
     (batch, length, heads, kv_heads, dim), capacity, used = shape, 100, 70
 
@@ -221,11 +221,11 @@ def test_the_kernel_makes_what_two_products_make(shape, value_dim, window, soft_
     v = normal(batch, capacity, kv_heads, value_dim)
     present = (rng.random((batch, capacity)) < 0.8) & (np.arange(capacity) < used)
     slots = Slots(jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, int))
-    last, scores = jnp.int32(capacity - 10), Scores(0.2, soft_cap, window)
+    last, scores = jnp.int32(capacity - 10), Scores(scale, soft_cap, window)
     want = products(q, k, v, slots, last, scores)
     got = partial_attention(
         q, k, v, slots.places, slots.present.astype(jnp.int32), last, jnp.int32(used),
-        scale=0.2, logits_soft_cap=soft_cap, window=window, splits=splits, block_kv=16,
+        scale=scale, logits_soft_cap=soft_cap, window=window, splits=splits, block_kv=16,
         interpret=True,
     )  # fmt: skip
     got = Parts(*got).merged()

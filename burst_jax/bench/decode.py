@@ -117,7 +117,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--kv-heads", type=positive, default=8)
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys of a tile")
-    parser.add_argument("--warps", nargs="+", type=positive, default=[4])
+    parser.add_argument("--warps", nargs="+", type=positive, default=[None])
     parser.add_argument("--stages", nargs="+", type=positive, default=[3])
     parser.add_argument("--splits", nargs="+", type=positive, default=[None], help="parts")
     parser.set_defaults(run=run)

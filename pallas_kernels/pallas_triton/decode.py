@@ -8,6 +8,7 @@ of one tile, so that every key is read once.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import softmax
 from pallas_kernels.device import multiprocessors
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import padded_lanes
@@ -25,8 +27,8 @@ from pallas_kernels.score import LOG2_E
 _LEAST_ROWS = 16
 # Of each multiprocessor: more of them wait for those that are in the way, fewer read too little.
 _PROGRAMS = 2
-# Below all scores; -inf would make differences that are no numbers.
-_LOWEST = -3e38
+# Later than every place.
+_NEVER = jnp.iinfo(jnp.int32).max
 
 
 def partial_attention(
@@ -43,14 +45,15 @@ def partial_attention(
     window: int | None = None,
     splits: int | None = None,
     block_kv: int = 64,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     num_stages: int = 3,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention over each part of the keys, not yet divided by the sum of its weights.
 
     Args:
-      query: ``[B, T, N, H]``, of the places ``last - T + 1`` to ``last``; T N / K at most 64.
+      query: ``[B, T, N, H]``, of the places ``last - T + 1`` to ``last``; its tiles are made
+        for T N / K up to 64, and more spill registers.
       keys: ``[B, C, K, H]``.
       values: ``[B, C, K, Hv]``.
       places: int32 ``[C]``, of each key; a query sees the keys of its own place and before it.
@@ -63,7 +66,7 @@ def partial_attention(
       window: number of places that a query sees, its own included; None is all.
       splits: number of parts; None is as many as give every multiprocessor two programs.
       block_kv: keys of a tile.
-      num_warps: warps of a program.
+      num_warps: warps of a program; None is as many as hold its sums without spills.
       num_stages: tiles in shared memory or arriving.
       interpret: run it on any platform, slowly.
 
@@ -81,12 +84,16 @@ def partial_attention(
     if splits is None:
         splits = max(1, _PROGRAMS * multiprocessors() // (batch * kv_heads))
     rows = max(_LEAST_ROWS, 1 << (count - 1).bit_length())
+    if num_warps is None:
+        num_warps = 8 if rows >= 64 else 4
     lanes, value_lanes = padded_lanes(dim), padded_lanes(value_dim)
     tiled = query.reshape(batch, length, kv_heads, groups, dim).swapaxes(1, 2)
     tiled = tiled.reshape(batch, kv_heads, count, dim)
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - count), (0, 0)))
     place_of = last - length + 1 + jnp.arange(rows, dtype=jnp.int32) // groups
     numbers = jnp.reshape(used, (1,)).astype(jnp.int32)
+
+    exp2 = functools.partial(lowering.exp2_affine, interpret=interpret)
 
     def kernel(numbers_ref, place_ref, q_ref, k_ref, v_ref, places_ref, present_ref, *outs):
         lane_ok, value_lane_ok = lanes_in(lanes, dim), lanes_in(value_lanes, value_dim)
@@ -103,25 +110,27 @@ def partial_attention(
             key_ok = in_range(j * block_kv, block_kv, capacity)
             k = load(k_ref.at[at, :], tile_mask(key_ok, lane_ok))
             v = load(v_ref.at[at, :], tile_mask(key_ok, value_lane_ok))
-            k_place = load(places_ref.at[at], key_ok)[None, :]
-            seen = (load(present_ref.at[at], key_ok)[None, :] > 0) & (k_place <= q_place)
+            # A key that is not there comes after all queries: one comparison for each score.
+            there = load(present_ref.at[at], key_ok) > 0
+            k_place = jnp.where(there, load(places_ref.at[at], key_ok), _NEVER)[None, :]
+            seen = k_place <= q_place
             if window is not None:
                 seen &= k_place > q_place - window
-            scores = lowering.dot(q, k.T) * (scale if logits_soft_cap else scale * LOG2_E)
+            scores, factor = lowering.dot(q, k.T), scale * LOG2_E
             if logits_soft_cap:
-                scores = jnp.tanh(scores / logits_soft_cap) * (logits_soft_cap * LOG2_E)
-            scores = jnp.where(seen, scores, _LOWEST)
-            higher = jnp.maximum(most, scores.max(1))
-            p = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
-            less = jnp.exp2(most - higher)
+                scores = jnp.tanh(scores * (scale / logits_soft_cap))
+                factor = logits_soft_cap * LOG2_E
+            elif scale < 0:
+                scores, factor = -scores, -factor
+            scores = jnp.where(seen, scores, -jnp.inf)
+            higher = jnp.maximum(most, scores.max(1) * factor)
+            p = exp2(scores, factor, -higher[:, None])
+            less = exp2(most, 1.0, -higher)
             out = out * less[:, None] + lowering.dot(p.astype(v.dtype), v)
             return out, higher, total * less + p.sum(1)
 
-        state = (
-            jnp.zeros((rows, value_lanes), jnp.float32),
-            jnp.full((rows,), _LOWEST, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-        )
+        most, total = softmax.start((rows,), None)
+        state = jnp.zeros((rows, value_lanes), jnp.float32), most, total
         out, most, total = lax.fori_loop(first, stop, tile, state)
         out_ref, most_ref, total_ref = outs
         lowering.store(out_ref.at[:, :], out, mask=tile_mask(None, value_lane_ok))
