@@ -17,19 +17,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import finished_model
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from perplexity import start_of
-from run_options import check_model, make_mesh
+from run_options import make_mesh
 
-import burst_jax.models
-from burst_jax import ShardingRules
 from burst_jax.data import TokenizerFile
-from burst_jax.layout import LAYOUTS
 from burst_jax.platform import set_compiler_options
 from burst_jax.serving import Generator
 
@@ -83,11 +79,7 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     """Loads the model, and prints what it generates."""
     tokenizer = TokenizerFile(args.model / "tokenizer.json")
     prompts = prompts_of(args, tokenizer)
-    rules = ShardingRules.of(mesh)
-    options: Any = {"mesh": mesh, "rules": rules, "layout": args.layout}
-    model = burst_jax.models.load(
-        args.model, dtype=jnp.dtype(args.dtype), implementation=args.implementation, **options
-    )
+    model = finished_model.load(args, mesh)
     longest = max(map(len, prompts))
     server = Generator(
         model,
@@ -137,8 +129,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    finished_model.add_options(parser)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
     add("--prompt", default="", help="text, behind that of --prompt-file")
     add("--prompt-file", type=Path, nargs="+", default=[], help="text files, one for each row")
     add("--max-new-tokens", type=int, default=128, help="of each row (default: 128)")
@@ -148,10 +140,6 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     add("--seed", type=int, default=0, help="of random numbers (default: 0)")
     add("--prefill-chunk", type=int, help="tokens of a prompt that go through the ring at a time")
     add("--split-weights", action="store_true", help="over the mesh's seq axis")
-    add("--mesh", help="like seq=4,tensor=2 (default: seq over all devices)")
-    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the prompt's tokens")
-    add("--implementation", help="local attention (default: the fastest that can run)")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
     return parser.parse_args(argv), parser
 
 
@@ -166,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
     set_compiler_options()
     try:
-        check_model(args.model)
+        finished_model.check(args)
         if not args.prompt and not args.prompt_file:
             raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
         generate(args, make_mesh(args.mesh))

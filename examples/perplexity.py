@@ -19,19 +19,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import finished_model
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from run_options import check_model, make_mesh, one_device
+from run_options import make_mesh, one_device
 
-import burst_jax.models
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
-from burst_jax.layout import LAYOUTS, to_layout
+from burst_jax.layout import to_layout
 from burst_jax.platform import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
 from burst_jax.training.watch import replace_file
@@ -127,11 +126,7 @@ def batches(
 
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, by the devices of a mesh."""
-    rules = ShardingRules.of(mesh)
-    options: Any = {"mesh": mesh, "rules": rules, "layout": args.layout}
-    model = burst_jax.models.load(
-        args.model, dtype=jnp.dtype(args.dtype), implementation=args.implementation, **options
-    )
+    rules, model = ShardingRules.of(mesh), finished_model.load(args, mesh)
     corpus = open_corpus(args.data)
     tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
     parts = (
@@ -159,17 +154,13 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    finished_model.add_options(parser)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
     add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
     add("--seq-len", type=int, default=4096, help="tokens of a row (default: 4096)")
     add("--stride", type=int, help="tokens between two windows (default: --seq-len)")
     add("--packed", action="store_true", help="several documents in a row")
     add("--batch", type=int, help="rows at a time (default: one a device of data and fsdp)")
-    add("--mesh", help="like fsdp=2,seq=4 (default: seq over all devices)")
-    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
-    add("--implementation", help="local attention (default: the fastest that can run)")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
     add("--check", action="store_true", help="compute it by one device, too")
     add("--out", type=Path, help="folder for perplexity.json")
     return parser.parse_args(argv), parser
@@ -181,7 +172,7 @@ def prepare(args: argparse.Namespace) -> Mesh:
     Raises:
       ValueError: they do not fit each other, or the devices.
     """
-    check_model(args.model)
+    finished_model.check(args)
     if args.seq_len < 1:
         raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:

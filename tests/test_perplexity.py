@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import perplexity as example
 import pytest
+from flax import nnx
 from meshes import make_mesh
 
-from burst_jax.models import load
+from burst_jax.models import add_lora, load, load_adapter, save_adapter
 
 IDS = hub_models.TOKENS[:90]
 
@@ -34,9 +35,11 @@ def documents(tmp_path):
     return path
 
 
-def losses(folder, ids):
+def losses(folder, ids, adapter=None):
     """The negative log-likelihood of each token of a document but the first, by one device."""
     model = load(folder, mesh=make_mesh(), dtype=jnp.float32)
+    if adapter is not None:
+        model = load_adapter(model, adapter)
     tokens = jnp.asarray(ids[None, :-1])
     logits = model.unembed(model(tokens, jnp.arange(len(ids) - 1, dtype=jnp.int32)))[0]
     return -np.asarray(jax.nn.log_softmax(logits))[np.arange(len(ids) - 1), ids[1:]]
@@ -59,6 +62,21 @@ def test_packed_documents_do_not_see_each_other(folder, documents, tmp_path):
         assert each["tokens"] == len(want)
         np.testing.assert_allclose(each["nll"], want.mean(), rtol=1e-5)
     assert set(found) == {"mesh", "one_device"}
+
+
+def test_an_adapter_counts(folder, documents, tmp_path):
+    model = add_lora(load(folder, mesh=make_mesh(), dtype=jnp.float32), 2, seed=1)
+    # B is zero at first: an adapter that changes nothing would show nothing.
+    params = jax.tree.map(lambda x: x + 0.5, nnx.state(model, nnx.LoRAParam))
+    nnx.update(model, params)
+    save_adapter(model, tmp_path / "adapter", base=folder)
+    found = run(folder, documents, tmp_path, "--adapter", str(tmp_path / "adapter"))["mesh"]
+    want, plain = (
+        np.concatenate([losses(folder, ids, adapter) for ids in (IDS[:60], IDS[60:])]).mean()
+        for adapter in (tmp_path / "adapter", None)
+    )
+    np.testing.assert_allclose(found["nll"], want, rtol=1e-5)
+    assert abs(plain - want) > 1e-2
 
 
 @pytest.mark.slow
@@ -111,6 +129,7 @@ def test_a_text_begins_with_the_tokenizer_s_special_token(tmp_path):
         (["--stride", "5000"], "--stride is 5000: it must be at least 1 and at most --seq-len"),
         (["--seq-len", "0"], "--seq-len is 0: it must be at least 1"),
         (["--mesh", "fsdp=2", "--batch", "3"], "--batch is 3: use a multiple of 2"),
+        (["--adapter", "missing"], "--adapter is missing: there is no such folder"),
         ([], "none: there is no such folder"),
     ],
 )
