@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.bench.needs import need_gpus, positive
+from burst_jax.platform import compute_capability
 from burst_jax.serving.attention import Parts, Scores, products
 from burst_jax.serving.cache import Slots
 from pallas_kernels.pallas_triton.decode import partial_attention
@@ -57,7 +58,7 @@ def _attend(
             parts = Parts(
                 *partial_attention(
                     query, keys, values, slots.places, slots.present, last, used,
-                    scale=scale, **dict(kernel),
+                    scale=scale, compute_capability=compute_capability(), **dict(kernel),
                 )
             )  # fmt: skip
         return parts.attention(None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_jax.platform import current_target
+from burst_jax.platform import compute_capability, current_target
 from burst_jax.serving.cache import Slots
 from pallas_kernels import TRITON
 from pallas_kernels.pallas_triton.decode import partial_attention
@@ -127,6 +127,7 @@ def decode_attention(
             *partial_attention(
                 query, keys, values, slots.places, slots.present, last, used,
                 scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
+                compute_capability=compute_capability(),
             )
         )  # fmt: skip
     else:

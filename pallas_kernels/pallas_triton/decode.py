@@ -47,6 +47,7 @@ def partial_attention(
     block_kv: int = 64,
     num_warps: int | None = None,
     num_stages: int = 3,
+    compute_capability: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention over each part of the keys, not yet divided by the sum of its weights.
@@ -68,6 +69,7 @@ def partial_attention(
       block_kv: keys of a tile.
       num_warps: warps of a program; None is as many as hold its sums without spills.
       num_stages: tiles in shared memory or arriving.
+      compute_capability: of the GPU that it is for; None is one that fits any.
       interpret: run it on any platform, slowly.
 
     Returns:
@@ -85,7 +87,8 @@ def partial_attention(
         splits = max(1, _PROGRAMS * multiprocessors() // (batch * kv_heads))
     rows = max(_LEAST_ROWS, 1 << (count - 1).bit_length())
     if num_warps is None:
-        num_warps = 8 if rows >= 64 else 4
+        # Four warps of Hopper make one product of 64 rows together. An A100's four spill there.
+        num_warps = 4 if rows < 64 or compute_capability == 9.0 else 8
     lanes, value_lanes = padded_lanes(dim), padded_lanes(value_dim)
     tiled = query.reshape(batch, length, kv_heads, groups, dim).swapaxes(1, 2)
     tiled = tiled.reshape(batch, kv_heads, count, dim)
