@@ -213,7 +213,7 @@ def test_programs_of_a_cluster_share_keys(monkeypatch, case, programs):
         )
     got = interpret_forward(inputs, carry, kernels=CLUSTERS)
     *arrays, of_heads = first_shard(inputs)
-    want = local.forward(REFERENCE, *arrays, carry, spec=inputs.spec, **of_heads)
+    want = local.forward(REFERENCE, *arrays, carry=carry, spec=inputs.spec, **of_heads)
     want = jax.tree.map(np.asarray, want)
     for name, x, y in zip(("o", "lse"), got, want, strict=True):
         seen = np.isfinite(y)

@@ -77,17 +77,15 @@ def call[Results: (ForwardResults, BackwardResults)](
             lambda scoped: body(*records, scoped, *(count or [None])), memory, collective_axes="wg"
         )
 
-    # Without clusters there is no axis of that name: the program stays as it is.
-    clusters = {}
-    if items.cluster > 1:
-        clusters = {"cluster": (items.cluster,), "cluster_names": (CLUSTER_AXIS,)}
+    cluster = (items.cluster,) if items.cluster > 1 else ()
     made = iter(
         plgpu.kernel(
             entry,
             out_type=fresh,
             grid=(items.programs,),
             grid_names=("programs",),
-            **clusters,
+            cluster=cluster,
+            cluster_names=(CLUSTER_AXIS,) * len(cluster),
             num_threads=warpgroups + 1,
             thread_name="wg",
             kernel_name=name,
