@@ -299,7 +299,7 @@ MISTAKES = {
 
 MISTAKES_OF_CLUSTERS = {
     "ends-while-the-other-arrives": (forward_copy, "_await_last_reads", nothing, "may end before"),
-    "a-stage-is-free-for-one": (memory, "_free_in_cluster", free_for_one, "RACE|not complete"),
+    "a-stage-is-free-for-one": (memory, "_in_cluster", free_for_one, "RACE|not complete"),
 }
 
 

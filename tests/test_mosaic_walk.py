@@ -91,7 +91,8 @@ class Tickets:
         self.numbers, self.drawn, self.read_by = numbers, 0, 0
         self.offered = 0
 
-    def offer_slots(self):
+    def offer_slots(self, draws):
+        assert not draws
         self.offered += 1
 
     def draw(self, slot):

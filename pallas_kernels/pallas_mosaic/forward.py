@@ -110,7 +110,10 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
     """One program, which does one item after the other."""
     refs = ForwardRefs(operands, results, memory)
-    counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots)
+    counter = TicketCounter(
+        count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots,
+        cluster=static.config.cluster,
+    )  # fmt: skip
 
     def walk_of(batch_row, head, tile):
         return Walk(operands.bounds, batch_row, head, tile, last=static.kv_tiles - 1)

@@ -29,8 +29,8 @@ class Items:
     """The work of a kernel, one item per (batch row, head, tile).
 
     Where programs form clusters, read "cluster" for "program", and "neighbouring tiles, one for
-    each program of a cluster" for "tile". A cluster draws no tickets: with n clusters its items are
-    the one with its own number, and every n-th from there on.
+    each program of a cluster" for "tile". Where items are equal, clusters draw no tickets: with n
+    of them a cluster's items are the one with its own number, and every n-th from there on.
 
     There is one program per multiprocessor. A program's first item has the program's number. A
     program draws the ticket of its next item (:class:`TicketCounter`) when it has started all
@@ -100,7 +100,7 @@ class Items:
     @property
     def draws_tickets(self) -> bool:
         """Whether programs draw tickets for their items."""
-        return not self.one_each and self.cluster == 1
+        return not self.one_each and not (self.cluster > 1 and self.equal)
 
     def place_of(self, number: Any) -> Place:
         """Where an item lies; numbers are in the order in which items are given out."""
@@ -207,9 +207,12 @@ def each_item(
     first = lax.axis_index("programs") * SLOTS, i32(0)
     if items.one_each:
         return visit_one(*first)  # No loop, and what it would keep in registers is constant.
-    if items.draws_tickets and not draws:
-        counter.offer_slots()
-    return lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)[1]
+    if items.draws_tickets and (not draws or items.cluster > 1):
+        counter.offer_slots(draws)
+    _, steps = lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)
+    if items.draws_tickets and draws and items.cluster > 1:
+        counter.await_last_reads()
+    return steps
 
 
 def _recompute_place(items: Items, item_and_slot: Any) -> Place:

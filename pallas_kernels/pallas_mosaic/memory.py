@@ -121,12 +121,13 @@ class ForwardMemory(NamedTuple):
             # A copy of keys arrives, and one of their positions.
             k_arrived=plgpu.Barrier(num_arrivals=1 + bias_in_products, num_barriers=stages),
             v_arrived=plgpu.Barrier(num_barriers=stages),
-            k_free=_free_in_cluster(config, warpgroups, stages),
-            v_free=_free_in_cluster(config, warpgroups, stages),
+            k_free=_in_cluster(config, warpgroups, stages),
+            v_free=_in_cluster(config, warpgroups, stages),
             lse_arrived=plgpu.Barrier(num_barriers=warpgroups),
             o_arrived=plgpu.Barrier(num_barriers=warpgroups),
-            ticket_arrived=plgpu.Barrier(num_barriers=SLOTS),
-            ticket_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
+            ticket_arrived=_in_cluster(config, 1, SLOTS),
+            # In a cluster copying warpgroups read tickets, too, that another one has drawn.
+            ticket_free=_in_cluster(config, warpgroups + (config.cluster > 1), SLOTS),
         )
 
     @property
@@ -339,7 +340,7 @@ def _matrix(shape: tuple[int, ...], dtype: DTypeLike, lanes: int | None = None) 
     )
 
 
-def _free_in_cluster(config: MosaicConfig, arrivals: int, count: int) -> Any:
+def _in_cluster(config: MosaicConfig, arrivals: int, count: int) -> Any:
     """``count`` barriers, each with ``arrivals`` from every program of a cluster."""
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)

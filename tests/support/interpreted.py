@@ -302,13 +302,17 @@ def _copy_part_to_all(
 @gpu_callbacks.fail_on_exception
 def _draw_ticket(*, token, thread, count, slot, source_info):
     memory, count, slot = _memory(), _Place.of(*count), _Place.of(*slot)
+    if thread.block_id:
+        return token  # The first program of a cluster draws for all.
     with memory.atomic:
         ticket = count.read(thread)
         count.write(thread, ticket + 1)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().check_write(thread, clock, *slot, source_info=source_info)
-    slot.write(thread, ticket.astype(np.float32))
+    for program in range(memory.num_blocks_per_cluster):
+        theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=program))
+        if memory.detect_races:
+            clock = memory.incr_clock(thread).generic_clock
+            gpu_callbacks.get_races().check_write(thread, clock, *theirs, source_info=source_info)
+        theirs.write(thread, ticket.astype(np.float32))
     return token
 
 
@@ -408,7 +412,10 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (tiles.__name__, "_shrink_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
-        assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
+        draws = "_draw", "_draw_for_cluster"
+        assert name in [(tickets.__name__, draw) for draw in draws], (
+            f"what {function} does is to be written here"
+        )
         count, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
         count, slot = zip((count, slot), transforms, strict=True)
