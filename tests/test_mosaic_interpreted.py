@@ -19,6 +19,7 @@ from local_cases import assert_zero_where_blind, attend, case_id
 from pallas_kernels import REFERENCE, mosaic_gpu
 from pallas_kernels.pallas_mosaic import forward_copy, forward_step, items, memory
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.pallas_mosaic.tickets import TicketCounter
 
 needs_interpreter = pytest.mark.mosaic_interpreter
 # Two forward programs side by side share key tiles.
@@ -299,6 +300,7 @@ MISTAKES = {
 
 MISTAKES_OF_CLUSTERS = {
     "ends-while-the-other-arrives": (forward_copy, "_await_last_reads", nothing, "may end before"),
+    "ends-while-tickets-are-read": (TicketCounter, "await_last_reads", nothing, "may end before"),
     "a-stage-is-free-for-one": (memory, "_in_cluster", free_for_one, "RACE|not complete"),
 }
 
@@ -308,6 +310,7 @@ MISTAKES_OF_CLUSTERS = {
 def test_a_mistake_of_clusters_shows(monkeypatch, mistake):
     module, name, wrong, message = MISTAKES_OF_CLUSTERS[mistake]
     monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(items, "multiprocessors", lambda: 2)
     inputs = inputs_of({**PLAIN, "lengths": (264, 328)})
     with pytest.raises(Exception, match=message):
         interpret_forward(inputs, kernels=CLUSTERS)
