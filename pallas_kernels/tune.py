@@ -58,8 +58,10 @@ class Backend:
 
     def parse(self, text: str) -> Any:
         """A config from the command line, in its syntax; a fifth number is a flag."""
-        numbers = [int(number) for number in text.split(",")]
-        return self.config(*numbers[:4], *map(bool, numbers[4:]))
+        parts = [part.partition("=") for part in text.split(",")]
+        numbers = [int(number) for number, equals, _ in parts if not equals]
+        named = {name: int(number) for name, equals, number in parts if equals}
+        return self.config(*numbers[:4], *map(bool, numbers[4:]), **named)
 
 
 def triton_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[TritonConfig]:
@@ -82,8 +84,9 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
     """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
     dtype = jnp.bfloat16
     if kernel == "forward":
-        for numbers in itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4)):
-            config = MosaicConfig(*numbers)
+        tiles = itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4))
+        for cluster, numbers in itertools.product((1, 2), tiles):
+            config = MosaicConfig(*numbers, cluster=cluster)
             memory = ForwardMemory.of(
                 config, head_dim, dtype, out_dtype=dtype, carried=True, value_dim=value_dim
             )
@@ -114,7 +117,7 @@ BACKENDS = {
         make=lambda config: mosaic_gpu(forward_config=config, backward_config=config),
         space=mosaic_space,
         matmuls={"forward": (1, 1), "backward": (3, 2)},
-        syntax="Q,KV,STAGES[,DO_STAGES]",
+        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
         entry="{kernel}_config({dim}): MosaicConfig{tiles}",
         # Mosaic assembles its kernels itself, out of reach of XLA's option against spills: what
         # spills runs, and is slow.
@@ -272,20 +275,31 @@ def main() -> None:
         print(f"{kernel}: {len(rows)} configs run, {len(refused)} refused")
         if args.configs or not rows:
             for config, reason in refused.items():
-                print(f"  refused {as_entry(config)}: {reason}")
+                print(f"  refused {written(config)}: {reason}")
         for seconds, config in rows[: args.top]:
             lanes = sum(n * x for n, x in zip(backend.matmuls[kernel], dims, strict=True))
             rate = 2 * problem.scores * lanes / seconds / 1e12
-            print(f"  {as_entry(config)!s:28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
+            print(f"  {written(config):28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
             of = {"kernel": kernel, "dims": f"{dims[0]}{value}", "dim": max(dims)}
-            entry = backend.entry.format(**of, tiles=as_entry(rows[0][1]))
+            entry = backend.entry.format(**of, tiles=written(rows[0][1]))
             print(f"  entry: {entry}", flush=True)
 
 
 def as_entry(config: Any) -> tuple:
-    """A config as the tables write it: without a flag that is off or a number not given."""
-    return tuple(x for x in dataclasses.astuple(config) if x is not False and x is not None)
+    """A config as the tables write it: without a flag that is off or a number not given.
+
+    A field that is always named is text, "cluster=2", and left out where it has its default.
+    """
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    given = [x for field, x in values if not field.kw_only and x is not False and x is not None]
+    named = [f"{f.name}={x}" for f, x in values if f.kw_only and x != f.default]
+    return (*given, *named)
+
+
+def written(config: Any) -> str:
+    """The same in parentheses, as code."""
+    return f"({', '.join(map(str, as_entry(config)))})"
 
 
 if __name__ == "__main__":

@@ -286,6 +286,13 @@ def test_values_of_another_head_dim_fit_in_the_registers(report, half, dim, valu
     fits(report(half, dim, value_dim=value_dim, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"full": True}], ids=["causal", "full"])
+@pytest.mark.parametrize(("dim", "block_kv"), [(64, 128), (128, 128), (256, 64)])
+def test_programs_of_a_cluster_fit_in_the_registers(report, dim, block_kv, options):
+    config = MosaicConfig(128, block_kv, 2, cluster=2)
+    fits(report("forward", dim, forward_config=config, **options))
+
+
 @pytest.mark.parametrize(("half", "dim"), [("forward", 128), ("backward", 128)])
 def test_float16_fits_in_the_registers(report, half, dim):
     fits(report(half, dim, full=True, dtype="float16"))

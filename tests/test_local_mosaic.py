@@ -86,6 +86,12 @@ def test_copies_begin_where_the_copy_engine_can(dim):
     assert max(taken) < scratch.size
 
 
+@pytest.mark.parametrize("cluster", [0, 3])
+def test_a_cluster_is_one_program_or_two(cluster):
+    with pytest.raises(ValueError, match=f"cluster is {cluster}: it must be 1 or 2"):
+        MosaicConfig(128, 128, 2, cluster=cluster)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,6 +161,9 @@ def test_a_kernel_refuses_tiles_that_are_not_its_own():
     with pytest.raises(ValueError, match="block_q is 64: the forward kernel takes 128 or 192"):
         forward(local, q, kv, tokens)
     with pytest.raises(ValueError, match="block_kv is 256: the backward kernel takes 128"):
+        backward(local, (q, do), kv, stats, tokens)
+    local = mosaic_gpu(backward_config=MosaicConfig(64, 128, 2, cluster=2))
+    with pytest.raises(ValueError, match="cluster is 2: the backward kernel takes 1"):
         backward(local, (q, do), kv, stats, tokens)
 
 

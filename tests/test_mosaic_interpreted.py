@@ -17,10 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from local_cases import assert_zero_where_blind, attend, case_id
 
 from pallas_kernels import REFERENCE, mosaic_gpu
-from pallas_kernels.pallas_mosaic import forward_step, items
+from pallas_kernels.pallas_mosaic import forward_copy, forward_step, items, memory
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.pallas_mosaic.tickets import TicketCounter
 
 needs_interpreter = pytest.mark.mosaic_interpreter
+# Two forward programs side by side share key tiles.
+CLUSTERS = mosaic_gpu(MosaicConfig(128, 64, 2, cluster=2), MosaicConfig(64, 128, 2))
 # The smallest tiles there are. Lengths are chosen for few steps, with parts of tiles on both sides.
 KERNELS = mosaic_gpu(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
@@ -93,15 +96,20 @@ def interpret_all(inputs, kernels=KERNELS, **options):
     return interpret(run, *arrays, inputs.numbers, inputs.seeds, inputs.blocks, **options)
 
 
-def interpret_forward(inputs, carry=None, out_dtype=None, **options):
+def interpret_forward(inputs, carry=None, out_dtype=None, kernels=KERNELS, **options):
     """``(o, lse)`` over the first shard of keys."""
 
-    def run(q, kv, q_tokens, kv_tokens, numbers, carry):
-        kwargs = {"spec": inputs.spec, "numbers": numbers, "out_dtype": out_dtype}
-        return local.forward(KERNELS, q, kv, q_tokens, kv_tokens, carry, **kwargs)
+    def run(q, kv, q_tokens, kv_tokens, of_heads, carry):
+        kwargs = {"spec": inputs.spec, "out_dtype": out_dtype, **of_heads}
+        return local.forward(kernels, q, kv, q_tokens, kv_tokens, carry, **kwargs)
 
-    arrays = inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0]
-    return interpret(run, *arrays, inputs.numbers, carry, **options)
+    return interpret(run, *first_shard(inputs), carry, **options)
+
+
+def first_shard(inputs):
+    """What a forward reads of the queries, the first shard of keys and the heads."""
+    of_heads = {name: getattr(inputs, name) for name in ("numbers", "seeds", "blocks")}
+    return inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0], of_heads
 
 
 @needs_interpreter
@@ -175,6 +183,47 @@ def test_a_bias_over_a_tiny_scale(scale):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        pytest.param(case, programs, id=f"{case_id(case)}-programs{programs}", marks=marks)
+        for case, programs, marks in (
+            # Three query tiles, so that the last cluster's second one is beyond the queries.
+            ({**PLAIN, "lengths": (264, 328)}, 2, ()),
+            ({**PLAIN, "mask": "full", "lengths": (392, 200)}, 4, ()),
+            ({**CASES[4], "lengths": (264, 136)}, None, ()),
+            # Products that start from the slopes, masks by blocks, functions of scores.
+            ({**SLOPES, "lengths": (264, 136)}, 2, pytest.mark.slow),
+            ({**TABLES[1], "lengths": (256, 256)}, 2, pytest.mark.slow),
+            ({**FUNCTIONS[1], "lengths": (264, 72)}, 2, pytest.mark.slow),
+        )
+    ],
+)
+def test_programs_of_a_cluster_share_keys(monkeypatch, case, programs):
+    """``programs``: as many at a time, of which two are a cluster; None is one for each tile."""
+    if programs is not None:
+        monkeypatch.setattr(items, "multiprocessors", lambda: programs)
+    inputs = inputs_of(case)
+    rng = np.random.default_rng(0)
+    batch, length, heads, _ = inputs.q.shape
+    carry = None
+    if case["numbers"] != "none":
+        carry = (
+            rng.normal(size=(batch, length, heads, inputs.kvs[0][1].shape[-1])).astype(np.float32),
+            rng.normal(size=(batch, heads, length)).astype(np.float32),
+        )
+    got = interpret_forward(inputs, carry, kernels=CLUSTERS)
+    *arrays, of_heads = first_shard(inputs)
+    want = local.forward(REFERENCE, *arrays, carry=carry, spec=inputs.spec, **of_heads)
+    want = jax.tree.map(np.asarray, want)
+    for name, x, y in zip(("o", "lse"), got, want, strict=True):
+        seen = np.isfinite(y)
+        np.testing.assert_array_equal(np.isfinite(x), seen)
+        worst = compare.errors(x[seen], y[seen])[1]
+        assert worst < compare.RELATIVE_RMS[case["dtype"]], (name, worst)
+
+
+@needs_interpreter
 @pytest.mark.slow
 def test_slopes_at_far_positions():
     """Errors are small beside the bias, not beside the positions, and an lse lacks no constant."""
@@ -232,6 +281,11 @@ def test_a_method_that_jax_changed_is_named():
         interpreted.check_overrides((Same, Changed))
 
 
+def free_for_one(config, arrivals, count):
+    del config
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
 LOAD = plgpu.wgmma_accumulator_load
 MISTAKES = {
     "results-not-visible-to-the-copy": (PLAIN, plgpu, "commit_smem", nothing, "RACE"),
@@ -242,6 +296,24 @@ MISTAKES = {
     "positions-freed-while-read": (FULL_SLOPES, forward_step, "end_reads", nothing, "RACE"),
     "nobody-arrives": (PLAIN, plgpu, "barrier_arrive", nothing, "deadlock: .* waited 2"),
 }  # fmt: skip
+
+
+MISTAKES_OF_CLUSTERS = {
+    "ends-while-the-other-arrives": (forward_copy, "_await_last_reads", nothing, "may end before"),
+    "ends-while-tickets-are-read": (TicketCounter, "await_last_reads", nothing, "may end before"),
+    "a-stage-is-free-for-one": (memory, "_in_cluster", free_for_one, "RACE|not complete"),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mistake", MISTAKES_OF_CLUSTERS)
+def test_a_mistake_of_clusters_shows(monkeypatch, mistake):
+    module, name, wrong, message = MISTAKES_OF_CLUSTERS[mistake]
+    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(items, "multiprocessors", lambda: 2)
+    inputs = inputs_of({**PLAIN, "lengths": (264, 328)})
+    with pytest.raises(Exception, match=message):
+        interpret_forward(inputs, kernels=CLUSTERS)
 
 
 @needs_interpreter

@@ -89,10 +89,14 @@ class Tickets:
 
     def __init__(self, numbers):
         self.numbers, self.drawn, self.read_by = numbers, 0, 0
-        self.offered = 0
+        self.offered = self.awaited = 0
 
-    def offer_slots(self):
+    def offer_slots(self, draws):
+        del draws
         self.offered += 1
+
+    def await_last_reads(self):
+        self.awaited += 1
 
     def draw(self, slot):
         assert int(slot) == self.drawn % mosaic_items.SLOTS
@@ -128,11 +132,12 @@ def run_programs(monkeypatch):
     """
     monkeypatch.setattr(mosaic_items, "multiprocessors", lambda: 3)
 
-    def run(items, tables, *, leave_empty, steps_per_tile=1, draws=True, seed=0):
+    def run(items, tables, *, leave_empty, steps_per_tile=1, draws=True, seed=0, rank=0):
         visited, empty = [], []
         numbers = draw(items, np.random.default_rng(seed))
         for program in range(items.programs):
-            monkeypatch.setattr(jax.lax, "axis_index", lambda _, p=program: jnp.int32(p))
+            places = {"programs": program, "cluster": rank}
+            monkeypatch.setattr(jax.lax, "axis_index", lambda name, p=places: jnp.int32(p[name]))
             tickets, steps_before = Tickets(numbers[program]), 0
             in_its_place: Any = tickets
 
@@ -145,7 +150,7 @@ def run_programs(monkeypatch):
                 into.append((program, place, int(item.steps), int(item.walk.total)))
 
             with jax.disable_jit():
-                each_item(
+                steps = each_item(
                     items,
                     in_its_place,
                     lambda batch_row, head, tile: Walk(tables, batch_row, head, tile, last=99),
@@ -155,10 +160,13 @@ def run_programs(monkeypatch):
                     leave_empty=leave_empty,
                     empty=functools.partial(write, empty),
                 )
-            looped = not items.one_each
+            assert int(steps) == steps_before
+            looped, clusters = items.draws_tickets, items.cluster > 1
             assert tickets.read_by == looped * len(numbers[program])
             assert tickets.drawn == (looped and draws) * len(numbers[program])
-            assert tickets.offered == (looped and not draws)
+            # All warpgroups of a cluster wait for tickets.
+            assert tickets.offered == (looped and (clusters or not draws))
+            assert tickets.awaited == (looped and clusters and draws)
         return visited, empty
 
     return run
@@ -170,6 +178,25 @@ def some_tables(batch, tiles):
     tables = np.sort(rng.integers(0, 5, (batch, tiles, 4)), axis=-1)
     tables[:, ::3] = 0
     return jnp.asarray(tables, jnp.int32)
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["tickets", "equal"])
+@pytest.mark.parametrize("tiles", [1, 5], ids=["one_each", "several"])
+def test_programs_of_a_cluster_take_neighbouring_tiles(run_programs, tiles, equal):
+    """And the same steps, in the same order."""
+    items = Items(1, 1 if tiles == 1 else 2, tiles, True, 1, equal=equal, cluster=2)
+    assert items.programs == 1  # of three multiprocessors
+    tables = some_tables(1, tiles)
+    (first, none), (second, no_more) = (
+        run_programs(items, tables, leave_empty=False, rank=rank) for rank in range(2)
+    )
+    assert not none + no_more
+    assert {place for _, place, *_ in first + second} == set(
+        itertools.product(range(1), range(items.heads), range(2 * tiles))
+    )
+    for (*_, (row, head, tile), steps, total), other in zip(first, second, strict=True):
+        assert other[1:] == ((row, head, tile + 1), steps, total)
+        assert tile % 2 == 0
 
 
 @pytest.mark.parametrize("leave_empty", [False, True], ids=["visit_empty", "leave_empty"])

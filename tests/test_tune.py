@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import types
 from typing import Any
@@ -56,12 +57,16 @@ def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim, value_dim):
 def test_the_mosaic_space_is_what_fits_of_the_whole():
     small = {tune.as_entry(config) for config in tune.mosaic_space("forward", 16, 16)}
     sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
-    assert small == {(q, kv, n) for q in sizes[0] for kv in sizes[1] for n in sizes[2]}
+    assert small == {
+        (*config, *cluster)
+        for config in itertools.product(*sizes)
+        for cluster in ((), ("cluster=2",))
+    }
     backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32, 32)}
     fewer = {(64, 128, 3, 2), (64, 128, 4, 2), (64, 128, 4, 3)}
     assert backward == {(64, 128, n) for n in (2, 3, 4)} | fewer
     large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 128)}
-    assert (128, 128, 2) in large
+    assert {(128, 128, 2), (128, 128, 2, "cluster=2")} <= large
     assert (128, 128, 3) not in large
     narrow_values = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 64)}
     assert large < narrow_values
@@ -74,10 +79,12 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
         ("triton", TritonConfig(64, 64, 4, 3, True)),
         ("mosaic_gpu", MosaicConfig(128, 64, 3)),
         ("mosaic_gpu", MosaicConfig(64, 128, 3, 2)),
+        ("mosaic_gpu", MosaicConfig(128, 128, 2, cluster=2)),
     ],
 )
 def test_entries_are_read_as_they_are_printed(name, config):
-    printed = ",".join(str(int(x)) for x in tune.as_entry(config))
+    entry = tune.as_entry(config)
+    printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
     assert tune.BACKENDS[name].parse(printed) == config
     assert tune.as_entry(tune.BACKENDS[name].parse(printed)) == tune.as_entry(config)
 
@@ -85,11 +92,13 @@ def test_entries_are_read_as_they_are_printed(name, config):
 def test_the_entry_of_a_mosaic_kernel_is_what_its_function_returns():
     config = mosaic_configs.forward_config(128)
     template = tune.BACKENDS["mosaic_gpu"].entry
-    printed = template.format(kernel="forward", dim=128, tiles=tune.as_entry(config))
+    printed = template.format(kernel="forward", dim=128, tiles=tune.written(config))
     call, _, written = printed.partition(": ")
     assert call == "forward_config(128)"
     assert written == "MosaicConfig(128, 128, 2)"
     assert eval(written, vars(mosaic_configs)) == eval(call, vars(mosaic_configs))
+    clusters = MosaicConfig(128, 128, 2, cluster=2)
+    assert eval(f"MosaicConfig{tune.written(clusters)}", vars(mosaic_configs)) == clusters
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)

@@ -86,6 +86,8 @@ def backward(
     most = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
     if config.block_kv != most:
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel takes {most}")
+    if config.cluster != 1:
+        raise ValueError(f"cluster is {config.cluster}: the backward kernel takes 1")
     q, k, v = operands.q, operands.k, operands.v
     tokens = token_operands(static, operands)
     do, (lse, delta) = operands.cotangents()

@@ -59,7 +59,7 @@ class BlockEntries(NamedTuple):
         columns = mask.columns(operands.kv_tokens.positions[::WARPGROUP_ROWS])
         return cls(
             mask.table.astype(jnp.int32),
-            padded(rows, operands.q_length, config.block_q),
+            padded(rows, operands.q_length, config.tiles.block_q),
             padded(columns, operands.kv_length, config.block_kv),
         )
 

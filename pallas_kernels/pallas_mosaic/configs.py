@@ -25,6 +25,9 @@ SLOTS = 2
 # whole step ahead of the other.
 DS_BUFFERS = 3
 
+# The axis over the programs of a cluster.
+CLUSTER_AXIS = "cluster"
+
 # The widest heads for which the backward kernel has registers for the slopes of a tile's scores.
 SLOPED_HEAD_DIM = 64
 
@@ -38,12 +41,17 @@ class MosaicConfig:
       block_kv: keys a tile. Backward: 128, 64 for either of two warpgroups.
       stages: how many tiles of the side that is walked over are in shared memory or arriving.
       do_stages: how many tiles of dO the backward kernel has there; None is as many as of q.
+      cluster: how many forward programs, 1 or 2, work on neighbouring tiles of queries in step and
+        share their key tiles: each copies its part of a tile into the memory of both. Tiles of keys
+        are then those that one of them needs, so under a causal mask the earlier one visits a
+        few in which nothing counts.
     """
 
     block_q: int
     block_kv: int
     stages: int
     do_stages: int | None = None
+    cluster: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
@@ -54,11 +62,13 @@ class MosaicConfig:
             stages = getattr(self, name)
             if stages is not None and stages < 2:
                 raise ValueError(f"{name} is {stages}: it must be 2 or more")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
 
     @property
     def tiles(self) -> Tiles:
-        """The part that tile bounds depend on."""
-        return Tiles(self.block_q, self.block_kv)
+        """The part that tile bounds depend on: the queries are those of a whole cluster."""
+        return Tiles(self.block_q * self.cluster, self.block_kv)
 
 
 def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:

@@ -29,7 +29,8 @@ class DropoutNumbers(NamedTuple):
         """Arrays padded to whole tiles; None if nothing is dropped."""
         if operands.dropout_seeds is None:
             return None
-        q_length = -(-operands.q_length // config.block_q) * config.block_q
+        block_q = config.tiles.block_q
+        q_length = -(-operands.q_length // block_q) * block_q
         kv_length = -(-operands.kv_length // config.block_kv) * config.block_kv
         columns = column_numbers(operands.kv_tokens.positions)
         rows = pad_axis(operands.dropout_rows, 2, q_length)

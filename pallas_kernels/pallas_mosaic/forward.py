@@ -6,6 +6,9 @@ draws the items' tickets, and copies queries and key tiles into shared memory as
 step of its main loop in ``forward_step.py`` (scores and softmax in files of these names), and the
 end of an item in ``forward_finish.py``: o is merged with the incoming (o, lse) and written, in
 place if it can be.
+
+Where ``MosaicConfig.cluster`` is 2, an item is two neighbouring query tiles, one for each program
+of a cluster. The two visit the same key tiles, and each copies one half of every tile into both.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.configs import REGISTERS, MosaicConfig, forward_config
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.forward_compute import compute_items
-from pallas_kernels.pallas_mosaic.forward_copy import copy_item
+from pallas_kernels.pallas_mosaic.forward_copy import copy_items
 from pallas_kernels.pallas_mosaic.items import each_item
 from pallas_kernels.pallas_mosaic.launch import call, split_warpgroups
 from pallas_kernels.pallas_mosaic.operands import (
@@ -63,7 +66,7 @@ def forward(
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
     # Without padding it would overwrite the lse of the next head.
-    padded = static.q_tiles * config.block_q
+    padded = static.items.tiles * config.tiles.block_q
     results = ForwardResults(
         o=jax.ShapeDtypeStruct(operands.out_shape, out_dtype),
         lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
@@ -107,7 +110,10 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
     """One program, which does one item after the other."""
     refs = ForwardRefs(operands, results, memory)
-    counter = TicketCounter(count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots)
+    counter = TicketCounter(
+        count, memory.ticket_arrived, memory.ticket_free, memory.ticket_slots,
+        cluster=static.config.cluster,
+    )  # fmt: skip
 
     def walk_of(batch_row, head, tile):
         return Walk(operands.bounds, batch_row, head, tile, last=static.kv_tiles - 1)
@@ -116,5 +122,5 @@ def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
     split_warpgroups(
         static.warpgroups,
         compute=functools.partial(compute_items, static, refs, run),
-        copy=lambda: run(functools.partial(copy_item, static, refs), draws=True),
+        copy=functools.partial(copy_items, static, refs, run),
     )

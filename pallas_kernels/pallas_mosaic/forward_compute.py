@@ -63,5 +63,5 @@ def _last_product(rows: QueryRows, sums: ForwardSums) -> jax.Array:
 
     acc = pl.run_scoped(product, accumulators(rows.static)[1])
     # The copies of the next item's keys need not wait for what follows.
-    plgpu.barrier_arrive(memory.v_free.at[stage])
+    rows.free_stage(memory.v_free, stage)
     return acc

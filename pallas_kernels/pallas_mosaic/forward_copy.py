@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
+from pallas_kernels.pallas_mosaic.configs import CLUSTER_AXIS, WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.items import Item
 from pallas_kernels.pallas_mosaic.operands import ForwardRefs
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
 from pallas_kernels.pallas_mosaic.tiles import i32
 
 
-def copy_item(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:
+def copy_items(static: ForwardStatic, refs: ForwardRefs, run: Callable[..., Any]) -> None:
+    """The copies of all items; ``run`` is ``each_item`` for this kernel's items."""
+    steps = run(functools.partial(_copy_item, static, refs), draws=True)
+    if static.config.cluster > 1:
+        _await_last_reads(static, refs, steps)
+
+
+def _await_last_reads(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
+    """Waits until all stages are free, after a program's last step.
+
+    The other program of the cluster says so at barriers in this one's memory, which is gone when
+    this one has ended.
+    """
+    memory = refs.memory
+    for stage in range(static.config.stages):
+
+        @pl.when(steps > stage)
+        def _(stage=stage):
+            plgpu.barrier_wait(memory.k_free.at[stage])
+            plgpu.barrier_wait(memory.v_free.at[stage])
+
+
+def _copy_item(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:
     """Starts the copies of an item's queries, keys and values, each when there is room.
 
     A program uses the stages in turn over all of its items: ``program_step`` counts on from item to
@@ -33,7 +56,8 @@ def copy_item(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:
         keys = operands.k.at[item.batch_row, tokens, kv_head]
         values = operands.v.at[item.batch_row, tokens, kv_head]
         was_used = program_step >= static.config.stages
-        _copy_tile(keys, stage, was_used, memory.k, memory.k_arrived, memory.k_free)
+        tile = static, stage, was_used
+        _copy_tile(*tile, keys, memory.k, memory.k_arrived, memory.k_free)
         if static.bias_in_products:
             # The stage is free for the positions when it is for the keys.
             positions = operands.k_positions.at[tokens]
@@ -42,19 +66,25 @@ def copy_item(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:
         # The queries are copied after the first keys, which have room earlier: the item before
         # frees its queries only with its last scores.
         pl.when(step == 0)(functools.partial(_copy_queries, static, refs, item))
-        _copy_tile(values, stage, was_used, memory.v, memory.v_arrived, memory.v_free)
+        _copy_tile(*tile, values, memory.v, memory.v_arrived, memory.v_free)
 
 
 def _copy_tile(
-    source: Any, stage: Any, was_used: Any, target: Any, arrived: Any, free: Any
-) -> None:
-    """Starts the copy of a tile of keys or values, when the stage's tile before has been read."""
+    static: ForwardStatic, stage: Any, was_used: Any,
+    source: Any, target: Any, arrived: Any, free: Any,
+) -> None:  # fmt: skip
+    """Starts the copy of a tile of keys or values, when the stage's tile before has been read.
+
+    Each program of a cluster starts the copy of its part, into the memory of all. ``arrived`` waits
+    for the whole tile.
+    """
 
     @pl.when(was_used)
     def _():
         plgpu.barrier_wait(free.at[stage])
 
-    plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage])
+    axes = None if static.config.cluster == 1 else CLUSTER_AXIS
+    plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage], collective_axes=axes)
 
 
 def _copy_queries(static: ForwardStatic, refs: ForwardRefs, item: Item) -> None:

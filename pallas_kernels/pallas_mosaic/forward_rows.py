@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
 from pallas_kernels.pallas_mosaic.items import Item
 from pallas_kernels.pallas_mosaic.operands import ForwardRefs
 from pallas_kernels.pallas_mosaic.static import ForwardStatic
-from pallas_kernels.pallas_mosaic.tiles import ROWS, i32, multiply_add
+from pallas_kernels.pallas_mosaic.tiles import ROWS, i32, meet, multiply_add
 from pallas_kernels.pallas_mosaic.tokens import SideTokens
 
 
@@ -76,6 +77,13 @@ class QueryRows(NamedTuple):
         assert self.positions is not None
         at_query = multiply_add(slope, self.positions, start, ROWS)
         return at_query * self.static.base_2_factor
+
+    def free_stage(self, free: Any, stage: Any) -> None:
+        """Says at one of the barriers ``free`` that this warpgroup has read what is in a stage."""
+        if self.static.config.cluster > 1:
+            # At a cluster's barrier one thread arrives for the whole warpgroup.
+            meet()
+        plgpu.barrier_arrive(free.at[stage])
 
     def stage(self, step: Any) -> Any:
         """The stage that holds the keys of a step, or their values."""

@@ -88,7 +88,7 @@ def visit_keys(rows: QueryRows, masked: bool, step: Any, sums: ForwardSums) -> F
         # registers of the weights before.
         acc, p = computed_here(acc, p)
         _wait_for_keys(rows, step + 1)
-        plgpu.barrier_arrive(memory.v_free.at[earlier_stage])
+        rows.free_stage(memory.v_free, earlier_stage)
         # Most tiles hold no score larger than all before it: then nothing shrinks.
         acc = shrink_rows(acc, shrink)
         return ForwardSums(p.astype(static.dtype), acc, m, total)
@@ -125,7 +125,7 @@ def _free_keys(rows: QueryRows, stage: Any) -> None:
     """Says that the keys of a stage have been read, and their positions."""
     if rows.static.bias_in_products:
         end_reads()
-    plgpu.barrier_arrive(rows.refs.memory.k_free.at[stage])
+    rows.free_stage(rows.refs.memory.k_free, stage)
 
 
 def _free_queries(rows: QueryRows, condition: Any) -> None:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.device import multiprocessors
-from pallas_kernels.pallas_mosaic.configs import SLOTS
+from pallas_kernels.pallas_mosaic.configs import CLUSTER_AXIS, SLOTS
 from pallas_kernels.pallas_mosaic.tickets import TicketCounter
 from pallas_kernels.pallas_mosaic.tiles import computed_here, i32
 from pallas_kernels.pallas_mosaic.walk import Walk
@@ -27,6 +27,10 @@ _END_AT_MOST = 0.05
 @dataclasses.dataclass(frozen=True)
 class Items:
     """The work of a kernel, one item per (batch row, head, tile).
+
+    Where programs form clusters, read "cluster" for "program", and "neighbouring tiles, one for
+    each program of a cluster" for "tile". Where items are equal, clusters draw no tickets: with n
+    of them a cluster's items are the one with its own number, and every n-th from there on.
 
     There is one program per multiprocessor. A program's first item has the program's number. A
     program draws the ticket of its next item (:class:`TicketCounter`) when it has started all
@@ -47,6 +51,7 @@ class Items:
       equal: all items have the same work. None can come too late then, so a section is one head.
       looped: False where a kernel has no registers for a loop over items. Then every item is a
         program of its own, and the GPU starts the programs one by one.
+      cluster: how many programs a cluster has.
     """
 
     batch: int
@@ -56,6 +61,7 @@ class Items:
     shared_bytes: int
     equal: bool = False
     looped: bool = True
+    cluster: int = 1
 
     @property
     def count(self) -> int:
@@ -65,7 +71,9 @@ class Items:
     @property
     def programs(self) -> int:
         """How many work on them."""
-        return min(self.count, multiprocessors()) if self.looped else self.count
+        if not self.looped:
+            return self.count
+        return min(self.count, max(1, multiprocessors() // self.cluster))
 
     @property
     def section(self) -> int:
@@ -88,6 +96,11 @@ class Items:
     def one_each(self) -> bool:
         """Whether no program has a second item."""
         return self.programs == self.count
+
+    @property
+    def draws_tickets(self) -> bool:
+        """Whether programs draw tickets for their items."""
+        return not self.one_each and not (self.cluster > 1 and self.equal)
 
     def place_of(self, number: Any) -> Place:
         """Where an item lies; numbers are in the order in which items are given out."""
@@ -149,8 +162,8 @@ def each_item(
     steps_per_tile: int = 1,
     leave_empty: bool,
     empty: Callable[[Item], None] | None = None,
-) -> None:
-    """Calls ``visit`` for a program's items one after the other.
+) -> Any:
+    """Calls ``visit`` for a program's items one after the other; returns how many steps they had.
 
     Args:
       items: all items.
@@ -167,8 +180,9 @@ def each_item(
     # Registers are scarce: item_and_slot is the item's number times SLOTS, plus the slot of the
     # next ticket.
     def visit_one(item_and_slot, steps_before):
-        batch_row, head, tile = items.place_of(lax.div(item_and_slot, i32(SLOTS)))
-        walk = walk_of(batch_row, head, tile)
+        place = items.place_of(lax.div(item_and_slot, i32(SLOTS)))
+        walk = walk_of(*place)
+        batch_row, head, tile = _own(items, place)
         visited = walk.total if leave_empty else jnp.maximum(walk.total, 1)
         steps = visited * steps_per_tile
 
@@ -183,6 +197,8 @@ def each_item(
         item_and_slot, steps_before = state
         slot = lax.rem(item_and_slot, i32(SLOTS))
         steps = visit_one(item_and_slot, steps_before)
+        if not items.draws_tickets:
+            return item_and_slot + i32(items.programs * SLOTS), steps_before + steps
         if draws:
             counter.draw(slot)
         number = items.programs + counter.read(slot, draws)
@@ -190,13 +206,22 @@ def each_item(
 
     first = lax.axis_index("programs") * SLOTS, i32(0)
     if items.one_each:
-        visit_one(*first)  # No loop, and what it would keep in registers is constant.
-    else:
-        if not draws:
-            counter.offer_slots()
-        lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)
+        return visit_one(*first)  # No loop, and what it would keep in registers is constant.
+    if items.draws_tickets and (not draws or items.cluster > 1):
+        counter.offer_slots(draws)
+    _, steps = lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)
+    if items.draws_tickets and draws and items.cluster > 1:
+        counter.await_last_reads()
+    return steps
 
 
 def _recompute_place(items: Items, item_and_slot: Any) -> Place:
     """An item's place, computed again where it is used: no register keeps it until then."""
-    return items.place_of(lax.div(computed_here(item_and_slot), i32(SLOTS)))
+    return _own(items, items.place_of(lax.div(computed_here(item_and_slot), i32(SLOTS))))
+
+
+def _own(items: Items, place: Place) -> Place:
+    """The place of this program's own tile, of an item's place."""
+    if items.cluster == 1:
+        return place
+    return place._replace(tile=place.tile * items.cluster + lax.axis_index(CLUSTER_AXIS))

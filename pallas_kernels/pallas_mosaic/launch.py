@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import depending_on, unvary, varying_axes
-from pallas_kernels.pallas_mosaic.configs import REGISTERS
+from pallas_kernels.pallas_mosaic.configs import CLUSTER_AXIS, REGISTERS
 from pallas_kernels.pallas_mosaic.items import Items
 from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_mosaic.operands import (
@@ -60,7 +60,7 @@ def call[Results: (ForwardResults, BackwardResults)](
     # hold. A reference may not be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(wanted) if isinstance(r, jax.Array)}
     counts = []
-    if not items.one_each:
+    if items.draws_tickets:
         counts = [jax.new_ref(depending_on(jnp.zeros((1,), jnp.int32), operands.q))]
 
     def entry(*refs):
@@ -77,12 +77,15 @@ def call[Results: (ForwardResults, BackwardResults)](
             lambda scoped: body(*records, scoped, *(count or [None])), memory, collective_axes="wg"
         )
 
+    cluster = (items.cluster,) if items.cluster > 1 else ()
     made = iter(
         plgpu.kernel(
             entry,
             out_type=fresh,
             grid=(items.programs,),
             grid_names=("programs",),
+            cluster=cluster,
+            cluster_names=(CLUSTER_AXIS,) * len(cluster),
             num_threads=warpgroups + 1,
             thread_name="wg",
             kernel_name=name,

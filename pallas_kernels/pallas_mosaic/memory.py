@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.pallas_mosaic.configs import (
     BACKWARD_WARPGROUPS,
+    CLUSTER_AXIS,
     DS_BUFFERS,
     SLOTS,
     WARPGROUP_ROWS,
@@ -36,6 +37,9 @@ class ForwardMemory(NamedTuple):
     W is how many warpgroups compute. A stage is room for one tile of keys or of values. A barrier
     ``..._arrived`` says that a copy into the memory of this name has ended, a barrier ``..._free``
     that every warpgroup which reads the memory has done so.
+
+    Programs of a cluster copy keys and values into each other's stages. So a stage is free only
+    when the warpgroups of all of them have read theirs, and its barrier is one of the cluster.
 
     Attributes:
       q: ``[W, 64, H]``, the item's queries.
@@ -117,12 +121,13 @@ class ForwardMemory(NamedTuple):
             # A copy of keys arrives, and one of their positions.
             k_arrived=plgpu.Barrier(num_arrivals=1 + bias_in_products, num_barriers=stages),
             v_arrived=plgpu.Barrier(num_barriers=stages),
-            k_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            v_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            k_free=_in_cluster(config, warpgroups, stages),
+            v_free=_in_cluster(config, warpgroups, stages),
             lse_arrived=plgpu.Barrier(num_barriers=warpgroups),
             o_arrived=plgpu.Barrier(num_barriers=warpgroups),
-            ticket_arrived=plgpu.Barrier(num_barriers=SLOTS),
-            ticket_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=SLOTS),
+            ticket_arrived=_in_cluster(config, 1, SLOTS),
+            # In a cluster copying warpgroups read tickets, too, that another one has drawn.
+            ticket_free=_in_cluster(config, warpgroups + (config.cluster > 1), SLOTS),
         )
 
     @property
@@ -335,11 +340,19 @@ def _matrix(shape: tuple[int, ...], dtype: DTypeLike, lanes: int | None = None) 
     )
 
 
+def _in_cluster(config: MosaicConfig, arrivals: int, count: int) -> Any:
+    """``count`` barriers, each with ``arrivals`` from every program of a cluster."""
+    if config.cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    axes = (CLUSTER_AXIS,)
+    return plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=arrivals, num_barriers=count)
+
+
 def _bytes_of(memory: ForwardMemory | BackwardMemory) -> int:
     """Bytes of descriptions: arrays begin at multiples of a KiB, a barrier takes 8 bytes."""
     size = 0
     for field in jax.tree.leaves(memory):
-        if isinstance(field, plgpu.Barrier):
+        if isinstance(field, (plgpu.Barrier, plgpu.ClusterBarrier)):
             size += 8 * int(np.prod(field.num_barriers))
         else:
             size += -(-math.prod(field.shape) * jnp.dtype(field.dtype).itemsize // 1024) * 1024

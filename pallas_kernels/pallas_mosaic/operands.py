@@ -144,7 +144,7 @@ def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens
     _, ranges = operands.tested(static.spec.mask)
     functions = static.spec.calls_functions
     q_tokens = operands.q_tokens._replace(**ranges)
-    queries = SideTokens.padded(q_tokens, static.config.block_q, functions)
+    queries = SideTokens.padded(q_tokens, static.config.tiles.block_q, functions)
     if ranges and not static.has_bias and not functions:
         # Ranges stand for the positions of their queries, but where something else reads those.
         queries = queries._replace(positions=None)

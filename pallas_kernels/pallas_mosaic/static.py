@@ -215,11 +215,12 @@ class ForwardStatic(MosaicStatic):
         return Items(
             self.batch,
             self.heads,
-            self.q_tiles,
+            -(-self.q_tiles // self.config.cluster),
             last_first=True,
             shared_bytes=2 * self.kv_length * (self.dim + self.value_dim) // self.groups,
             equal=not self.hides_some,
             looped=forward_loops(self.config, self.reads_more),
+            cluster=self.config.cluster,
         )
 
     @property

@@ -122,3 +122,9 @@ def end_reads(_):
     behind it every thread arrives by itself.
     """
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
+def meet(_):
+    """Waits until all threads of the warpgroup are here."""
+    utils.warpgroup_barrier()

@@ -7,6 +7,8 @@ thread, the programs one after the other, and finds data races by vector clocks.
   operands and adds to its accumulator when its warpgroup waits for it, not before, and to overwrite
   an operand earlier is a race;
 - copies to device memory that add, and copies under a condition;
+- copies into the memory of all programs of a cluster, of which each makes its part;
+- that a program may not end while another of its cluster still arrives at its barriers;
 - the kernels' own instructions: the drawing of tickets, a fence, a multiply-add that rounds once;
 - that a wait which nobody ends is an error.
 
@@ -20,9 +22,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
+import time
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -102,6 +106,9 @@ class _Memory(shared_memory.GPUSharedMemory):
         self.started = collections.defaultdict(collections.deque)
         # Held while something in device memory is read and changed in one go.
         self.atomic = threading.Lock()
+        # Of a tile that the programs of a cluster copy together, the parts that have arrived: by
+        # barrier, and by the program that copied them.
+        self.parts = collections.defaultdict(dict)
 
     def kernel_thread_finished(self, thread):
         super().kernel_thread_finished(thread)
@@ -164,6 +171,62 @@ class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
         self.post_write(tma_thread_id, memory)
 
 
+class _ClusterBarrier(shared_memory.ClusterBarrier):
+    """A barrier of a cluster, at which nobody arrives after its memory's program has ended."""
+
+    def deallocate(self):
+        super().deallocate()
+        if not self.has_zero_ref_count():
+            return
+        for barrier in self.barriers:
+            seen = max(barrier.last_observed_phase_by_thread.values(), default=0)
+            if seen != barrier.phase:
+                raise ValueError(
+                    f"a program may end before the last arrival at {barrier}: it has waited "
+                    f"{seen} times, and all have arrived {barrier.phase} times"
+                )
+
+
+class _CopyOfPart(gpu_callbacks.AsyncCopyGmemToSmemTask):
+    """Copies one program's part of a tile into the memory of one program of the cluster."""
+
+    def post_write(self, tma_thread_id, shared_memory):
+        source, parts = self.thread.block_id, shared_memory.parts[id(self.barrier)]
+        with shared_memory.atomic:
+            assert source not in parts, f"{self.thread} overwrites a tile that is not complete"
+            parts[source] = self.clock.copy() if self.clock is not None else None
+            if len(parts) < shared_memory.num_blocks_per_cluster:
+                return
+            clock, *others = parts.values()
+            for other in others:
+                if clock is not None:
+                    clock.update(other)
+            parts.clear()
+        self.barrier.arrive(self.thread, clock, self.logging_info)
+
+
+def _wait_until_allocated(*keys: Any) -> None:
+    """Waits for another program of the cluster, as all do on a GPU before they begin."""
+    memory = _memory()
+    while True:
+        memory.check_failed()
+        with memory.lock:
+            if all(key in memory.mem for key in keys):
+                return
+        time.sleep(0.001)
+
+
+def _part_of(access: Any, part: int, parts: int) -> Any:
+    """The part of an access that one of several programs copies: a slice of the first axis."""
+    ranges = list(access.range)
+    axis = next(i for i, r in enumerate(ranges) if isinstance(r, slice))
+    size, rest = divmod(ranges[axis].stop - ranges[axis].start, parts)
+    assert not rest, f"{access} is not {parts} equal parts"
+    start = ranges[axis].start + part * size
+    ranges[axis] = slice(start, start + size, ranges[axis].step)
+    return dataclasses.replace(access, range=tuple(ranges))
+
+
 # What a kernel's operations do when they are run: callbacks, named and called as JAX's own are.
 
 
@@ -212,15 +275,44 @@ def _add_to_gmem(*, token, thread, mesh_location, source, target, source_info):
 
 
 @gpu_callbacks.fail_on_exception
+def _copy_part_to_all(
+    *, token, mesh_location, thread, src_allocation_key_as_array, src_transforms,
+    dst_allocation_key_as_array, dst_transforms, barrier_allocation_key_as_array, source_info,
+):  # fmt: skip
+    memory = _memory()
+    programs = memory.num_blocks_per_cluster
+    source = _Place.of(src_allocation_key_as_array, src_transforms)
+    target = _Place.of(dst_allocation_key_as_array, dst_transforms)
+    barrier = shared_memory.HostAllocationKey.from_array(barrier_allocation_key_as_array)
+    for program in range(programs):
+        # The same memory of another program.
+        key, barrier_key = (
+            dataclasses.replace(key, block_id=program) for key in (target.key, barrier)
+        )
+        _wait_until_allocated(key, barrier_key)
+        parts = [_part_of(place.access, thread.block_id, programs) for place in (source, target)]
+        copy = _CopyOfPart(
+            mesh_location, thread, source.key, parts[0], key, parts[1], barrier_key, source_info,
+            memory.incr_clock(thread) if memory.detect_races else None,
+        )  # fmt: skip
+        memory.execute_async_task(copy)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
 def _draw_ticket(*, token, thread, count, slot, source_info):
     memory, count, slot = _memory(), _Place.of(*count), _Place.of(*slot)
+    if thread.block_id:
+        return token  # The first program of a cluster draws for all.
     with memory.atomic:
         ticket = count.read(thread)
         count.write(thread, ticket + 1)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().check_write(thread, clock, *slot, source_info=source_info)
-    slot.write(thread, ticket.astype(np.float32))
+    for program in range(memory.num_blocks_per_cluster):
+        theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=program))
+        if memory.detect_races:
+            clock = memory.incr_clock(thread).generic_clock
+            gpu_callbacks.get_races().check_write(thread, clock, *theirs, source_info=source_info)
+        theirs.write(thread, ticket.astype(np.float32))
     return token
 
 
@@ -274,6 +366,13 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         results = _TOKEN, eqn.outvars[0].aval
         return _call(self, eqn, load, token, results, acc=get_invals()[0])
 
+    def _interpret_copy_gmem_to_smem_p(self, eqn, token, get_invals):
+        copy = super()._interpret_copy_gmem_to_smem_p
+        if eqn.params["collective_axes"] is None:
+            return copy(eqn, token, get_invals)
+        with mock.patch.object(gpu_callbacks, "copy_gmem_to_smem", _copy_part_to_all):
+            return copy(eqn, token, get_invals)
+
     def _interpret_copy_smem_to_gmem_p(
         self, eqn, token, src, dst, *flat_args, src_transforms_treedef, dst_transforms_treedef,
         has_user_predicate, **params,
@@ -306,12 +405,17 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (tiles.__name__, "end_reads"):
             where = {"mesh_location": self.mesh_location}
             return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
+        if name == (tiles.__name__, "meet"):
+            return token, []  # A warpgroup is one thread here.
         if name == (tiles.__name__, "_multiply_add"):
             return token, [jax.pure_callback(_multiply_add, eqn.outvars[0].aval, *get_invals())]
         if name == (tiles.__name__, "_shrink_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
-        assert name == (tickets.__name__, "_draw"), f"what {function} does is to be written here"
+        draws = "_draw", "_draw_for_cluster"
+        assert name in [(tickets.__name__, draw) for draw in draws], (
+            f"what {function} does is to be written here"
+        )
         count, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
         count, slot = zip((count, slot), transforms, strict=True)
@@ -329,7 +433,9 @@ def _run_jaxpr(jaxpr, consts, *args):
     run(consts, *args)
 
 
-_OVERRIDES = (_Interpreter, _Memory, _Barrier, _Impatient, _AddingCopy)
+_OVERRIDES = (
+    _Interpreter, _Memory, _Barrier, _ClusterBarrier, _Impatient, _AddingCopy, _CopyOfPart,
+)  # fmt: skip
 
 
 def check_overrides(classes: tuple[type, ...] = _OVERRIDES) -> None:
@@ -365,6 +471,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
         mock.patch.object(shared_memory, "Barrier", _Barrier),
+        mock.patch.object(shared_memory, "ClusterBarrier", _ClusterBarrier),
         mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr),
         plgpu.force_gpu_interpret_mode(params),
     ):
