@@ -61,6 +61,31 @@ def test_forward_tiles_fit(dim, float32):
     assert float32_lanes(dim) <= 64
 
 
+@pytest.mark.parametrize(
+    ("dim", "length", "mask", "segments", "tile"),
+    [
+        (128, 4096, {}, False, 256),
+        (128, 4096, {"right": 0}, False, 128),
+        (128, 16384, {"right": 0}, False, 256),
+        (128, 16384, {"right": 0}, True, 128),
+        (128, 16384, {"left": 500, "right": 0}, False, 128),
+        (128, 1024, {}, False, 128),
+        (256, 16384, {}, False, 128),
+        (64, 16384, {}, False, 192),
+    ],
+)
+def test_long_plain_masks_share_key_tiles(dim, length, mask, segments, tile):
+    """The tables have a row for each cluster's tile of queries."""
+    x: Any = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
+    ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    positions: Any = jax.ShapeDtypeStruct((length,), jnp.int32)
+    tokens = Tokens(positions, ids)
+    spec = AttentionSpec.of(0.1, **mask)
+    bounds = functools.partial(mosaic_gpu().forward_bounds, spec=spec)
+    table = jax.eval_shape(bounds, Operands(x, x, x, tokens, tokens))
+    assert -(-length // tile) in table.shape
+
+
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_backward_tiles_fit(dim):
     for value_dim in {dim, *range(32, 129, 32)} & {*range(0, 129, dim // 2)}:

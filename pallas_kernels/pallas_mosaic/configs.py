@@ -85,6 +85,22 @@ def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig
     return MosaicConfig(128, 64, 2)
 
 
+def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
+    """How many forward programs share key tiles, where positions alone decide what counts.
+
+    Sharing takes bytes from the L2 cache, which matters where products fill a multiprocessor. Two
+    programs also wait for each other: under a causal mask that is worth it for long sequences.
+
+    Args:
+      head_dim: the larger one of H and Hv.
+      is_causal: whether items have unequal work; else every query sees every key.
+      length: of queries or of keys, whichever is shorter.
+    """
+    if is_causal:
+        return 2 if head_dim > 64 and length >= 16384 else 1
+    return 2 if 96 < head_dim <= 128 and length >= 4096 else 1
+
+
 def backward_config(head_dim: int) -> MosaicConfig:
     """The backward kernel's tiles; ``head_dim`` is the larger one of H and Hv."""
     if head_dim <= 96:

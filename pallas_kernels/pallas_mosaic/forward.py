@@ -13,6 +13,7 @@ of a cluster. The two visit the same key tiles, and each copies one half of ever
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -23,7 +24,12 @@ from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
 from pallas_kernels.operands import Carry, Operands
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
-from pallas_kernels.pallas_mosaic.configs import REGISTERS, MosaicConfig, forward_config
+from pallas_kernels.pallas_mosaic.configs import (
+    REGISTERS,
+    MosaicConfig,
+    forward_cluster,
+    forward_config,
+)
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.forward_compute import compute_items
 from pallas_kernels.pallas_mosaic.forward_copy import copy_items
@@ -104,7 +110,12 @@ def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
     # Ranges of keys are two more numbers of each query.
     others_count = others_count or operands.has_key_ranges or operands.block_mask is not None
     head_dim = max(operands.head_dim, operands.value_dim)
-    return forward_config(head_dim, bias_counts or others_count)
+    config = forward_config(head_dim, bias_counts or others_count)
+    if other_tests or operands.has_bias or others_count:
+        return config
+    length = min(operands.q.shape[1], operands.k.shape[1])
+    cluster = forward_cluster(head_dim, spec.mask.right is not None, length)
+    return dataclasses.replace(config, cluster=cluster)
 
 
 def _kernel(static: ForwardStatic, operands, results, memory, count) -> None:
