@@ -287,7 +287,9 @@ def test_values_of_another_head_dim_fit_in_the_registers(report, half, dim, valu
 
 
 @pytest.mark.parametrize("options", [{}, {"full": True}], ids=["causal", "full"])
-@pytest.mark.parametrize(("dim", "block_kv"), [(64, 128), (96, 128), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("dim", "block_kv"), [(64, 128), (80, 128), (112, 128), (128, 128), (192, 64), (256, 64)]
+)
 def test_programs_of_a_cluster_fit_in_the_registers(report, dim, block_kv, options):
     config = MosaicConfig(128, block_kv, 2, cluster=2)
     fits(report("forward", dim, forward_config=config, **options))

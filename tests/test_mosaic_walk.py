@@ -161,7 +161,7 @@ def run_programs(monkeypatch):
                     empty=functools.partial(write, empty),
                 )
             assert int(steps) == steps_before
-            looped, clusters = items.draws_tickets, items.cluster > 1
+            looped, clusters = not items.one_each, items.cluster > 1
             assert tickets.read_by == looped * len(numbers[program])
             assert tickets.drawn == (looped and draws) * len(numbers[program])
             # All warpgroups of a cluster wait for tickets.

@@ -29,13 +29,13 @@ class Items:
     """The work of a kernel, one item per (batch row, head, tile).
 
     Where programs form clusters, read "cluster" for "program", and "neighbouring tiles, one for
-    each program of a cluster" for "tile". Where items are equal, clusters draw no tickets: with n
-    of them a cluster's items are the one with its own number, and every n-th from there on.
+    each program of a cluster" for "tile".
 
     There is one program per multiprocessor. A program's first item has the program's number. A
     program draws the ticket of its next item (:class:`TicketCounter`) when it has started all
-    copies for its present one. So no multiprocessor waits while another has much to do, and an
-    item's first copies run while the results of the item before it are computed and written.
+    copies for its present one. So no multiprocessor waits while another has much to do, also where
+    another kernel, like one of NCCL's, keeps some of them; and an item's first copies run while the
+    results of the item before it are computed and written.
 
     Items are given out section by section. A section is all tiles of some heads, the longest tiles
     first. Long items must not come last, so a section has many heads; but what the items of a
@@ -96,11 +96,6 @@ class Items:
     def one_each(self) -> bool:
         """Whether no program has a second item."""
         return self.programs == self.count
-
-    @property
-    def draws_tickets(self) -> bool:
-        """Whether programs draw tickets for their items."""
-        return not self.one_each and not (self.cluster > 1 and self.equal)
 
     def place_of(self, number: Any) -> Place:
         """Where an item lies; numbers are in the order in which items are given out."""
@@ -197,8 +192,6 @@ def each_item(
         item_and_slot, steps_before = state
         slot = lax.rem(item_and_slot, i32(SLOTS))
         steps = visit_one(item_and_slot, steps_before)
-        if not items.draws_tickets:
-            return item_and_slot + i32(items.programs * SLOTS), steps_before + steps
         if draws:
             counter.draw(slot)
         number = items.programs + counter.read(slot, draws)
@@ -207,10 +200,10 @@ def each_item(
     first = lax.axis_index("programs") * SLOTS, i32(0)
     if items.one_each:
         return visit_one(*first)  # No loop, and what it would keep in registers is constant.
-    if items.draws_tickets and (not draws or items.cluster > 1):
+    if not draws or items.cluster > 1:
         counter.offer_slots(draws)
     _, steps = lax.while_loop(lambda state: state[0] < items.count * SLOTS, body, first)
-    if items.draws_tickets and draws and items.cluster > 1:
+    if draws and items.cluster > 1:
         counter.await_last_reads()
     return steps
 

@@ -60,7 +60,7 @@ def call[Results: (ForwardResults, BackwardResults)](
     # hold. A reference may not be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(wanted) if isinstance(r, jax.Array)}
     counts = []
-    if items.draws_tickets:
+    if not items.one_each:
         counts = [jax.new_ref(depending_on(jnp.zeros((1,), jnp.int32), operands.q))]
 
     def entry(*refs):
