@@ -11,8 +11,8 @@ from typing import Any
 _NO_DENSE_MASK = (
     "there are no dense bias and mask, the fourth and fifth argument of "
     "jax.nn.dot_product_attention; say a mask by is_causal, local_window_size or "
-    "query_segment_ids and key_value_segment_ids or key_starts and key_ends or block_mask, and "
-    "leave them out if they are None"
+    "query_segment_ids and key_value_segment_ids or key_starts and key_ends or block_mask or "
+    "mask_mod, a bias by alibi_slopes or score_mod, and leave them out if they are None"
 )
 # What to use instead of arguments of jax.nn.dot_product_attention that are not taken.
 _REMEDIES = {

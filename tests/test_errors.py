@@ -213,7 +213,8 @@ def test_bias_and_mask_by_position():
     arrays = [arguments.pop(name) for name in ("query", "key", "value")]
     message = (
         "takes query, key and value by position, and 2 more came: .* bias and mask, .* say a mask "
-        "by is_causal, local_window_size or query_segment_ids .*, and leave them out if .* None"
+        "by is_causal, local_window_size or query_segment_ids .* or mask_mod, a bias by "
+        "alibi_slopes or score_mod, and leave them out if .* None"
     )
     call: Any = burst_jax.burst_attention  # its type says that there are three
     with pytest.raises(TypeError, match=message):
@@ -225,7 +226,8 @@ def test_bias_and_mask_by_position():
 def test_bias_and_mask_by_keyword(function, name):
     message = (
         f"_attention has no argument '{name}': there are no dense bias and mask, .* say a mask by "
-        "is_causal, local_window_size or query_segment_ids .*, and leave them out if .* None"
+        "is_causal, local_window_size or query_segment_ids .* or mask_mod, a bias by alibi_slopes "
+        "or score_mod, and leave them out if .* None"
     )
     for value in (None, np.ones((B, N, T, T), bool)):
         with pytest.raises(TypeError, match=message):

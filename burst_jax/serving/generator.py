@@ -42,7 +42,7 @@ class Generator:
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` gives.
       max_length: tokens of a row at most, of all prompts and all generated ones. A first prompt
-        always has room for its padding; with ``extend`` each further prompt takes up to a sixteenth
+        always has room for its padding; with ``extend`` each further prompt takes up to an eighth
         more than its tokens, a few tokens at least.
       batch: rows; a multiple of the devices along the batch axes.
       prefill_chunk: tokens of a prompt that go through the ring at a time; None is all. Memory for
@@ -329,7 +329,7 @@ class Generator:
     def _padded(self, length: int) -> int:
         """A prompt's length as it goes through the ring, which shards divide.
 
-        Longer prompts have coarser lengths, a sixteenth too much at most, so that few programs are
+        Longer prompts have coarser lengths, an eighth too much at most, so that few programs are
         compiled.
         """
         step = self._step(length)
