@@ -17,6 +17,8 @@ from burst_jax.flax.rope import RopeTable, rope_table
 from burst_jax.flax.rope_variants import DynamicRope, Rope
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.parts import Parts, embed
+from burst_jax.models.weight_axes import name_of
+from burst_jax.serving.joined import NAMES, join, use_joined
 from burst_jax.serving.split import my_part, padded, spec_of, use_parts
 from burst_jax.sharding import axes_size, mesh_with_devices
 from burst_jax.weights import gather_weights
@@ -103,6 +105,8 @@ class ServedModel:
             taken_apart(path, stack, spec)
             for (path, stack), spec in zip(leaves, of_layers, strict=True)
         ]
+        if self._joins:
+            self._join([path for path, _ in leaves], of_layers, apart)
         self.weights["layers"] = [
             jax.tree.unflatten(structure, [w[i] for w in apart])["layers"] for i in range(count)
         ]
@@ -115,6 +119,31 @@ class ServedModel:
         for name, (matrix, spec) in matrices.items():
             self.specs[name] = spec.get_value()
             self.weights[name] = placed(matrix[...], self.specs[name])
+
+    @property
+    def _joins(self) -> bool:
+        """Whether query's, key's and value's weights are one matrix (``serving.joined``).
+
+        Split weights are gathered for prompts, and whole heads for several devices are cut: both as
+        the decoder has them.
+        """
+        return not self.split and self.heads == self.config.num_kv_heads
+
+    def _join(self, paths: list[Any], specs: list[P], apart: list[list[jax.Array]]) -> None:
+        """Joins the three matrices of every layer, in the place of query's.
+
+        Args:
+          paths: of the layers' weights.
+          specs: how each of them is split.
+          apart: each weight of all layers; the three are replaced.
+        """
+        mesh = mesh_with_devices(self.parts.mesh)
+        names = [name_of(path) for path in paths]
+        at = [names.index(f"layers.attention.{name}.kernel") for name in NAMES]
+        for layer in range(self.config.num_layers):
+            joined = join(tuple(apart[i][layer] for i in at), mesh, specs[at[0]])
+            for i, kernel in zip(at, joined, strict=True):
+                apart[i][layer] = kernel
 
     def _in_dtype(self, weight: jax.Array) -> jax.Array:
         """A matrix in the dtype of the computation; norms and sinks as they are."""
@@ -185,6 +214,8 @@ class ServedModel:
             layer = nnx.merge(self._layer, layers[index])
             if self.split and not gather:
                 use_parts(layer, self.parts)
+            if self._joins:
+                use_joined(layer, config.num_heads // axes_size(self.parts.mesh, axes))
             fn = partial(attend, index)
             x = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
         return nnx.merge(self._norm, weights["final_norm"])(x)
