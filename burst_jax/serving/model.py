@@ -124,8 +124,8 @@ class ServedModel:
     def _joins(self) -> bool:
         """Whether query's, key's and value's weights are one matrix (``serving.joined``).
 
-        Split weights are gathered for prompts, and whole heads for several devices are cut: both as
-        the decoder has them.
+        Not where weights are split over the sequence: a prompt gathers them as the decoder has
+        them. Not where devices share a key head: each takes its head's weights out of all.
         """
         return not self.split and self.heads == self.config.num_kv_heads
 
