@@ -19,12 +19,16 @@ PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 train: $(STAMP)
 	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
 
+# A process has tests that follow each other, which share programs that are compiled once, and takes
+# some of another's when it has none left.
+SPREAD = -n $(WORKERS) --dist worksteal
+
 # tests/conftest.py says what the two markers are for; the run ends by saying how many it left out.
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m 'not slow and not cuda_compiler' $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m 'not slow and not cuda_compiler' $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # In one process, because cases that follow each other share what they are compared with.
 replay: $(STAMP)

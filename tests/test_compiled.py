@@ -11,7 +11,7 @@ import functions
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import KERNELS, gradient
+from compiled import KERNELS, KERNELS_AND_ROTATIONS, gradient
 from jax.sharding import PartitionSpec as P
 from routes import hops_of_turns
 
@@ -130,8 +130,11 @@ def test_every_backward_permute_lies_beside_a_kernel(gpu, rotation, packed):
     assert not [event for event in events if event[0] == "sync"]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize(
+    ("rotation", "packed"),
+    [("rotate_kv", True), ("rotate_query", False)],
+    ids=["rotate_kv-packed", "rotate_query-plain"],
+)
 def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
     """The block goes one device on, the gradient of the step before two.
 
@@ -145,8 +148,7 @@ def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
     assert not [event for event in events if event[0] == "sync"]
 
 
-@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
-@KERNELS
+@KERNELS_AND_ROTATIONS
 def test_bytes_of_grouped_heads_are_the_formulas(gpu, kernels, rotation):
     """With values of half the keys' head dim, on four devices.
 
@@ -161,8 +163,7 @@ def test_bytes_of_grouped_heads_are_the_formulas(gpu, kernels, rotation):
         assert_sends(compiled.compile_for(attention, *arrays), forward)
 
 
-@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
-@KERNELS
+@KERNELS_AND_ROTATIONS
 def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
     """One hop of a block forward, one backward, and one of its gradient."""
     mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh(gpu, 2), (512, 4, 2, 128)
@@ -194,8 +195,7 @@ def test_auto_moves_the_fewest_bytes(heads):
     assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
 
 
-@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
-@KERNELS
+@KERNELS_AND_ROTATIONS
 def test_memory_per_device_does_not_grow_with_the_ring(gpu, kernels, rotation):
     temp = {}
     for n in (4, 12, 16):

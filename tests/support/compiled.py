@@ -28,6 +28,14 @@ KERNELS = pytest.mark.parametrize(
 )
 
 
+# For what bytes and memory are: the ring decides that, the same for both kinds of kernels.
+KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
+    ("gpu", "kernels", "rotation"),
+    [("a100", "triton", "rotate_query"), ("h100", "mosaic_gpu", "rotate_kv")],
+    ids=["a100-triton-rotate_query", "h100-mosaic_gpu-rotate_kv"],
+)
+
+
 def cuda_compiler_present():
     """Whether JAX's CUDA plugin is installed; it compiles without a GPU or a driver."""
     names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
