@@ -35,21 +35,15 @@ def join(kernels: tuple[jax.Array, ...], mesh: Mesh, spec: P) -> tuple[jax.Array
       mesh: the devices.
       spec: how each of them is split, and how the results are.
     """
-    joined = _joined(mesh, spec)(*kernels)
-    return joined, *(_without_heads(kernel, mesh, spec) for kernel in kernels[1:])
+    return _joined(mesh, spec)(*kernels)
 
 
 @functools.cache
 def _joined(mesh: Mesh, spec: P) -> Any:
-    def local(*kernels: jax.Array) -> jax.Array:
-        return jnp.concatenate(kernels, 1)
+    def local(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
+        return jnp.concatenate([query, key, value], 1), key[:, :0], value[:, :0]
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
-
-
-def _without_heads(kernel: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    empty = jnp.zeros((kernel.shape[0], 0, kernel.shape[2]), kernel.dtype)
-    return jax.device_put(empty, jax.NamedSharding(mesh, spec))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3))
 
 
 def use_joined(layer: DecoderLayer, query_heads: int) -> None:
