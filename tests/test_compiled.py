@@ -130,11 +130,8 @@ def test_every_backward_permute_lies_beside_a_kernel(gpu, rotation, packed):
     assert not [event for event in events if event[0] == "sync"]
 
 
-@pytest.mark.parametrize(
-    ("rotation", "packed"),
-    [("rotate_kv", True), ("rotate_query", False)],
-    ids=["rotate_kv-packed", "rotate_query-plain"],
-)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
 def test_fused_backward_permutes_lie_beside_its_one_kernel(rotation, packed):
     """The block goes one device on, the gradient of the step before two.
 

@@ -2,8 +2,8 @@
 
 A step of decoding has one token a row. XLA makes a product of one row with less than 10 million
 weights as a multiplication and a sum, in kernels that reach a third of the memory's rate, and keys'
-and values' weights are few where heads are grouped. Of one matrix there is one product, by the
-matrix library.
+and values' weights are few where heads are grouped. One matrix of all three has enough, so
+its product stays one.
 
 On each device of the tensor axes a joined matrix has that device's query heads, then its key heads,
 then its value heads::

@@ -28,7 +28,7 @@ KERNELS = pytest.mark.parametrize(
 )
 
 
-# For what bytes and memory are: the ring decides that, the same for both kinds of kernels.
+# Each GPU and each rotation once, for bytes and memory, which have formulas in both.
 KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
     ("gpu", "kernels", "rotation"),
     [("a100", "triton", "rotate_query"), ("h100", "mosaic_gpu", "rotate_kv")],
