@@ -6,26 +6,46 @@ makes one attention of partial ones; :func:`to_layout` and its kin put tokens in
 balances a causal ring.
 """
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from burst_jax.api import burst_attention as burst_attention
-from burst_jax.block_mask import block_mask_of as block_mask_of
-from burst_jax.flax.adapters import linen_attention_fn as linen_attention_fn
-from burst_jax.flax.adapters import nnx_attention_fn as nnx_attention_fn
-from burst_jax.flax.layer import BurstAttention as BurstAttention
-from burst_jax.flax.linen_layer import LinenBurstAttention as LinenBurstAttention
-from burst_jax.layout import from_layout as from_layout
-from burst_jax.layout import pad_to_layout as pad_to_layout
-from burst_jax.layout import positions as positions
-from burst_jax.layout import to_layout as to_layout
-from burst_jax.merging import merge as merge
-from burst_jax.plan import plan as plan
-from burst_jax.plan import plan_training as plan_training
-from burst_jax.platform import compiler_options as compiler_options
-from burst_jax.platform import set_compiler_options as set_compiler_options
+from burst_jax.attention.api import burst_attention as burst_attention
+from burst_jax.attention.block_mask import block_mask_of as block_mask_of
+from burst_jax.attention.merging import merge as merge
+from burst_jax.attention.shard_api import local_attention as local_attention
+from burst_jax.attention.shard_api import ring_attention as ring_attention
+from burst_jax.layers.adapters import linen_attention_fn as linen_attention_fn
+from burst_jax.layers.adapters import nnx_attention_fn as nnx_attention_fn
+from burst_jax.layers.linen_layer import LinenBurstAttention as LinenBurstAttention
+from burst_jax.layers.nnx_layer import BurstAttention as BurstAttention
+from burst_jax.layouts.permutation import from_layout as from_layout
+from burst_jax.layouts.permutation import pad_to_layout as pad_to_layout
+from burst_jax.layouts.permutation import positions as positions
+from burst_jax.layouts.permutation import to_layout as to_layout
+from burst_jax.parallel.platform import compiler_options as compiler_options
+from burst_jax.parallel.platform import set_compiler_options as set_compiler_options
+from burst_jax.parallel.rules import ShardingRules as ShardingRules
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from burst_jax.rules import ShardingRules as ShardingRules
-from burst_jax.shard_api import local_attention as local_attention
-from burst_jax.shard_api import ring_attention as ring_attention
 
 __version__ = _version("burst-jax")
+
+# Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
+_PACKAGES = ("data", "models", "plan", "serving", "training")
+
+if _TYPE_CHECKING:
+    from burst_jax import data as data
+    from burst_jax import models as models
+    from burst_jax import plan as plan
+    from burst_jax import serving as serving
+    from burst_jax import training as training
+
+
+def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return _importlib.import_module(f"burst_jax.{name}")
+    raise AttributeError(f"module 'burst_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES})

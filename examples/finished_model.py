@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from run_options import check_model
 
 from burst_jax import ShardingRules, models
-from burst_jax.layout import LAYOUTS
+from burst_jax.layouts.permutation import LAYOUTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,11 +17,11 @@ from jax.sharding import AxisType, Mesh
 
 from burst_jax import ShardingRules
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.layout import LAYOUTS, padded_length
+from burst_jax.errors import did_you_mean
+from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
-from burst_jax.models.hub.adapter import check_base
-from burst_jax.refusals import did_you_mean
+from burst_jax.models.hf.peft import check_base
 from burst_jax.training.adam import Moments
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
@@ -100,7 +100,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all devices on seq)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
     add("--microbatches", type=int, help="of a pipeline (default: as many as stages)")
-    add("--implementation", choices=("xla", "triton", "mosaic_gpu"), help="local attention")
+    add("--implementation", choices=("xla", "triton", "mosaic_sm90"), help="local attention")
     add("--coordinator", help="host:port of process 0, for several processes")
     add("--num-processes", type=int, help="number of processes (default: the cluster's)")
     add("--process-id", type=int, help="number of this process (default: the cluster's)")

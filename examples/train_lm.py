@@ -39,9 +39,9 @@ from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
 from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
 
 from burst_jax.data import Corpus, Loader, Rows, gather_state
-from burst_jax.first_process import by_first_process
 from burst_jax.models import Decoder, abstract_decoder
-from burst_jax.platform import peak_flops, set_compiler_options
+from burst_jax.parallel.first_process import by_first_process
+from burst_jax.parallel.platform import peak_flops, set_compiler_options
 from burst_jax.training import (
     Batch,
     CheckpointError,

@@ -8,14 +8,14 @@ import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.operands import Operands
-from pallas_kernels.pallas_mosaic.implementation import MOSAIC_GPU
+from pallas_kernels.pallas_mosaic.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one takes everything.
-_CANDIDATES = (MOSAIC_GPU, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, TRITON, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
 # linked, and gives every warpgroup of a linked kernel as many registers as every other. The
@@ -29,8 +29,8 @@ class SlowerKernelsWarning(UserWarning):
 
 
 # "reference" is for tests: chosen by name, never offered.
-_BY_NAME = {"mosaic_gpu": MOSAIC_GPU, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
-NAMES = ("mosaic_gpu", "triton", "xla")
+_BY_NAME = {"mosaic_sm90": MOSAIC_SM90, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
+NAMES = ("mosaic_sm90", "triton", "xla")
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:
@@ -84,10 +84,10 @@ def resolve(
     if chosen is None:
         reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
         chosen = _CANDIDATES[reasons.index(None)]
-        if _obstacle(MOSAIC_GPU, *where) is None and chosen is not MOSAIC_GPU:
+        if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
-                f"kernels, 'mosaic_gpu': {reasons[0]}; implementation={chosen.name!r} takes the "
+                f"kernels, 'mosaic_sm90': {reasons[0]}; implementation={chosen.name!r} takes the "
                 "slower ones without this warning",
                 SlowerKernelsWarning,
                 stacklevel=2,
@@ -139,7 +139,7 @@ def _reason_against(
     """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
     where = platform, compute_capability, operands, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
-    if obstacle is None and candidate is MOSAIC_GPU and jax.__version_info__ >= LINKED_SINCE:
+    if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:
         return (
             f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
             "(pip install 'burst-jax[cuda13]' does)"

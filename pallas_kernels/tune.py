@@ -23,7 +23,7 @@ from pallas_kernels import (
     Implementation,
     Operands,
     Tokens,
-    mosaic_gpu,
+    mosaic_sm90,
     resolve,
     triton,
 )
@@ -112,9 +112,9 @@ BACKENDS = {
     ),
     # One kernel makes all gradients. It adds dQ up in the order in which programs come: that
     # differs from run to run, and from xla's, in the order of float32 sums alone.
-    "mosaic_gpu": Backend(
+    "mosaic_sm90": Backend(
         config=MosaicConfig,
-        make=lambda config: mosaic_gpu(forward_config=config, backward_config=config),
+        make=lambda config: mosaic_sm90(forward_config=config, backward_config=config),
         space=mosaic_space,
         matmuls={"forward": (1, 1), "backward": (3, 2)},
         syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
@@ -195,7 +195,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--implementation", choices=sorted(BACKENDS),
-        help="default: mosaic_gpu where it runs, else triton",
+        help="default: mosaic_sm90 where it runs, else triton",
     )  # fmt: skip
     parser.add_argument(
         "--shape", type=int, nargs=5, default=(1, 16384, 32, 32, 128),
@@ -224,8 +224,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if args.top < 1 or (args.window is not None and args.window < 0):
         parser.error(f"--top is {args.top}, --window {args.window}: at least 1 and 0")
     if args.implementation is None:
-        hopper = mosaic_gpu().unavailable(jax.default_backend(), compute_capability()) is None
-        args.implementation = "mosaic_gpu" if hopper else "triton"
+        hopper = mosaic_sm90().unavailable(jax.default_backend(), compute_capability()) is None
+        args.implementation = "mosaic_sm90" if hopper else "triton"
     backend = BACKENDS[args.implementation]
     args.kernels = args.kernels or list(backend.matmuls)
     for kernel in args.kernels:

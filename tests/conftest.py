@@ -1,7 +1,7 @@
 """Every test runs on eight CPU devices, whatever else the machine has.
 
 But with ``--implementation`` the local attention's tests run compiled, on the GPU:
-``pytest tests/test_local_*.py --implementation mosaic_gpu``, or ``triton``.
+``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``, or ``triton``.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import os
 import pathlib
 import sys
 
-import compiled
+import compiled_programs as compiled
 import jax
 import pytest
 
-_GPU = ("triton", "mosaic_gpu")
+_GPU = ("triton", "mosaic_sm90")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")
@@ -80,7 +80,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--implementation",
         choices=_GPU,
-        help="run tests/test_local_*.py with these kernels compiled, on a GPU",
+        help="run tests/pallas_kernels/test_local_*.py with these kernels compiled, on a GPU",
     )
     parser.addoption(
         "--cases",
@@ -93,7 +93,7 @@ def pytest_addoption(parser):
         type=int,
         default=2,
         metavar="N",
-        help="how often tests/test_kills.py kills a training run (default: 2)",
+        help="how often tests/training/test_kills.py kills a training run (default: 2)",
     )
 
 
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config, items):
         elsewhere = {name for name in names if not name.startswith("test_local_")}
         if elsewhere:
             raise pytest.UsageError(
-                f"--implementation is for tests/test_local_*.py alone, not {elsewhere}"
+                f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
             )
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),

@@ -3,7 +3,7 @@
 It needs the extra ``data``: ``pip install 'burst-jax[data]'``.
 """
 
-from burst_jax.optional import missing as _missing
+from burst_jax.errors import missing as _missing
 
 try:
     import grain as _grain  # noqa: F401 - says what to install, before a module below fails

@@ -26,7 +26,7 @@ from burst_jax.data.rows import (
 )
 from burst_jax.data.states import VERSION, State, check_same
 from burst_jax.data.tokens import ByteTokens, Tokens
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
 
 # Threads that make rows: tokenizers and reads release Python's lock, packing does not.
 _THREADS = 4

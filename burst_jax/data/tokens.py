@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from burst_jax.optional import optional
+from burst_jax.errors import optional
 
 
 class Tokens(Protocol):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from burst_jax.flax.rope_variants import Rope
+from burst_jax.layers.rope_variants import Rope
 from burst_jax.models.lora_config import Lora
 from burst_jax.models.remat import Remat
 

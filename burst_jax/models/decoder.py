@@ -21,19 +21,19 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.attention_options import AttentionOptions
-from burst_jax.flax.rope import rope_table
-from burst_jax.flax.rope_variants import DynamicRope, Rope
+from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.attention.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.errors import check_integer
+from burst_jax.layers.rope import rope_table
+from burst_jax.layers.rope_variants import DynamicRope, Rope
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.layers import DecoderLayer, norm_of
-from burst_jax.models.parts import Parts, embed, parts_of, refuse_split
 from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import AttentionFn, Remat, remat_of_layers, rematerialised
+from burst_jax.models.shardings import Parts, embed, parts_of, refuse_split
 from burst_jax.models.stack import Layer, run_ahead, run_layers
-from burst_jax.order import refuse_other_layout, refuse_wrong_order
-from burst_jax.refusals import check_integer
-from burst_jax.rules import ShardingRules, check_rules
-from burst_jax.sharding import (
+from burst_jax.parallel.collectives import gather_weights
+from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
     flat_names,
@@ -42,7 +42,7 @@ from burst_jax.sharding import (
     place_explicit,
     resolve_mesh,
 )
-from burst_jax.weights import gather_weights
+from burst_jax.parallel.rules import ShardingRules, check_rules
 from pallas_kernels.arrays import as_int32, vary
 
 
@@ -57,8 +57,9 @@ class Decoder(nnx.Module):
       rngs: random numbers for the initializers (stream "params").
       rules: the mesh axes that split weights and activations, see
         :class:`burst_jax.ShardingRules`. None: the options ``batch_axis``, ``seq_axis`` and
-        ``head_axis`` split the activations, and weights are whole but for their heads, hidden
-        features and vocabulary, which ``head_axis`` splits. Weights that lie split over other Auto
+        ``tensor_axis`` split the activations, and weights are whole but for their heads, hidden
+        features and vocabulary, which ``tensor_axis`` splits. Weights that lie split over other
+        Auto
         axes are refused where that can be seen (:meth:`refuse_split_weights`); inside ``jit`` it
         cannot, and they are made whole, all layers at once: pass rules instead. Over Explicit axes
         that split rows or tokens weights may be split as they are; they stay so, and one layer's
@@ -149,7 +150,8 @@ class Decoder(nnx.Module):
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. The hidden states
           of padding mean nothing. A token id of V or more gives NaN. Under ``jit`` a row whose
-          positions are in another order than its tokens (:mod:`burst_jax.order`) is NaN too.
+          positions are in another order than its tokens (:mod:`burst_jax.attention.order`) is NaN
+          too.
 
         Raises:
           ValueError: arrays of other shapes or dtypes than these; positions in another order than
@@ -474,7 +476,7 @@ def _said_by(rules: ShardingRules) -> dict[str, AxisNames]:
     return {
         "seq_axis": rules.seq,
         "batch_axis": rules.batch_axes or None,
-        "head_axis": rules.tensor,
+        "tensor_axis": rules.tensor,
     }
 
 

@@ -17,12 +17,12 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_jax.flax.layer import add_bias
-from burst_jax.flax.low_rank import adapter_of
+from burst_jax.layers.low_rank import adapter_of
+from burst_jax.layers.nnx_layer import add_bias
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import MLP_PRODUCTS
-from burst_jax.sharding import AxisNames
-from burst_jax.weights import sum_over
+from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.arrays import vary, varying_axes
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class GatedMLP(nnx.Module):
     """``(activation(x Wgate) * x Wup) Wdown``: SwiGLU or GeGLU (Shazeer 2020), with biases or none.
 
-    With adapters (:mod:`burst_jax.flax.low_rank`) the three matrices are constants.
+    With adapters (:mod:`burst_jax.layers.low_rank`) the three matrices are constants.
 
     Args:
       config: sizes and dtypes, the activation, whether there are biases, the number of chunks.

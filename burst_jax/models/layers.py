@@ -8,15 +8,15 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_jax.attention_options import AttentionOptions
-from burst_jax.flax.layer import BurstAttention
-from burst_jax.flax.low_rank import Linear
-from burst_jax.flax.norm import RMSNorm
-from burst_jax.flax.rope import RopeTable
-from burst_jax.models.adapters import draw_adapters
+from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.layers.low_rank import Linear
+from burst_jax.layers.nnx_layer import BurstAttention
+from burst_jax.layers.norm import RMSNorm
+from burst_jax.layers.rope import RopeTable
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.lora_config import PROJECTIONS
+from burst_jax.models.lora_layers import draw_adapters
 from burst_jax.models.remat import (
     ATTENTION_SUM,
     BEFORE_POST_NORM,
@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_norm = norm_of(config) if config.post_norms else None
         self.mlp_norm = norm_of(config)
         self.mlp = GatedMLP(
-            config, down_init=out_init, hidden_axis=options.get("head_axis"), rngs=rngs
+            config, down_init=out_init, hidden_axis=options.get("tensor_axis"), rngs=rngs
         )
         self.post_mlp_norm = norm_of(config) if config.post_norms else None
         if config.lora is not None:

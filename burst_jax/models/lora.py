@@ -14,12 +14,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from burst_jax.flax.low_rank import LORA_A, LORA_B
+from burst_jax.errors import check_seed
+from burst_jax.layers.low_rank import LORA_A, LORA_B
 from burst_jax.models.decoder import Decoder, abstract_decoder
-from burst_jax.models.hub.layout import flat, tree_of
+from burst_jax.models.hf.weights import flat, tree_of
 from burst_jax.models.lora_config import Lora
-from burst_jax.refusals import check_seed
-from burst_jax.sharding import place_explicit
+from burst_jax.parallel.mesh import place_explicit
 
 
 def add_lora(

@@ -7,7 +7,7 @@ import math
 import numbers
 import re
 
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
 
 # A layer's projections, and what transformers calls them.
 PROJECTIONS = {

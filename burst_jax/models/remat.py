@@ -17,7 +17,8 @@ With ``remat_layers`` the last layers of "selective" alone keep what it says, th
 gone when it comes to the layers that make more again, for which it needs more memory.
 
 Out stands with its float32 log-sum-exp, one number a head. The D that every line has is the
-layer's input. "half" is :mod:`burst_jax.ring.half`. With windows it recomputes more of attention,
+layer's input. "half" is :mod:`burst_jax.ring.half_remat`. With windows it recomputes more of
+attention,
 up to a half of it, because the first tokens of a row then see as many keys as the last ones.
 """
 
@@ -28,10 +29,10 @@ from typing import Any, Literal
 
 import jax
 
+from burst_jax.attention.shard_api import ring_call
 from burst_jax.models.stack import Layer
-from burst_jax.ring.half import SecondHalf, attend_again, attend_keeping_half
+from burst_jax.ring.half_remat import SecondHalf, attend_again, attend_keeping_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
-from burst_jax.shard_api import ring_call
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
 # What a layer is given in place of ``ring_attention``; the arguments are the same.

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from burst_jax.flax.low_rank import LORA_A, LORA_B
+from burst_jax.layers.low_rank import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.lora_config import PROJECTIONS
-from burst_jax.rules import LogicalAxes, ShardingRules, check_divides
-from burst_jax.sharding import AxisNames, axes_size, flat_names
+from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
+from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
 # The dimensions of each weight, by the last two names of its path. The layers' weights are stacked,
 # so they have the dimension "layers" before these. Norms are whole on every device, and so are

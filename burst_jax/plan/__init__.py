@@ -1,7 +1,7 @@
 """Compares the ways to split a sequence: bytes, seconds and memory of each, without a GPU.
 
-``burst_jax.plan(...)`` for one attention, ``burst_jax.plan_training(...)`` for a decoder's whole
-training step, or ``python -m burst_jax.plan --help``.
+``burst_jax.plan.attention(...)`` for one attention, ``burst_jax.plan.training(...)`` for a
+decoder's whole training step, or ``python -m burst_jax.plan --help``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.block_mask import with_block_mask
-from burst_jax.layout import LAYOUTS
+from burst_jax.attention.block_mask import with_block_mask
+from burst_jax.attention.shapes import check_lengths
+from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu
 from burst_jax.plan.model import (
@@ -27,22 +28,21 @@ from burst_jax.plan.model import (
     cluster_of,
 )
 from burst_jax.plan.table import table
-from burst_jax.plan.training import TrainingPlan as TrainingPlan
-from burst_jax.plan.training import plan_training as plan_training
-from burst_jax.request import Request
-from burst_jax.ring.blocks import Blocks
-from burst_jax.ring.exchange import check_heads
+from burst_jax.plan.training_plan import TrainingPlan as TrainingPlan
+from burst_jax.plan.training_plan import training as training
+from burst_jax.ring.block_mask import Blocks
+from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import ROTATIONS
-from burst_jax.shape_checks import check_lengths
+from burst_jax.ring.ulysses import check_heads
 
 # The model cannot tell two ways apart whose times differ by less than this share: two thirds of the
-# measured rings lie within it of their estimates (``python -m burst_jax.plan --measured``).
+# measured rings lie within it of their estimates (``python -m benchmarks plan``).
 ACCURACY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found; ``print`` it for a table.
+    """What :func:`attention` found; ``print`` it for a table.
 
     Attributes:
       attention: the attention that is computed.
@@ -91,7 +91,7 @@ class Plan:
         return table(self)
 
 
-def plan(
+def attention(
     *,
     length: int,
     num_heads: int,
@@ -201,14 +201,14 @@ def _schemes(cluster: Cluster) -> list[Scheme]:
         if gpus % exchange == 0 and exchange < n:
             name = f"ring of {n // exchange}, heads by {exchange}"
             schemes.append(Scheme(name, (n // exchange,), exchange))
-    return [*schemes, Scheme("head parallel", (), n)]
+    return [*schemes, Scheme("ulysses", (), n)]
 
 
 def _check(attention: Attention, request: Request) -> None:
     """Raises ValueError if ``burst_attention`` would refuse to split the attention in this way."""
     check_lengths(request, {"length": attention.length})
     heads, kv_heads = attention.heads, attention.kv_heads
-    check_heads(heads, kv_heads, request.head_parallel_size, "the exchange")
+    check_heads(heads, kv_heads, request.ulysses_size, "the exchange")
 
 
-__all__ = ["GPUS", "Estimate", "Gpu", "Plan", "TrainingPlan", "plan", "plan_training"]
+__all__ = ["GPUS", "Estimate", "Gpu", "Plan", "TrainingPlan", "attention", "training"]

@@ -11,8 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.bench.results import replacing
-from burst_jax.plan import GPUS, Plan, TrainingPlan, plan, plan_training
+from burst_jax.plan import GPUS, Plan, TrainingPlan, attention, training
 from burst_jax.plan.shapes import SHAPES, config_of
 from burst_jax.plan.training_table import table
 
@@ -35,11 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m burst_jax.plan",
         description="Compares the ways to split one attention, or with --model those to train.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--length", type=tokens, help="tokens: 65536, 64K, 1M")
-    what.add_argument(
-        "--measured", action="store_true", help="instead: measured rings beside the model's"
-    )
+    parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
     parser.add_argument("--hosts", type=int, default=1)
@@ -71,14 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the plan."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.measured:
-        if args != parser.parse_args(["--measured"]):
-            parser.error("--measured takes no other option: the runs are as they are")
-        # They need the benchmark, which a plan does not.
-        from burst_jax.plan import measured, measured_steps
-
-        print("\n\n".join([*map(measured.table, measured.load()), measured_steps.table()]))
-        return
     wrong, why = (_TRAINING, "needs --model") if args.model is None else (
         _ATTENTION, "is given beside --model, which says it: leave it out"
     )  # fmt: skip
@@ -95,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.json is not None:
         try:
-            with replacing(args.json) as file:
-                file.write_text(text + "\n")
+            args.json.write_text(text + "\n")
         except OSError as error:
             raise SystemExit(f"--json: {error}") from error
     if isinstance(found, TrainingPlan):
@@ -112,7 +98,7 @@ def _cluster(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _attention(args: argparse.Namespace) -> Plan:
-    return plan(
+    return attention(
         **_cluster(args),
         num_heads=32 if args.heads is None else args.heads,
         num_kv_heads=args.kv_heads,
@@ -144,7 +130,7 @@ def _training(args: argparse.Namespace) -> TrainingPlan:
     else:
         config = config_of(args.model)
     dtype = args.moment_dtype or "float32"
-    return plan_training(config, **_cluster(args), moments=args.moments, moment_dtype=dtype)
+    return training(config, **_cluster(args), moments=args.moments, moment_dtype=dtype)
 
 
 if __name__ == "__main__":

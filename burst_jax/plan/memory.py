@@ -2,7 +2,8 @@
 
 XLA lets buffers share memory, so the sizes of the arrays do not tell how much a program needs.
 The factors here were read off programs compiled for eight to twelve GPUs, with one to sixteen query
-heads to a key head (``compiled.memory_analysis()``); tests/test_plan.py compares them with other
+heads to a key head (``compiled.memory_analysis()``); tests/plan/test_plan.py compares them with
+other
 programs. The ring's size does not matter. A factor's unit is the bytes of a ring's shard of Q,
 or of K and V together, with the heads that one device has.
 """

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from burst_jax.attention_options import AttentionOptions
-from burst_jax.layout import Layout
+from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.attention.parsing import parse_request
+from burst_jax.layouts.permutation import Layout
 from burst_jax.plan.machines import Gpu, find_gpu
 from burst_jax.plan.memory import temp_bytes
-from burst_jax.request import Request
-from burst_jax.ring.blocks import Blocks
+from burst_jax.ring.block_mask import Blocks
+from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import (
     Rotation,
     ShardShape,
@@ -127,7 +128,7 @@ class Scheme:
     """A way to split the sequence.
 
     Attributes:
-      name: "one device", "ring", "two-level ring", "head parallel", "ring of 2, heads by 4".
+      name: "one device", "ring", "two-level ring", "ulysses", "ring of 2, heads by 4".
       sizes: of the ring's axes, outermost first.
       exchange: devices that exchange heads inside each of the ring's shards.
     """
@@ -150,7 +151,7 @@ class Scheme:
         seq_axis = ring if len(ring) == 2 else ring[0] if ring else None
         arguments: AttentionOptions = {"seq_axis": seq_axis}
         if self.exchange > 1:
-            arguments["head_parallel_axis"] = "heads"
+            arguments["ulysses_axis"] = "heads"
         return arguments
 
     def request(self, attention: Attention, layout: Layout) -> Request:
@@ -160,10 +161,10 @@ class Scheme:
           ValueError: a mask of the attention is wrong.
         """
         arguments, mesh = self.arguments, self.mesh
-        request = Request.parse(
+        request = parse_request(
             "seq_axis",
             arguments.get("seq_axis"),
-            arguments.get("head_parallel_axis"),
+            arguments.get("ulysses_axis"),
             lambda _, axis: mesh[axis],
             head_dim=attention.head_dim,
             layout=layout,

@@ -145,6 +145,6 @@ def sizes_of(config: DecoderConfig, shapes: Any, way: Way, *, length: int, batch
 
 
 def _axes(spec: Any) -> set[str]:
-    from burst_jax.sharding import flat_names
+    from burst_jax.parallel.mesh import flat_names
 
     return set(flat_names(*spec))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from burst_jax.plan.table import as_python
 
 if TYPE_CHECKING:
-    from burst_jax.plan.training import StepEstimate, TrainingPlan
+    from burst_jax.plan.training_plan import StepEstimate, TrainingPlan
     from burst_jax.plan.way import Way
 
 _GIB = 2**30

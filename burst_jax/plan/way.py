@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
 
-from burst_jax.layout import Layout
+from burst_jax.layouts.permutation import Layout
+from burst_jax.parallel.rules import ShardingRules
 from burst_jax.plan.model import Cluster, Scheme
-from burst_jax.rules import ShardingRules
 
 if TYPE_CHECKING:
     from burst_jax.models.remat import Remat
@@ -77,7 +77,7 @@ class Way:
         if self.weights == "split":
             rules = {"data": None, "fsdp": names["fsdp"], "seq": seq, "tensor": names["tensor"]}
             return {"rules": rules, "layout": self.layout}
-        given = {"batch_axis": names["data"], "seq_axis": seq, "head_axis": names["tensor"]}
+        given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
         return {**{k: v for k, v in given.items() if v is not None}, "layout": self.layout}
 
     @property

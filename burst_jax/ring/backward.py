@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from burst_jax.request import Request
 from burst_jax.ring.local import Block, LocalBackward, Shard
+from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Pieces, Stop
 from burst_jax.ring.schedule import Launch, Send, Step, backward_schedule, step_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from burst_jax.request import Request
 from burst_jax.ring.local import LocalForward, Shard
+from burst_jax.ring.request import Request
 from burst_jax.ring.route import Pieces
 from burst_jax.ring.schedule import forward_schedule, step_name
 from pallas_kernels import Implementation, vary, varying_axes

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.request import Request
+from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route, Stop
 from burst_jax.ring.schedule import Kernel, Part
@@ -208,7 +208,7 @@ class LocalBackward:
         self._operands, self._rotate_kv = operands, rotate_kv
         # Where nothing travels, the sums are the gradients, unless heads were copied and the sums
         # of the copies are added. A kernel that rounds them as it writes them spares XLA a cast.
-        alone = len(route.stops) == 1 and request.head_parallel_axis is None
+        alone = len(route.stops) == 1 and request.ulysses_axis is None
         out_dtype = queries.q.dtype if alone else None
         options: Any = {"spec": request.spec, "out_dtype": out_dtype}
         # Traced and lowered once for all steps whose arrays are alike, not once a step.

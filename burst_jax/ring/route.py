@@ -42,8 +42,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layout import Layout, shard_runs, stripe_of
-from burst_jax.ring.blocks import Blocks, Runs, cut_runs
+from burst_jax.layouts.permutation import Layout, shard_runs, stripe_of
+from burst_jax.ring.block_mask import Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
 Stop = tuple[int, ...]
@@ -210,7 +210,8 @@ class RingMask:
         """The scores that are kept at a stop, on every device.
 
         A shard consists of runs: tokens at equal distance from each other
-        (:func:`burst_jax.layout.shard_runs`), here cut where blocks of a mask by blocks end.
+        (:func:`burst_jax.layouts.permutation.shard_runs`), here cut where blocks of a mask by
+        blocks end.
         """
         devices = sources = np.arange(self.size)
         if stop:

@@ -11,15 +11,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from burst_jax.platform import Target, current_target
-from burst_jax.request import Request
+from burst_jax.parallel.platform import Target, current_target
 from burst_jax.ring.backward import backward
 from burst_jax.ring.derivatives import into_kernels, out_of_loops, reverse_mode_only
-from burst_jax.ring.exchange import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
 from burst_jax.ring.forward import forward
 from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
+from burst_jax.ring.ulysses import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
 from pallas_kernels import vary, varying_axes
 from pallas_kernels.arrays import row_major
 from pallas_kernels.operands import Carry, PerHead
@@ -64,7 +64,7 @@ def for_ring(request: Request, shard: Shard) -> Shard:
     manual = [lax.axis_index(axis) for axis in request.token_axes]
     marked = vary(shard, varying_axes(shard, manual))
     queries, keys, per_head, seeds, table, numbering = marked
-    axis = request.head_parallel_axis
+    axis = request.ulysses_axis
     per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
     if seeds is not None:
         seeds = own_heads(seeds, axis)
@@ -88,7 +88,7 @@ def _run_ring(
 
 def exchanged(request: Request, shard: Shard) -> Shard:
     """What the ring runs on: the tokens and heads that this device has after the exchange."""
-    axis, (queries, keys, *_) = request.head_parallel_axis, shard
+    axis, (queries, keys, *_) = request.ulysses_axis, shard
     query = _without_padding(queries.q, queries.segment_ids)
     key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
     query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
@@ -170,7 +170,7 @@ def given_back(
       carry: :func:`attend_exchanged` of that.
       differentiated: see :class:`Residuals`.
     """
-    axis, (out, lse) = request.head_parallel_axis, carry
+    axis, (out, lse) = request.ulysses_axis, carry
     out = checkpoint_name(to_tokens(out, axis, tokens=1, heads=2), CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
     lse_here = to_tokens(lse, axis, tokens=2, heads=1)
@@ -221,7 +221,7 @@ def ring_gradient(
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
-    axis = request.head_parallel_axis
+    axis = request.ulysses_axis
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     # XLA would lay out and dO out by heads, as delta is. In a scan over layers out is a slice of
     # what all of them have kept, and the whole stack would be copied.

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.layout import padded_length, positions
+from burst_jax.errors import check_integer, check_seed
+from burst_jax.layouts.permutation import padded_length, positions
 from burst_jax.models.decoder import Decoder
-from burst_jax.refusals import check_integer, check_seed
+from burst_jax.parallel.mesh import axes_size
 from burst_jax.serving import saved
 from burst_jax.serving.cache import Cache, Filled
 from burst_jax.serving.model import ServedModel
 from burst_jax.serving.prompts import check_prompts, check_stops
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import At, Into, Steps
-from burst_jax.sharding import axes_size
 
 
 class Generator:
@@ -87,7 +87,7 @@ class Generator:
         self._layout = dict(model.options).get("layout", "contiguous")
         self._devices = axes_size(served.parts.mesh, served.parts.token_axes)
         # Heads are exchanged inside a shard of the layout, which these devices split once more.
-        exchanging = dict(model.options).get("head_parallel_axis")
+        exchanging = dict(model.options).get("ulysses_axis")
         self._shards = self._devices // axes_size(served.parts.mesh, exchanging)
         self._chunk = prefill_chunk
         # A prompt is padded, and the last slot may not be full on all devices.

@@ -13,20 +13,20 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.flax.rope import RopeTable, rope_table
-from burst_jax.flax.rope_variants import DynamicRope, Rope
+from burst_jax.layers.rope import RopeTable, rope_table
+from burst_jax.layers.rope_variants import DynamicRope, Rope
 from burst_jax.models.decoder import Decoder
-from burst_jax.models.parts import Parts, embed
+from burst_jax.models.shardings import Parts, embed
 from burst_jax.models.weight_axes import name_of
+from burst_jax.parallel.collectives import gather_weights
+from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.joined import NAMES, join, use_joined
 from burst_jax.serving.split import my_part, padded, spec_of, use_parts
-from burst_jax.sharding import axes_size, mesh_with_devices
-from burst_jax.weights import gather_weights
 
 # Attention options that say how a prompt is computed, not what; and the scale, which decoding
 # takes, too.
 _TAKEN = (
-    "mesh", "seq_axis", "batch_axis", "head_axis", "head_parallel_axis", "layout", "scale",
+    "mesh", "seq_axis", "batch_axis", "tensor_axis", "ulysses_axis", "layout", "scale",
     "implementation", "backward", "deterministic", "dropout_rate",
 )  # fmt: skip
 

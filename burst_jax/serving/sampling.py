@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
 
 
 @dataclasses.dataclass(frozen=True)

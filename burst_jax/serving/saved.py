@@ -20,9 +20,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.parallel.mesh import axes_size
 from burst_jax.serving.cache import EMPTY, Cache, Filled, Room, Slots
 from burst_jax.serving.steps import Steps
-from burst_jax.sharding import axes_size
 from burst_jax.training import checkpoint_files as files
 from burst_jax.training.checkpoints import CheckpointError, Checkpoints
 

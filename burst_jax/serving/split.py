@@ -28,9 +28,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.models.layers import DecoderLayer
-from burst_jax.models.parts import Parts
+from burst_jax.models.shardings import Parts
 from burst_jax.models.weight_axes import logical_axes
-from burst_jax.sharding import axes_size, only
+from burst_jax.parallel.mesh import axes_size, only
 
 
 def spec_of(path: tuple[Any, ...], spec: P, parts: Parts, split: bool) -> P:

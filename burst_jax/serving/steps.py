@@ -11,12 +11,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.layout import Layout
+from burst_jax.attention.shard_api import ring_attention
+from burst_jax.layouts.permutation import Layout
+from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.attention import decode_attention
 from burst_jax.serving.cache import Cache, Room, Slots, empty_slots, keep_last, write_token
 from burst_jax.serving.model import ServedModel, split_of
-from burst_jax.shard_api import ring_attention
-from burst_jax.sharding import axes_size, mesh_with_devices
 
 # What a layer passes to its attention that says how whole rows lie on a mesh.
 _OF_ROWS = (

@@ -1,5 +1,9 @@
 """Training over sharded sequences: the jitted step, checkpoints, processes, watching a run."""
 
+from burst_jax.parallel.processes import Processes as Processes
+from burst_jax.parallel.processes import barrier as barrier
+from burst_jax.parallel.processes import initialize as initialize
+from burst_jax.parallel.processes import is_main as is_main
 from burst_jax.training.batches import Batch as Batch
 from burst_jax.training.batches import make_batch as make_batch
 from burst_jax.training.batches import place_batch as place_batch
@@ -14,10 +18,6 @@ from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entro
 from burst_jax.training.loss import next_token_loss as next_token_loss
 from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
-from burst_jax.training.processes import Processes as Processes
-from burst_jax.training.processes import barrier as barrier
-from burst_jax.training.processes import initialize as initialize
-from burst_jax.training.processes import is_main as is_main
 from burst_jax.training.profiling import Profile as Profile
 from burst_jax.training.stall import StallGuard as StallGuard
 from burst_jax.training.state import abstract_params as abstract_params

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from burst_jax.sharding import flat_names
+from burst_jax.parallel.mesh import flat_names
 from burst_jax.training.rounding import mixed, random_words, round_at_random
 
 Moments = Literal["device", "host"]

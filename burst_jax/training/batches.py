@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from burst_jax.layout import Layout, pad_to_layout, to_layout
-from burst_jax.refusals import check_integer
-from burst_jax.rules import ShardingRules, check_rules
-from burst_jax.sharding import (
+from burst_jax.errors import check_integer
+from burst_jax.layouts.permutation import Layout, pad_to_layout, to_layout
+from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
     check_axes,
@@ -21,6 +20,7 @@ from burst_jax.sharding import (
     flat_names,
     token_spec,
 )
+from burst_jax.parallel.rules import ShardingRules, check_rules
 from pallas_kernels.arrays import as_int32
 
 
@@ -73,7 +73,7 @@ def make_batch(
         Count documents from 1. Where another library counts them from 0, add 1: otherwise each
         row's first document would be padding, which nothing attends to and no loss counts.
       multiple_of: a second number that must divide the padded length, as in
-        :func:`burst_jax.pad_to_layout`; with a ``head_parallel_axis`` it is the number of devices
+        :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis`` it is the number of devices
         on the ring and on that axis together.
 
     Returns:
@@ -170,7 +170,7 @@ def place_batch(
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
       mesh: the mesh to put the arrays on.
       rules: the decoder's, which say both axes: leave ``seq_axis`` and ``batch_axis`` out.
-      seq_axis: mesh axis, or axes, that T is split over, or None. With a ``head_parallel_axis`` it
+      seq_axis: mesh axis, or axes, that T is split over, or None. With a ``ulysses_axis`` it
         includes that axis, which the ``num_shards`` of :func:`make_batch` does not count.
       batch_axis: mesh axis, or axes, that B is split over, or None.
       process_local: False: every process passes the same whole batch. True: every process passes

@@ -18,10 +18,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
+from burst_jax.parallel.processes import another_may_be_gone
 from burst_jax.training import checkpoint_files as files
 from burst_jax.training.at_exit import before_threads_end
-from burst_jax.training.processes import another_may_be_gone
 
 # So many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64

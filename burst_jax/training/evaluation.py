@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.models.decoder import Decoder
-from burst_jax.rules import check_divides
-from burst_jax.sharding import (
+from burst_jax.parallel.collectives import gather_weights
+from burst_jax.parallel.mesh import (
     AxisNames,
     flat_names,
     place_explicit,
@@ -21,9 +21,9 @@ from burst_jax.sharding import (
     split_as_it_is,
     token_spec,
 )
+from burst_jax.parallel.rules import check_divides
 from burst_jax.training.batches import Batch
 from burst_jax.training.fused_loss import HeadLoss, fused_loss
-from burst_jax.weights import gather_weights
 from pallas_kernels.arrays import vary
 
 # The kernel's gradient passes through memory once a chunk. With 4K tokens that is a few hundredths

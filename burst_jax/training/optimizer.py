@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from burst_jax.refusals import check_integer
+from burst_jax.errors import check_integer
 from burst_jax.training.adam import Moments, clipped_adam
 
 

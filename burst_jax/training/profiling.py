@@ -9,7 +9,7 @@ from typing import Self
 
 import jax
 
-from burst_jax.training.processes import is_main
+from burst_jax.parallel.processes import is_main
 
 
 class Profile:

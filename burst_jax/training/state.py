@@ -9,10 +9,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from burst_jax.errors import check_seed
 from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
-from burst_jax.refusals import check_seed
-from burst_jax.rules import ShardingRules
-from burst_jax.sharding import check_has_devices, resolve_mesh
+from burst_jax.parallel.mesh import check_has_devices, resolve_mesh
+from burst_jax.parallel.rules import ShardingRules
 from burst_jax.training.optimizer import Optimizer
 
 
@@ -46,7 +46,7 @@ def init_train_state(
       mesh: the mesh of the weights and of the decoder's attention.
       seed: seed of the random weights.
       rules: how weights and optimizer state are split; None keeps them whole on every device, but
-        for the heads, hidden features and vocabulary that ``head_axis`` splits.
+        for the heads, hidden features and vocabulary that ``tensor_axis`` splits.
       microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
       params: the state of a decoder with this config, on any devices; ``seed`` then says nothing.
         They are put where the rules say. What lies there already is not copied, and the first step

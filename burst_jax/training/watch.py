@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import jax
 
-from burst_jax.optional import optional
+from burst_jax.errors import optional
+from burst_jax.parallel.processes import is_main
 from burst_jax.training.checkpoints import Checkpoints
-from burst_jax.training.processes import is_main
 from burst_jax.training.progress import Progress, duration
 from burst_jax.training.stall import StallGuard
 

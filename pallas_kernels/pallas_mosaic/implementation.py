@@ -18,7 +18,7 @@ from pallas_kernels.pallas_mosaic.functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec
 
 
-def mosaic_gpu(
+def mosaic_sm90(
     forward_config: MosaicConfig | None = None, backward_config: MosaicConfig | None = None
 ) -> Implementation:
     """The Pallas Mosaic GPU kernels, for Hopper: dQ, dK and dV from one pass.
@@ -28,7 +28,7 @@ def mosaic_gpu(
       backward_config: tiles of the backward kernel; None is the table's.
     """
     return Implementation(
-        name="mosaic_gpu",
+        name="mosaic_sm90",
         forward=functools.partial(forward, config=forward_config),
         backward=functools.partial(backward, config=backward_config),
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
@@ -101,4 +101,4 @@ def _needs_hopper(platform: str, compute_capability: float | None) -> str | None
     return None
 
 
-MOSAIC_GPU = mosaic_gpu()
+MOSAIC_SM90 = mosaic_sm90()

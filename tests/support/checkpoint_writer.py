@@ -1,7 +1,7 @@
 """A process that saves checkpoints until it is killed, until the disk is full, or until it ends.
 
 ``python checkpoint_writer.py FOLDER forever|limited|unclosed|unclosed-error``; started by
-tests/test_checkpoints.py.
+tests/training/test_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import compiled
+import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -31,7 +31,7 @@ def compile_step(gpu, kernels, sizes, config, *, length, batch, layout="zigzag",
     rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
     split: Any = {"rules": rules}
     if whole:
-        axes = {"batch_axis": rules.data, "seq_axis": rules.seq, "head_axis": rules.tensor}
+        axes = {"batch_axis": rules.data, "seq_axis": rules.seq, "tensor_axis": rules.tensor}
         split = {name: axis for name, axis in axes.items() if axis is not None}
     graphdef, params, state = abstract_train_state(
         config, optimizer, mesh, layout=layout, implementation=kernels, **split

@@ -23,7 +23,7 @@ import burst_jax
 from pallas_kernels import XLA, Implementation
 
 Change = Callable[[np.random.Generator, Plan, dict[str, Any]], "dict[str, Any] | None"]
-AXES = ("seq_axis", "head_parallel_axis", "batch_axis", "head_axis")
+AXES = ("seq_axis", "ulysses_axis", "batch_axis", "tensor_axis")
 ARRAYS = ("query", "key", "value")
 IDS = ("query_segment_ids", "key_value_segment_ids")
 LENGTHS = ("prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
@@ -36,9 +36,21 @@ NEVER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(ARRAYS, (None, 3.0, "query", [[1.0]], object(), np.ndarray, np.float32(1), ())),
     "mesh": ("seq", 3, object(), (), Mesh, {"seq": 2}, PartitionSpec("seq"), ["seq"], True),
     "seq_axis": ((), 0, 1.5, True, ["seq"], ("a", "b", "c"), (None,), (0,), b"seq", ("",)),
-    "head_parallel_axis": ((), 0, 1.5, ["x"], ("x",), b"x", "nowhere", "", object(), {"x"}, True),
+    "ulysses_axis": ((), 0, 1.5, ["x"], ("x",), b"x", "nowhere", "", object(), {"x"}, True),
     "batch_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {"x"}, True),
-    "head_axis": (0, 1.5, ["data"], (None,), (0,), b"x", "nowhere", ("nowhere",), "", {}, object()),
+    "tensor_axis": (
+        0,
+        1.5,
+        ["data"],
+        (None,),
+        (0,),
+        b"x",
+        "nowhere",
+        ("nowhere",),
+        "",
+        {},
+        object(),
+    ),
     "layout": ("zig-zag", "", None, 0, ["zigzag"], np.array(["zigzag"]), ("striped",), "striped:0"),
     "is_causal": (None, 0, 1, "yes", 1.0, np.array(True), np.array([True]), [True], object()),
     "scale": (
@@ -192,8 +204,8 @@ def no_group(rng, plan, call):
 
 def heads(rng, plan, call):
     """As many query as key heads, but a number that the devices do not divide."""
-    shares = size_along(plan.mesh, call.get("head_axis"))
-    shares *= size_along(plan.mesh, call.get("head_parallel_axis"))
+    shares = size_along(plan.mesh, call.get("tensor_axis"))
+    shares *= size_along(plan.mesh, call.get("ulysses_axis"))
     count = int(rng.integers(1, 8))
     if count % shares == 0:
         return None
@@ -255,7 +267,7 @@ def numbers(rng, plan, call):
 def no_such_axis(rng, plan, call):
     missing = [name for name in AXIS_NAMES if name not in plan.mesh.axis_names]
     argument, axis = pick(rng, AXES), pick(rng, missing)
-    tuples = argument != "head_parallel_axis" and rng.random() < 0.5
+    tuples = argument != "ulysses_axis" and rng.random() < 0.5
     return {argument: (axis,) if tuples else axis}
 
 
@@ -263,7 +275,7 @@ def axis_twice(rng, plan, call):
     """An axis with two roles, or twice in one; a role that takes no tuple takes none here."""
     axis = str(pick(rng, plan.mesh.axis_names))
     if rng.random() < 0.3:
-        return {pick(rng, ("seq_axis", "batch_axis", "head_axis")): (axis, axis)}
+        return {pick(rng, ("seq_axis", "batch_axis", "tensor_axis")): (axis, axis)}
     first, second = rng.choice(4, 2, replace=False)
     return {AXES[first]: axis, AXES[second]: axis}
 
@@ -321,7 +333,7 @@ def unknown_keyword(rng, plan, call):
 
 
 def cannot_run(rng, plan, call):
-    kernels = ({"implementation": name} for name in ("triton", "mosaic_gpu"))
+    kernels = ({"implementation": name} for name in ("triton", "mosaic_sm90"))
     return pick(rng, (*kernels, {"scale": jnp.float32(0.5)}))
 
 
@@ -361,7 +373,7 @@ def same_name(rng, plan, call):
 
 def same_axes(rng, plan, call):
     changed: dict[str, Any] = {}
-    for name in ("seq_axis", "batch_axis", "head_axis"):
+    for name in ("seq_axis", "batch_axis", "tensor_axis"):
         axes = call.get(name)
         if isinstance(axes, str):
             changed[name] = (axes,)
@@ -412,7 +424,7 @@ def other_axes(rng, plan, call):
     """Axes of the mesh with random roles: the answer is the same wherever tokens lie."""
     names = [None, *map(str, rng.permutation(plan.mesh.axis_names))]
     argument = pick(rng, AXES)
-    tuples = argument != "head_parallel_axis" and len(names) > 2 and rng.random() < 0.5
+    tuples = argument != "ulysses_axis" and len(names) > 2 and rng.random() < 0.5
     return {argument: tuple(names[1:3]) if tuples else pick(rng, names)}
 
 

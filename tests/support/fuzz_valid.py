@@ -67,21 +67,21 @@ def draw_plan(rng: np.random.Generator) -> Plan:
     mesh = _draw_mesh(rng, dict(zip(names, sizes, strict=True)))
     options, rest = _draw_token_axes(rng, names)
     for axis in rest:
-        role = pick(rng, ("batch_axis", "head_axis", None))
+        role = pick(rng, ("batch_axis", "tensor_axis", None))
         if role is not None:
             options[role] = (*options.get(role, ()), axis)
-    for role in ("batch_axis", "head_axis"):
+    for role in ("batch_axis", "tensor_axis"):
         if len(options.get(role, ())) == 1 and rng.random() < 0.7:
             options[role] = options[role][0]
     layout = pick(rng, ("contiguous", "zigzag", "striped", "striped:3"))
     n, exchange = size_along(mesh, options["seq_axis"]), 1
-    if "head_parallel_axis" in options:
-        exchange = mesh.shape[options["head_parallel_axis"]]
+    if "ulysses_axis" in options:
+        exchange = mesh.shape[options["ulysses_axis"]]
     unit = n * math.lcm({"zigzag": 2, "striped:3": 3}.get(layout, 1), exchange)
     length = unit * int(rng.integers(1, 4))
     kv_length = length if rng.random() < 0.6 else unit * int(rng.integers(1, 4))
     heads, kv_heads = _draw_heads(rng, exchange)
-    split = size_along(mesh, options.get("head_axis"))
+    split = size_along(mesh, options.get("tensor_axis"))
     batch = size_along(mesh, options.get("batch_axis")) * int(rng.integers(1, 3))
     drawn = {
         "layout": layout,
@@ -150,11 +150,11 @@ def _draw_token_axes(rng: np.random.Generator, names: list[str]) -> tuple[dict[s
     if kind == "whole":
         return {"seq_axis": None}, names
     if kind == "exchange":
-        return {"seq_axis": None, "head_parallel_axis": names[0]}, names[1:]
+        return {"seq_axis": None, "ulysses_axis": names[0]}, names[1:]
     if kind == "both" and len(names) > 1:
-        return {"seq_axis": names[0], "head_parallel_axis": names[1]}, names[2:]
+        return {"seq_axis": names[0], "ulysses_axis": names[1]}, names[2:]
     if kind == "three" and len(names) > 2:
-        return {"seq_axis": tuple(names[:2]), "head_parallel_axis": names[2]}, []
+        return {"seq_axis": tuple(names[:2]), "ulysses_axis": names[2]}, []
     if kind == "levels" and len(names) > 1:
         return {"seq_axis": tuple(names[:2])}, names[2:]
     return {"seq_axis": names[0] if rng.random() < 0.8 else (names[0],)}, names[1:]
@@ -223,11 +223,11 @@ def _int32_ids(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def needed_spec(plan: Plan, name: str, ndim: int) -> P:
     """How a call's array is split, by what the arguments say."""
-    named = [plan.options["seq_axis"], plan.options.get("head_parallel_axis")]
+    named = [plan.options["seq_axis"], plan.options.get("ulysses_axis")]
     tokens: tuple[str, ...] = ()
     for axes in named:
         tokens += () if axes is None else (axes,) if isinstance(axes, str) else axes
-    batch, heads = (plan.options.get(role) for role in ("batch_axis", "head_axis"))
+    batch, heads = (plan.options.get(role) for role in ("batch_axis", "tensor_axis"))
     if name in ("sink_logits", "alibi_slopes"):
         return P(heads)
     if name.endswith("_lengths"):

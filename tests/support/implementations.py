@@ -8,7 +8,7 @@ import jax
 from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
 
 from pallas_kernels import (
-    MOSAIC_GPU,
+    MOSAIC_SM90,
     REFERENCE,
     Tiles,
     triton,
@@ -32,5 +32,5 @@ if IMPLEMENTATION == "triton":
     # In the tiles that ship for this GPU, too.
     capability = float(jax.devices()[0].compute_capability)
     IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
-if IMPLEMENTATION == "mosaic_gpu":
-    IMPLEMENTATIONS["mosaic_gpu"] = MOSAIC_GPU
+if IMPLEMENTATION == "mosaic_sm90":
+    IMPLEMENTATIONS["mosaic_sm90"] = MOSAIC_SM90

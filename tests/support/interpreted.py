@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels on a CPU: JAX's interpreter for them, and what it lacks for these kernels.
 
-The interpreter (``jax/_src/pallas/mosaic_gpu/interpret``) runs every warpgroup of a program as a
+The interpreter (``jax/_src/pallas/mosaic_sm90/interpret``) runs every warpgroup of a program as a
 thread, the programs one after the other, and finds data races by vector clocks. Here it learns:
 
 - matrix products that are asynchronous, with a left operand in registers too: a product reads its

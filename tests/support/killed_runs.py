@@ -1,7 +1,7 @@
 """Runs of ``examples/train_lm.py`` that are killed: when, how, and what is left of them.
 
-Used by tests/test_kills.py. Every process is a process group of its own, and SIGKILL goes to all of
-the group.
+Used by tests/training/test_kills.py. Every process is a process group of its own, and SIGKILL goes
+to all of the group.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from cases import key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
-from burst_jax.layout import run_in_blocks
+from burst_jax.layouts.permutation import run_in_blocks
 from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, Score, Tokens
 from pallas_kernels.score import start_gradients
 

@@ -170,8 +170,8 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "implementation": (
         lambda: {"implementation": "flash"},
-        "implementation is 'flash': use None, an Implementation, or one of 'mosaic_gpu', 'triton', "
-        "'xla'",
+        "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', "
+        "'triton', 'xla'",
     ),
     "implementation-unhashable": (
         lambda: {"implementation": ["xla"]},
@@ -179,7 +179,8 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "implementation-type": (
         lambda: {"implementation": 3},
-        "implementation is 3: use None, an Implementation, or one of 'mosaic_gpu', 'triton', 'xla'",
+        "implementation is 3: use None, an Implementation, or one of 'mosaic_sm90', 'triton', "
+        "'xla'",
     ),
     "causal-string": (lambda: {"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),
     "deterministic": (lambda: {"deterministic": 1}, "deterministic is 1: it must be True or False"),
@@ -374,69 +375,69 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"seq_axis": ("node", "seq")},
         "seq_axis is 'node': the mesh's axes are 'data', 'seq'",
     ),
-    "head-parallel-axis-tuple": (
-        lambda: {"head_parallel_axis": ("data",)},
-        r"head_parallel_axis is \('data',\): it must be the name of a mesh axis, or None",
+    "ulysses-axis-tuple": (
+        lambda: {"ulysses_axis": ("data",)},
+        r"ulysses_axis is \('data',\): it must be the name of a mesh axis, or None",
     ),
-    "head-parallel-axis-is-the-ring": (
-        lambda: {"head_parallel_axis": "seq"},
-        "head_parallel_axis is 'seq', and so is seq_axis: use different mesh axes",
+    "ulysses-axis-is-the-ring": (
+        lambda: {"ulysses_axis": "seq"},
+        "ulysses_axis is 'seq', and so is seq_axis: use different mesh axes",
     ),
-    "head-parallel-axis-unknown": (
-        lambda: {"head_parallel_axis": "heads"},
-        "head_parallel_axis is 'heads': the mesh's axes are 'data', 'seq'",
+    "ulysses-axis-unknown": (
+        lambda: {"ulysses_axis": "heads"},
+        "ulysses_axis is 'heads': the mesh's axes are 'data', 'seq'",
     ),
-    "head-parallel-axis-twice": (
-        lambda: {"head_parallel_axis": "data", "batch_axis": "data"},
-        "batch_axis is 'data', and so is head_parallel_axis: use different mesh axes",
+    "ulysses-axis-twice": (
+        lambda: {"ulysses_axis": "data", "batch_axis": "data"},
+        "batch_axis is 'data', and so is ulysses_axis: use different mesh axes",
     ),
-    "head-parallel-length": (
+    "ulysses-length": (
         lambda: {
             "query": zeros(B, 20, N, H),
             "mesh": make_mesh(data=2, seq=4),
-            "head_parallel_axis": "data",
+            "ulysses_axis": "data",
         },
         r"query's length T is 20: it must be a multiple of 8, the devices on seq_axis 'seq'",
     ),
-    "head-parallel-query-heads": (
+    "ulysses-query-heads": (
         lambda: {
             "query": zeros(B, T, 3, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
             "mesh": make_mesh(data=2, seq=4),
-            "head_parallel_axis": "data",
+            "ulysses_axis": "data",
         },
-        "head_parallel_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
+        "ulysses_axis 'data' has 2 devices, the query 3 heads on each: N must be a multiple",
     ),
-    "head-parallel-key-heads": (
+    "ulysses-key-heads": (
         lambda: {
             "query": zeros(B, T, 6, H),
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
             "mesh": make_mesh(data=2, seq=4),
-            "head_parallel_axis": "data",
+            "ulysses_axis": "data",
         },
-        "head_parallel_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
+        "ulysses_axis 'data' has 2 devices, the key 3 heads on each: K must be a multiple or",
     ),
     "batch-axis-unknown": (
         lambda: {"batch_axis": ("data", "fsdp")},
         "batch_axis is 'fsdp': the mesh's axes are 'data', 'seq'",
     ),
     "head-axis-list": (
-        lambda: {"head_axis": ["data"]},
-        r"head_axis is \['data'\]: it must be a mesh axis, a tuple of them, or None",
+        lambda: {"tensor_axis": ["data"]},
+        r"tensor_axis is \['data'\]: it must be a mesh axis, a tuple of them, or None",
     ),
     "batch-axis-number": (
         lambda: {"batch_axis": 0},
         "batch_axis is 0: it must be a mesh axis, a tuple of them, or None",
     ),
     "axis-twice": (
-        lambda: {"batch_axis": "data", "head_axis": "data"},
-        "head_axis is 'data', and so is batch_axis: use different mesh axes",
+        lambda: {"batch_axis": "data", "tensor_axis": "data"},
+        "tensor_axis is 'data', and so is batch_axis: use different mesh axes",
     ),
     "seq-axis-twice": (
-        lambda: {"head_axis": "seq"},
-        "head_axis is 'seq', and so is seq_axis: use different mesh axes",
+        lambda: {"tensor_axis": "seq"},
+        "tensor_axis is 'seq', and so is seq_axis: use different mesh axes",
     ),
     "axis-twice-in-one": (
         lambda: {"batch_axis": ("data", "data")},
@@ -458,7 +459,7 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             "key": zeros(B, T, 3, H),
             "value": zeros(B, T, 3, H),
             "mesh": make_mesh(data=2, seq=4),
-            "head_axis": "data",
+            "tensor_axis": "data",
         },
         "number of query heads N is 3: it must be a multiple of 2, the size of mesh axes",
     ),
@@ -467,7 +468,7 @@ GLOBAL: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             "key": zeros(B, T, 1, H),
             "value": zeros(B, T, 1, H),
             "mesh": make_mesh(data=2, seq=4),
-            "head_axis": "data",
+            "tensor_axis": "data",
         },
         "number of key/value heads K is 1: it must be a multiple of 2",
     ),
@@ -492,8 +493,8 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
         "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'",
     ),
     "mosaic-gpu-on-cpu": (
-        {"implementation": "mosaic_gpu"},
-        r"'mosaic_gpu' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
+        {"implementation": "mosaic_sm90"},
+        r"'mosaic_sm90' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
         "'cpu'; use None, 'triton' or 'xla'",
     ),
 }

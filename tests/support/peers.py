@@ -15,8 +15,8 @@ from cases import slotted_segments
 from rings import forward_and_gradients
 
 import burst_jax
-from burst_jax.layout import Layout
-from burst_jax.sharding import axes_size
+from burst_jax.layouts.permutation import Layout
+from burst_jax.parallel.mesh import axes_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One process of a run: ``python processes_of_a_run.py PORT PROCESS COUNT MODE [FOLDER]``.
 
-Started by tests/test_processes.py. All of a run's processes together have eight CPU devices. What a
-process saw goes to stdout as one line of JSON.
+Started by tests/parallel/test_processes.py. All of a run's processes together have eight CPU
+devices. What a process saw goes to stdout as one line of JSON.
 """
 
 from __future__ import annotations

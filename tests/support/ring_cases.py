@@ -67,7 +67,7 @@ class Ring:
         names = self.names
         if self.exchange == 1:
             return {"seq_axis": names if len(names) > 1 else names[0]}
-        return {"seq_axis": names[:-1] or None, "head_parallel_axis": names[-1]}
+        return {"seq_axis": names[:-1] or None, "ulysses_axis": names[-1]}
 
     def mesh(self):
         shape = self.sizes + ((self.exchange,) if self.exchange > 1 else ())

@@ -12,7 +12,7 @@ from meshes import assert_close as assert_close
 from meshes import make_mesh as make_mesh
 
 import burst_jax
-from burst_jax.layout import Layout
+from burst_jax.layouts.permutation import Layout
 
 B, T, N, K, H = 2, 32, 4, 2, 8
 CAUSAL = dense.Mask(is_causal=True)

@@ -14,7 +14,7 @@ from meshes import mesh_of
 
 import burst_jax
 from burst_jax.models import DecoderConfig
-from burst_jax.sharding import axes_size
+from burst_jax.parallel.mesh import axes_size
 from burst_jax.training import (
     init_train_state,
     make_batch,

@@ -1,6 +1,7 @@
 """One of two processes that load their own rows: ``python two_loaders.py PORT PROCESS FOLDER``.
 
-Started by tests/test_data_resume.py. Each process has four CPU devices. It puts batches onto a mesh
+Started by tests/data/test_data_resume.py. Each process has four CPU devices. It puts batches onto
+a mesh
 of all eight, saves the gathered state on the way, goes on from it with a new loader, and writes
 what its devices hold as one line of JSON.
 """

@@ -1,7 +1,7 @@
 """One of two that place batches and save a model: ``python two_processes.py PORT PROCESS FOLDER``.
 
-Started by tests/test_processes.py. Each process has two CPU devices; what it saw goes to stdout as
-one line of JSON, and a crash is a traceback.
+Started by tests/parallel/test_processes.py. Each process has two CPU devices; what it saw goes to
+stdout as one line of JSON, and a crash is a traceback.
 """
 
 from __future__ import annotations

@@ -1,0 +1,437 @@
+"""Runs kernels as they are compiled for an A100 on a newer GPU: ``bench ampere``.
+
+Triton compiles for Hopper with Hopper's own matrix instructions, so its times on a Hopper GPU say
+little about an A100. The driver assembles PTX of an older GPU for a newer one: what was compiled
+for an A100 then runs with the A100's instructions (``mma.sync``, ``cp.async``), in the A100's
+tiles. FlashAttention-2, which torch has, uses the same instructions, and is timed beside.
+
+What this says: whether tiles are right, and how many instructions, and how well overlapped, a
+kernel needs beside another. What it does not say: times of an A100, which has 108 multiprocessors
+at 1.41 GHz, an L2 cache of 40 MB and 2 TB/s, and whose matrix units are slower beside the rest of a
+multiprocessor.
+
+``bench ampere --compile FOLDER`` needs no GPU, only the CUDA plugin; ``bench ampere FOLDER`` runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.extend.core import Literal
+
+import burst_jax
+from benchmarks.driver import Driver, Kernel, Launch
+from benchmarks.needs import need_gpus
+from pallas_kernels import AttentionSpec, Operands, Tokens, triton
+from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
+from pallas_kernels.timing import median_time, relative_error
+
+# Matrix products of T S H multiplications and additions that each kernel makes.
+MATMULS = {"forward": 2, "dq": 3, "dkv": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape and a mask."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The mask and the score."""
+        return AttentionSpec.of(self.head_dim**-0.5, right=0 if self.is_causal else None)
+
+    def flops(self) -> float:
+        """Of one matrix product."""
+        scores = self.length**2 / (2 if self.is_causal else 1)
+        return 2 * self.batch * self.heads * self.head_dim * scores
+
+
+CASES = (
+    Case("full", 1, 16384, 32, 32, 128, False),
+    Case("causal", 1, 16384, 32, 32, 128, True),
+    Case("causal, 32/8 heads", 1, 16384, 32, 8, 128, True),
+    Case("full, head dim 64", 4, 4096, 32, 32, 64, False),
+    Case("causal, head dim 64", 4, 4096, 32, 32, 64, True),
+)
+
+
+def shipped(case: Case, kernel: str) -> TritonConfig:
+    """The tiles that ship for an A100."""
+    lengths = case.length, case.length
+    configs = triton_configs(8.0, case.head_dim, jnp.bfloat16, *lengths, case.spec, False)
+    return getattr(configs, kernel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A kernel in some tiles."""
+
+    case: Case
+    kernel: str
+    config: TritonConfig
+
+    @classmethod
+    def of_key(cls, key: str) -> Candidate:
+        """The candidate that has this key."""
+        found = re.fullmatch(r"case(\d+)-(\w+)-(\d+x\d+x\d+x\d+)", key)
+        assert found is not None, key
+        return cls(CASES[int(found[1])], found[2], tiles(found[3].replace("x", ",")))
+
+    @property
+    def tiles(self) -> str:
+        """The config in a word."""
+        return "x".join(str(int(x)) for x in dataclasses.astuple(self.config)[:4])
+
+    @property
+    def key(self) -> str:
+        """A name for its files."""
+        return f"case{CASES.index(self.case)}-{self.kernel}-{self.tiles}"
+
+    def run(self) -> Callable[[Operands], Any]:
+        """The kernel as a function of its operands, bounds included.
+
+        Results are rounded, as they are where no ring adds to them.
+        """
+        implementation = triton(config=self.config)
+        forward = self.kernel == "forward"
+        kernel = getattr(implementation, "forward" if forward else f"backward_{self.kernel}")
+        return functools.partial(kernel, spec=self.case.spec, out_dtype=jnp.bfloat16)
+
+    def with_bounds(self, operands: Operands) -> Operands:
+        """The operands with the bounds of these tiles."""
+        implementation = triton(config=self.config)
+        forward = self.kernel == "forward"
+        of = implementation.forward_bounds if forward else implementation.backward_bounds
+        return operands.replace(bounds=of(operands, spec=self.case.spec))
+
+
+def operands_of(case: Case) -> Operands:
+    """Random operands of a case; the backward's statistics are random too, but in their range."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    wide = (case.batch, case.length, case.heads, case.head_dim)
+    narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
+    q, do = (jax.random.normal(key, wide, jnp.bfloat16) for key in keys[:2])
+    k, v = (jax.random.normal(key, narrow, jnp.bfloat16) for key in keys[2:4])
+    stats = jax.random.normal(keys[4], (2, case.batch, case.heads, case.length))
+    tokens = Tokens(jnp.arange(case.length, dtype=jnp.int32))
+    stats += jnp.array([10.0, 0.0])[:, None, None, None]
+    return Operands(q, k, v, tokens, tokens).replace(do=do, stats=stats)
+
+
+class Compiler:
+    """Compiles for an A100, and keeps the PTX.
+
+    XLA calls the assembler of its CUDA folder. Each compilation gets a folder of its own, whose
+    assembler keeps what it is given and then calls the real one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        assembler = shutil.which("ptxas") or _packaged_assembler()
+        if assembler is None:
+            raise SystemExit("bench ampere --compile needs ptxas: pip install 'burst-jax[cuda13]'")
+        self._assembler = assembler
+        description = resources.files(burst_jax) / "gpu_targets" / "a100.txtpb"
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=description.read_text(), topology="1x1x1"
+        )
+        mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("one",))
+        self._mesh = mesh
+
+    def compile(self, candidate: Candidate) -> str:
+        """Writes the PTX and the launch of a candidate; returns what the assembler says of it."""
+        with tempfile.TemporaryDirectory() as temporary:
+            here = Path(temporary)
+            script = here / "bin" / "ptxas"
+            script.parent.mkdir()
+            script.write_text(
+                "#!/bin/sh\n"
+                f'if [ "$2" = -o ] && grep -q "entry burst_" "$1"; then cp "$1" {here}/kernel.ptx\n'
+                f'  exec {self._assembler} -v "$@" 2> {here}/said\nfi\n'
+                f'exec {self._assembler} "$@"\n'
+            )
+            script.chmod(0o755)
+            whole = jax.NamedSharding(self._mesh, jax.P())
+            shapes = jax.eval_shape(lambda: candidate.with_bounds(operands_of(candidate.case)))
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+            )
+            options: dict[str, Any] = {
+                "xla_gpu_cuda_data_dir": temporary,
+                "xla_dump_to": str(here / "dump"),
+                "xla_gpu_autotune_level": 0,
+            }
+            with jax.set_mesh(self._mesh):
+                traced = jax.jit(candidate.run()).trace(shapes)
+                traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+            (thunks,) = (here / "dump").glob("*.thunk_sequence.txt")
+            launch = _launch_of(thunks.read_text())
+            (self._folder / f"{candidate.key}.json").write_text(
+                json.dumps(dataclasses.asdict(launch))
+            )
+            shutil.copy(here / "kernel.ptx", self._folder / f"{candidate.key}.ptx")
+            return _registers((here / "said").read_text())
+
+
+def _packaged_assembler() -> str | None:
+    """The ptxas that the CUDA plugin's packages bring along."""
+    try:
+        import nvidia
+    except ImportError:
+        return None
+    found = (Path(folder) / "cu13" / "bin" / "ptxas" for folder in nvidia.__path__)
+    return next((str(path) for path in found if path.exists()), None)
+
+
+def _launch_of(thunks: str) -> Launch:
+    """The launch of the kernel in a list of what a program runs."""
+    pattern = r"burst_\w+ grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), .*shared_memory: (\d+)"
+    found = re.search(pattern, thunks)
+    assert found is not None, thunks
+    *grid, threads, shared = map(int, found.groups())
+    return Launch((grid[0], grid[1], grid[2]), threads, shared)
+
+
+def _registers(said: str) -> str:
+    """Registers, and bytes that spill, of what the assembler said."""
+    spills = re.search(r"(\d+) bytes spill stores", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert spills is not None, said
+    assert registers is not None, said
+    return f"{registers[1]} registers, {spills[1]} bytes spilled"
+
+
+def kernel_call(run: Callable[[Operands], Any], operands: Operands) -> tuple[list, list, Any]:
+    """The one ``pallas_call`` of a function: its operands, its results' types, and itself.
+
+    What comes before it is computed.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+    closed = jax.make_jaxpr(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))(*leaves)
+    return next(_walk(closed.jaxpr, closed.consts, leaves))
+
+
+def _walk(jaxpr: Any, consts: Any, args: Any) -> Iterator[tuple[list, list, Any]]:
+    """Computes a jaxpr equation by equation, up to its ``pallas_call``."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for equation in jaxpr.eqns:
+        given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
+        if equation.primitive.name == "pallas_call":
+            params = equation.primitive.get_bind_params(equation.params)
+            native = functools.partial(equation.primitive.bind, **params)
+            results = [x.aval for x in equation.outvars]
+            yield given, results, jax.jit(native)
+            return
+        if equation.primitive.name in ("jit", "pjit"):
+            inner = equation.params["jaxpr"]
+            yield from _walk(inner.jaxpr, inner.consts, given)
+            return
+        params = equation.primitive.get_bind_params(equation.params)
+        made = equation.primitive.bind(*given, **params)
+        made = made if equation.primitive.multiple_results else [made]
+        values.update(zip(equation.outvars, made, strict=True))
+
+
+class Runner:
+    """Times candidates of a folder, each held to what Triton compiles for this GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._driver = folder, Driver()
+        self.operands = functools.lru_cache(operands_of)
+        self._native = functools.lru_cache(self._run_natively)
+
+    def _run_natively(self, case: Case, kernel: str) -> tuple[list[jax.Array], float]:
+        """Results of a kernel in the A100's tiles, compiled for this GPU, and seconds a call."""
+        given, _, call = self._call(Candidate(case, kernel, shipped(case, kernel)))
+        made = call(*given)
+        made = list(made) if isinstance(made, (list, tuple)) else [made]
+        return made, median_time(lambda: call(*given))
+
+    def _call(self, candidate: Candidate) -> tuple[list, list, Any]:
+        bounded = jax.jit(candidate.with_bounds)(self.operands(candidate.case))
+        return kernel_call(candidate.run(), bounded)
+
+    def prepare(self, candidate: Candidate) -> tuple[Kernel, list, list]:
+        """The kernel, assembled, its operands and the types of its results."""
+        launch = Launch(**json.loads((self._folder / f"{candidate.key}.json").read_text()))
+        ptx = (self._folder / f"{candidate.key}.ptx").read_text()
+        (name,) = re.findall(r"\.entry (\w+)\(", ptx)
+        kernel = Kernel(self._driver, ptx, name, launch.as_on_an_a100(self._driver.shared))
+        return kernel, *self._call(candidate)[:2]
+
+    def measure(self, candidate: Candidate, kernel: Kernel, given: list, results: list) -> str:
+        """A line of the table."""
+        want, native = self._native(candidate.case, candidate.kernel)
+        self._driver.enter()
+        errors = [relative_error(*pair) for pair in zip(kernel(given, results), want, strict=True)]
+        if max(errors) > 1e-2:
+            return f"wrong: relative errors {errors}"
+        seconds = kernel.seconds(given, results)
+        tera = MATMULS[candidate.kernel] * candidate.case.flops() / 1e12
+        return (
+            f"{seconds * 1e3:8.3f} ms {tera / seconds:6.0f} TFLOP/s"
+            f" {kernel.registers} registers, {kernel.local_bytes} bytes spilled;"
+            f" shipped tiles compiled for this GPU {tera / native:.0f} TFLOP/s"
+        )
+
+
+def torch_times(case: Case) -> tuple[float, float] | None:
+    """Seconds of FlashAttention-2 in torch, ``(forward, forward and backward)``.
+
+    None: torch is not there.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+        of_attention: Any = importlib.import_module("torch.nn.attention")
+    except ImportError:
+        return None
+    shape = case.batch, case.heads, case.length, case.head_dim
+    q, k, v, do = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=i < 3)
+        for i in range(4)
+    )
+
+    def forward() -> Any:
+        with of_attention.sdpa_kernel(of_attention.SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.is_causal
+            )
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (q, k, v), do)
+
+    return _torch_seconds(torch, forward), _torch_seconds(torch, both)
+
+
+def _torch_seconds(torch: Any, call: Callable[[], Any]) -> float:
+    """Seconds of a call: the median of five rounds of ten."""
+    times = []
+    for _ in range(6):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(10):
+            call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e4)
+    return sorted(times[1:])[2]
+
+
+def candidates(args: argparse.Namespace) -> list[Candidate]:
+    """What to compile: every kernel of every case, in the tiles that ship and in those given."""
+    return [
+        Candidate(CASES[case], kernel, config)
+        for case in args.cases
+        for kernel in args.kernels
+        for config in dict.fromkeys([shipped(CASES[case], kernel), *args.configs])
+    ]
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Compiles for an A100, as many candidates at a time as there are cores, into the folder."""
+    # JAX's plugin assembles by a library, unless this is said before it starts.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_libnvjitlink=false"
+    # Looking for a GPU that is not there would take the plugin away.
+    jax.config.update("jax_platforms", "cpu")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    compiler, wanted = Compiler(args.folder), candidates(args)
+
+    def compile_one(candidate: Candidate) -> str:
+        try:
+            return compiler.compile(candidate)
+        except Exception as error:  # Of many tiles some do not fit.
+            return "refused: " + " ".join(str(error).split())[:100]
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for candidate, said in zip(wanted, pool.map(compile_one, wanted), strict=True):
+            print(f"{_label(candidate)} {said}", flush=True)
+
+
+def _label(candidate: Candidate) -> str:
+    """The first columns of a candidate's line."""
+    mark = "*" if candidate.config == shipped(candidate.case, candidate.kernel) else " "
+    return f"{f'{candidate.case.name}, {candidate.kernel}':29}{candidate.tiles:>13}{mark}"
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Times what the folder has of the cases and kernels that are asked for."""
+    found = [Candidate.of_key(path.stem) for path in sorted(args.folder.glob("case*.json"))]
+    cases = [CASES[case] for case in args.cases]
+    found = [c for c in found if c.case in cases and c.kernel in args.kernels]
+    if not found:
+        raise SystemExit(f"{args.folder} has no kernels for these cases: --compile makes them")
+    need_gpus("bench ampere")
+    runner = Runner(args.folder)
+    for case in {c.case: None for c in found}:
+        runner.operands(case)
+        if (times := torch_times(case)) is not None:
+            tera = 2 * case.flops() / 1e12
+            print(
+                f"{case.name}: FlashAttention-2 {tera / times[0]:.0f} TFLOP/s forward,"
+                f" {3.5 * tera / times[1]:.0f} forward and backward"
+            )
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        prepared = {c: pool.submit(runner.prepare, c) for c in found}
+    print("*: tiles that ship")
+    for candidate, future in prepared.items():
+        try:
+            line = runner.measure(candidate, *future.result())
+        except Exception as error:  # What one candidate cannot do, the others may.
+            line = "refused: " + " ".join(str(error).split())[:100]
+        print(f"{_label(candidate)} {line}", flush=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    (compile_all if args.compile else run_all)(args)
+
+
+def tiles(text: str) -> TritonConfig:
+    """A config from the command line."""
+    try:
+        block_q, block_kv, warps, stages = map(int, text.split(","))
+        return TritonConfig(block_q, block_kv, warps, stages)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: Q,KV,WARPS,STAGES ({error})") from error
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``ampere`` to the benchmarks' command line."""
+    parser = commands.add_parser("ampere", help="kernels compiled for an A100, on a newer GPU")
+    parser.add_argument("folder", type=Path, help="where what is compiled is kept")
+    parser.add_argument("--compile", action="store_true", help="compile, which needs no GPU")
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        choices=range(len(CASES)),
+        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+    )  # fmt: skip
+    parser.add_argument("--kernels", nargs="+", default=list(MATMULS), choices=list(MATMULS))
+    parser.add_argument(
+        "--configs", nargs="+", type=tiles, default=[], metavar="Q,KV,WARPS,STAGES",
+        help="to compile beside the tiles that ship",
+    )  # fmt: skip
+    parser.set_defaults(run=run)

@@ -1,0 +1,124 @@
+"""Times the attention of a few queries over a long cache on one GPU: ``bench decode``.
+
+What bounds it is reading the keys and values once, so its figure is bytes a second: those of keys
+and values over the time of a call, in which the parts are merged, too. Beside it a copy of as many
+bytes, which reads and writes, and the two products that XLA makes of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.needs import need_gpus, positive
+from burst_jax.parallel.platform import compute_capability
+from burst_jax.serving.attention import Parts, Scores, products
+from burst_jax.serving.cache import Slots
+from pallas_kernels.pallas_triton.decode import partial_attention
+from pallas_kernels.timing import median_time, relative_error
+
+# Largest relative difference from the products of float32, inputs and weights in bfloat16.
+_AGREE = 1e-2
+# Calls of one program, so that a launch from the host takes no part in the time.
+_CALLS = 10
+
+
+def _inputs(args: argparse.Namespace, length: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(length), 3)
+    shape = (args.batch, length, args.kv_heads, args.head_dim)
+    query = (args.batch, args.queries, args.heads, args.head_dim)
+    return (
+        jax.random.normal(keys[0], query, jnp.bfloat16),
+        jax.random.normal(keys[1], shape, jnp.bfloat16),
+        jax.random.normal(keys[2], shape, jnp.bfloat16),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "calls"))
+def _attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, kernel: Any, calls: int = 1
+) -> jax.Array:
+    """The output, each call's query depending on the output of the call before."""
+    batch, length = keys.shape[:2]
+    slots = Slots(jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32))
+    last, used = jnp.int32(length - 1), jnp.int32(length)
+    scale = query.shape[-1] ** -0.5
+
+    def attend(query: jax.Array) -> jax.Array:
+        if kernel is None:
+            parts = products(query, keys, values, slots, last, Scores(scale, None, None))
+        else:
+            parts = Parts(
+                *partial_attention(
+                    query, keys, values, slots.places, slots.present, last, used,
+                    scale=scale, compute_capability=compute_capability(), **dict(kernel),
+                )
+            )  # fmt: skip
+        return parts.attention(None)
+
+    def again(_: Any, out: jax.Array) -> jax.Array:
+        return attend(query + (1e-6 * out).astype(query.dtype))
+
+    return lax.fori_loop(1, calls, again, attend(query))
+
+
+@jax.jit
+def _copy(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return keys + 1, values + 1
+
+
+def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
+    """A line for every way."""
+    q, k, v = _inputs(args, length)
+    size = k.nbytes + v.nbytes
+    want = _attend(q.astype(jnp.float32), k, v, None)
+    seconds = median_time(lambda: _copy(k, v))
+    yield f"{2 * size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  copy, read and written"
+    axes = (args.block_kv, args.warps, args.stages, args.splits)
+    names = ("block_kv", "num_warps", "num_stages", "splits")
+    kernels = [tuple(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+    for kernel in (None, *kernels):
+        name = "products by XLA" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
+        try:
+            error = relative_error(_attend(q, k, v, kernel), want)
+            if not error < _AGREE:
+                yield f"{name}: wrong by {error:.2g}"
+                continue
+            run = functools.partial(_attend, q, k, v, kernel, _CALLS)
+            seconds = median_time(run) / _CALLS
+        except jax.errors.JaxRuntimeError as failure:
+            yield f"{name}: {str(failure).splitlines()[0]}"
+            continue
+        yield f"{size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  {name}"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times every length with every tile."""
+    need_gpus("bench decode")
+    for length in args.lengths:
+        print(f"{length:,} keys, {args.heads} / {args.kv_heads} heads, {args.queries} queries")
+        for row in _rows(args, length):
+            print(f"  {row}", flush=True)
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``decode`` to the command line."""
+    parser = commands.add_parser("decode", help=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[131072], help="of caches")
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--queries", type=positive, default=1, help="1 to 16")
+    parser.add_argument("--heads", type=positive, default=32)
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys of a tile")
+    parser.add_argument("--warps", nargs="+", type=positive, default=[None])
+    parser.add_argument("--stages", nargs="+", type=positive, default=[3])
+    parser.add_argument("--splits", nargs="+", type=positive, default=[None], help="parts")
+    parser.set_defaults(run=run)

@@ -1,0 +1,444 @@
+"""Times local attention on one GPU beside other attention for JAX: ``bench kernels``.
+
+Every result is compared with float64 first, and an implementation with a wrong one is not timed.
+The FLOPs that are counted: ``4 H`` forward for each score that the mask keeps, of each batch row
+and head, with T^2 / 2 scores under causal masks; forward and backward together 3.5 times as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+import burst_jax
+from benchmarks import plot
+from benchmarks.needs import add_outputs, need_gpus, need_outputs
+from benchmarks.results import Results, Row
+from benchmarks.truth import attention_and_gradients
+from burst_jax.attention.parsing import parse_request
+from burst_jax.parallel.platform import compute_capability
+from burst_jax.ring.request import Request
+from pallas_kernels import MOSAIC_SM90, TRITON, Operands, Tokens, resolve
+from pallas_kernels.timing import median_time, relative_error
+
+# Largest relative error that rounding to the dtype explains, times two to be safe.
+_RIGHT = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
+
+
+class MaskOptions(TypedDict):
+    """A mask as keyword arguments of burst_attention and of dot_product_attention."""
+
+    is_causal: bool
+    local_window_size: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shape and mask of one attention.
+
+    Attributes:
+      name: name in the table.
+      batch: number of rows, B.
+      length: number of queries, and of keys, of a row, T.
+      heads: number of query heads, N.
+      kv_heads: number of key/value heads.
+      head_dim: number of features of a head, H.
+      is_causal: whether a query sees no later key.
+      window: how many keys a query sees, its own and those before it; None is all of them.
+      documents: how many documents a row packs.
+      sinks: whether every query head has a sink logit.
+      slopes: whether every query head has an ALiBi slope.
+    """
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool = False
+    window: int | None = None
+    documents: int = 1
+    sinks: bool = False
+    slopes: bool = False
+
+    @property
+    def options(self) -> MaskOptions:
+        """The mask as keyword arguments."""
+        window = None if self.window is None else (self.window - 1, 0)
+        return {"is_causal": self.is_causal, "local_window_size": window}
+
+    def request(self) -> Request:
+        """What burst_attention is asked for on one device."""
+        return parse_request(
+            "seq_axis", "seq", None, lambda *_: 1, head_dim=self.head_dim, **self.options
+        )
+
+    def per_head(self) -> dict[str, jax.Array]:
+        """The numbers of each query head, as burst_attention's arguments; float32 ``[N]`` each."""
+        heads = np.arange(self.heads)
+        numbers = {}
+        if self.sinks:
+            numbers["sink_logits"] = jnp.asarray(np.cos(heads), jnp.float32)
+        if self.slopes:
+            # ALiBi's own slopes (arXiv 2108.12409, section 3): 2^(-8 / N) and its powers.
+            slopes = 2.0 ** (-8 * (heads + 1) / self.heads)
+            numbers["alibi_slopes"] = jnp.asarray(slopes, jnp.float32)
+        return numbers
+
+    def segment_ids(self) -> np.ndarray | None:
+        """Ids of documents of unequal lengths, int32 ``[B, T]``; None if there is one document."""
+        if self.documents == 1:
+            return None
+        weights = np.random.default_rng(0).uniform(0.5, 1.5, self.documents)
+        ends = np.round(np.cumsum(weights) / weights.sum() * self.length)
+        row = 1 + np.searchsorted(ends, np.arange(self.length), side="right")
+        return np.tile(row.astype(np.int32), (self.batch, 1))
+
+    def scores(self) -> float:
+        """Number of scores that the mask keeps, of one batch row and head."""
+        ids = self.segment_ids()
+        sizes = [self.length] if ids is None else np.bincount(ids[0])[1:].tolist()
+        total = 0.0
+        for size in sizes:
+            reach = min(self.window or size, size)
+            if self.window is not None:
+                total += size * reach - reach * (reach - 1) / 2
+            else:
+                total += size * size / (2 if self.is_causal else 1)
+        return total
+
+    def flops(self) -> float:
+        """Floating-point operations forward."""
+        return 4 * self.batch * self.heads * self.head_dim * self.scores()
+
+
+CASES = (
+    Case("full", 1, 16384, 32, 32, 128),
+    Case("causal", 1, 16384, 32, 32, 128, is_causal=True),
+    Case("causal, 32/8 heads", 1, 16384, 32, 8, 128, is_causal=True),
+    Case("causal, 32K, 32/8 heads", 1, 32768, 32, 8, 128, is_causal=True),
+    Case("full, head dim 64", 4, 4096, 32, 32, 64),
+    Case("causal, head dim 64", 4, 4096, 32, 32, 64, is_causal=True),
+    Case("window 4096 of 64K, 32/8 heads", 1, 65536, 32, 8, 128, is_causal=True, window=4096),
+    Case("8 documents, causal", 1, 16384, 32, 32, 128, is_causal=True, documents=8),
+    Case("causal, sinks", 1, 16384, 32, 32, 128, is_causal=True, sinks=True),
+    Case("causal, ALiBi", 1, 16384, 32, 32, 128, is_causal=True, slopes=True),
+)
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+# ``make(gradient)`` gives the attention to time, for its forward pass alone or with its gradient.
+Maker = Callable[[bool], Attention]
+
+
+def ours(case: Case, implementation: str) -> Attention:
+    """burst_attention on a mesh of this one GPU."""
+    mesh = jax.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+    ids = case.segment_ids()
+    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    options = {**case.options, **segments, **case.per_head(), "implementation": implementation}
+    return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
+
+
+def cudnn(case: Case) -> Attention:
+    """cuDNN through ``jax.nn.dot_product_attention``.
+
+    Raises:
+      NotImplementedError: the function has no argument for what the case has.
+    """
+    if case.documents > 1:
+        raise NotImplementedError("it takes no segment ids")
+    if case.per_head():
+        raise NotImplementedError("it takes neither sinks nor slopes")
+    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
+
+
+def pallas_example(case: Case, gradient: bool) -> Attention:
+    """JAX's own Pallas Triton example, in the tiles that were fastest on an H200.
+
+    The tiles depend on whether the gradient is timed.
+
+    Raises:
+      NotImplementedError: the case has a window, grouped heads, sinks or slopes.
+    """
+    if case.per_head():
+        raise NotImplementedError("it takes neither sinks nor slopes")
+    if case.window is not None or case.heads != case.kv_heads:
+        raise NotImplementedError("it takes neither windows nor grouped heads")
+    from jax.experimental.pallas.ops.gpu import attention
+
+    # Both passes take the same warps and stages. With the gradient the backward pass decides,
+    # because it takes longer.
+    warps, stages = (4, 2) if gradient else (8, 3)
+    sizes = attention.BlockSizes(128, 64, 64, 64, 64, 64)
+
+    def attend(q, k, v):
+        return attention.mha(
+            q, k, v, case.segment_ids(), case.head_dim**-0.5, case.is_causal, sizes,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    return attend
+
+
+def peers(case: Case, implementations: list[str]) -> dict[str, Maker]:
+    """What is measured, by its name in the table: other attention, then ``implementations``."""
+    return {
+        "cuDNN": lambda _: cudnn(case),
+        "Pallas example": functools.partial(pallas_example, case),
+        **{name: lambda _, name=name: ours(case, name) for name in implementations},
+    }
+
+
+def matmul_ceiling(dtype: DTypeLike) -> float:
+    """TFLOP/s of a large matmul on random data, the most that any kernel here could reach."""
+    size = 12288
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
+    matmul = jax.jit(functools.partial(jnp.matmul, preferred_element_type=dtype))
+    return 2e-12 * size**3 / median_time(lambda: matmul(a, b), seconds=0.2)
+
+
+class Problem:
+    """A case's arrays, and float64 results of the first and the last key head to compare with."""
+
+    def __init__(self, case: Case, dtype: DTypeLike):
+        self.case = case
+        keys = jax.random.split(jax.random.key(1), 4)
+        wide = (case.batch, case.length, case.heads, case.head_dim)
+        narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
+        self.q, self.do = (jax.random.normal(key, wide, dtype) for key in keys[:2])
+        self.k, self.v = (jax.random.normal(key, narrow, dtype) for key in keys[2:])
+        self.spec = case.request().spec
+        ids = case.segment_ids()
+        self.tokens = Tokens(
+            jnp.arange(case.length, dtype=jnp.int32), None if ids is None else jnp.asarray(ids)
+        )
+        self._samples = sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)})
+        self._truth = [
+            attention_and_gradients(
+                self.spec,
+                self.tokens,
+                *(
+                    self._sample(name, getattr(self, name), sample)
+                    for name in ("q", "k", "v", "do")
+                ),
+                per_head={name: self._heads(x, sample) for name, x in case.per_head().items()},
+            )
+            for sample in self._samples
+        ]
+
+    def _sample(self, name: str, x: jax.Array, sample: tuple[int, int]) -> jax.Array:
+        """One key head of one batch row, or the query heads that share it.
+
+        ``sample`` is ``(row, key head)``.
+        """
+        row, head = sample
+        if name in ("k", "v", "dk", "dv"):
+            return x[row, :, head]
+        return self._heads(x[row].swapaxes(0, 1), sample).swapaxes(0, 1)
+
+    def _heads(self, x: jax.Array, sample: tuple[int, int]) -> jax.Array:
+        """Those of ``x``'s query heads, its first axis, that share the key head of a sample."""
+        groups = self.case.heads // self.case.kv_heads
+        return x[sample[1] * groups : (sample[1] + 1) * groups]
+
+    def errors(self, **results: jax.Array) -> dict[str, float]:
+        """The relative error of each of ``results``, named out, dq, dk or dv, by its name."""
+        errors = {}
+        for name, array in results.items():
+            error = 0.0
+            for sample, truth in zip(self._samples, self._truth, strict=True):
+                part = self._sample(name, array, sample)
+                with jax.enable_x64(True):
+                    error = max(error, relative_error(part, truth[name]))
+            errors[name] = error
+        return errors
+
+
+def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
+    """Checks and times one implementation on one case.
+
+    Args:
+      problem: the case and its arrays.
+      peer: name of the implementation in the table.
+      make: gives the implementation.
+      limit: the largest relative error that is right.
+    """
+    row = Row(problem.case.name, peer)
+    arrays = problem.q, problem.k, problem.v
+    try:
+        forward = jax.jit(make(False))
+        differentiated = make(True)
+
+        @jax.jit
+        def both(q, k, v, do):
+            out, vjp = jax.vjp(differentiated, q, k, v)
+            return out, *vjp(do)
+
+        alone = problem.errors(out=forward(*arrays))
+        names = ("out", "dq", "dk", "dv")
+        gradients = dict(zip(names, both(*arrays, problem.do), strict=True))
+        errors = problem.errors(**gradients)
+        del gradients
+    except Exception as error:  # The table says what an implementation cannot do, and goes on.
+        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
+        return row
+    if not row.agrees(limit, alone, errors):
+        return row
+    tera = problem.case.flops() / 1e12
+    row.forward = tera / median_time(lambda: forward(*arrays))
+    row.both = 3.5 * tera / median_time(lambda: both(*arrays, problem.do))
+    return row
+
+
+def local_times(problem: Problem, name: str) -> dict[str, float]:
+    """Times an implementation's kernels alone, and what a mask or a ring adds to their time.
+
+    Returns:
+      Seconds by name:
+
+      - "forward", "backward": the kernels with the case's mask.
+      - "carried": the forward kernel that merges its result into an ``(o, lse)`` in place, as in a
+        ring.
+      - "forward, unmasked", "backward, unmasked": the kernels over the tiles that the mask keeps,
+        without masking inside them. The result is wrong; the time is what the tiles take without
+        the mask.
+    """
+    operands = Operands(
+        problem.q, problem.k, problem.v, problem.tokens, problem.tokens, problem.case.per_head()
+    )
+    implementation = resolve(
+        name, platform="gpu", compute_capability=compute_capability(), operands=operands
+    )
+    assert implementation.backward is not None
+    bounds, tables = (
+        jax.jit(functools.partial(of, spec=problem.spec))(operands)
+        for of in (implementation.forward_bounds, implementation.backward_bounds)
+    )
+    forward = functools.partial(implementation.forward, spec=problem.spec)
+    fresh, carried = jax.jit(forward), jax.jit(forward, donate_argnums=1)
+    o, lse = fresh(operands.replace(bounds=bounds))
+    stats = jnp.stack([lse, jnp.zeros_like(lse)])
+    backward = jax.jit(functools.partial(implementation.backward, spec=problem.spec))
+    state = (o, lse + 0)
+
+    def step():
+        nonlocal state
+        state = carried(operands.replace(bounds=bounds), state)
+        return state
+
+    times = {"carried": median_time(step)}
+    for suffix, of in (("", lambda tables: tables), (", unmasked", _unmasked)):
+        ahead = operands.replace(bounds=of(bounds))
+        back = operands.replace(bounds=of(tables), do=problem.do, stats=stats)
+        times |= {
+            "forward" + suffix: median_time(lambda o=ahead: fresh(o)),
+            "backward" + suffix: median_time(lambda o=back: backward(o)),
+        }
+    return times
+
+
+def _unmasked(tables: Any) -> Any:
+    """Bounds that call a tile full if the mask keeps any of its scores."""
+
+    def unmask(table):
+        first, _, _, end = jnp.moveaxis(table, -1, 0)
+        return jnp.stack([first, first, end, end], axis=-1)
+
+    return jax.tree.map(unmask, tables)
+
+
+def gpu_implementations(compute_capability: float | None) -> list[str]:
+    """Names of this project's implementations that run on such a GPU, fastest first.
+
+    Raises:
+      NotImplementedError: none of them does.
+    """
+    ours = (MOSAIC_SM90, TRITON)
+    reasons = {each.name: each.unavailable("gpu", compute_capability) for each in ours}
+    if all(reasons.values()):
+        raise NotImplementedError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    return [name for name, why in reasons.items() if why is None]
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``kernels`` to the command line."""
+    parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(_RIGHT))
+    parser.add_argument(
+        "--implementations", nargs="+", choices=[each.name for each in (MOSAIC_SM90, TRITON)],
+        help="of ours (default: all that run on this GPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
+        choices=range(len(CASES)),
+        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
+    )  # fmt: skip
+    add_outputs(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table, keeps it and draws it."""
+    need_gpus("bench kernels")
+    need_outputs(args.json, args.png)
+    try:
+        implementations = args.implementations or gpu_implementations(compute_capability())
+    except NotImplementedError as error:
+        raise SystemExit(str(error)) from error
+    dtype = jnp.dtype(args.dtype)
+    results = Results(
+        jax.devices()[0].device_kind, jax.__version__, args.dtype, matmul_ceiling(dtype)
+    )
+    print(
+        f"{results.device}, jax {results.jax}, {results.dtype}; "
+        f"a large matmul: {results.matmul:.0f} TFLOP/s\n"
+        "TFLOP/s (share of the matmul's); error: the largest relative one of out, dq, dk, dv\n"
+    )
+    heading = f"{'case':32}{'':16}{'forward':>13}{'fwd + bwd':>13}{'error':>9}"
+    print(heading + "\n" + "-" * len(heading))
+    for index in args.cases:
+        problem = Problem(CASES[index], dtype)
+        timed = []
+        for peer, make in peers(problem.case, implementations).items():
+            row = measure(problem, peer, make, _RIGHT[args.dtype])
+            print(_line(row, results.matmul), flush=True)
+            results.rows.append(row)
+            if peer in implementations and not row.note:
+                timed.append(peer)
+        for name in timed:
+            _print_shares(problem, name)
+        del problem
+        # Saved after every case, so that a failure of the next one loses nothing.
+        if args.json is not None:
+            results.save(args.json)
+    if args.png is not None:
+        plot.draw(results, args.png)
+
+
+def _print_shares(problem: Problem, name: str) -> None:
+    """Prints what a carry and a mask add to the time of one of this project's implementations."""
+    times = local_times(problem, name)
+    notes = [f"with the carry {times['carried'] / times['forward']:.3f} of the time"]
+    if problem.case.window is not None or problem.case.documents > 1:
+        for what in ("forward", "backward"):
+            share = times[what] / times[what + ", unmasked"]
+            notes.append(f"{what} {share:.3f} of the same tiles unmasked")
+    for note in notes:
+        print(f"{'':32}{name}: {note}", flush=True)
+
+
+def _line(row: Row, ceiling: float) -> str:
+    if row.note:
+        return f"{row.case:32}{row.peer:16}  {row.note}"
+    rates = (f"{rate:5.0f} ({100 * rate / ceiling:3.0f} %)" for rate in (row.forward, row.both))
+    return f"{row.case:32}{row.peer:16}{''.join(f'{rate:>13}' for rate in rates)}{row.error:9.1e}"

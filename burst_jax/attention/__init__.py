@@ -1,0 +1,1 @@
+"""The public attention calls: their arguments, validation, masks, padding and merge."""

@@ -1,0 +1,320 @@
+"""Finds positions that contradict the layout, a mistake that changes every score.
+
+RoPE takes positions from the caller; the ring's masks and ALiBi slopes take them from the layout.
+If a caller permutes the tokens and passes an ``arange``, or does not permute them at all, the loss
+still falls, but the model never sees the order of its text. In the zigzag and striped layouts
+positions go down at least once between shards::
+
+    zigzag, 2 shards     tokens lie as   0 1 6 7 | 2 3 4 5
+    positions            right           0 1 6 7 | 2 3 4 5
+                         an arange       0 1 2 3 | 4 5 6 7
+
+Two rules find positions that cannot be right:
+
+- Positions ascend along the array within every segment, although inside one of the segments the
+  layout goes back to an earlier token. There a later token of the segment has the smaller position.
+- In a row with segment ids there is a token whose position is smaller than that of the token before
+  it in the text, although both are of one segment, and larger by exactly one than that of the token
+  before it in the array. Such positions were counted along the array. This rule also finds an
+  ``arange`` in packed rows. There the first rule mostly sees nothing, because segments end where
+  the layout goes back. It does not refuse positions that restart inside a segment: the first one
+  after a restart is not larger by one than the position before it in the array.
+
+A third rule needs the values of whole rows, so it holds outside ``jit`` alone: positions that are
+exactly those of another layout, or of another number of shards, belong to a batch that was made for
+another mesh.
+
+Nothing else is refused: positions may restart with a document, start anywhere, repeat or leave
+places out. So a row passes with any positions if its documents are so short that the layout goes
+back inside none of them. Without a mask that depends on positions (causal, window) and without
+ALiBi slopes every order of the tokens computes the same result, so nothing is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.attention.arguments import MASK_ARRAYS
+from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length
+from burst_jax.layouts.permutation import positions as layout_positions
+from burst_jax.parallel.mesh import (
+    axes_size,
+    flat_names,
+    inside_shard_map,
+    place_explicit,
+    resolve_mesh,
+    sequence_axes,
+    token_spec,
+)
+from pallas_kernels.arrays import as_int32
+from pallas_kernels.score import BIAS_NUMBERS
+
+Array = jax.Array | np.ndarray
+# Rings beyond this size are not looked for where positions are another layout's.
+_MOST_SHARDS = 512
+# Seams between blocks of the layout at which a traced call checks positions.
+_MOST_SEAMS = 4
+
+
+def refuse_wrong_order(
+    x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
+) -> jax.Array:
+    """``x`` itself, but NaN in the rows whose positions contradict the layout.
+
+    If the values of positions and segment ids are known (NumPy arrays, or JAX arrays outside
+    ``jit``), contradicting positions raise instead. In a traced call only the devices know the
+    values, and a device cannot raise, so the NaN must make the loss NaN at the first step. A traced
+    call applies the second rule to few tokens: those at the ends of each device's part and of each
+    block of the layout. It takes one sum over the sequence axes, of a dozen integers for each row
+    and device.
+
+    Inside a ``shard_map`` over the sequence axes all arrays are one device's, and nothing is known.
+
+    Args:
+      x: ``[B, T, D]``, what was computed with the positions.
+      positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
+      segment_ids: integers ``[B, T]``, 0 for padding, or None.
+      options: keyword arguments of ``burst_attention``, which has checked them.
+
+    Returns:
+      ``[B, T, D]`` in the dtype of ``x``.
+
+    Raises:
+      ValueError: known positions contradict the layout.
+    """
+    layout = options.get("layout", "contiguous")
+    reads_positions = options.get("is_causal", False) or any(
+        options.get(name) is not None for name in ("local_window_size", *MASK_ARRAYS, *BIAS_NUMBERS)
+    )
+    if not reads_positions:
+        return x
+    if layout == "contiguous":
+        refuse_other_layout(positions, options)
+        return x
+    mesh = resolve_mesh(options.get("mesh"))
+    ring, tokens = flat_names(options.get("seq_axis", "seq")), sequence_axes(options)
+    n, shards = axes_size(mesh, ring), axes_size(mesh, tokens)
+    inside = inside_shard_map(tokens)
+    length = x.shape[1] * (shards if inside else 1)
+    falls = np.diff(layout_positions(layout, length, n)) < 0
+    if not falls.any():
+        return x
+    if not inside and _known(positions) and (segment_ids is None or _known(segment_ids)):
+        segments = np.ones((1, length), np.int32) if segment_ids is None else segment_ids
+        given, segments = np.atleast_2d(positions), np.asarray(segments)
+        wrong = _contradict(given, segments, falls)
+        if segment_ids is not None:
+            everything = _Samples(layout_positions(layout, length, n)[None], all_of_them=True)
+            wrong = wrong | _goes_back(given, segments, everything)
+        if wrong.any():
+            raise ValueError(
+                f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
+                f"which lie in the {layout} layout over {n} shards (an arange?): pass "
+                f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
+                f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
+            )
+        refuse_other_layout(positions, options)
+        return x
+    between = falls[length // shards - 1 :: length // shards]
+    samples = None
+    if segment_ids is not None:
+        samples = _Samples(layout_positions(layout, length, n).reshape(shards, -1))
+    positions = jnp.atleast_2d(as_int32("positions", positions))
+    segments = jnp.ones((1, x.shape[1]), jnp.int32)
+    if segment_ids is not None:
+        segments = as_int32("segment_ids", segment_ids)
+
+    def on_device(positions: jax.Array, segments: jax.Array) -> jax.Array:
+        return _contradict_across(positions, segments, between, tokens, samples)
+
+    if inside:
+        return _marked(x, on_device(positions, segments))
+    # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
+    arrays, batch = (positions, segments), options.get("batch_axis")
+    specs = [
+        token_spec(batch if array.shape[0] == x.shape[0] else None, tokens) for array in arrays
+    ]
+    split = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
+    rows = batch if any(array.shape[0] == x.shape[0] for array in arrays) else None
+
+    check = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))
+    return _marked(x, check(*split))
+
+
+def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
+    """Raises if positions are those of another layout, or of another number of shards.
+
+    Nothing is checked where this process cannot read the values, as under ``jit``.
+
+    Args:
+      positions: integers ``[B, T]`` or ``[T]``.
+      options: keyword arguments of ``burst_attention``, which has checked them.
+
+    Raises:
+      ValueError: a row's positions are those of another order.
+    """
+    if inside_shard_map(sequence_axes(options)) or not _known(positions):
+        return
+    layout: Layout = options.get("layout", "contiguous")
+    n = axes_size(resolve_mesh(options.get("mesh")), flat_names(options.get("seq_axis", "seq")))
+    given = np.atleast_2d(np.asarray(positions))
+    length = given.shape[1]
+    if padded_length(layout, length, n) != length:
+        return  # The attention refuses it.
+    others = (given != layout_positions(layout, length, n)).any(1)
+    count = np.arange(length)
+    for row in np.flatnonzero(others):
+        if (np.sort(given[row]) != count).any():
+            continue
+        found = _layout_of(given[row])
+        if found is not None:
+            raise ValueError(
+                f"positions of row {row} are those of the {found[0]} layout over {found[1]} "
+                f"shards, and the tokens lie in the {layout} layout over {n}: make the batch and "
+                "the model with the same layout and number of shards"
+            )
+
+
+def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
+    """The layout, and the number of shards, that has these positions ``[T]``; None if none has."""
+    length = len(positions)
+    # The tokens up to the first one that does not follow the one before it are a stripe, if any.
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    layouts = *LAYOUTS, *(f"striped:{stripe + 1}" for stripe in breaks[:1])
+    for shards in range(1, min(length, _MOST_SHARDS) + 1):
+        for layout in layouts:
+            fits = padded_length(layout, length, shards) == length
+            if fits and (layout_positions(layout, length, shards) == positions).all():
+                return layout, shards
+    return None
+
+
+def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
+    """``x`` ``[B, T, D]``, but NaN in the rows that are ``wrong``, bool ``[B]`` or ``[1]``."""
+    return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+
+
+def _known(array: Array) -> bool:
+    """Whether this process can read the array's values."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def _pairs(positions: Array, segments: Array) -> tuple[Array, Array]:
+    """For each pair of neighbours in the array: are they of one segment, and do positions ascend?
+
+    Both results are bool ``[rows, T - 1]``.
+    """
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    return same, positions[:, 1:] > positions[:, :-1]
+
+
+def _contradict(positions: Array, segments: Array, falls: np.ndarray) -> Array:
+    """The first rule: bool ``[rows]``, whether positions contradict the layout.
+
+    ``falls`` is bool ``[T - 1]``: whether token i + 1 of the array is an earlier one than token i.
+    """
+    same, ascend = _pairs(positions, segments)
+    return (ascend | ~same).all(1) & (same & falls).any(1)
+
+
+class _Samples:
+    """The tokens that the second rule is applied to, and the tokens before each of them.
+
+    Every device shows a few tokens of its part to all devices. The rule can check a shown token if
+    the token before it in the text and the token before it in the array are shown too. The shown
+    tokens of all devices are numbered one device after the other.
+
+    Attributes:
+      shown: indices of the shown tokens in a device's part: both ends of it, and both sides of each
+        seam between blocks of the layout; or every index.
+      tokens: numbers of the tokens that the rule can check, ``[checked]``.
+      before_in_text: number of the token before each of them in the text, ``[checked]``.
+      before_in_array: number of the token before each of them in the array, ``[checked]``.
+    """
+
+    def __init__(self, text: np.ndarray, *, all_of_them: bool = False) -> None:
+        """``text`` ``[devices, tokens of a device]``: the index of each token in its text."""
+        length = text.shape[1]
+        # A seam lies where the step to the next token is not the usual one. In the striped layout
+        # all steps are equal, so there is no seam. Between stripes of several tokens there may be
+        # thousands, of which a few are enough to find an arange.
+        steps = np.diff(text)
+        seams = np.flatnonzero((steps != steps.min(initial=text.size)).any(0))
+        seams = seams if seams.size <= _MOST_SEAMS else seams[:_MOST_SEAMS]
+        shown = np.concatenate([[0, 1, length - 2, length - 1], seams, seams + 1])
+        if all_of_them:
+            shown = np.arange(length)
+        self.shown = np.unique(shown.clip(0, length - 1))
+        text_index = text[:, self.shown].reshape(-1)
+        array_index = (np.arange(text.shape[0])[:, None] * length + self.shown).reshape(-1)
+        in_text, known_text = _before(text_index)
+        in_array, known_array = _before(array_index)
+        self.tokens = np.flatnonzero(known_text & known_array)
+        self.before_in_text, self.before_in_array = in_text[self.tokens], in_array[self.tokens]
+
+
+def _before(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry the index of the entry that is smaller by one, and whether there is one."""
+    order = np.argsort(numbers)
+    found = order[np.searchsorted(numbers[order], numbers - 1)]
+    return found, numbers[found] == numbers - 1
+
+
+def _goes_back(positions: Array, segments: Array, samples: _Samples) -> Array:
+    """The second rule: bool ``[rows]``, whether a token was counted along the array.
+
+    ``positions`` and ``segments`` are ``[rows, shown tokens]``.
+    """
+    here, before = positions[:, samples.tokens], positions[:, samples.before_in_text]
+    segment = segments[:, samples.tokens]
+    same = (segment == segments[:, samples.before_in_text]) & (segment != 0)
+    counted = here == positions[:, samples.before_in_array] + 1
+    return (same & (here < before) & counted).any(1)
+
+
+def _contradict_across(
+    positions: jax.Array,
+    segments: jax.Array,
+    falls: np.ndarray,
+    axes: tuple[str, ...],
+    samples: _Samples | None,
+) -> jax.Array:
+    """Both rules on rows that are split over mesh axes: bool ``[rows]``, the same on all devices.
+
+    Inside a device's part the layout always ascends. So each device finds whether its own positions
+    ascend, and the tokens at the ends of the parts tell whether positions ascend between parts.
+
+    Args:
+      positions: int32 ``[rows, tokens]``, the device's part.
+      segments: int32 ``[rows, tokens]``, the device's part.
+      falls: bool ``[devices - 1]``, whether the layout goes back between a part and the next.
+      axes: mesh axes that the rows are split over.
+      samples: the tokens that the second rule is applied to; None applies the first rule alone.
+    """
+    same, ascend = _pairs(positions, segments)
+    descends = (same & ~ascend).any(1)
+    rows = descends.shape[0]
+    ends = np.array([0, -1])
+    index = ends if samples is None else np.array([*ends, *samples.shown])
+    shown = [jnp.broadcast_to(x[:, index].T, (index.size, rows)) for x in (positions, segments)]
+    mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None]])
+    here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
+    every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
+    # Of all devices: [devices, shown tokens, rows]. The first two tokens are a part's ends.
+    position, segment, descends = jnp.split(every, [index.size, 2 * index.size], axis=1)
+    same = (segment[:-1, 1] == segment[1:, 0]) & (segment[1:, 0] != 0)
+    ascend = position[1:, 0] > position[:-1, 1]
+    ordered = (ascend | ~same).all(0) & (descends == 0).all((0, 1))
+    wrong = ordered & (same & falls[:, None]).any(0)
+    if samples is None:
+        return wrong
+    position, segment = (x[:, 2:].reshape(-1, rows).T for x in (position, segment))
+    return wrong | _goes_back(position, segment, samples)

@@ -1,0 +1,136 @@
+"""The arguments ``score_mod`` and ``mask_mod``: functions of single scores."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.elementwise import Traced, trace
+
+
+class ScoreMod(Protocol):
+    """``score_mod``: what becomes of a score."""
+
+    def __call__(
+        self,
+        score: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        q_position: jax.Array,
+        kv_position: jax.Array,
+        /,
+    ) -> Any:
+        """The score that the softmax takes."""
+        ...
+
+
+class MaskMod(Protocol):
+    """``mask_mod``: whether a query sees a key."""
+
+    def __call__(
+        self,
+        batch: jax.Array,
+        head: jax.Array,
+        q_position: jax.Array,
+        kv_position: jax.Array,
+        /,
+    ) -> Any:
+        """True where it does."""
+        ...
+
+
+_SIGNATURES = {
+    "score_mod": "score_mod(score, batch, head, q_position, kv_position) -> score",
+    "mask_mod": "mask_mod(batch, head, q_position, kv_position) -> bool",
+}
+# Operations that make one number of many begin with these.
+_REDUCTIONS = ("reduce", "arg", "cum", "sort")
+
+
+def check_functions(score_mod: Any, mask_mod: Any) -> None:
+    """Raises unless both are None or functions of single scores.
+
+    Raises:
+      ValueError: one is no function, cannot be hashed, or does not make one number of the right
+        kind of each score.
+      NotImplementedError: one captures what an outer ``jax.jit``, gradient or ``jax.vmap`` traces.
+    """
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            check_function(name, function)
+
+
+def check_function(name: str, function: Any) -> Traced:
+    """:func:`check_functions` of one; returns what it does."""
+    if not callable(function):
+        raise ValueError(f"{name} is {function!r}: it must be a function, {_SIGNATURES[name]}")
+    if not isinstance(function, Hashable):
+        raise ValueError(
+            f"{name} is {function!r}, which cannot be hashed: programs are kept by their "
+            "functions; pass a plain function, or a functools.partial of one"
+        )
+    try:
+        traced = trace(function, takes_score=name == "score_mod")
+    except Exception as error:
+        error.add_note(f"It was called as {_SIGNATURES[name]}, with a traced number for each.")
+        raise
+    for captured in traced.captured:
+        if isinstance(captured, jax.core.Tracer):
+            raise NotImplementedError(
+                f"{name} is {function!r} and captures {captured.aval.str_short()}, which an outer "
+                "jax.jit, gradient or jax.vmap traces: functions of scores are compiled in, and "
+                "what they capture has no gradient; capture Python numbers or arrays that are "
+                "there before, or say it by an argument (alibi_slopes, block_mask, key_starts, a "
+                "factor on the query)"
+            )
+    _check_result(name, function, traced)
+    return traced
+
+
+def refuse_rows_and_heads(axes: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Raises where functions read rows or heads whose numbers a ``shard_map`` does not say.
+
+    Args:
+      axes: mesh axes that the rows of the batch and the heads are split over.
+      options: keyword arguments of ``ring_attention``.
+
+    Raises:
+      NotImplementedError: a function reads the row or the head, although they are split.
+    """
+    for name in _SIGNATURES if axes else ():
+        function = options.get(name)
+        if function is None:
+            continue
+        traced, first = check_function(name, function), int(name == "score_mod")
+        if traced.reads(first) or traced.reads(first + 1):
+            raise NotImplementedError(
+                f"{name} is {function!r} and reads the batch row or the head, which batch_axis and "
+                f"tensor_axis split over {axes}: inside a shard_map each device counts its own "
+                "from 0; call the layer outside of a shard_map, or read positions alone"
+            )
+
+
+def _check_result(name: str, function: Any, traced: Traced) -> None:
+    """Raises ValueError unless a function makes one number of the right kind of each score."""
+    for operation in traced.operations:
+        scalar = all(np.shape(x) == () for x in operation.inputs)
+        if scalar and operation.name.startswith(_REDUCTIONS):
+            raise ValueError(
+                f"{name} is {function!r} and does {operation.name!r}: it sees one score at a time, "
+                f"and must not bring several together, {_SIGNATURES[name]}"
+            )
+    kind, what = (jnp.floating, "float") if name == "score_mod" else (jnp.bool, "bool")
+    kinds = [f"{x.dtype}{list(np.shape(x))}" for x in traced.results]
+    if (
+        len(kinds) != 1
+        or np.shape(traced.results[0]) != ()
+        or not jnp.issubdtype(traced.results[0].dtype, kind)
+    ):
+        raise ValueError(
+            f"{name} is {function!r} and returns {', '.join(kinds) or 'nothing'} for one score: it "
+            f"must return one {what}, made by elementwise operations, {_SIGNATURES[name]}"
+        )

@@ -1,1 +1,0 @@
-"""Benchmarks: ``python -m burst_jax.bench kernels``, ``ring``, ``train``; ``plot`` draws them."""

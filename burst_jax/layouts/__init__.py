@@ -1,0 +1,1 @@
+"""Layouts: the permutations of a sequence over the shards of a ring."""

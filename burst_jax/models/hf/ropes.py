@@ -1,0 +1,216 @@
+"""The RoPE that a ``config.json`` says, in the format of transformers before and since version 5.
+
+    before 5    "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}
+    since 5     "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": ...}
+
+With several types of layers ``rope_parameters`` may have one such dictionary for each type. The
+format before 5 has one more base for sliding layers then, ``"rope_local_base_freq"``, and its
+``rope_scaling`` is that of full layers. A file may have both formats if they say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from burst_jax.layers.rope_variants import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Of each type the class, and its fields by their names in config.json.
+_TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
+    "default": (Rope, {}),
+    "linear": (LinearRope, {"factor": "factor"}),
+    "dynamic": (DynamicRope, {"factor": "factor"}),
+    "llama3": (
+        Llama3Rope,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position_embeddings": "old_positions",
+        },
+    ),
+    "yarn": (
+        YarnRope,
+        {
+            "factor": "factor",
+            "original_max_position_embeddings": "old_positions",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "attention_factor": "attention_factor",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
+            "truncate": "truncate",
+        },
+    ),
+}
+
+
+def ropes_of(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """The RoPE of full and of sliding layers.
+
+    Args:
+      values: ``config.json``, with the family's defaults.
+      thetas: for each type of layer the base where ``config.json`` says none.
+
+    Raises:
+      NotImplementedError: another type of RoPE, or one with other options, than there is here.
+      ValueError: an option is missing; ``rope_scaling`` and ``rope_parameters`` do not say the
+        same; one of them has the other's form.
+    """
+    scaling, parameters = (values.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    _check_object(scaling)
+    _check_object(parameters)
+    bases = {kind: _base(values, kind, thetas) for kind in (FULL, SLIDING)}
+    # Whether layers of the two types have a RoPE of their own each.
+    apart = "rope_local_base_freq" in values
+    if apart and (FULL in scaling or SLIDING in scaling):
+        raise ValueError(
+            f"config.json's rope_scaling is {scaling}: a dictionary for each type of layer must be "
+            "in rope_parameters"
+        )
+    if apart and parameters and FULL not in parameters and SLIDING not in parameters:
+        raise ValueError(
+            f"config.json's rope_parameters is {parameters}: it must have a dictionary for each "
+            f"type of layer, {FULL} and {SLIDING}"
+        )
+    old = {kind: {} if apart and kind == SLIDING else scaling for kind in bases}
+    nested = FULL in parameters or SLIDING in parameters
+    new = {kind: (parameters.get(kind) or {}) if nested else parameters for kind in bases}
+    readings = [
+        {kind: _rope(own[kind], values, base) for kind, base in bases.items()}
+        for own, given in ((old, scaling), (new, parameters))
+        if given or own is new
+    ]
+    # transformers takes one of them, or options of both, depending on its version and on the model.
+    if scaling and parameters and readings[0] != readings[1]:
+        raise ValueError(
+            f"config.json has rope_scaling {scaling} and rope_parameters {parameters}, which do "
+            f"not say the same, {readings[0]} and {readings[1]}: remove one of them"
+        )
+    return readings[0]
+
+
+def without(values: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """``config.json`` whose RoPE has none of the options ``ignore``."""
+
+    def kept(given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {key: kept(value) for key, value in given.items() if key not in ignore}
+
+    keys = ("rope_scaling", "rope_parameters")
+    return {key: kept(value) if key in keys else value for key, value in values.items()}
+
+
+def _base(values: Mapping[str, Any], kind: str, thetas: Mapping[str, float]) -> float:
+    """The base of a type of layers whose dictionary has none."""
+    local = kind == SLIDING and "rope_local_base_freq" in values
+    theta = values.get("rope_local_base_freq" if local else "rope_theta")
+    return thetas[kind] if theta is None else theta
+
+
+def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
+    """One RoPE from its dictionary and, where that says nothing, from ``config.json``."""
+    _check_object(given)
+    options = {key: value for key, value in given.items() if value is not None}
+    old_name = options.pop("type", "default")
+    name = options.pop("rope_type", old_name)
+    for key in ("mscale", "mscale_all_dim"):
+        # transformers takes a 0 of YaRN's for one that is absent.
+        if name == "yarn" and options.get(key) == 0:
+            del options[key]
+    theta = float(options.pop("rope_theta", theta))
+    if name not in _TYPES:
+        raise NotImplementedError(
+            f"config.json's RoPE has the type {name!r}: there are {', '.join(_TYPES)}"
+        )
+    rope, fields = _TYPES[name]
+    positions = values["max_position_embeddings"]
+    if "original_max_position_embeddings" in fields:
+        options.setdefault(
+            "original_max_position_embeddings",
+            values.get("original_max_position_embeddings") or positions,
+        )
+    if name == "yarn" and "factor" not in options:
+        options["factor"] = positions / options["original_max_position_embeddings"]
+    whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
+    if whole != 1:
+        raise NotImplementedError(
+            f"partial_rotary_factor is {whole}: RoPE rotates all features of a head here, so it "
+            "must be 1"
+        )
+    if name in ("default", "linear", "dynamic"):
+        # transformers reads no old length for these, whatever config.json says.
+        options.pop("original_max_position_embeddings", None)
+    unknown = sorted(set(options) - set(fields))
+    if unknown:
+        raise NotImplementedError(
+            f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: the options known "
+            f"here are {', '.join(fields) or 'none'}. If one does not change the computation, pass "
+            f"ignore={tuple(unknown)}"
+        )
+    needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(fields)
+    if missing := sorted(needed - set(options)):
+        raise ValueError(f"config.json's RoPE of the type {name!r} lacks {', '.join(missing)}")
+    if rope is DynamicRope:
+        return DynamicRope(theta, float(options["factor"]), int(positions))
+    numbers = {
+        fields[key]: value if isinstance(value, bool) else _number(key, value)
+        for key, value in options.items()
+    }
+    return rope(theta=theta, **numbers)
+
+
+def ropes_json(ropes: Mapping[str, Rope], *, apart: bool) -> dict[str, Any]:
+    """The keys of ``config.json`` that :func:`ropes_of` reads as these RoPEs.
+
+    They are in both formats, so that any version of transformers reads the file; but in the new one
+    alone if the old one cannot say them: it has one base for sliding layers, and no more.
+
+    Args:
+      ropes: by type of layer; a type that no layer has is left out.
+      apart: whether the family's types of layers have a RoPE of their own each.
+    """
+    new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
+    if not apart:
+        # If they differ, the decoder is none of this family: what is read from this differs, too.
+        first = next(iter(new.values()))
+        return {"rope_parameters": first, **_old_json(first)}
+    old: dict[str, Any] = {}
+    sliding = ropes.get(SLIDING)
+    if FULL in ropes and (sliding is None or type(sliding) is Rope):
+        old = _old_json(new[FULL])
+        if sliding is not None:
+            old["rope_local_base_freq"] = sliding.theta
+    return {"rope_parameters": new, **old}
+
+
+def _rope_json(rope: Rope) -> dict[str, Any]:
+    for name, (kind, fields) in _TYPES.items():
+        if type(rope) is kind:
+            values = dataclasses.asdict(rope)
+            options = {key: values[field] for key, field in fields.items()}
+            options = {key: value for key, value in options.items() if value is not None}
+            return {"rope_type": name, "rope_theta": rope.theta, **options}
+    raise NotImplementedError(f"rope is {rope}: transformers has no RoPE like it")
+
+
+def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:
+    """The format before transformers 5."""
+    options = {key: value for key, value in new.items() if key != "rope_theta"}
+    scaling = {} if new["rope_type"] == "default" else {"rope_scaling": options}
+    return {"rope_theta": new["rope_theta"], **scaling}
+
+
+def _check_object(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json's RoPE has {given!r}: it must be a JSON object")
+
+
+def _number(key: str, value: Any) -> float | int:
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"config.json's RoPE has {key} {value!r}: it must be a number")
+    return value

@@ -1,0 +1,1 @@
+"""Meshes, sharding rules, collectives of weights, processes, and XLA options."""

@@ -1,0 +1,278 @@
+"""Cases that other projects test their own ring attention with.
+
+Small ones in the first tiers, in shapes that a CPU manages in a moment; all of them at the other
+projects' sizes in the tier ``replay``. Every one is held to this project's error bounds.
+
+Two more live elsewhere: flash_attn_jax's, that nothing is gathered and every permute lies beside a
+kernel, in tests/compiled/test_compiled.py; Flax's layers with ``attention_fn`` replaced in
+tests/layers/test_flax_adapters.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, get_args
+
+import dense
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jaxprs import count
+from meshes import make_mesh, mesh_of
+from peers import Problem, assert_as_good_as_dense
+
+import burst_jax
+from burst_jax import ShardingRules
+from burst_jax.layouts.permutation import LAYOUTS
+from burst_jax.models import Decoder, DecoderConfig, abstract_decoder
+from burst_jax.models.remat import Remat
+from burst_jax.ring.rotation import ROTATIONS
+
+replay = pytest.mark.replay
+
+
+def case_id(value):
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return "+".join(value) or "full" if isinstance(value, dict) else str(value)
+
+
+# --- TransformerEngine ---------------------------------------------------------------------------
+#
+# tests/jax/test_distributed_fused_attn.py: data x context x tensor, bfloat16, rows packed with
+# padding inside every segment's slot and at the end, groups of 1 and of 8 query heads, windows of
+# (20, 0). Its own tolerance, 0.039, would pass a gradient of zeros.
+
+AXES = {"batch_axis": "data", "tensor_axis": "model"}
+CAUSAL, WINDOW = {"is_causal": True}, {"window": (20, 0)}
+PACKED = {"segments": True}
+
+
+def bfloat16_problem(sizes, groups, mask):
+    batch, length, heads, dim = sizes
+    shapes = sizes, (batch, length, heads // groups, dim)
+    return Problem(*shapes, dense.Mask(**mask), "bfloat16")
+
+
+# (data, seq, model), layout, groups, mask.
+SMALL = [
+    ((1, 2, 1), "zigzag", 1, CAUSAL),
+    ((1, 4, 1), "contiguous", 8, {}),
+    ((1, 2, 2), "zigzag", 8, CAUSAL | PACKED),
+    ((2, 2, 1), "striped", 1, CAUSAL | PACKED),
+    ((1, 4, 2), "zigzag", 8, CAUSAL | WINDOW),
+    ((2, 4, 1), "striped", 8, CAUSAL | WINDOW | PACKED),
+    ((2, 2, 2), "contiguous", 1, PACKED),
+    ((1, 8, 1), "zigzag", 8, CAUSAL),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "groups", "mask"),
+    [pytest.param(*case, marks=() if case is SMALL[2] else pytest.mark.slow) for case in SMALL],
+    ids=case_id,
+)
+def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
+    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask)
+    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES)
+
+
+MESHES = [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2), (2, 4, 1), (1, 8, 1)]
+# Of a context axis of one device.
+SIZES = [(2, 256, 8, 128), (4, 512, 16, 64)]
+
+
+def whole_matrix():
+    """Every case, those of one problem behind each other: ``(problem, mesh, layout, options)``."""
+    cases = []
+    for seq, (batch, each, heads, dim), groups, packed, mask in itertools.product(
+        (2, 4, 8), SIZES, (1, 8), ({}, PACKED), ({}, CAUSAL, WINDOW)
+    ):
+        problem = bfloat16_problem((batch, each * seq, heads, dim), groups, mask | packed)
+        # A window of (20, 0) hides what is ahead, whether the call is causal or not.
+        calls = [mask, mask | CAUSAL] if mask is WINDOW else [mask]
+        # The balanced order is two chunks a device for whole rows, stripes for packed ones.
+        layouts = "contiguous", "striped" if packed else "zigzag"
+        for mesh, layout, call in itertools.product(MESHES, layouts, calls):
+            if mesh[1] == seq and problem.key[2] % mesh[2] == 0:
+                cases.append((problem, mesh, layout, call | packed))
+    return cases
+
+
+@replay
+@pytest.mark.parametrize(
+    ("problem", "mesh", "layout", "mask"),
+    [pytest.param(*case, id="-".join(map(case_id, case))) for case in whole_matrix()],
+)
+def test_transformer_engine_s_whole_distributed_matrix(problem, mesh, layout, mask):
+    options = dense.Mask(**mask).options
+    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **options)
+
+
+def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
+    met = {(problem.query[2:], case[0], mesh) for problem, mesh, *case in whole_matrix()}
+    assert {mesh for *_, mesh in met} == set(MESHES)
+    kept = {
+        (sizes, groups, mesh)
+        for sizes, groups, mesh in itertools.product(SIZES, (1, 8), MESHES)
+        if sizes[2] // groups % mesh[2] == 0
+    }
+    # Each with two layouts, rows packed or not, and four masks.
+    assert len(whole_matrix()) == len(kept) * 2 * 2 * 4
+    for sizes, groups, mesh in set(itertools.product(SIZES, (1, 8), MESHES)) - kept:
+        batch, each, heads, dim = sizes
+        q, kv = ((batch, each * mesh[1], n, dim) for n in (heads, heads // groups))
+        arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (q, kv, kv)]
+        with pytest.raises(ValueError, match="the number of key/value heads K is 1: it must be a"):
+            jax.eval_shape(
+                lambda *a, mesh=mesh: burst_jax.burst_attention(*a, mesh=make_mesh(*mesh), **AXES),
+                *arrays,
+            )
+
+
+# --- jondeaton/ring-attention-jax-pallas ---------------------------------------------------------
+
+LENGTHS = [(24, 16, 2), (128, 64, 64), (64, 512, 16), (128, 2048, 128), (2048, 128, 128)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "head_dim"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LENGTHS),
+        pytest.param(2048, 2048, 128, marks=replay),
+    ],
+)
+def test_jondeaton_s_lengths(q_length, kv_length, head_dim, is_causal):
+    """Lengths of query and key, on four devices."""
+    shapes = (1, q_length, 2, head_dim), (1, kv_length, 2, head_dim)
+    problem = Problem(*shapes, dense.Mask(is_causal=is_causal), "float32")
+    assert_as_good_as_dense(make_mesh(1, 4, 1), problem, "striped")
+
+
+# --- Burst-Attention -----------------------------------------------------------------------------
+
+
+def burst_cases():
+    """``(problem, ring, layout, rotation)``: 2 rows of 256 tokens a device, 32 heads of 128."""
+    rings = {2: [(2,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2)]}
+    cases = []
+    for n, is_causal in itertools.product(rings, (False, True)):
+        shape = 2, 256 * n, 32, 128
+        problem = Problem(shape, shape, dense.Mask(is_causal=is_causal), "float16")
+        layouts = LAYOUTS if is_causal else ("contiguous",)
+        cases += [(problem, *case) for case in itertools.product(rings[n], layouts, ROTATIONS)]
+    return cases
+
+
+def ring_of(sizes):
+    """A mesh of a ring or of a ring of rings, and the axes to name."""
+    names = ("outer", "inner")[-len(sizes) :]
+    mesh = mesh_of(AxisType.Auto, **dict(zip(names, sizes, strict=True)))
+    return mesh, names if len(names) > 1 else names[0]
+
+
+def assert_burst(problem, ring, layout, rotation):
+    mesh, axes = ring_of(ring)
+    assert_as_good_as_dense(mesh, problem, layout, seq_axis=axes, backward=rotation)
+
+
+@replay
+@pytest.mark.parametrize(
+    ("problem", "ring", "layout", "rotation"),
+    [pytest.param(*case, id="-".join(map(case_id, case))) for case in burst_cases()],
+)
+def test_burst_s_sizes(problem, ring, layout, rotation):
+    assert_burst(problem, ring, layout, rotation)
+
+
+def test_burst_s_sizes_by_an_eighth():
+    """An eighth of the tokens and heads of one row, on the ring of two levels."""
+    shape = 1, 256, 4, 128
+    problem = Problem(shape, shape, dense.Mask(is_causal=True), "float16")
+    assert_burst(problem, (2, 4), "zigzag", "rotate_query")
+
+
+# --- MaxText -------------------------------------------------------------------------------------
+
+DECODER = DecoderConfig(
+    vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=16
+)
+# Whole weights; weights that are split and gathered a layer ahead; the same with a ring of rings.
+SPLITS: dict[str, tuple[dict[str, int], ShardingRules | None]] = {
+    "ring-of-4": ({"seq": 4}, None),
+    "fsdp-and-ring-of-4": ({"fsdp": 2, "seq": 4}, ShardingRules(data=None, tensor=None)),
+    "fsdp-and-ring-of-rings": (
+        {"fsdp": 2, "outer": 2, "inner": 2},
+        ShardingRules(data=None, tensor=None, seq=("outer", "inner")),
+    ),
+}
+
+
+def permutes(function, *arrays):
+    return count(jax.make_jaxpr(function)(*arrays).jaxpr, "ppermute")
+
+
+def gradient_of(function):
+    def gradient(*arrays):
+        out, vjp = jax.vjp(function, *arrays)
+        return vjp(out)
+
+    return gradient
+
+
+def permutes_of_attention(mesh, seq_axis, **options):
+    """Of the forward alone, and of the backward alone."""
+    shapes = (2, 64, 4, 8), (2, 64, 2, 8), (2, 64, 2, 8)
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    axes: Any = {"mesh": mesh, "seq_axis": seq_axis, "is_causal": True}
+
+    def attend(*arrays):
+        return burst_jax.burst_attention(*arrays, **axes, **options)
+
+    forward = permutes(attend, *arrays)
+    return forward, permutes(gradient_of(attend), *arrays) - forward
+
+
+QUICK = [("fsdp-and-ring-of-4", remat, "rotate_kv") for remat in ("attention", "full")]
+
+
+@pytest.mark.parametrize(
+    ("split", "remat", "rotation"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else replay)
+        for case in itertools.product(SPLITS, get_args(Remat), ROTATIONS)
+    ],
+)
+def test_maxtext_s_permutes_in_the_gradient(split, remat, rotation):
+    """Only where attention is recomputed, or a half of it, does the ring run forward again.
+
+    Each of the scans forward and backward over the layers has the program of one layer.
+    """
+    sizes, rules = SPLITS[split]
+    mesh = mesh_of(AxisType.Auto, **sizes)
+    config = dataclasses.replace(DECODER, remat=remat)
+    options: Any = {"layout": "zigzag", "backward": rotation}
+    graphdef, params = abstract_decoder(config, mesh=mesh, rules=rules, **options)
+    tokens = jax.ShapeDtypeStruct((2, 64), "int32")
+    positions = np.asarray(burst_jax.positions("zigzag", 64, 4), np.int32)
+
+    def hidden(params, tokens):
+        model: Decoder = nnx.merge(graphdef, params)
+        return model(tokens, positions)
+
+    def gradient(params, tokens):
+        return gradient_of(lambda params: hidden(params, tokens))(params)
+
+    axes = "seq" if rules is None else rules.seq
+    forward, backward = permutes_of_attention(mesh, axes, **options)
+    # K and V make three hops, and as many blocks and sums as they hold make them backward.
+    assert split == "fsdp-and-ring-of-rings" or (forward, backward) == (2 * 3, 4 * 3)
+    assert permutes(hidden, params, tokens) == forward
+    # "half" deals the first half's tokens out for its ring, Q, K and V in two permutes each, and
+    # its out and lse come back so.
+    again = {"full": forward, "half": forward + 2 * (3 + 2)}.get(remat, 0)
+    assert permutes(gradient, params, tokens) == forward + again + backward

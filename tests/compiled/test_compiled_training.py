@@ -1,0 +1,208 @@
+"""What XLA makes of training steps whose weights are split: what travels, when, and the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import compiled_programs as compiled
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled_steps import compile_step
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.models import DecoderConfig
+from burst_jax.models.remat import Remat
+from burst_jax.plan.sizes import sizes_of
+from burst_jax.plan.step_memory import step_memory
+from burst_jax.plan.way import Way
+from burst_jax.training import chunked_cross_entropy
+
+pytestmark = pytest.mark.cuda_compiler
+
+CONFIG = DecoderConfig(
+    vocab_size=512, num_layers=3, embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128,
+    mlp_dim=1024, dtype=jnp.bfloat16,
+)  # fmt: skip
+TOKENS = 4096
+SIZES = {
+    "fsdp2-seq2": {"data": 1, "fsdp": 2, "seq": 2, "tensor": 1},
+    "seq4": {"data": 1, "fsdp": 1, "seq": 4, "tensor": 1},
+    "data2-seq2-tensor2": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
+}
+
+
+def compile_small(gpu, kernels, sizes, config=CONFIG, tokens=TOKENS):
+    """A step of ``tokens`` tokens a device, and the weights' and the state's shapes."""
+    rows, length = sizes["data"] * sizes["fsdp"], tokens * sizes["seq"]
+    return compile_step(gpu, kernels, sizes, config, length=length, batch=rows)
+
+
+def parts_of(tree):
+    """The shapes of a device's parts, layers counted one by one."""
+    return [
+        x.sharding.shard_shape(x.shape)[("layers" in jax.tree_util.keystr(path)) :]
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+# Wide enough that a layer's products and kernels take longer than its weights travel.
+WIDE = dataclasses.replace(
+    CONFIG, num_layers=2, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336
+)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "sizes", "config", "tokens"),
+    [
+        ("a100", "triton", "fsdp2-seq2", CONFIG, 4096),
+        ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
+        ("h100", "mosaic_sm90", "seq4", WIDE, 32768),
+    ],
+    ids=["a100-fsdp2-seq2", "a100-data2-seq2-tensor2", "h100-seq4-wide"],
+)
+def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
+    gpu, kernels, sizes, config, tokens
+):
+    """In one process the copy engines move weights: a permute for each distance of two devices."""
+    program, params, state = compile_small(gpu, kernels, SIZES[sizes], config, tokens)
+    assert not compiled.moves(program, "all-gather")
+    assert "reduce-scatter" not in compiled.text_of(program)
+    parts = parts_of(params)
+    elements = {math.prod(shape) for shape in parts}
+    kv_heads = config.num_kv_heads // SIZES[sizes]["tensor"]
+    block = tokens * kv_heads * config.head_dim
+    # K and V, or their gradients, may travel in one permute with weights.
+    assert block not in elements
+    distances = SIZES[sizes]["fsdp"] * SIZES[sizes]["seq"] - 1
+    loops = []
+    for sent in compiled.moves(program, "collective-permute").values():
+        for shapes, _ in sent:
+            assert {math.prod(shape) for shape in shapes} <= elements | {block}
+        of_weights = [
+            (sum(math.prod(shape) != block for shape in shapes), beside) for shapes, beside in sent
+        ]
+        # A layer's seven matrices travel together, its gradients, or both.
+        loops.append([(count, beside) for count, beside in of_weights if count in (7, 14)])
+    forward, backward = sorted(
+        (loop for loop in loops if loop), key=lambda loop: sum(count for count, _ in loop)
+    )
+    assert sum(count for count, _ in forward) == 7 * distances
+    assert sum(count for count, _ in backward) == 14 * distances
+    if config is WIDE:
+        assert sum(bool(beside) for _, beside in forward) > distances / 2
+    memory: Any = program.memory_analysis()
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((params, state))
+    )
+    assert held <= memory.argument_size_in_bytes <= held + 4 * 4 * tokens + 2**16
+    made = compiled.arrays_in_order(program)
+    # No stack of what layers keep, of their weights or gradients is copied into another order.
+    shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params["layers"])]
+    stacks = {("f32", size) for size in map(math.prod, shards) if size > 2**16}
+    stacks.add(("bf16", config.num_layers * tokens * config.num_heads * config.head_dim))
+    moved = {tuple(array) for name, op, *array in made if "transpose" in name or op == "copy"}
+    assert not stacks & moved
+    # The head's gradient is summed, into this device's part, before the layers' backward pass.
+    head: Any = params["head"]["kernel"]
+    part = "f32", math.prod(head.sharding.shard_shape(head.shape))
+    loop = max(i for i, (_, op, *_) in enumerate(made) if op == "while")
+    came = ("collective-permute", "collective-permute-done")
+    assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
+
+
+def compiled_and_planned(config, tokens):
+    """Bytes of a step on a ring of two, and the planner's by ``remat`` and ``remat_layers``."""
+    sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
+    program, params, _ = compile_small("a100", "triton", sizes, config, tokens)
+
+    def planned(remat: Remat, count: int | None) -> int:
+        way = Way("split", 1, (2,), 1, "zigzag", remat, remat_layers=count)
+        of_device = sizes_of(config, params, way, length=2 * tokens, batch=1)
+        memory = step_memory(
+            of_device, way, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+        )
+        return memory.activations + memory.gradients + memory.work
+
+    return compiled.temp_bytes(program), planned
+
+
+def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
+    """It lies between the memory of all layers as "attention" and of all as "selective"."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=4, remat="selective", remat_layers=2, post_norms=True
+    )
+    found, planned = compiled_and_planned(config, 4 * TOKENS)
+    assert found == pytest.approx(planned("selective", 2), rel=0.05)
+    assert planned("attention", None) < 0.9 * found
+    assert planned("selective", None) > 1.1 * found
+
+
+def test_norms_that_keep_all_take_the_memory_that_the_planner_says():
+    """Norms of the residual stream, of what is added to it, of queries and of keys."""
+    config = dataclasses.replace(CONFIG, num_layers=2, remat="none", post_norms=True)
+    assert config.qk_norm
+    found, planned = compiled_and_planned(config, 2 * TOKENS)
+    assert found == pytest.approx(planned("none", None), rel=0.1)
+
+
+def test_what_is_offloaded_travels_to_the_host_beside_kernels():
+    config = dataclasses.replace(CONFIG, remat="offload")
+    sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
+    program, _, _ = compile_small("h100", "triton", sizes, config)
+    memory: Any = program.memory_analysis()
+    # The layer's input, out and lse.
+    lanes = config.embed_dim + config.num_heads * config.head_dim
+    per_token = 2 * lanes + 4 * config.num_heads
+    assert memory.host_temp_size_in_bytes == config.num_layers * TOKENS * per_token
+    copies = [compiled.host_copies(program, name) for name in compiled.computations(program)]
+    (forward,) = (found for found in copies if any("update" in name for name, _ in found))
+    assert len(forward) == 3
+    # A layer's input leaves while its ring runs, out and lse beside the matrix products after it.
+    assert all(works for _, works in forward)
+    assert any("pallas_call" in work for _, works in forward for work in works)
+
+
+@pytest.mark.parametrize(
+    ("kernel_dtype", "triton"),
+    [(jnp.float32, True), (jnp.bfloat16, False)],
+    ids=["float32-triton", "bfloat16-cublas"],
+)
+def test_the_loss_takes_three_products_and_the_memory_of_a_chunk(kernel_dtype, triton):
+    """XLA picks one of the two kinds of products on the GPU, by timing them."""
+    tokens, features, vocab, chunk = 16384, 768, 32768, 4096
+    mesh = compiled.gpu_mesh("h100", 1)
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    def run(hidden, kernel, targets, weights):
+        def loss(hidden, kernel):
+            return chunked_cross_entropy(
+                hidden, kernel, targets, weights, mesh=mesh, chunk_size=chunk
+            )[0]
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, kernel)
+
+    program = compiled.compile_for(
+        run,
+        array((1, tokens, features), jnp.bfloat16),
+        array((features, vocab), kernel_dtype),
+        array((1, tokens), jnp.int32),
+        array((1, tokens), jnp.float32),
+        xla_gpu_enable_triton_gemm=triton,
+    )
+    products = compiled.matrix_products(program)
+    # Each is once in the program: in the body of a loop.
+    results = [f"f32[1024,{vocab}]", f"f32[{chunk},{features}]", f"f32[{features},{vocab}]"]
+    assert sorted(result for *_, result in products) == sorted(results)
+    assert all(factor.startswith("bf16[") for *factors, _ in products for factor in factors)
+    # The slopes, a quarter of the chunk's float32 logits, and for a kernel of bfloat16 the sum of
+    # its gradient; for one of float32 its copy in bfloat16. Nothing beside is as large as a tenth.
+    kernel = features * vocab
+    held = 2 * chunk * vocab + chunk * vocab + (4 if kernel_dtype == jnp.bfloat16 else 2) * kernel
+    assert compiled.temp_bytes(program) < 1.1 * held

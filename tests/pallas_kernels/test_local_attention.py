@@ -1,0 +1,172 @@
+"""Local attention on one device: every implementation against dense float64 attention."""
+
+from __future__ import annotations
+
+import functools
+
+import compare
+import jax
+import local_cases
+import numpy as np
+import pytest
+from cases import all_pairs, few_of
+from conftest import IMPLEMENTATION, ON_GPU
+from implementations import IMPLEMENTATIONS, QUICK
+from local_cases import MASKS, assert_zero_where_blind, attend, case_id
+
+from pallas_kernels import REFERENCE
+
+FACTORS: dict[str, tuple] = {
+    "mask": tuple(MASKS),
+    "order": ("contiguous", "zigzag", "striped"),
+    "blocks": (1, 2),
+    "heads": ((4, 4), (8, 2), (8, 1)),
+    "lengths": ((48, 48), (63, 45), (20, 57), (9, 7)),
+    "head_dim": (16, 40, 33),
+    "value_dim": ("same", 24),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "numbers": ("none", "sinks", "slopes", "both"),
+    "dropout": (0.0, 0.3),
+}
+if ON_GPU:
+    # Many shipped tiles, whole and ragged.
+    FACTORS["lengths"] += ((300, 530), (1000, 1000), (512, 1024))
+    FACTORS["head_dim"] += (64, 128)
+    # Elsewhere tests/attention/test_functions.py has cases of its own.
+    FACTORS["functions"] = (None, "mask_mod", "functions")
+if IMPLEMENTATION == "mosaic_sm90":
+    # What this kernel takes, with and without parts of tiles.
+    FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))
+    FACTORS["head_dim"] = (32, 64, 96, 128)
+    FACTORS["dtype"] = ("bfloat16", "float16")
+    FACTORS["value_dim"] = ("same",)
+CASES = all_pairs(FACTORS)
+if IMPLEMENTATION == "mosaic_sm90":
+    # The slopes of a score_mod spill registers in this kernel's backward above head dim 64.
+    for case in CASES:
+        if case["functions"] == "functions" and case["head_dim"] > 64:
+            case["functions"] = "mask_mod"
+# Every other case, and those that meet every level: rings run these kernels in all pairs, too.
+SOME = {*range(0, len(CASES), 2), *(CASES.index(case) for case in few_of(CASES))}
+CASES_BY_NAME = {"xla": sorted(SOME), "triton": sorted(SOME)}
+if ON_GPU:
+    KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_sm90": ("mosaic_sm90",)}
+    CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
+# In the quick tier every level is met, in all tests every pair of levels (on a GPU: all are quick).
+QUICK_BY_NAME = {
+    name: indices if ON_GPU else [CASES.index(case) for case in few_of([CASES[i] for i in indices])]
+    for name, indices in CASES_BY_NAME.items()
+}
+# Factor on one device's error. Triton's softmax in base 2 rounds logits once more, which shows in
+# the worst element of a float32 result.
+ERROR_FACTOR = {"xla": 1.5, "triton": 2.0}
+if ON_GPU:
+    # Thousands of float32 products summed one after the other, where dense matmuls sum in blocks.
+    ERROR_FACTOR = dict.fromkeys(CASES_BY_NAME, 6.0)
+
+
+@functools.lru_cache(maxsize=4)
+def make_inputs(index):
+    return local_cases.make_inputs(CASES[index], index)
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(index):
+    """``(truth, one device's results)``."""
+    return local_cases.oracle(make_inputs(index))
+
+
+_attend = jax.jit(attend, static_argnums=(0, 1), compiler_options=QUICK)
+
+
+def results(implementation, index, dtype=None):
+    """What ``attend`` makes of a case, as NumPy arrays; ``dtype`` instead of the case's own."""
+    inputs = make_inputs(index)
+    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    arrays += inputs.numbers, inputs.seeds
+    if dtype is not None:
+        arrays = jax.tree.map(
+            lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays
+        )
+    return [np.asarray(x) for x in _attend(implementation, inputs.spec, *arrays)]
+
+
+def slow_unless(quick):
+    return () if quick else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        pytest.param(
+            index,
+            name,
+            id=f"{name}-{case_id(case)}",
+            marks=slow_unless(index in QUICK_BY_NAME[name]),
+        )
+        for index, case in enumerate(CASES)
+        for name in CASES_BY_NAME
+        if index in CASES_BY_NAME[name]
+    ],
+)
+def test_as_exact_as_dense(index, name):
+    got = results(IMPLEMENTATIONS[name], index)
+    truth, one_device = oracle(index)
+    dtype = CASES[index]["dtype"]
+    of_float32 = ERROR_FACTOR[name]
+    factor = of_float32 if dtype == "float32" else 1.5
+    compare.assert_as_good_as(got, one_device, truth, dtype, factor, lse_factor=of_float32)
+    assert_zero_where_blind(got, make_inputs(index))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(
+            index,
+            id=case_id(CASES[index]),
+            marks=slow_unless(ON_GPU or CASES[index] in few_of(CASES)),
+        )
+        for index in sorted(SOME)
+    ],
+)
+def test_reference_equals_autodiff_in_float64(index):
+    """The oracle of the others, itself held to the gradients of dense softmax attention."""
+    truth, _ = oracle(index)
+    with jax.enable_x64(True):
+        got = results(REFERENCE, index, np.float64)
+    for name, g, t in zip((*compare.NAMES, "number", "number"), got, truth, strict=False):
+        assert g.dtype == np.float64, name
+        worst, rms = compare.errors(g, t)
+        assert rms < 1e-13, name
+        assert worst < 1e-12 * max(1, np.abs(t[np.isfinite(t)]).max(initial=0)), name
+    assert_zero_where_blind(got, make_inputs(index))
+
+
+@pytest.mark.parametrize("tier", [CASES_BY_NAME, QUICK_BY_NAME], ids=["all", "quick"])
+@pytest.mark.parametrize("name", CASES_BY_NAME)
+def test_every_level_is_met(name, tier):
+    for factor, levels in FACTORS.items():
+        assert {CASES[index][factor] for index in tier[name]} == set(levels), factor
+
+
+def test_cases_have_rows_and_keys_that_see_nothing():
+    """The zeros asserted above are asserted of something, and the errors of something else."""
+    keeps = [make_inputs(index).keep for index in range(len(CASES))]
+    assert sum(bool((~keep.any(2)).any()) for keep in keeps) >= 10
+    assert sum(bool((~keep.any(1)).any()) for keep in keeps) >= 10
+    assert all(keep.any() for keep in keeps)
+
+
+def test_zeros_fail():
+    """The guard: a comparison that all-zero results pass would prove nothing."""
+    cases = [(case["dtype"], case["numbers"]) for case in CASES]
+    index = cases.index(("bfloat16", "both"))
+    truth, one_device = oracle(index)
+    names = *compare.NAMES, "number 0", "number 1"
+    # In float32, as gradients of numbers are in every case.
+    truth[5:] = [x.astype(np.float32) for x in truth[5:]]
+    for zero in ("out", "dq", "dk", "dv", "number 0", "number 1"):
+        broken = [x * 0 if n == zero else x for n, x in zip(names, truth, strict=True)]
+        with pytest.raises(AssertionError, match=zero):
+            compare.assert_as_good_as(broken, one_device, truth, "bfloat16")

@@ -1,0 +1,239 @@
+"""Attention whose gradient has its results of the second half of the sequence only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import in_tiers
+from flax import nnx
+from implementations import quick_jit
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxprs import count, equations
+from meshes import make_mesh, mesh_of
+from ring_cases import a_case, assert_exact, case_id
+
+import burst_jax
+from burst_jax.attention.parsing import parse_request
+from burst_jax.attention.shard_api import ring_call
+from burst_jax.models import DecoderConfig, abstract_decoder
+from burst_jax.models.remat import Remat
+from burst_jax.parallel.mesh import flat_names
+from burst_jax.ring.half_remat import attend_again, attend_keeping_half, deal, deal_back, first_half
+from burst_jax.ring.route import Route
+from burst_jax.ring.work import scores_by_stop
+
+
+def half_attention(query, key, value, *, mesh, return_residual, **options):
+    """``burst_attention``, of which the first half of the sequence is computed again.
+
+    The results that are given back, and all gradients, are those of the second computation.
+    """
+    assert return_residual
+    seq_axis = options.pop("seq_axis")
+    names = flat_names(seq_axis, options.get("ulysses_axis"))
+    arrays = {
+        name: options.pop(name)
+        for name in [*options]
+        if isinstance(options[name], (jax.Array, jax.core.Tracer))
+    }
+    tokens = P(None, names)
+    specs = {name: tokens if "segment" in name else P() for name in arrays}
+
+    def on_device(query, key, value, arrays):
+        call = ring_call(query, key, value, seq_axis, **arrays, **options)
+        *_, kept = attend_keeping_half(*call)
+        return attend_again(*call, jax.tree.map(lax.stop_gradient, kept))
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, specs),
+        out_specs=(tokens, tokens),
+    )(query, key, value, arrays)
+
+
+QUICK = [a_case(1, "contiguous", "causal", shard="63")]
+CASES = [
+    *QUICK,
+    a_case(4, "zigzag", "packed_causal", backward="rotate_query") | {"numbers": "both"},
+    a_case(3, "striped", "packed_causal", shard="63") | {"numbers": "both"},
+    # 13 stripes on a shard, of which 7 are made again.
+    a_case(3, "striped:4", "causal", shard="50"),
+    # The first half of a shard is 25 tokens, which are not dealt out.
+    a_case(3, "zigzag", "window96", shard="50"),
+    a_case("2x3", "zigzag", "packed_window_cap") | {"numbers": "sinks"},
+    a_case("2+h2", "zigzag", "packed_causal"),
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(CASES, case_id, QUICK))
+def test_it_is_as_exact_as_one_device(case):
+    assert_exact(case, attention=half_attention)
+
+
+@pytest.mark.parametrize("inner_first", [False, True], ids=["", "inner_first"])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (5,), (8,), (2, 3), (4, 2)], ids=str)
+def test_contiguous_shards_are_dealt_out_as_zigzag(sizes, inner_first):
+    names = ("outer", "inner")[: len(sizes)]
+    lie = list(zip(names, sizes, strict=True))[:: -1 if inner_first else 1]
+    n = math.prod(sizes)
+    tokens = jnp.arange(12 * n).reshape(2, 6 * n)
+    route = Route(names, sizes, (((0,) * len(sizes),),))
+
+    def on_device(x):
+        dealt = deal(route, (x, x))
+        return dealt[0], deal_back(route, dealt)[1]
+
+    run = jax.shard_map(
+        on_device, mesh=mesh_of(**dict(lie)), in_specs=P(None, names), out_specs=P(None, names)
+    )
+    zigzag, again = jax.jit(run)(tokens)
+    np.testing.assert_array_equal(zigzag, burst_jax.to_layout(tokens, "zigzag", n))
+    np.testing.assert_array_equal(again, tokens)
+
+
+def request(n, layout, *, left=None):
+    window: Any = {} if left is None else {"local_window_size": (left, 0)}
+    axes = "seq", None, lambda argument, axis: n
+    return parse_request("seq_axis", *axes, head_dim=8, is_causal=True, layout=layout, **window)
+
+
+def work(request, tokens):
+    """Scores of all devices, and of the busiest device of each step: ``(sum, sum)``."""
+    counts = scores_by_stop(request.route(tokens, tokens), request.ring_mask(tokens, tokens))
+    most, mean = (sum(column) for column in zip(*counts.values(), strict=True))
+    return mean * request.ring_size, most
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "striped:2"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_a_quarter_of_the_scores_is_computed_again(n, layout):
+    tokens = 64
+    whole, ring = request(n, layout), first_half(request(n, layout), tokens // 2)
+    scores, busiest = work(ring, tokens // 2)
+    length = n * tokens // 2
+    assert scores == length * (length + 1) / 2
+    assert scores / work(whole, tokens)[0] == pytest.approx(1 / 4, rel=0.02)
+    # No device waits for others, but at the first step, where some have half a diagonal more.
+    assert busiest == pytest.approx(scores / n, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("left", "tokens", "layout"),
+    [(None, 32, "zigzag"), (200, 32, "zigzag"), (20, 32, "contiguous"), (None, 31, "contiguous")],
+)
+def test_the_first_half_takes_the_order_in_which_devices_wait_least(left, tokens, layout):
+    whole = request(8, "zigzag", left=left)
+    ring = first_half(whole, tokens)
+    assert ring == dataclasses.replace(whole, layout=layout)
+    others = [dataclasses.replace(whole, layout=other) for other in ("contiguous", "zigzag")]
+    if tokens % 2 == 0:
+        assert work(ring, tokens)[1] == min(work(other, tokens)[1] for other in others)
+
+
+CONFIG = DecoderConfig(
+    vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
+)
+B, T, N = 2, 64, 4
+
+
+def kernels(jaxpr):
+    """``(query tokens, key tokens)`` of every call of the local attention's forward."""
+    found = []
+    for equation, _ in equations(jaxpr):
+        if equation.params.get("name") == "forward":
+            shapes = [x.aval.shape for x in equation.invars]
+            # The query comes before the key. JAX puts what reads no operands into calls of its own.
+            of = [
+                [x[1] for x in shapes if x[2:] == (heads, CONFIG.head_dim)]
+                for heads in (CONFIG.num_heads, CONFIG.num_kv_heads)
+            ]
+            found += [(q[0], k[0]) for q, k in [of] if q and k]
+    return found
+
+
+def traced(remat: Remat, rules: bool):
+    """The jaxpr of a gradient, and the shapes of what its backward pass is given."""
+    mesh = mesh_of(fsdp=2, seq=N) if rules else make_mesh(seq=N)
+    options: Any = {"rules": burst_jax.ShardingRules.of(mesh)} if rules else {}
+    config = dataclasses.replace(CONFIG, remat=remat)
+    graphdef, shapes = abstract_decoder(
+        config, mesh=mesh, layout="zigzag", implementation="xla", **options
+    )
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def forward(params, tokens, positions):
+        return jax.vjp(lambda params: nnx.merge(graphdef, params)(tokens, positions), params)
+
+    def gradient(params, tokens, positions):
+        out, vjp = forward(params, tokens, positions)
+        return vjp(out)
+
+    jaxpr = jax.make_jaxpr(gradient)(shapes, tokens, tokens)
+    _, kept = jax.eval_shape(forward, shapes, tokens, tokens)
+    return jaxpr, [x.shape for x in jax.tree.leaves(kept)]
+
+
+@functools.cache
+def of_both(rules: bool):
+    return traced("attention", rules), traced("half", rules)
+
+
+@pytest.mark.parametrize("rules", [False, True], ids=["whole_weights", "gathered_weights"])
+def test_a_layer_keeps_its_input_and_half_of_its_attention(rules):
+    devices = 2 * N if rules else N
+    rows, tokens = B * N // devices, T // N
+    lead = CONFIG.num_layers * devices, rows
+    heads, width = CONFIG.num_heads, CONFIG.head_dim
+    (_, whole), (_, half) = of_both(rules)
+    for shapes, kept in ((whole, tokens), (half, tokens // 2)):
+        of_layers = [shape for shape in shapes if shape[:2] == lead]
+        assert sorted(of_layers) == sorted(
+            [
+                (*lead, tokens, CONFIG.embed_dim),
+                (*lead, kept, heads, width),
+                (*lead, heads, kept),
+            ]
+        )
+    sizes = [sum(map(math.prod, shapes)) for shapes in (whole, half)]
+    saved = CONFIG.num_layers * B * T // 2 * (heads * width + heads)
+    assert sizes[0] - sizes[1] == saved
+
+
+def test_the_backward_pass_runs_a_ring_over_half_of_the_tokens():
+    (whole, _), (half, _) = of_both(rules=False)
+    tokens = T // N
+    assert kernels(whole) == [(tokens, tokens)] * N
+    assert kernels(half) == [(tokens, tokens)] * N + [(tokens // 2, tokens // 2)] * N
+    # K and V make n - 1 hops. Q, K, V and then out and lse are dealt out, in two blocks each.
+    more = 2 * (N - 1) + 2 * 3 + 2 * 2
+    assert count(half, "ppermute") == count(whole, "ppermute") + more
+
+
+def test_what_it_cannot_do_raises():
+    mesh = make_mesh(seq=2)
+
+    def attend(layout, keys=8, **options):
+        q, k = jnp.ones((1, 8, 2, 8)), jnp.ones((1, keys, 2, 8))
+        return quick_jit(
+            lambda: half_attention(
+                q, k, k, mesh=mesh, seq_axis="seq", layout=layout, return_residual=True, **options
+            )
+        )()
+
+    with pytest.raises(ValueError, match=r"is_causal is False, or .* keep all of it \(remat="):
+        attend("zigzag")
+    with pytest.raises(ValueError, match=r"query has 4 tokens per shard, key 8: .* one sequence"):
+        attend("zigzag", 16, is_causal=True)
+    with pytest.raises(NotImplementedError, match=r"layout is 'contiguous' over 2 devices.*zigzag"):
+        attend("contiguous", is_causal=True)
+    with pytest.raises(ValueError, match=r"query_offset, .* are given: half .* keep all of it"):
+        attend("zigzag", is_causal=True, query_offset=1)

@@ -1,0 +1,394 @@
+"""Whole programs compiled for GPUs that are not here, and what to read in them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+from importlib import resources
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import burst_jax
+
+_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+# Ids name the GPU and the kernels, which are never left to the library's choice here.
+KERNELS = pytest.mark.parametrize(
+    ("gpu", "kernels"),
+    [("a100", "triton"), ("h100", "mosaic_sm90")],
+    ids=["a100-triton", "h100-mosaic_sm90"],
+)
+
+
+# Each GPU and each rotation once, for bytes and memory, which have formulas in both.
+KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
+    ("gpu", "kernels", "rotation"),
+    [("a100", "triton", "rotate_query"), ("h100", "mosaic_sm90", "rotate_kv")],
+    ids=["a100-triton-rotate_query", "h100-mosaic_sm90-rotate_kv"],
+)
+
+
+def cuda_compiler_present():
+    """Whether JAX's CUDA plugin is installed; it compiles without a GPU or a driver."""
+    names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    return any(_found(name) for name in names)
+
+
+def _found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# Of a matrix product XLA would compile several programs, of which a GPU would time each.
+_UNTIMED = {"xla_gpu_autotune_level": 0}
+
+
+def gpu_mesh(target, *shape):
+    """A mesh ("seq",) of one host's GPUs, or ("outer", "inner") of (hosts, GPUs of each).
+
+    target: "a100", "h100" or "h200".
+    """
+    hosts, gpus = (1, *shape)[-2:]
+    names = ("seq",) if len(shape) == 1 else ("outer", "inner")
+    description = resources.files(burst_jax) / "gpu_targets" / f"{target}.txtpb"
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description.read_text(), topology=f"1x{hosts}x{gpus}"
+    )
+    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+
+
+def named_mesh(target, **sizes):
+    """A mesh of one host's GPUs with an axis of each name and size."""
+    flat = gpu_mesh(target, math.prod(sizes.values()))
+    kinds = (AxisType.Auto,) * len(sizes)
+    return Mesh(flat.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
+
+
+def inputs(
+    mesh, tokens, heads, kv_heads, head_dim=128, dtype=jnp.bfloat16, batch=1, value_dim=None
+):
+    """Query, key and value of ``tokens`` per device, as shapes; ``value_dim``: None as of keys."""
+    sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
+    length = tokens * mesh.size
+
+    def array(count, dim):
+        shape = (batch, length, count, dim)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return (
+        array(heads, head_dim),
+        array(kv_heads, head_dim),
+        array(kv_heads, head_dim if value_dim is None else value_dim),
+    )
+
+
+def segment_ids(mesh, tokens, batch=1):
+    sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
+    return jax.ShapeDtypeStruct((batch, tokens * mesh.size), jnp.int32, sharding=sharding)
+
+
+def gradient(attention):
+    """(dq, dk, dv); the cotangent is the query, for want of a loss."""
+
+    def run(query, key, value):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return vjp(out)
+
+    return run
+
+
+def compile_for(function, *shapes, **options):
+    """The finished GPU program, with the library's compiler options and those given, untimed."""
+    options = {**_UNTIMED, **burst_jax.compiler_options("gpu"), **options}
+    traced = jax.jit(function).trace(*shapes)
+    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+def step_options():
+    """Compiler options of a training step: the library's, and all matrix products by cuBLAS."""
+    return _UNTIMED | burst_jax.compiler_options("gpu") | {"xla_gpu_enable_triton_gemm": False}
+
+
+@functools.lru_cache(maxsize=2)
+def text_of(program) -> str:
+    """The optimized program. Writing it out takes seconds, so the latest texts are kept."""
+    text = program.as_text()
+    assert text is not None
+    return text
+
+
+def find(pattern: str, text: str) -> re.Match[str]:
+    """The first match of what must be there."""
+    found = re.search(pattern, text)
+    assert found is not None, f"no {pattern} in {text[-500:]}"
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def computations(program):
+    """``{name: lines}`` of every scheduled computation, lines in the order they run."""
+    text = text_of(program)
+    assert "is_scheduled=true" in text
+    found, lines = {}, []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%(\S+) \(", line):
+            lines = found["ENTRY" if header.group(1) else header.group(2)] = []
+        lines.append(line)
+    return found
+
+
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
+
+
+_CALLS = re.compile(r"\bcalls=%([^\s,]+)")
+_KERNEL = re.compile(r"\bburst_(?:forward|backward|dq|dkv)\b")
+
+
+def _kernel(opcode, rest):
+    """The library's kernel that an operation is, by its metadata; None for everything else."""
+    found = _KERNEL.search(rest) if opcode == "custom-call" else None
+    return found and found.group()
+
+
+def _fused_kernels(program):
+    """``{computation: kernel}``: XLA puts a kernel and the slice that it reads into one fusion."""
+    kernels, computation = {}, None
+    for line in text_of(program).splitlines():
+        if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
+            computation = header.group(1)
+        elif (match := _OPERATION.match(line)) and (kernel := _kernel(*match.group(3, 5))):
+            kernels[computation] = kernel
+    return kernels
+
+
+def operations(program, computation="ENTRY"):
+    """``(name, result type, opcode, operands, the rest)`` of a computation, in order."""
+    matches = (_OPERATION.match(line) for line in computations(program)[computation])
+    return [match.groups() for match in matches if match]
+
+
+def loop_schedules(program):
+    """:func:`schedule` of every loop that runs a ring, in the order in which they run."""
+    loops = (
+        find(r"\bbody=%([^\s,]+)", rest).group(1)
+        for _, _, opcode, _, rest in operations(program)
+        if opcode == "while"
+    )
+    schedules = (schedule(program, body) for body in loops)
+    return [events for events in schedules if events]
+
+
+def schedule(program, computation="ENTRY"):
+    """The ring's events in order: ("start", hop), ("done", hop), ("sync", name), ("kernel", name).
+
+    Only the library's own kernels count: a permute beside a copy is not hidden.
+    """
+    events, started, fused = [], {}, _fused_kernels(program)
+    for name, _, opcode, operands, rest in operations(program, computation):
+        if opcode == "collective-permute-start":
+            started[name] = len(started)
+            events.append(("start", started[name]))
+        elif opcode == "collective-permute-done":
+            events.append(("done", started[operands.strip().lstrip("%")]))
+        elif opcode == "collective-permute":
+            events.append(("sync", name))
+        else:
+            called = _CALLS.search(rest) if opcode == "fusion" else None
+            kernel = fused.get(called.group(1)) if called else _kernel(opcode, rest)
+            if kernel:
+                events.append(("kernel", kernel))
+    return events
+
+
+def step_names(program, opcode):
+    """What profiles call the operations of a ring's steps, the primitive left out, in order."""
+    path = rf'\b{opcode}\(.*op_name="[^"]*/(ring_\w+_step_\d+(?:/[^"]*)?)/\w+"'
+    return re.findall(path, text_of(program))
+
+
+def beside(events):
+    """For every permute, in order, the kernels that run while it is on its way."""
+    return [
+        [name for kind, name in events[i + 1 : events.index(("done", hop))] if kind == "kernel"]
+        for i, (what, hop) in enumerate(events)
+        if what == "start"
+    ] + [[] for kind, _ in events if kind == "sync"]
+
+
+def moves(program, opcode):
+    """``(shapes that it sends, what runs beside it)`` of every such transfer, by computation.
+
+    What runs beside it are the matrix products and the library's kernels between its start and its
+    end; an empty list where it is not hidden.
+
+    Args:
+      program: the compiled program.
+      opcode: "all-gather" or "collective-permute".
+    """
+    found, fused = {}, _fused_kernels(program)
+    for computation in computations(program):
+        here = found.setdefault(computation, [])
+        open_ones: dict[str, tuple[list, list]] = {}
+        for name, result, code, operands, rest in operations(program, computation):
+            if code in (opcode, f"{opcode}-start"):
+                shapes = _SHAPE.findall(result)
+                half = len(shapes) // 2 if code.endswith("start") else None
+                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[:half]]
+                open_ones[name] = taken, []
+                here.append(open_ones[name])
+            elif code == f"{opcode}-done":
+                del open_ones[operands.strip().lstrip("%")]
+            elif _works(name, code, rest, fused):
+                for _, beside_it in open_ones.values():
+                    beside_it.append(name)
+    return {computation: here for computation, here in found.items() if here}
+
+
+def host_copies(program, computation="ENTRY"):
+    """Of every copy between device and host memory its name and the kernels that run meanwhile."""
+    found, open_ones, fused = [], {}, _fused_kernels(program)
+    for name, result, opcode, operands, rest in operations(program, computation):
+        if opcode == "fusion-start" and "S(5)" in result:
+            open_ones[name] = (name, [])
+            found.append(open_ones[name])
+        elif opcode == "fusion-done":
+            open_ones.pop(operands.strip().lstrip("%"), None)
+        elif _works(name, opcode, rest, fused):
+            for _, kernels in open_ones.values():
+                kernels.append(name)
+    return found
+
+
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+def _works(name, opcode, rest, fused):
+    """Whether an operation is a matrix product or one of the library's kernels."""
+    called = _CALLS.search(rest) if opcode == "fusion" else None
+    if called and called.group(1) in fused:
+        return True
+    return "gemm" in name or "__cublas" in rest or bool(_kernel(opcode, rest))
+
+
+def matrix_products(program):
+    """Of every matrix product of the program the types of its factors and of its result."""
+    text = text_of(program)
+    types = dict(re.findall(r"%(\S+) = \(?([a-z]+\d*\[[\d,]*\])", text))
+    found = []
+    for match in filter(None, map(_OPERATION.match, text.splitlines())):
+        _, result, opcode, operands, rest = match.groups()
+        if opcode == "dot" or (opcode == "custom-call" and "__cublas" in rest):
+            factors = [types[name.strip().lstrip("%")] for name in operands.split(",")[:2]]
+            found.append((*factors, find(r"[a-z]+\d*\[[\d,]*\]", result).group()))
+    return found
+
+
+def _bytes(type_text):
+    return sum(
+        _ITEMSIZE[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+        for kind, sizes in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", type_text)
+    )
+
+
+def crosses(rest, gpus):
+    """Whether a permute's first device sends to another host, of so many GPUs each."""
+    source, target = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+    return int(source) // gpus != int(target) // gpus
+
+
+def permutes_between_hosts(program, gpus):
+    """The permutes whose devices send to another host, of so many GPUs each."""
+    return [
+        name
+        for name, _, opcode, _, rest in operations(program)
+        if opcode in ("collective-permute", "collective-permute-start") and crosses(rest, gpus)
+    ]
+
+
+def arrays_in_order(program, computation="ENTRY"):
+    """``(name, opcode, dtype, elements)`` of each array that an operation makes, in order."""
+    return [
+        (name, opcode, dtype, math.prod(map(int, filter(None, sizes.split(",")))))
+        for name, result, opcode, _, _ in operations(program, computation)
+        for dtype, sizes in _SHAPE.findall(result)
+    ]
+
+
+def exchanged_bytes(program):
+    """Bytes of every array that an all-to-all exchanges, on one device."""
+    return [
+        _bytes(result) // (2 if opcode.endswith("start") else 1)
+        for _, result, opcode, _, _ in operations(program)
+        if opcode in ("all-to-all", "all-to-all-start")
+    ]
+
+
+def permuted_bytes(program, between_hosts_of=None):
+    """Bytes that one device sends by permutes, loops not counted.
+
+    With ``between_hosts_of`` those to another host alone, of so many GPUs each.
+    """
+    total = 0
+    for _, result, opcode, _, rest in operations(program):
+        if not opcode.startswith("collective-permute") or opcode.endswith("done"):
+            continue
+        if between_hosts_of and not crosses(rest, between_hosts_of):
+            continue
+        if opcode == "collective-permute-start":
+            total += _bytes(result) // 2  # its result names the operands and the results
+        elif opcode == "collective-permute":
+            total += _bytes(result)
+    return total
+
+
+def temp_bytes(program):
+    """Bytes per device that the program needs beside its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
+class Ptxas(NamedTuple):
+    """What the assembler says of the Mosaic kernels it compiled.
+
+    Attributes:
+      kernels: their names.
+      stack: bytes of local memory, the most that one of them has: spilled registers lie there.
+      spills: bytes stored to it and loaded from it, of all.
+      serialized: whether matrix instructions of one of them wait for each other.
+      shares_ignored: whether every warpgroup has the same number of registers after all.
+    """
+
+    kernels: frozenset[str]
+    stack: int
+    spills: int
+    serialized: bool
+    shares_ignored: bool
+
+
+def ptxas(text):
+    """Reads what is printed under MOSAIC_GPU_DUMP_PTXAS=1 while a program is compiled.
+
+    The assembler's report has a kernel's spills ("0 bytes stack frame, 0 bytes spill stores"). The
+    linker's, which newer versions of JAX print after it, has its stack alone ("112 stack"), and "0
+    bytes lmem" whether it spills or not.
+    """
+    kernels = re.findall(r"Function properties for '?(burst_\w+?)_mosaic_gpu_kernel'?", text)
+    assert kernels, f"no report was printed: {text[-500:]!r}"
+    stacks = re.findall(r"(\d+) (?:bytes )?stack\b", text)
+    assert len(stacks) == len(kernels), text
+    return Ptxas(
+        kernels=frozenset(kernels),
+        stack=max(map(int, stacks)),
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
+        serialized="C7512" in text or "instructions are serialized" in text,
+        shares_ignored="'setmaxnreg' ignored" in text,
+    )
