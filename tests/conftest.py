@@ -132,7 +132,8 @@ def pytest_collection_modifyitems(config, items):
         elsewhere = {name for name in names if not name.startswith("test_local_")}
         if elsewhere:
             raise pytest.UsageError(
-                f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
+                "--implementation is for tests/pallas_kernels/test_local_*.py alone, not "
+                f"{elsewhere}"
             )
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
