@@ -14,8 +14,8 @@ from burst_jax.attention.arguments import (
     refuse_other_arguments,
     without_catch_all,
 )
-from burst_jax.attention.block_mask import by_heads, with_block_mask
-from burst_jax.attention.kv_bounds import check_key_ranges, sides_of
+from burst_jax.attention.block_mask import with_block_mask
+from burst_jax.attention.kv_bounds import check_key_ranges, inputs_of
 from burst_jax.attention.padding import check_pad, cut, padded
 from burst_jax.attention.parsing import parse_request
 from burst_jax.attention.positions import check_positions, refuse_by_row
@@ -34,13 +34,11 @@ from burst_jax.attention.validation import (
 )
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_on_mesh
-from burst_jax.ring.local import Shard
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
-from pallas_kernels import Implementation
-from pallas_kernels.elementwise import Numbering
-from pallas_kernels.operands import PerHead
+from pallas_kernels import GlobalIndices, Implementation
+from pallas_kernels.inputs import PerHead
 
 
 @overload
@@ -302,7 +300,7 @@ def burst_attention(
     if seeds is not None:
         arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
     if request.spec.calls_functions:
-        numbers = zip(("batch_numbers", "head_numbers"), Numbering.of(query), strict=True)
+        numbers = zip(("batch_numbers", "head_numbers"), GlobalIndices.of(query), strict=True)
         arrays |= {name: placement.split(name, x) for name, x in numbers}
     out, lse = _on_mesh(request, placement, arrays, per_head)
     if pad:
@@ -320,12 +318,11 @@ def _on_mesh(
     """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
 
     def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
-        sides = sides_of(request, arrays)
-        table, numbering = by_heads(arrays.get("block_mask")), None
+        indices = None
         if "batch_numbers" in arrays:
-            numbering = Numbering(arrays["batch_numbers"], arrays["head_numbers"])
+            indices = GlobalIndices(arrays["batch_numbers"], arrays["head_numbers"])
         seeds = arrays.get("dropout_seeds")
-        return attend_shard(request, Shard(*sides, per_head, seeds, table, numbering))
+        return attend_shard(request, inputs_of(request, arrays, per_head, seeds, indices))
 
     in_specs = tuple(
         {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)

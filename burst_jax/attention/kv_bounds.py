@@ -25,11 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from burst_jax.attention.block_mask import by_heads
 from burst_jax.attention.positions import positions_of_keys, positions_of_queries, rows
 from burst_jax.attention.validation import check_is_array, window_sides
-from burst_jax.ring.local import Keys, Queries
 from burst_jax.ring.request import Request
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    GlobalIndices,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+)
 from pallas_kernels.arrays import as_int32
+from pallas_kernels.inputs import PerHead
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -102,14 +111,33 @@ def _clipped(name: str, x: Any) -> Any:
     return as_int32(name, x)
 
 
-def sides_of(request: Request, arrays: Mapping[str, jax.Array]) -> tuple[Queries, Keys]:
-    """Both sides of a call on one device, with what masks read of them.
+def inputs_of(
+    request: Request,
+    arrays: Mapping[str, jax.Array],
+    per_head: PerHead,
+    seeds: jax.Array | None,
+    indices: GlobalIndices | None,
+) -> AttentionInputs:
+    """The inputs of a call on one device.
 
     Args:
       request: what the call asks for.
-      arrays: this device's query, key and value, segment ids, and what :func:`check_key_ranges`
-        returned, by name.
+      arrays: this device's query, key and value, segment ids, block mask, and what
+        :func:`check_key_ranges` returned, by name.
+      per_head: the per-head parameters, by name.
+      seeds: dropout seeds, or None.
+      indices: global batch and head indices, where a ``score_mod`` or ``mask_mod`` reads them.
     """
+    blocks, table = request.blocks, by_heads(arrays.get("block_mask"))
+    block_mask = None
+    if blocks is not None and table is not None:
+        block_mask = BlockMask(table, blocks.q_block, blocks.kv_block)
+    shared = SharedInputs(dropout_seeds=seeds, block_mask=block_mask, indices=indices)
+    return AttentionInputs(*_sides_of(request, arrays), shared.with_per_head(per_head))
+
+
+def _sides_of(request: Request, arrays: Mapping[str, jax.Array]) -> tuple[QuerySide, KVSide]:
+    """Both sides of a call on one device, with what masks read of them."""
     query, key = arrays["query"], arrays["key"]
     own, own_of_keys = positions_of_queries(request, arrays), positions_of_keys(arrays)
 
@@ -123,15 +151,15 @@ def sides_of(request: Request, arrays: Mapping[str, jax.Array]) -> tuple[Queries
 
     q_ids, kv_ids = _segment_ids(arrays, positions, positions_of_key)
     return (
-        Queries(
+        QuerySide(
             query,
-            q_ids,
-            key_starts=_key_starts(arrays, positions),
-            key_ends=_key_ends(arrays, positions),
-            # Where positions differ from row to row, ranges of keys are all that reads them.
-            positions=own if own is not None and own.shape[0] == 1 else None,
+            # Where positions differ from row to row, KV bounds are all that reads them.
+            positions=own[0] if own is not None and own.shape[0] == 1 else None,
+            segment_ids=q_ids,
+            kv_starts=_key_starts(arrays, positions),
+            kv_ends=_key_ends(arrays, positions),
         ),
-        Keys(key, arrays["value"], kv_ids, own_of_keys),
+        KVSide(key, arrays["value"], None if own_of_keys is None else own_of_keys[0], kv_ids),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from burst_jax.attention.validation import check_is_array
 from burst_jax.ring.request import Request
 from pallas_kernels.arrays import as_int32
-from pallas_kernels.score import BIAS_NUMBERS
+from pallas_kernels.score import SCORE_PARAMETERS
 from pallas_kernels.spec import AttentionSpec
 
 # The difference of two positions that are nearer to 0 is an int32.
@@ -133,7 +133,7 @@ def refuse_by_row(
       dropout_rate: the argument of this name.
       spec: of the call.
     """
-    readers = [name for name in per_head if name in BIAS_NUMBERS]
+    readers = [name for name in per_head if name in SCORE_PARAMETERS]
     if dropout_rate:
         readers.append("dropout_rate")
     functions = {"score_mod": spec.score.score_mod, "mask_mod": spec.mask.mask_mod}

@@ -15,8 +15,8 @@ from burst_jax.attention.arguments import (
     refuse_other_arguments,
     without_catch_all,
 )
-from burst_jax.attention.block_mask import by_heads, with_block_mask
-from burst_jax.attention.kv_bounds import check_key_ranges, sides_of
+from burst_jax.attention.block_mask import with_block_mask
+from burst_jax.attention.kv_bounds import check_key_ranges, inputs_of
 from burst_jax.attention.parsing import parse_request
 from burst_jax.attention.positions import check_positions, refuse_by_row
 from burst_jax.attention.score_mod import MaskMod, ScoreMod
@@ -34,13 +34,11 @@ from burst_jax.attention.validation import (
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, size_in_shard_map
 from burst_jax.parallel.platform import Target, target_of
-from burst_jax.ring.local import Shard
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
-from pallas_kernels import Implementation
-from pallas_kernels.elementwise import Numbering
-from pallas_kernels.operands import PerHead
+from pallas_kernels import AttentionInputs, GlobalIndices, Implementation
+from pallas_kernels.inputs import PerHead
 
 
 @overload
@@ -207,7 +205,7 @@ def ring_attention(
     """
     refuse_other_arguments(ring_attention, (), others)
     check_bool("return_residual", return_residual)
-    request, shard = ring_call(
+    request, inputs = ring_call(
         query,
         key,
         value,
@@ -239,13 +237,13 @@ def ring_attention(
         deterministic=deterministic,
         backward=backward,
     )
-    out, lse = attend_shard(request, shard)
+    out, lse = attend_shard(request, inputs)
     return (out, lse) if return_residual else out
 
 
 def ring_call(
     query: jax.Array, key: jax.Array, value: jax.Array, axis_name: AxisNames, **options: Any
-) -> tuple[Request, Shard]:
+) -> tuple[Request, AttentionInputs]:
     """A call of :func:`ring_attention`, checked: what it asks for, and its arrays.
 
     The arguments and errors are those of :func:`ring_attention`.
@@ -253,9 +251,8 @@ def ring_call(
     request, arrays, per_head, seeds = _parsed(query, key, value, axis_name, **options)
     if not request.token_axes:
         check_inside_shard_map()
-    table = by_heads(arrays.get("block_mask"))
-    numbering = Numbering.of(query) if request.spec.calls_functions else None
-    return request, Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
+    indices = GlobalIndices.of(query) if request.spec.calls_functions else None
+    return request, inputs_of(request, arrays, per_head, seeds, indices)
 
 
 def _parsed(
@@ -282,7 +279,7 @@ def _parsed(
     """A call on one device's arrays, checked.
 
     Returns:
-      What it asks for, its arrays by name (as :func:`sides_of` takes them), the numbers of each
+      What it asks for, its arrays by name (as :func:`inputs_of` takes them), the numbers of each
       head, and the seeds of dropout.
     """
     check_arrays(query, key, value)
@@ -499,7 +496,5 @@ def _on_device(
     seeds: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
-    table = by_heads(arrays.get("block_mask"))
-    numbering = Numbering.of(arrays["query"]) if request.spec.calls_functions else None
-    shard = Shard(*sides_of(request, arrays), per_head, seeds, table, numbering)
-    return attend_shard(request, shard, target)
+    indices = GlobalIndices.of(arrays["query"]) if request.spec.calls_functions else None
+    return attend_shard(request, inputs_of(request, arrays, per_head, seeds, indices), target)

@@ -22,7 +22,7 @@ from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.operands import PerHead
+from pallas_kernels.inputs import PerHead
 
 # One side of a window: tokens, None for no limit, or a traced integer.
 Side = int | jax.Array | None
