@@ -81,18 +81,6 @@ def with_block_mask(
     return dataclasses.replace(request, blocks=blocks)
 
 
-def by_heads(block_mask: Any) -> jax.Array | None:
-    """The table as bool ``[N or 1, rows, columns]``.
-
-    A table of numpy's is a constant of the program. XLA computes ahead what follows from constants,
-    and takes seconds for the sums over a large table. Behind the barrier it leaves them to the
-    device, which makes them in microseconds.
-    """
-    if block_mask is None:
-        return None
-    return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
-
-
 def block_mask_of(
     mask_mod: MaskMod,
     q_length: int,
