@@ -55,12 +55,12 @@ def _halves():
     small = IMPLEMENTATIONS["xla"]
     both: Any = small.backward
 
-    def dq_half(operands, dq, **options):
-        dq, _, per_head = both(operands, dq, None, **options)
+    def dq_half(inputs, bounds, dq, **options):
+        dq, _, per_head = both(inputs, bounds, dq, None, **options)
         return dq, per_head
 
-    def dkv_half(operands, dkv, **options):
-        return both(operands, None, dkv, **options)[1]
+    def dkv_half(inputs, bounds, dkv, **options):
+        return both(inputs, bounds, None, dkv, **options)[1]
 
     return dataclasses.replace(small, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
 
