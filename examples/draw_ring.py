@@ -83,12 +83,12 @@ def draw_work(axes: Axes, layout: str) -> None:
 def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
     """``(kernel, sends)`` of one device at each step, K and V travelling.
 
-    At stop s the block of the device s places before is here; a send from one stop to another goes
-    as many devices on as the stops lie apart.
+    At step s the block of the device s places before is here; a send from one step to another goes
+    as many devices on as the steps are apart.
     """
     steps = []
     for step in schedule:
-        (here,) = step.stop
+        (here,) = step.offset
         block = (device - here) % N
         sends = []
         for send in sorted(step.all_sends, key=lambda send: send.what):

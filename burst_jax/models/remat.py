@@ -31,7 +31,7 @@ import jax
 
 from burst_jax.attention.api import ring_call
 from burst_jax.models.stack import Layer
-from burst_jax.ring.half_remat import SecondHalf, attend_again, attend_keeping_half
+from burst_jax.ring.half_remat import SecondHalf, attend_recomputing_half, attend_saving_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
@@ -99,7 +99,7 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
         kept: list[SecondHalf] = []
 
         def attend(*arrays: Any, **options: Any) -> jax.Array:
-            out, _, half = attend_keeping_half(*ring_call(*arrays, **options))
+            out, _, half = attend_saving_half(*ring_call(*arrays, **options))
             kept.append(half)
             return out
 
@@ -113,7 +113,7 @@ def _keeping_half(layer: Callable[..., jax.Array]) -> Layer:
             halves = iter(kept)
 
             def attend(*arrays: Any, **options: Any) -> jax.Array:
-                return attend_again(*ring_call(*arrays, **options), next(halves))[0]
+                return attend_recomputing_half(*ring_call(*arrays, **options), next(halves))[0]
 
             return layer(x, weights, frozen, sides, attend)
 

@@ -21,8 +21,8 @@ from burst_jax.ring.rotation import (
     forward_bytes,
     hop_bytes,
 )
+from burst_jax.ring.route import scores_per_step
 from burst_jax.ring.schedule import Send, Step, backward_schedule, count_hops, forward_schedule
-from burst_jax.ring.work import scores_by_stop
 
 _GIB = 2**30
 # The share of the work at home that is left for its second part, beside the gradient sum's last
@@ -32,7 +32,7 @@ _HELD, _HELD_CAUSAL = 1 / 2, 1 / 4
 # is a product of each kind, backward there are three over H and two over Hv.
 _FORWARD, _BACKWARD = (2, 2), (6, 4)
 # Two backward kernels make three and four products, of the seven that they make together.
-_SHARES = {"stays": 3 / 7, "travels": 4 / 7, "both": 1.0}
+_SHARES = {"stationary": 3 / 7, "rotating": 4 / 7, "both": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,11 +290,11 @@ class Model:
         self._q = rows * self._shape.heads * attention.head_dim
         self._out = rows * self._shape.heads * attention.value_dim
         self._routes, self._scores = {}, {}
-        for queries_travel in (False, True):
-            route = request.route(tokens, tokens, queries_travel=queries_travel)
-            mask = request.ring_mask(tokens, tokens, queries_travel=queries_travel)
-            self._routes[queries_travel] = route
-            self._scores[queries_travel] = scores_by_stop(route, mask)
+        for rotates_query in (False, True):
+            route = request.route(tokens, tokens, rotates_query=rotates_query)
+            mask = request.ring_mask(tokens, tokens, rotates_query=rotates_query)
+            self._routes[rotates_query] = route
+            self._scores[rotates_query] = scores_per_step(route, mask)
 
     def estimate(self, backward: Rotation) -> Estimate:
         """The costs with one of the two rotations."""
@@ -334,7 +334,7 @@ class Model:
 
     @property
     def _links(self) -> tuple[float, float]:
-        """GB/s of a send inside a turn, and of one between turns."""
+        """GB/s of a send within an inner-ring pass, and of one between passes."""
         cluster = self._cluster
         if len(self._scheme.sizes) == 2:
             return cluster.link, cluster.host_link
@@ -358,20 +358,20 @@ class Model:
         sizes = self._send_bytes("rotate_kv")
         spent = _Seconds()
         for step in forward_schedule(self._routes[False]):
-            scores = self._scores[False][step.stop][0]
+            scores = self._scores[False][step.offset][0]
             work = self._per_score(_FORWARD) * scores / rate + self._cluster.gpu.launch
             spent.add(work, self._sending(step.all_sends, sizes))
         return spent
 
     def _backward(self, rotation: Rotation) -> _Seconds:
-        gpu, queries_travel = self._cluster.gpu, rotation == "rotate_query"
-        route, attention = self._routes[queries_travel], self._attention
+        gpu, rotates_query = self._cluster.gpu, rotation == "rotate_query"
+        route, attention = self._routes[rotates_query], self._attention
         rate = 1e12 * gpu.backward * self._rate_share
         sizes = self._send_bytes(rotation)
         held = _HELD_CAUSAL if attention.is_causal else _HELD
         spent = _Seconds()
         for step in backward_schedule(route, fused=gpu.fused):
-            scores = self._scores[queries_travel][step.stop][0]
+            scores = self._scores[rotates_query][step.offset][0]
             if step.part == "second":
                 scores *= held
             elif step.part == "first":
@@ -383,10 +383,10 @@ class Model:
             for share, sends in phases:
                 links = zip(self._sending(sends, sizes), throughout, strict=True)
                 spent.add(share * work, tuple(own + rest / len(phases) for own, rest in links))
-        spent.total += 1e-9 * self._passes(queries_travel, len(route.stops)) / gpu.bandwidth
+        spent.total += 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth
         return spent
 
-    def _passes(self, queries_travel: bool, stops: int) -> int:
+    def _passes(self, rotates_query: bool, stops: int) -> int:
         """Bytes of the passes over memory around the backward's kernels.
 
         delta reads dO and out; dQ begins as zeros; gradients are read in float32 and rounded. Of
@@ -394,12 +394,12 @@ class Model:
         """
         itemsize = self._attention.itemsize
         sums = min(stops, 3 if self._cluster.gpu.fused else 2)
-        q_sums, kv_sums = (sums, 1) if queries_travel else (1, sums)
+        q_sums, kv_sums = (sums, 1) if rotates_query else (1, sums)
         q = self._q * (8 * q_sums + itemsize) + self._out * 2 * itemsize
         return q + self._kv * (4 * kv_sums + itemsize)
 
     def _sending(self, sends: Iterable[Send], sizes: dict[str, int]) -> tuple[float, float]:
-        """Seconds over the links inside turns and over those between turns, which work at once.
+        """Seconds over the interconnects within passes and between passes, which work at once.
 
         Args:
           sends: what is sent.
@@ -407,7 +407,7 @@ class Model:
         """
         sent = [0.0, 0.0]
         for send in sends:
-            sent[send.crosses] += 1 / send.pieces * sizes[send.what]
+            sent[send.is_outer] += 1 / send.chunks * sizes[send.what]
         links = self._links
         return 1e-9 * sent[0] / links[0], 1e-9 * sent[1] / links[1]
 
@@ -416,14 +416,14 @@ class Model:
         block, gradient = hop_bytes(rotation, self._shape)
         return {"block": block, "sum": gradient}
 
-    def _ring_bytes(self, rotation: Rotation, *, between_turns: bool = False) -> tuple[int, int]:
+    def _ring_bytes(self, rotation: Rotation, *, between_passes: bool = False) -> tuple[int, int]:
         """Bytes of the forward's and of the backward's permutes; if asked, of the outer links."""
         forward, backward = (
-            count_hops(self._routes[queries_travel])
-            for queries_travel in (False, rotation == "rotate_query")
+            count_hops(self._routes[rotates_query])
+            for rotates_query in (False, rotation == "rotate_query")
         )
-        if between_turns:
-            forward, backward = forward.between_turns, backward.between_turns
+        if between_passes:
+            forward, backward = forward.between_passes, backward.between_passes
         sent_forward = forward_bytes(forward, self._shape)
         return sent_forward, backward_bytes(rotation, backward, self._shape)
 
@@ -432,7 +432,7 @@ class Model:
         if self._cluster.hosts == 1:
             return 0
         if len(self._scheme.sizes) == 2:
-            ring = sum(self._ring_bytes(rotation, between_turns=True))
+            ring = sum(self._ring_bytes(rotation, between_passes=True))
         return ring + self._crossing(swaps)
 
     def _exchanged(self, *, backward: bool) -> int:
@@ -460,8 +460,8 @@ class Model:
         return 2 * arrays + temp_bytes(
             "fused" if self._cluster.gpu.fused else "apart",
             rotation,
-            turns=len(route.turns),
-            stops=len(route.stops),
+            turns=len(route.passes),
+            stops=len(route.offsets),
             exchange=exchange > 1,
             # Half of what counts as Q there has the head dim of values: dO, and out.
             q=(self._q + self._out) // 2 * attention.itemsize,

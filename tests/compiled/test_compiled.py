@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_programs import KERNELS, KERNELS_AND_ROTATIONS, gradient
 from jax.sharding import PartitionSpec as P
-from routes import hops_of_turns
+from routes import hops_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import ShardShape, backward_bytes, choose_rotation, forward_bytes
@@ -71,8 +71,8 @@ def wires(rotation, n, tokens, heads, kv_heads, dim, value_dim=None):
     }[rotation]
     # The library's own arithmetic, which `auto` decides by, says the same.
     shape = ShardShape(c, c, heads, k, h, s, value_dim=value_dim)
-    assert forward_bytes(hops_of_turns(n), shape) == forward
-    assert backward_bytes(rotation, hops_of_turns(n), shape) == backward
+    assert forward_bytes(hops_of_passes(n), shape) == forward
+    assert backward_bytes(rotation, hops_of_passes(n), shape) == backward
     return forward, backward
 
 
@@ -171,14 +171,14 @@ def test_of_two_devices_the_gradient_made_at_home_stays(gpu, kernels, rotation):
     backward = {"rotate_kv": kv * (2 + 4), "rotate_query": q * (2 * 2 + 4) + 2 * tokens * heads * 4}
     assert compiled.permuted_bytes(program) == 2 * kv + backward[rotation]
     shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
-    assert backward_bytes(rotation, hops_of_turns(2), shape) == backward[rotation]
+    assert backward_bytes(rotation, hops_of_passes(2), shape) == backward[rotation]
     assert all(compiled.beside(compiled.schedule(program)))
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=["gqa1", "gqa2"])  # where it turns
 def test_auto_moves_the_fewest_bytes(heads):
     """Of the formulas', which the test above reads out of both rotations' programs."""
-    mesh, hops = compiled.gpu_mesh("a100", 4), hops_of_turns(4)
+    mesh, hops = compiled.gpu_mesh("a100", 4), hops_of_passes(4)
     program = compiled.compile_for(gradient(attend(mesh)), *compiled.inputs(mesh, 256, *heads))
     shape = ShardShape(256, 256, *heads, head_dim=128, itemsize=2)
     backward = {

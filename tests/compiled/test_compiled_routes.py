@@ -11,7 +11,7 @@ import pytest
 from compiled_programs import KERNELS, gradient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from routes import hops_of_turns
+from routes import hops_of_passes
 
 import burst_jax
 from burst_jax.attention.arguments import AttentionOptions
@@ -44,12 +44,12 @@ def test_two_level_ring_of_two_nodes_of_eight(gpu, kernels, rotation):
     # backward, and the gradient of the first turn in sevenths.
     outer = compiled.permutes_between_hosts(program, gpus)
     assert len(outer) == gpus + gpus + (gpus - 1) + 1
-    hops = hops_of_turns(*[gpus] * hosts)
+    hops = hops_of_passes(*[gpus] * hosts)
     shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
     forward = forward_bytes(hops, shape)
     assert compiled.permuted_bytes(program) == forward + backward_bytes(rotation, hops, shape)
     # Of it, between the hosts: a block forward, a block and two gradients backward.
-    between = hops.between_turns
+    between = hops.between_passes
     assert compiled.permuted_bytes(program, between_hosts_of=gpus) == forward_bytes(
         between, shape
     ) + backward_bytes(rotation, between, shape)
@@ -81,7 +81,7 @@ def test_a_window_sends_only_what_it_needs(rotation):
     )  # fmt: skip
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
     program = compiled.compile_for(gradient(attention), *shapes)
-    hops = hops_of_turns(3)
+    hops = hops_of_passes(3)
     assert hops[:2] == (2, 2)
     shape = ShardShape(tokens, tokens, heads, kv_heads, dim, 2)
     forward = forward_bytes(hops, shape)

@@ -20,7 +20,7 @@ import pytest
 from compiled_programs import gradient
 from jax.sharding import AxisType
 from ring_cases import kept_scores
-from routes import hops_of_turns
+from routes import hops_of_passes
 
 import burst_jax
 from benchmarks import plan_rings as measured
@@ -28,8 +28,7 @@ from benchmarks.results import gib
 from burst_jax.plan import ACCURACY, GPUS, Gpu
 from burst_jax.plan.__main__ import main
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
-from burst_jax.ring.route import RingMask, make_route
-from burst_jax.ring.work import scores_by_stop
+from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels.mask import Mask
 
 SHAPE = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}
@@ -48,19 +47,19 @@ def one(plan, scheme, layout="zigzag", backward="rotate_kv"):
     return found
 
 
-@pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])
+@pytest.mark.parametrize("rotates_query", [False, True], ids=["keys", "queries"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_scores_are_counted_as_the_mask_has_them(layout, queries_travel):
+def test_scores_are_counted_as_the_mask_has_them(layout, rotates_query):
     counted = 0
     for sizes, window, lengths in itertools.product(
         [(4,), (2, 3)], [(None, None), (None, 0), (9, 0), (5, 3), (0, 2)], [(6, 6), (4, 8)]
     ):
-        mask = RingMask(sizes, layout, *lengths, Mask(*window), queries_travel)
+        mask = RingMask(sizes, layout, *lengths, Mask(*window), rotates_query)
         route = make_route(("a", "b")[: len(sizes)], mask)
-        got = scores_by_stop(route, mask)
-        assert tuple(got) == route.stops
+        got = scores_per_step(route, mask)
+        assert tuple(got) == route.offsets
         for stop, (most, mean) in got.items():
-            kept = kept_scores(sizes, layout, lengths, window, queries_travel, stop)
+            kept = kept_scores(sizes, layout, lengths, window, rotates_query, stop)
             assert (most, mean) == (max(kept), np.mean(kept)), (sizes, window, lengths, stop)
             counted += most
     assert counted > 0
@@ -85,7 +84,7 @@ def test_bytes_are_the_formulas():
     c = 65536 // 16
     shape = ShardShape(c, c, 32, 8, 128, 2)
     for backward in ("rotate_kv", "rotate_query"):
-        hops = hops_of_turns(16)
+        hops = hops_of_passes(16)
         flat = one(plan, "ring", backward=backward)
         assert flat.forward_bytes == forward_bytes(hops, shape)
         assert flat.backward_bytes == backward_bytes(backward, hops, shape)
@@ -93,7 +92,7 @@ def test_bytes_are_the_formulas():
         levels = one(plan, "two-level ring", backward=backward)
         assert levels.forward_bytes == flat.forward_bytes
         assert levels.backward_bytes == flat.backward_bytes
-        between = hops_of_turns(8, 8).between_turns
+        between = hops_of_passes(8, 8).between_passes
         assert levels.host_bytes == forward_bytes(between, shape) + backward_bytes(
             backward, between, shape
         )
@@ -132,9 +131,9 @@ def test_values_of_another_head_dim_count_as_they_are():
     plan = burst_jax.plan.attention(**SHAPE, **narrow)
     for backward in ("rotate_kv", "rotate_query"):
         ring = one(plan, "ring", backward=backward)
-        assert ring.forward_bytes == forward_bytes(hops_of_turns(4), shape)
-        assert ring.backward_bytes == backward_bytes(backward, hops_of_turns(4), shape)
-    assert forward_bytes(hops_of_turns(4), shape) == 3 * c * kv * (192 + 128) * 2
+        assert ring.forward_bytes == forward_bytes(hops_of_passes(4), shape)
+        assert ring.backward_bytes == backward_bytes(backward, hops_of_passes(4), shape)
+    assert forward_bytes(hops_of_passes(4), shape) == 3 * c * kv * (192 + 128) * 2
     # q and out, k and v; then dq and do, dk and dv, and delta.
     swapped = c * (n + kv) * (192 + 128) * 2
     heads = one(plan, "ulysses", "contiguous")
@@ -155,7 +154,7 @@ def test_heads_are_exchanged_once():
     """Two hosts of four: q, k, v, out, and do, delta, dq, dk, dv, three quarters of each sent."""
     plan = burst_jax.plan.attention(**SHAPE, hosts=2, gpus_per_host=4)
     hybrid = one(plan, "ring of 2, heads by 4")
-    c, ring = 65536 // 8, hops_of_turns(2)
+    c, ring = 65536 // 8, hops_of_passes(2)
     arrays = 2 * c * 32 * 128 * 2 + 2 * c * 8 * 128 * 2
     shape = ShardShape(4 * c, 4 * c, 8, 2, 128, 2)
     ring_forward = forward_bytes(ring, shape)
@@ -179,7 +178,7 @@ def test_a_window_is_cheaper_where_tokens_lie_together():
     near = one(plan, "ring", "contiguous")
     c = 131072 // 16
     shape = ShardShape(c, c, 32, 8, 128, 2)
-    assert near.forward_bytes == forward_bytes(hops_of_turns(2), shape)
+    assert near.forward_bytes == forward_bytes(hops_of_passes(2), shape)
     assert plan.best is not None
     assert plan.best.seconds <= near.seconds
     assert near.seconds < 0.8 * one(plan, "ring", "striped").seconds

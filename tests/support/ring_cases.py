@@ -273,7 +273,7 @@ def assert_exact(case, *, hiding=None, mask=None, **options):
     assert (dv[unseen_keys] == 0).all()
 
 
-def kept_scores(sizes, layout, lengths, window, queries_travel, stop):
+def kept_scores(sizes, layout, lengths, window, rotates_query, stop):
     """How many scores a window keeps at a stop, by device; ``lengths`` of a shard's T and S."""
     n = math.prod(sizes)
     q, kv = (burst_jax.positions(layout, length * n, n).reshape(n, -1) for length in lengths)
@@ -282,7 +282,7 @@ def kept_scores(sizes, layout, lengths, window, queries_travel, stop):
     for device in range(n):
         place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
         source = np.ravel_multi_index(tuple(place), sizes)
-        at_q, at_kv = (source, device) if queries_travel else (device, source)
+        at_q, at_kv = (source, device) if rotates_query else (device, source)
         ahead = q[at_q][:, None] - kv[at_kv][None, :]
         kept.append(int(((ahead <= left) & (ahead >= -right)).sum()))
     return kept
