@@ -208,11 +208,11 @@ def test_a_plain_jit_is_as_good_once_the_flags_are_set():
     exec(GRADIENT, here)
     want, copies = here["program"](**burst_jax.compiler_options("gpu", peer_copies=True))
     assert copies
-    assert all(kernels for kernels in compiled.beside(want))
+    assert all(kernels for kernels in compiled.overlapped(want))
     # What a plain jax.jit makes otherwise.
     plain, plain_copies = here["program"]()
     assert not plain_copies
-    assert not all(kernels for kernels in compiled.beside(plain))
+    assert not all(kernels for kernels in compiled.overlapped(plain))
     first = (
         "from burst_jax.parallel import platform\n"
         "platform._set_compiler_options(['NVIDIA A100-SXM4-80GB'] * 4, 1, None)\n"

@@ -35,7 +35,7 @@ FACTORS = {
 
 
 CASES = all_pairs(FACTORS)
-# Two levels, heads exchanged inside a node, and both: what differs from a plain ring.
+# Two levels, Ulysses within a node, and both: what differs from a plain ring.
 OTHER_RINGS = all_pairs(
     FACTORS
     | {
