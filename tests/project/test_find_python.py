@@ -25,10 +25,14 @@ UV = '[ "$*" = "python find >=3.12" ] && echo "{root}/by uv/python3"'
 @pytest.mark.parametrize(
     ("programs", "want", "variables"),
     [
-        ({"first/python3.12": NO_PIP, "first/python3": OLD, "second/python3.13": GOOD}, "second/python3.13", {}),
+        (
+            {"first/python3.12": NO_PIP, "first/python3": OLD, "second/python3.13": GOOD},
+            "second/python3.13", {},
+        ),
         ({"first/python3.12": SHIM, "second/python3.12": GOOD}, "second/python3.12", {}),
         (
-            {"first/python3.12": SHIM, "first/python3": OLD, "home/.pyenv/versions/3.11.1/bin/python": OLD,
+            {"first/python3.12": SHIM, "first/python3": OLD,
+             "home/.pyenv/versions/3.11.1/bin/python": OLD,
              "home/.pyenv/versions/3.12.1/bin/python": GOOD},
             "home/.pyenv/versions/3.12.1/bin/python", {},
         ),
