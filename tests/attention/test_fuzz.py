@@ -27,7 +27,11 @@ import burst_jax
 
 # The same examples in every run, without a database of earlier failures.
 SETTINGS = settings(
-    phases=[Phase.generate], derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    phases=[Phase.generate],
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 SEEDS = st.integers(0, 99)
 slow = pytest.mark.slow
