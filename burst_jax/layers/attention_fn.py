@@ -12,7 +12,7 @@ from flax.typing import PromoteDtypeFn
 from jax import lax
 
 from burst_jax.attention.api import burst_attention
-from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.attention.arguments import AttentionArguments, AttentionOptions
 from burst_jax.attention.padding import check_pad
 from burst_jax.errors import did_you_mean
 from burst_jax.parallel.mesh import axes_size, resolve_mesh, sequence_axes
@@ -43,7 +43,7 @@ def check_options(
       TypeError: an unknown option.
       ValueError: an option in ``rejected``.
     """
-    allowed = [name for name in AttentionOptions.__annotations__ if name not in rejected]
+    allowed = [name for name in AttentionArguments.names() if name not in rejected]
     for name in options:
         if name in rejected:
             raise ValueError(f"{owner} does not accept {name}: {rejected[name]}")

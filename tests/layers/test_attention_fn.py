@@ -55,10 +55,10 @@ def test_equals_flax(batch, is_causal, keys):
     x = features(*batch, length=16 if keys else T)
     inputs = (x, features(*batch, length=keys, seed=3)) if keys else (x,)
     ring = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=4 if keys else 3)))
-    results = [
+    got, want = (
         run(layer, inputs, random_like(x, 2), is_causal=is_causal) for layer in (ring, make_layer())
-    ]
-    assert_close(*results, 1e-5)
+    )
+    assert_close(got, want, 1e-5)
 
 
 def test_linen_equals_flax():
@@ -132,7 +132,7 @@ def test_default_precisions_are_accepted(make):
             attend(q, q, q, precision=precision)
 
 
-PADDED = {
+PADDED: dict[str, Any] = {
     "causal": ((2, 13, 13), {"is_causal": True}, {"seq": 4}, AxisType.Auto),
     "keys-only": ((2, 16, 9), {"local_window_size": 8}, {"seq": 4}, AxisType.Auto),
     "other-lengths": ((2, 13, 18), {}, {"seq": 4}, AxisType.Explicit),

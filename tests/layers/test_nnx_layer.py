@@ -315,11 +315,12 @@ def test_dropout_inside_a_shard_map_differs_between_sequences_and_heads():
     options: Any = {"is_causal": True, "rope_theta": None, "num_kv_heads": N}
     layer = make_layer(mesh, batch_axis="data", tensor_axis="model", dropout_rate=0.5, **options)
     graphdef, params = nnx.split(layer)
+    kernels = nnx.to_pure_dict(params)
     for name in ("query", "key", "value"):
-        kernel = params[name]["kernel"][...]
-        params[name]["kernel"] = nnx.Param(jnp.tile(kernel[:, :2], (1, 2, 1)))
-    kernel = params["out"]["kernel"][...]
-    params["out"]["kernel"] = nnx.Param(jnp.concatenate([kernel[:2], -kernel[:2]]))
+        kernels[name]["kernel"] = jnp.tile(kernels[name]["kernel"][:, :2], (1, 2, 1))
+    first = kernels["out"]["kernel"][:2]
+    kernels["out"]["kernel"] = jnp.concatenate([first, -first])
+    nnx.replace_by_pure_dict(params, kernels)
     x = jnp.tile(X[:1], (2, 1, 1))
     spec = P("data", "seq")
     specs = jax.tree_util.tree_map_with_path(

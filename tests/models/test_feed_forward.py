@@ -1,4 +1,4 @@
-"""Feed-forwards: the gated MLP in chunks of tokens with its own gradient, and one from this file."""
+"""Feed-forwards: the gated MLP in chunks with its own gradient, and one defined in this file."""
 
 from __future__ import annotations
 

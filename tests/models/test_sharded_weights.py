@@ -220,7 +220,7 @@ def loss_and_gradients(rules, config, sizes=(1, 2, 1, 2, 1), weight=1.0, impleme
 
 
 def test_gradients_of_gathered_weights_are_summed_in_float32():
-    """The embedding's over tokens and the head's over chunks, although they are sent in bfloat16."""
+    """The embedding's over tokens, the head's over chunks, although sent in bfloat16."""
     _, want = loss_and_gradients(False, SMALL)
     _, got = loss_and_gradients(True, dataclasses.replace(SMALL, dtype=jnp.bfloat16))
     for name in ("embedding", "head"):

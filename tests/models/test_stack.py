@@ -98,7 +98,8 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
         return run
 
     arguments = x, stacked, cotangent
-    assert_close(*(quick_jit(both(f))(*arguments) for f in (scanned, loop)), 1e-5)
+    got, want = (quick_jit(both(f))(*arguments) for f in (scanned, loop))
+    assert_close(got, want, 1e-5)
     jaxpr = jax.make_jaxpr(both(scanned))(*arguments).jaxpr
     assert count(jaxpr, "optimization_barrier") == barriers
 
