@@ -55,7 +55,7 @@ def test_chunks_on_a_ring_are_exact(n, layout, size, options):
 def test_chunks_count_global_positions(offset):
     """Positions of queries that an offset moves, also below 0, with documents and padding."""
     (query, key, value), cotangents = make_inputs(length=LENGTH)
-    ids = np.repeat([1, 2, 0, 3], 30)[None].repeat(2, 0)
+    ids: Any = np.repeat([1, 2, 0, 3], 30)[None].repeat(2, 0)
     keep = chunk_mask(32, np.arange(LENGTH) + offset)
     keep = keep & (ids[0][:, None] == ids[0]) & (ids[0][:, None] != 0)
 
