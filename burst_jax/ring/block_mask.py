@@ -68,6 +68,32 @@ class Blocks:
         return self.table[rows[:, :, None], columns[:, None, :]] & some
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionChunks:
+    """Chunked attention: queries attend to keys of their own chunk of ``size`` positions.
+
+    Attributes:
+      size: positions per chunk.
+    """
+
+    size: int
+
+    @property
+    def q_block(self) -> int:
+        """Positions of the queries' blocks."""
+        return self.size
+
+    @property
+    def kv_block(self) -> int:
+        """Positions of the keys' blocks."""
+        return self.size
+
+    def allows(self, q: Runs, kv: Runs) -> np.ndarray:
+        """As :meth:`Blocks.allows`: runs of the same chunk."""
+        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
+        return (q.blocks[:, :, None] == kv.blocks[:, None, :]) & some
+
+
 def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> Runs:
     """Splits the runs of all shards (:func:`burst_jax.layouts.permutation.shard_runs`) at blocks.
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions
 from burst_jax.parallel.mesh import flat_names
-from burst_jax.ring.block_mask import Blocks
+from burst_jax.ring.block_mask import AttentionChunks, Blocks
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import Offset, RingMask, Route, make_route
 from pallas_kernels import AttentionSpec, Implementation
@@ -40,6 +40,8 @@ class Request:
       query_offset: global position of the first query in the layout; None where positions are
         arrays.
       blocks: the static part of a block-sparse mask; None without one.
+      chunk_size: C of chunked attention; None without chunks. Per-query KV bounds mask the scores;
+        routes skip ring steps between chunks.
     """
 
     spec: AttentionSpec
@@ -53,6 +55,7 @@ class Request:
     deterministic: bool = False
     query_offset: int | None = 0
     blocks: Blocks | None = None
+    chunk_size: int | None = None
 
     @property
     def ring_size(self) -> int:
@@ -85,7 +88,11 @@ class Request:
 
         Positions given as arrays are unknown before the program runs: all scores are allowed.
         """
-        blocks = self.blocks
+        blocks: Blocks | AttentionChunks | None = None
+        if self.blocks is not None and self.blocks.bits is not None:
+            blocks = self.blocks
+        elif self.chunk_size is not None and self.query_offset is not None:
+            blocks = AttentionChunks(self.chunk_size)
         return RingMask(
             self.ring_sizes,
             self.layout,
@@ -94,7 +101,7 @@ class Request:
             Mask() if self.query_offset is None else self.spec.mask,
             rotates_query,
             self.query_offset or 0,
-            None if blocks is None or blocks.bits is None else blocks,
+            blocks,
         )
 
     def route(self, q_length: int, kv_length: int, *, rotates_query: bool = False) -> Route:

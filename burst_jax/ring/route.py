@@ -42,7 +42,7 @@ import numpy as np
 from jax import lax
 
 from burst_jax.layouts.permutation import Layout, shard_runs, stripe_of
-from burst_jax.ring.block_mask import Blocks, Runs, cut_runs
+from burst_jax.ring.block_mask import AttentionChunks, Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
 # Of a ring step: how far its blocks are from their own devices, along each axis of the ring.
@@ -189,7 +189,7 @@ class RingMask:
       mask: the mask by positions.
       rotates_query: whether queries rotate and keys are stationary, or the reverse.
       query_offset: global position of the first query of the sequence.
-      blocks: a block-sparse mask whose table is known before the program runs, or None.
+      blocks: a block-sparse mask whose table is static, or attention chunks, or None.
     """
 
     ring_sizes: tuple[int, ...]
@@ -199,7 +199,7 @@ class RingMask:
     mask: Mask
     rotates_query: bool = False
     query_offset: int = 0
-    blocks: Blocks | None = None
+    blocks: Blocks | AttentionChunks | None = None
 
     @property
     def size(self) -> int:
@@ -230,6 +230,7 @@ class RingMask:
             shard_runs, self.layout, num_shards=self.size, across_stripes=across
         )
         q_start, stride, q_count = runs_of(self.q_length)
+        q_start = q_start + self.query_offset
         kv_start, _, kv_count = runs_of(self.kv_length)
         q, kv = (
             Runs(*(x[shards] for x in cut_runs(starts, stride, count, block)))
@@ -240,7 +241,7 @@ class RingMask:
         )
         # A query's position minus a key's is base + stride * (i - j), with i - j between
         # -(kv_count - 1) and q_count - 1. The mask allows differences from -right to left.
-        base = q.starts[:, :, None] + self.query_offset - kv.starts[:, None, :]
+        base = q.starts[:, :, None] - kv.starts[:, None, :]
         q_counts, kv_counts = q.counts[:, :, None], kv.counts[:, None, :]
         low, high = (np.broadcast_to(x, base.shape) for x in (1 - kv_counts, q_counts - 1))
         low, high = self.mask.shards(base, stride, low, high)

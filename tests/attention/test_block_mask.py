@@ -24,7 +24,7 @@ from ring_cases import Ring, a_case, assert_exact, case_id, lengths
 from rings import forward_and_gradients, make_inputs
 
 import burst_jax
-from burst_jax.layers.adapters import nnx_attention_fn
+from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
