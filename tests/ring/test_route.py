@@ -18,6 +18,13 @@ from ring_cases import kept_scores
 from routes import hops_of_passes
 
 import burst_jax
+from burst_jax.ring.rotation import (
+    ShardShape,
+    backward_bytes,
+    choose_rotation,
+    forward_bytes,
+    hop_bytes,
+)
 from burst_jax.ring.route import RingMask, join_chunks, make_route, split_chunks
 from burst_jax.ring.schedule import count_hops
 from pallas_kernels.mask import Mask
@@ -168,3 +175,20 @@ def test_dense_masks_and_routes_mean_the_same_window():
     route = route_of((8,), "contiguous", (1, 1), (3, 2))
     attended = {(q - kv) % 8 for q, kv in zip(*np.nonzero(keep), strict=True)}
     assert {offset[0] for offset in route.offsets} == attended
+
+
+@pytest.mark.parametrize(("kv_heads", "chosen"), [(8, "rotate_query"), (4, "rotate_kv")])
+def test_auto_rotates_the_side_with_fewer_bytes(kv_heads, chosen):
+    shape = ShardShape(16, 16, 8, kv_heads, 32, itemsize=2, batch=3, value_dim=24)
+    tokens, hops = 3 * 16, hops_of_passes(4)
+    # K, V and their float32 gradients; Q, dO, float32 lse and delta, and float32 dQ.
+    kv = (tokens * kv_heads * 56 * 2, tokens * kv_heads * 56 * 4)
+    query = (tokens * 8 * (56 * 2 + 2 * 4), tokens * 8 * 32 * 4)
+    assert (hop_bytes("rotate_kv", shape), hop_bytes("rotate_query", shape)) == (kv, query)
+    assert backward_bytes("rotate_kv", hops, shape) == 3 * sum(kv)
+    assert forward_bytes(hops, shape) == 3 * kv[0]
+    assert choose_rotation("auto", shape, kv_hops=hops, query_hops=hops) == chosen
+    # A window may need fewer hops of one side.
+    few = hops_of_passes(1)
+    assert choose_rotation("auto", shape, kv_hops=few, query_hops=hops) == "rotate_kv"
+    assert choose_rotation("rotate_query", shape, kv_hops=few, query_hops=hops) == "rotate_query"
