@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.arguments import AttentionArguments
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
+from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.permutation import check_length, shard_unit
 from burst_jax.parallel.mesh import axes_size, flat_names, names_of, only, size_on_mesh
-from burst_jax.parallel.platform import mapped_over_mesh_axes
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import check_heads
 
@@ -82,7 +82,7 @@ class ArrayShardings:
             tensor_axes=axes_of["tensor_axis"],
             # jax.vmap with spmd_axis_name makes the check fail: it marks its batches of the ring's
             # tile tables as varying over that axis, too.
-            check_vma=request.checks_vma and not mapped_over_mesh_axes(),
+            check_vma=request.checks_vma and not vmapped_over_mesh_axes(),
         )
 
     def spec(self, name: str, ndim: int | None = None) -> P:

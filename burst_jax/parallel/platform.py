@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# JAX has no public way to ask which axes a vmap spans, nor to ask how many processes there are and
-# whether backends have started without starting one.
-from jax._src import core as _core
-from jax._src import distributed as _distributed
-from jax._src import xla_bridge as _xla_bridge
+from burst_jax.jax_compat import backends_are_initialized, distributed_process_count
 
 # Compute capability by the name that the driver gives a GPU. A GPU that no pattern matches is asked
 # for its own.
@@ -176,8 +172,7 @@ def set_compiler_options(peer_copies: bool | None = None) -> Options:
     kinds = _gpu_kinds()
     if not kinds:
         return {}
-    processes = _distributed.global_state.num_processes if jax.distributed.is_initialized() else 1
-    return _set_compiler_options(kinds, processes or 1, peer_copies)
+    return _set_compiler_options(kinds, distributed_process_count(), peer_copies)
 
 
 def _set_compiler_options(kinds: list[str], processes: int, peer_copies: bool | None) -> Options:
@@ -199,7 +194,7 @@ def _set_compiler_options(kinds: list[str], processes: int, peer_copies: bool | 
         )
     present = {flag.partition("=")[0]: flag.partition("=")[2] for flag in flags.split()}
     absent = {name: value for name, value in options.items() if f"--{name}" not in present}
-    if absent and _xla_bridge.backends_are_initialized():
+    if absent and backends_are_initialized():
         raise RuntimeError(
             "set_compiler_options comes too late, XLA has read its flags: call it before anything "
             "asks JAX for devices or makes an array, or pass "
@@ -249,8 +244,3 @@ def _gpu_kinds() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return re.findall(r"^GPU \d+: (.+?) \(UUID", listed.stdout, re.M)
-
-
-def mapped_over_mesh_axes() -> bool:
-    """Whether a ``jax.vmap`` with ``spmd_axis_name`` is being traced around the caller."""
-    return bool(_core.get_axis_env().spmd_axis_names)

@@ -63,7 +63,7 @@ PEER = f"--{MODE}=peer"
 @pytest.fixture
 def xla_flags(monkeypatch):
     """XLA_FLAGS as a test sets it, in a process that seems to have no backend yet."""
-    monkeypatch.setattr(platform._xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(platform, "backends_are_initialized", lambda: False)
 
     def set_to(text):
         monkeypatch.setenv("XLA_FLAGS", text)
@@ -173,7 +173,7 @@ def test_the_driver_says_which_gpus_there_are_and_no_backend_starts(tmp_path):
         "print(platform._gpu_kinds())\n"
         "assert len(burst_jax.set_compiler_options()) == 4\n"
         "print(os.environ['XLA_FLAGS'])\n"
-        "print(platform._xla_bridge.backends_are_initialized())\n"
+        "print(platform.backends_are_initialized())\n"
     )
     lines = run_alone(program, PATH=path, JAX_PLATFORMS="cuda,cpu", XLA_FLAGS="")
     assert lines == [str(["NVIDIA H100 80GB HBM3"] * 2), f"{FLAGS} {PEER}", "False"]
