@@ -70,23 +70,15 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionChunks:
-    """Chunked attention: queries attend to keys of their own chunk of ``size`` positions.
+    """Chunked attention: queries attend to keys of their own chunk.
 
     Attributes:
-      size: positions per chunk.
+      q_block: positions per chunk.
+      kv_block: the same number.
     """
 
-    size: int
-
-    @property
-    def q_block(self) -> int:
-        """Positions of the queries' blocks."""
-        return self.size
-
-    @property
-    def kv_block(self) -> int:
-        """Positions of the keys' blocks."""
-        return self.size
+    q_block: int
+    kv_block: int
 
     def allows(self, q: Runs, kv: Runs) -> np.ndarray:
         """As :meth:`Blocks.allows`: runs of the same chunk."""

@@ -92,7 +92,7 @@ class Request:
         if self.blocks is not None and self.blocks.bits is not None:
             blocks = self.blocks
         elif self.chunk_size is not None and self.query_offset is not None:
-            blocks = AttentionChunks(self.chunk_size)
+            blocks = AttentionChunks(self.chunk_size, self.chunk_size)
         return RingMask(
             self.ring_sizes,
             self.layout,
