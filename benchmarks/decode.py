@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.needs import need_gpus, positive
-from burst_jax.parallel.platform import compute_capability
+from burst_jax.parallel.target import compute_capability
 from burst_jax.serving.attention import Parts, Scores, products
 from burst_jax.serving.cache import Slots
 from pallas_kernels.pallas_triton.decode import partial_attention

@@ -24,7 +24,7 @@ from benchmarks.needs import add_outputs, need_gpus, need_outputs
 from benchmarks.results import Results, Row
 from benchmarks.truth import attention_and_gradients
 from burst_jax.attention.parsing import parse_request
-from burst_jax.parallel.platform import compute_capability
+from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import MOSAIC_SM90, TRITON, Operands, Tokens, resolve
 from pallas_kernels.timing import median_time, relative_error

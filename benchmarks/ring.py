@@ -30,7 +30,7 @@ from benchmarks.needs import add_outputs, need_gpus, need_outputs
 from benchmarks.results import Results, Row, gib
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
-from burst_jax.parallel.platform import Options
+from burst_jax.parallel.xla_options import XlaOptions
 from burst_jax.ring.rotation import RotationChoice
 from pallas_kernels.timing import median_time, relative_error
 
@@ -59,7 +59,7 @@ class Way:
     layout: Layout
     shards: int
     copies: int = 1
-    options: Options = dataclasses.field(default_factory=dict)
+    options: XlaOptions = dataclasses.field(default_factory=dict)
 
     @property
     def sharding(self) -> NamedSharding:

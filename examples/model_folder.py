@@ -19,7 +19,7 @@ from run_options import Run, make_lora, model_options
 
 from burst_jax import models
 from burst_jax.models import Decoder, abstract_decoder
-from burst_jax.parallel.first_process import by_first_process
+from burst_jax.parallel.processes import by_first_process
 from burst_jax.training import Optimizer, init_train_state, is_main, split_trained
 
 

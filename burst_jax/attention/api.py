@@ -21,7 +21,7 @@ from burst_jax.attention.parsing import parse_request
 from burst_jax.attention.positions import check_positions, refuse_by_row
 from burst_jax.attention.score_mod import MaskMod, ScoreMod
 from burst_jax.attention.shapes import check_global_shapes
-from burst_jax.attention.shardings import Placement
+from burst_jax.attention.shardings import AttentionShardings
 from burst_jax.attention.validation import (
     WindowSize,
     check_arrays,
@@ -289,31 +289,31 @@ def burst_attention(
     )
     refuse_by_row(positions, per_head, dropout_rate, request.spec)
     seeds = dropout_seeds(query, dropout_rate, dropout_key)
-    placement = Placement.parse(mesh, request, batch_axis, tensor_axis)
+    shardings = AttentionShardings.parse(mesh, request, batch_axis, tensor_axis)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
     if pad:
-        arrays = padded(request, placement, arrays, block_mask)
-    check_global_shapes(request, placement, arrays["query"], arrays["key"])
+        arrays = padded(request, shardings, arrays, block_mask)
+    check_global_shapes(request, shardings, arrays["query"], arrays["key"])
     request = with_block_mask(request, query, key, block_mask)
     if block_mask is not None:
         arrays["block_mask"] = block_mask
     check_devices(mesh, arrays | per_head)
-    arrays, per_head = placement.placed(arrays), placement.placed(per_head)
+    arrays, per_head = shardings.shard_arguments(arrays), shardings.shard_arguments(per_head)
     if seeds is not None:
-        arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
+        arrays["dropout_seeds"] = shardings.shard("dropout_seeds", seeds)
     if request.spec.calls_functions:
         numbers = zip(("batch_numbers", "head_numbers"), Numbering.of(query), strict=True)
-        arrays |= {name: placement.split(name, x) for name, x in numbers}
-    out, lse = _on_mesh(request, placement, arrays, per_head)
+        arrays |= {name: shardings.shard(name, x) for name, x in numbers}
+    out, lse = _on_mesh(request, shardings, arrays, per_head)
     if pad:
-        out, lse = (cut(x, placement, query) for x in (out, lse))
+        out, lse = (cut(x, shardings, query) for x in (out, lse))
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(
     request: Request,
-    placement: Placement,
+    shardings: AttentionShardings,
     arrays: dict[str, jax.Array],
     per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array]:
@@ -328,12 +328,12 @@ def _on_mesh(
         return attend_shard(request, Shard(*sides, per_head, seeds, table, numbering))
 
     in_specs = tuple(
-        {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
+        {name: shardings.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
     )
     return jax.shard_map(
         on_device,
-        mesh=placement.mesh,
+        mesh=shardings.mesh,
         in_specs=in_specs,
-        out_specs=(placement.spec("out"), placement.spec("lse")),
-        check_vma=placement.check_vma,
+        out_specs=(shardings.spec("out"), shardings.spec("lse")),
+        check_vma=shardings.check_vma,
     )(arrays, per_head)

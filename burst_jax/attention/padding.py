@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.attention.shardings import Placement
+from burst_jax.attention.shardings import AttentionShardings
 from burst_jax.attention.validation import check_bool, check_devices
-from burst_jax.parallel.mesh import flat_names, only, split_as_it_is
+from burst_jax.parallel.mesh import explicit_spec, flat_names, restrict_spec
 from burst_jax.ring.request import Request
 
 _IDS = {"query": "query_segment_ids", "key": "key_value_segment_ids"}
@@ -29,7 +29,7 @@ def check_pad(pad: object, layout: str) -> None:
 
 
 def padded(
-    request: Request, placement: Placement, arrays: dict[str, Any], block_mask: Any
+    request: Request, shardings: AttentionShardings, arrays: dict[str, Any], block_mask: Any
 ) -> dict[str, Any]:
     """The arrays of a call, as long as the mesh needs them; the same if they are so already.
 
@@ -38,14 +38,14 @@ def padded(
 
     Args:
       request: what the call asks for.
-      placement: how its arrays are split.
+      shardings: how its arrays are split.
       arrays: its checked arrays by name.
       block_mask: the argument of this name.
 
     Raises:
       ValueError: there is a mask by blocks, and the lengths grow; an array is on other devices.
     """
-    check_devices(placement.mesh, arrays)
+    check_devices(shardings.mesh, arrays)
     devices = request.token_devices
     lengths = {side: arrays[side].shape[1] for side in _IDS}
     if not any(length % devices for length in lengths.values()):
@@ -60,11 +60,11 @@ def padded(
     for side, name in _IDS.items():
         if name not in grown:
             ids = jnp.ones(arrays[side].shape[:2], jnp.int32)
-            grown[name] = placement.split(name, _pad(ids, 1, devices))
+            grown[name] = shardings.shard(name, _pad(ids, 1, devices))
     for name, array in arrays.items():
-        axis = placement.tokens_axis(name, array.ndim)
+        axis = shardings.tokens_axis(name, array.ndim)
         if axis is not None:
-            grown[name] = placement.split(name, _pad(jnp.asarray(array), axis, devices))
+            grown[name] = shardings.shard(name, _pad(jnp.asarray(array), axis, devices))
     return grown
 
 
@@ -75,7 +75,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def cut(result: jax.Array, placement: Placement, query: jax.Array) -> jax.Array:
+def cut(result: jax.Array, shardings: AttentionShardings, query: jax.Array) -> jax.Array:
     """out or lse ``[B, T_padded, N, ...]`` of a padded call, without the padding.
 
     Over Explicit mesh axes it is split as the query was: over those that divide its length.
@@ -83,9 +83,9 @@ def cut(result: jax.Array, placement: Placement, query: jax.Array) -> jax.Array:
     length = query.shape[1]
     if result.shape[1] == length:
         return result
-    explicit = placement.mesh.explicit_axes
+    explicit = shardings.mesh.explicit_axes
     if flat_names(*jax.typeof(result).sharding.spec):
-        batch, _, heads, _ = placement.spec("out")
-        spec = P(*split_as_it_is(query, P(batch, None, heads, None))[: result.ndim])
-        result = jax.reshard(result, NamedSharding(placement.mesh, only(spec, explicit)))
+        batch, _, heads, _ = shardings.spec("out")
+        spec = P(*explicit_spec(query, P(batch, None, heads, None))[: result.ndim])
+        result = jax.reshard(result, NamedSharding(shardings.mesh, restrict_spec(spec, explicit)))
     return result[:, :length]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 
-from burst_jax.attention.shardings import Placement
+from burst_jax.attention.shardings import AttentionShardings
 from burst_jax.layouts.permutation import check_length, shard_unit
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.ring.request import Request
@@ -15,7 +15,7 @@ from burst_jax.ring.ulysses import check_heads
 
 
 def check_global_shapes(
-    request: Request, placement: Placement, query: jax.Array, key: jax.Array
+    request: Request, shardings: AttentionShardings, query: jax.Array, key: jax.Array
 ) -> None:
     """Checks whether global arrays can be split as they are to be.
 
@@ -31,7 +31,7 @@ def check_global_shapes(
         {"the query's length T": query.shape[1], "the key's length S": key.shape[1]},
         f", the devices on seq_axis {seq_axis!r} and ulysses_axis {request.ulysses_axis!r}",
     )
-    mesh, batch_axes, tensor_axes = placement.mesh, placement.batch_axes, placement.tensor_axes
+    mesh, batch_axes, tensor_axes = shardings.mesh, shardings.batch_axes, shardings.tensor_axes
     for name, size, axes in (
         ("the batch size B", query.shape[0], batch_axes),
         ("the number of query heads N", query.shape[2], tensor_axes),

@@ -33,7 +33,7 @@ from burst_jax.attention.validation import (
 )
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, size_in_shard_map
-from burst_jax.parallel.platform import Target, target_of
+from burst_jax.parallel.target import Target, target_of
 from burst_jax.ring.local import Shard
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import RotationChoice

@@ -1,4 +1,4 @@
-"""``Placement``: how a call's global arrays are split over a mesh."""
+"""Shardings of the global arrays of a ``burst_attention`` call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.parallel.mesh import AxisNames, flat_names, names_of, only, size_on_mesh
-from burst_jax.parallel.platform import mapped_over_mesh_axes
+from burst_jax.jax_compat import vmapped_over_mesh_axes
+from burst_jax.parallel.mesh import (
+    AxisNames,
+    axis_names,
+    flat_names,
+    restrict_spec,
+    size_on_mesh,
+)
 from burst_jax.ring.request import Request
 
-# What the dimensions of each array of a call are split over. A dimension that is None is whole on
-# every device.
+# The logical dimensions of each array of a call; None is a dimension that is not sharded.
 _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "query": ("batch", "tokens", "heads", None),
     "key": ("batch", "tokens", "heads", None),
@@ -42,19 +47,18 @@ _DIMENSIONS: dict[str, tuple[str | None, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """How global arrays are split over a mesh.
+class AttentionShardings:
+    """How the global arrays of a call are sharded over a mesh.
 
-    It is hashable, so that an eager call finds its compiled program by it and its
+    Hashable: an eager call finds its compiled program by it and its
     :class:`burst_jax.ring.request.Request`.
 
     Attributes:
       mesh: the devices.
-      token_axes: the mesh axes that sequences are split over, outermost first.
-      batch_axes: the mesh axes that rows are split over.
-      tensor_axes: the mesh axes that heads are split over, outside the ring: each device keeps its
-        heads. The axis whose devices exchange heads is one of ``token_axes``.
-      check_vma: whether JAX checks which values vary from device to device.
+      token_axes: the mesh axes that shard the sequence, outermost first, the Ulysses axis included.
+      batch_axes: the mesh axes that shard the batch.
+      tensor_axes: the mesh axes that shard heads outside the ring: each device keeps its heads.
+      check_vma: whether ``shard_map`` checks which values vary over which mesh axes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -70,14 +74,14 @@ class Placement:
         request: Request,
         batch_axis: AxisNames,
         tensor_axis: AxisNames,
-    ) -> Placement:
-        """The placement of a request's arrays, from ``burst_attention``'s arguments.
+    ) -> AttentionShardings:
+        """The shardings of a request's arrays, from ``burst_attention``'s arguments.
 
         Raises:
           ValueError: an axis is not one of the mesh's, or is used twice.
         """
-        batch_axes = names_of("batch_axis", batch_axis)
-        tensor_axes = names_of("tensor_axis", tensor_axis)
+        batch_axes = axis_names("batch_axis", batch_axis)
+        tensor_axes = axis_names("tensor_axis", tensor_axis)
         used = dict.fromkeys(request.ring_axes, "seq_axis")
         if request.ulysses_axis is not None:
             used[request.ulysses_axis] = "ulysses_axis"
@@ -94,15 +98,15 @@ class Placement:
             token_axes=request.token_axes,
             batch_axes=batch_axes,
             tensor_axes=tensor_axes,
-            # A jax.vmap with spmd_axis_name makes the check fail: it marks its own batches of the
-            # ring's small tables as split over that axis, too.
-            check_vma=request.checks_vma and not mapped_over_mesh_axes(),
+            # Under a jax.vmap with spmd_axis_name the check fails: the vmap marks the ring's small
+            # tables, which are batched, as varying over that axis.
+            check_vma=request.checks_vma and not vmapped_over_mesh_axes(),
         )
 
     def spec(self, name: str, ndim: int | None = None) -> P:
-        """How the argument or result of this name is split.
+        """The spec of the argument or result of this name.
 
-        One that may be without its first dimensions has ``ndim``.
+        ``ndim`` is needed for arrays whose leading dimensions are optional.
         """
         dimensions = _DIMENSIONS[name]
         if ndim is not None:
@@ -116,50 +120,49 @@ class Placement:
         return P(*(axes[dimension] for dimension in dimensions))
 
     def tokens_axis(self, name: str, ndim: int) -> int | None:
-        """Which of its ``ndim`` axes counts the tokens of the argument of this name; None: none."""
+        """Index of the sequence dimension of the argument of this name, or None without one."""
         dimensions = _DIMENSIONS[name]
         dimensions = dimensions[len(dimensions) - ndim :]
         return dimensions.index("tokens") if "tokens" in dimensions else None
 
-    def split(self, name: str, array: jax.Array) -> jax.Array:
-        """An array that the library made, split as the mesh's Explicit axes need it."""
+    def shard(self, name: str, array: jax.Array) -> jax.Array:
+        """An array made by the library, sharded as needed over the mesh's Explicit axes."""
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
-        needed = only(self.spec(name, array.ndim), explicit)
+        needed = restrict_spec(self.spec(name, array.ndim), explicit)
         return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
-    def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
+    def shard_arguments(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The caller's arrays, sharded as needed over Explicit axes; Auto axes accept any sharding.
 
-        An array's type says how it is split over Explicit axes. An array that is on no mesh yet is
-        split here. One that is on the mesh but split otherwise is the caller's to move, since that
-        costs communication.
+        An array that is on no mesh yet is sharded here. One that is on the mesh with another
+        sharding is left to the caller to reshard, because that costs communication.
 
         Raises:
-          ValueError: an array is split otherwise over Explicit axes.
+          ValueError: an array has another sharding over Explicit axes.
         """
         explicit = self.mesh.explicit_axes
         if not explicit:
             return arrays
-        placed = {}
+        sharded = {}
         for name, array in arrays.items():
             needed = self.spec(name, array.ndim)
             sharding = getattr(jax.typeof(array), "sharding", None)
             if sharding is None or sharding.mesh.empty:
-                placed[name] = self.split(name, array)
+                sharded[name] = self.shard(name, array)
                 continue
             if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
                 raise ValueError(
-                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
+                    f"{name} is sharded as {sharding.spec} over Explicit mesh axes, the ring "
                     f"needs {needed}: set seq_axis, batch_axis and tensor_axis to how it is "
-                    f"split, or split it so: jax.reshard({name}, {needed})"
+                    f"sharded, or reshard it: jax.reshard({name}, {needed})"
                 )
-            placed[name] = array
-        return placed
+            sharded[name] = array
+        return sharded
 
 
 def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:
-    """Of each dimension the given axes that it is split over; at least ``length`` dimensions."""
-    entries = [flat_names(entry) for entry in only(spec, axes)]
+    """For each dimension those of ``axes`` that shard it; at least ``length`` dimensions."""
+    entries = [flat_names(entry) for entry in restrict_spec(spec, axes)]
     return entries + [()] * (length - len(entries))

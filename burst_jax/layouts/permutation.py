@@ -57,10 +57,10 @@ _STRIPES = re.compile(r"striped:([1-9][0-9]{0,8})")
 def shard_unit(layout: str) -> int:
     """What must divide a shard's length: zigzag needs two equal blocks, stripes must be whole."""
     check_layout(layout)
-    return 2 if layout == "zigzag" else stripe_of(layout) or 1
+    return 2 if layout == "zigzag" else stripe_size(layout) or 1
 
 
-def stripe_of(layout: str) -> int | None:
+def stripe_size(layout: str) -> int | None:
     """Tokens of a stripe, 1 for "striped"; None if the layout has no stripes."""
     found = _STRIPES.fullmatch(layout)
     return int(found[1]) if found else 1 if layout == "striped" else None
@@ -113,7 +113,7 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
     index = jnp.arange(shard_length, dtype=jnp.int32)
     if layout == "contiguous":
         return shard * shard_length + index
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         return stripe * shard + index + (num_shards - 1) * stripe * (index // stripe)
     half = shard_length // 2
@@ -137,7 +137,7 @@ def shard_runs(
       ``(starts, stride, count)``: run j of shard r holds ``starts[r, j] + stride * i`` for i from 0
       to ``count - 1``; starts is int64 ``[num_shards, runs]``.
     """
-    shard, stripe = np.arange(num_shards), stripe_of(layout)
+    shard, stripe = np.arange(num_shards), stripe_size(layout)
     if stripe is not None:
         starts, count = stripe * shard[:, None], shard_length // stripe
         if across_stripes:
@@ -161,7 +161,7 @@ def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -
     Returns:
       A number r: tokens ``i r .. i r + r - 1`` of every shard are in one block, for every i.
     """
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         whole = block % (num_shards * stripe) == 0
         return block // num_shards if whole else math.gcd(stripe, block)
@@ -193,7 +193,7 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     index = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
         return index
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         return index.reshape(-1, num_shards, stripe).swapaxes(0, 1).reshape(-1)
     halves = index.reshape(2 * num_shards, -1)
@@ -373,7 +373,7 @@ def _reorder(
     # Reshapes, flips and transposes in place of a gather: XLA fuses them into one copy.
     shape = x.shape
     n, lead, tail = num_shards, shape[:axis], shape[axis + 1 :]
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         rows = (n, -1, stripe) if inverse else (-1, n, stripe)
         return xp.swapaxes(xp.reshape(x, (*lead, *rows, *tail)), axis, axis + 1).reshape(shape)

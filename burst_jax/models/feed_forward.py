@@ -21,7 +21,7 @@ from burst_jax.layers.low_rank import adapter_of
 from burst_jax.layers.nnx_layer import add_bias
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import MLP_PRODUCTS
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.arrays import vary, varying_axes
 
@@ -101,7 +101,7 @@ class GatedMLP(nnx.Module):
         }
         x = x.astype(config.dtype)
         out = _feed_forward(how, *vary((x, weights), varying_axes(x, weights)))
-        out = sum_over(out, self.hidden_axis)
+        out = psum_manual(out, self.hidden_axis)
         bias = self.down.bias
         return out if bias is None else add_bias(out, bias[...])
 

@@ -19,7 +19,7 @@ from burst_jax.layers.low_rank import LORA_A, LORA_B
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hf.weights import flat, tree_of
 from burst_jax.models.lora_config import Lora
-from burst_jax.parallel.mesh import place_explicit
+from burst_jax.parallel.mesh import reshard_explicit
 
 
 def add_lora(
@@ -108,7 +108,7 @@ def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decod
         if path[-1] != "kernel" or three[1] not in arrays:
             merged[path] = arrays[path].astype(shape.dtype)
             continue
-        weights = [place_explicit(arrays[each], parts.mesh, specs[each]) for each in three]
+        weights = [reshard_explicit(arrays[each], parts.mesh, specs[each]) for each in three]
         of_three = tuple(specs[each] for each in three)
         merged[path] = _sum(*weights, lora.scale, param_dtype, parts.mesh, of_three)
     return nnx.merge(graphdef, tree_of(shapes, merged))

@@ -20,11 +20,11 @@ from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
     check_axes,
+    explicit_spec,
     flat_names,
-    only,
     resolve_mesh,
+    restrict_spec,
     sequence_axes,
-    split_as_it_is,
 )
 from burst_jax.parallel.rules import ShardingRules, check_divides
 from pallas_kernels import find
@@ -208,7 +208,7 @@ def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
     These are the axes in ``over``. They split rows or tokens, so gradients are summed over them.
     Over other axes the whole stack is gathered before the first layer.
     """
-    as_it_is = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
+    as_it_is = restrict_spec(explicit_spec(weight, P(*[None] * weight.ndim)), over)
     return P(*(rule or given for rule, given in zip(spec, as_it_is, strict=True)))
 
 

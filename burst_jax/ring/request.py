@@ -13,7 +13,7 @@ from jax import lax
 
 from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions
 from burst_jax.parallel.mesh import flat_names
-from burst_jax.parallel.platform import Target
+from burst_jax.parallel.target import Target
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.route import RingMask, Route, Stop, make_route
@@ -42,7 +42,7 @@ class Request:
 
     It is hashable, so that an eager call finds its compiled program by it. Shapes and dtypes are
     the arrays' own; platform and compute capability are read where a program is traced
-    (:func:`burst_jax.parallel.platform.current_target`), because one call may be traced for
+    (:func:`burst_jax.parallel.target.current_target`), because one call may be traced for
     several.
 
     Attributes:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_jax.parallel.platform import compute_capability, current_target
+from burst_jax.parallel.target import compute_capability, current_target
 from burst_jax.serving.cache import Slots
 from pallas_kernels import TRITON
 from pallas_kernels.pallas_triton.decode import partial_attention

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.models.layers import DecoderLayer
 from burst_jax.models.shardings import Parts
 from burst_jax.models.weight_axes import logical_axes
-from burst_jax.parallel.mesh import axes_size, only
+from burst_jax.parallel.mesh import axes_size, restrict_spec
 
 
 def spec_of(path: tuple[Any, ...], spec: P, parts: Parts, split: bool) -> P:
@@ -43,10 +43,10 @@ def spec_of(path: tuple[Any, ...], spec: P, parts: Parts, split: bool) -> P:
       split: whether weights are split over the sequence axes, too.
     """
     if not split:
-        return only(spec, parts.tensor_axes)
+        return restrict_spec(spec, parts.tensor_axes)
     axes = logical_axes(path)
     if "mlp" not in axes:
-        return only(spec, (*parts.tensor_axes, *parts.token_axes))
+        return restrict_spec(spec, (*parts.tensor_axes, *parts.token_axes))
     return P(*(_hidden_axes(parts) if name == "mlp" else None for name in axes))
 
 

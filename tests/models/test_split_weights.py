@@ -277,7 +277,7 @@ RULES = {
     ),
     "an axis of another name": (
         lambda: ShardingRules.of(mesh_of(rows=2)),
-        r"the mesh has an axis 'rows': ShardingRules\.of knows data, fsdp, seq, tensor, stage",
+        r"the mesh has an axis 'rows': ShardingRules\.of accepts data, fsdp, seq, tensor, stage",
     ),
     "one axis twice": (
         lambda: ShardingRules(data="seq"),
@@ -293,7 +293,7 @@ RULES = {
     ),
     "an unknown dimension": (
         lambda: ShardingRules().spec(("embed", "hats")),
-        r"'hats' is no logical name of a dimension: use batch, tokens, embed, layers, heads",
+        r"'hats' is not a logical dimension name: use batch, tokens, embed, layers, heads",
     ),
 }
 
@@ -350,12 +350,12 @@ MISTAKES = {
     ),
     "features": (
         lambda: init((1, 1, 1, 5, 1)),
-        r"embedding has shape \(48, 48\): dimension 1, 48, is split over 5 devices \(fsdp 1 x "
+        r"embedding has shape \(48, 48\): dimension 1, 48, is sharded over 5 devices \(fsdp 1 x "
         r"seq 5 x stage 1\), which do not divide it; use a size that is a multiple of 5",
     ),
     "layers": (
         lambda: init((1, 1, 3, 2, 1)),
-        r"layers\..* has shape \(4, .*: dimension 0, 4, is split over 3 devices \(stage 3\)",
+        r"layers\..* has shape \(4, .*: dimension 0, 4, is sharded over 3 devices \(stage 3\)",
     ),
     "key heads": (
         lambda: init((1, 1, 1, 1, 3)),
@@ -371,11 +371,11 @@ MISTAKES = {
     ),
     "rows": (
         lambda: call((2, 2, 1, 1, 1), (6, 8)),
-        r"tokens has shape \(6, 8\): dimension 0, 6, is split over 4 devices \(data 2 x fsdp 2\)",
+        r"tokens has shape \(6, 8\): dimension 0, 6, is sharded over 4 devices \(data 2 x fsdp 2\)",
     ),
     "tokens": (
         lambda: call((1, 1, 1, 4, 1), (2, 10)),
-        r"tokens has shape \(2, 10\): dimension 1, 10, is split over 4 devices \(seq 4\)",
+        r"tokens has shape \(2, 10\): dimension 1, 10, is sharded over 4 devices \(seq 4\)",
     ),
     "rows of stages": (
         lambda: call((1, 2, 2, 1, 1), (6, 8)),

@@ -18,9 +18,9 @@ import reporting
 import run_options
 import train_lm
 from implementations import QUICK
-from ports import free_port
+from local_processes import free_port
 
-from burst_jax.parallel.platform import peak_flops
+from burst_jax.parallel.target import peak_flops
 from burst_jax.training import RunLog, make_train_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -23,7 +23,7 @@ from burst_jax.models.hf.files import INDEX, SINGLE, safetensors
 from burst_jax.models.hf.new_folder import NewFolder
 from burst_jax.models.hf.weights import Weight, flat, weights_of
 from burst_jax.models.lora import merge_lora
-from burst_jax.parallel.first_process import by_first_process
+from burst_jax.parallel.processes import by_first_process
 
 # A file's tensors: (name, the weight, the layer or None).
 Plan = dict[str, list[tuple[str, Weight, int | None]]]
