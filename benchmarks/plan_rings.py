@@ -13,7 +13,7 @@ from benchmarks.kernels import Case
 from benchmarks.results import Results, Row
 from benchmarks.ring import CASES
 from burst_jax.plan import GPUS, attention
-from burst_jax.plan.model import Estimate
+from burst_jax.plan.cost_model import Estimate
 
 # Results of ``python -m benchmarks ring --json`` on two and on four H200. The second file also
 # has rows of torch on its four GPUs: torch's context_parallel, and its all-to-all around cuDNN.
@@ -27,7 +27,7 @@ _WAYS = {
     "zigzag, NCCL": ("ring", "zigzag", None),
     "striped": ("ring", "striped", None),
     "contiguous": ("ring", "contiguous", None),
-    "hybrid, heads by 2": ("ring of {pairs}, heads by 2", "zigzag", None),
+    "hybrid, ulysses of 2": ("ring of {pairs}, ulysses of 2", "zigzag", None),
     "ulysses": ("ulysses", "contiguous", None),
 }
 
@@ -83,7 +83,7 @@ def _estimate(case: Case, way: str, devices: int) -> Estimate:
         (
             each
             for each in found.estimates
-            if (each.scheme.name, each.layout) == (scheme.format(pairs=devices // 2), layout)
+            if (each.strategy.name, each.layout) == (scheme.format(pairs=devices // 2), layout)
             and rotation in (None, each.backward)
         ),
         key=lambda each: each.backward_bytes,

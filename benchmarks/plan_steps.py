@@ -8,8 +8,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from benchmarks.train import SHAPES
-from burst_jax.plan import GPUS
-from burst_jax.plan.training_plan import StepEstimate, training
+from burst_jax.plan import GPUS, StepEstimate, training
 
 
 class Step(NamedTuple):
@@ -56,7 +55,7 @@ def estimate_of(step: Step) -> StepEstimate:
     (estimate,) = (
         each
         for each in found.estimates
-        if all(getattr(each.way, name) == value for name, value in wanted.items())
+        if all(getattr(each.strategy, name) == value for name, value in wanted.items())
     )
     return estimate
 

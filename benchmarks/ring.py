@@ -186,7 +186,7 @@ def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
         "two-level ring": lambda: by_two(
             "two levels of two or more", (2, n // 2), seq_axis=("outer", "inner")
         ),
-        "hybrid, heads by 2": lambda: by_two(
+        "hybrid, ulysses of 2": lambda: by_two(
             "ring of two or more pairs", (n // 2, 2), ulysses_axis="heads"
         ),
         "ulysses": lambda: ring(
@@ -208,7 +208,7 @@ _CORE = (
     "Ulysses, cuDNN",
 )
 _ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
-_LEVELS = ("two-level ring", "hybrid, heads by 2")
+_LEVELS = ("two-level ring", "hybrid, ulysses of 2")
 # Each case, and the names of the ways that are timed on it.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),

@@ -22,7 +22,7 @@ FULL = Case("full", 1, 128, 8, 4, 16)
 WINDOW = Case("window", 2, 128, 8, 4, 16, is_causal=True, window=20)
 OURS = (
     "one GPU", "every GPU alone", "zigzag", "zigzag, rotate_kv", "zigzag, rotate_query",
-    "zigzag, NCCL", "striped", "contiguous", "two-level ring", "hybrid, heads by 2",
+    "zigzag, NCCL", "striped", "contiguous", "two-level ring", "hybrid, ulysses of 2",
     "ulysses",
 )  # fmt: skip
 
@@ -117,8 +117,14 @@ def test_ways_that_cannot_say_so():
         (lambda: ring.ulysses(CAUSAL, 3), "4 key heads for 3 devices"),
         (lambda: ring.all_gather(CAUSAL, N), "masks no queries that start inside the keys"),
         (ring.ways(CAUSAL, 3)["two-level ring"], "3 devices are no two levels"),
-        (ring.ways(CAUSAL, 3)["hybrid, heads by 2"], "3 devices are no ring of two or more pairs"),
-        (ring.ways(CAUSAL, 2)["hybrid, heads by 2"], "2 devices are no ring of two or more pairs"),
+        (
+            ring.ways(CAUSAL, 3)["hybrid, ulysses of 2"],
+            "3 devices are no ring of two or more pairs",
+        ),
+        (
+            ring.ways(CAUSAL, 2)["hybrid, ulysses of 2"],
+            "2 devices are no ring of two or more pairs",
+        ),
     ):
         with pytest.raises(NotImplementedError, match=message):
             make()
