@@ -23,7 +23,8 @@ from benchmarks import plot
 from benchmarks.needs import add_outputs, need_gpus, need_outputs
 from benchmarks.results import Results, Row
 from benchmarks.truth import attention_and_gradients
-from burst_jax.attention.parsing import parse_request
+from burst_jax.attention.arguments import LocalArguments
+from burst_jax.attention.call import make_request
 from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import MOSAIC_SM90, TRITON, Operands, Tokens, resolve
@@ -78,8 +79,12 @@ class Case:
 
     def request(self) -> Request:
         """What burst_attention is asked for on one device."""
-        return parse_request(
-            "seq_axis", "seq", None, lambda *_: 1, head_dim=self.head_dim, **self.options
+        return make_request(
+            LocalArguments(**self.options),
+            axis_argument="seq_axis",
+            axes="seq",
+            size_of=lambda *_: 1,
+            head_dim=self.head_dim,
         )
 
     def per_head(self) -> dict[str, jax.Array]:

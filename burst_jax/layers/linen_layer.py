@@ -13,9 +13,8 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from burst_jax.attention.arguments import MaskArrays
+from burst_jax.attention.arguments import MaskArrays, WindowSize
 from burst_jax.attention.score_mod import MaskMod, ScoreMod
-from burst_jax.attention.validation import WindowSize
 from burst_jax.layers.nnx_layer import KERNEL_INIT, REFUSED, BurstAttention
 from burst_jax.layers.options import check_options
 from burst_jax.layers.rope_variants import Rope

@@ -14,12 +14,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from burst_jax.attention.api import burst_attention
-from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays
+from burst_jax.attention.api import burst_attention, ring_attention
+from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays, WindowSize
 from burst_jax.attention.order import refuse_wrong_order
 from burst_jax.attention.score_mod import refuse_rows_and_heads
-from burst_jax.attention.shard_api import ring_attention
-from burst_jax.attention.validation import WindowSize
 from burst_jax.layers.low_rank import add_adapter, cut_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.options import check_options

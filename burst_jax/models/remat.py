@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import jax
 
-from burst_jax.attention.shard_api import ring_call
+from burst_jax.attention.api import ring_call
 from burst_jax.models.stack import Layer
 from burst_jax.ring.half_remat import SecondHalf, attend_again, attend_keeping_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES

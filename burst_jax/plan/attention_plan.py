@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.block_mask import with_block_mask
-from burst_jax.attention.shapes import check_lengths
+from burst_jax.attention.shardings import check_lengths
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate, Strategy
 from burst_jax.plan.hardware import Cluster, Gpu, check_sizes, cluster_of

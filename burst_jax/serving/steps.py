@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.attention.shard_api import ring_attention
+from burst_jax.attention.api import ring_attention
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.attention import decode_attention

@@ -269,7 +269,7 @@ def test_a_table_of_blocks_of_a_function(by_head):
     ("arguments", "message"),
     [
         ((T, T, 7, 8), "block_q is 7, q_length 48: blocks must divide the length"),
-        ((T, T, 4, 8), "batch is None, and mask_mod reads it: pass how many there are, batch=..."),
+        ((T, T, 4, 8), "batch is None, and mask_mod reads it: pass the size, batch=..."),
     ],
 )
 def test_mistakes_of_a_table_are_named(arguments, message):
