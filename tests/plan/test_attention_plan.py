@@ -21,7 +21,7 @@ from ring_cases import kept_scores
 from routes import hops_of_turns
 
 import burst_jax
-from benchmarks import plan_rings, plan_steps
+from benchmarks.plan import compare_rings, load_rings, ring_table, step_table
 from benchmarks.results import gib
 from burst_jax.plan import GPUS, Gpu
 from burst_jax.plan.__main__ import main
@@ -384,8 +384,8 @@ def allowed_ratio(case, name, both):
 
 def test_estimates_agree_with_measured_rings():
     gaps = []
-    for results in plan_rings.load():
-        compared = list(plan_rings.compare(results))
+    for results in load_rings():
+        compared = list(compare_rings(results))
         known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "ulysses"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
@@ -403,11 +403,11 @@ def test_estimates_agree_with_measured_rings():
 
 def test_estimates_are_printed_next_to_measured_rates():
     """By ``python -m benchmarks plan``."""
-    rings = "\n".join(map(plan_rings.table, plan_rings.load()))
+    rings = "\n".join(map(ring_table, load_rings()))
     assert "2 x NVIDIA H200" in rings
     assert "4 x NVIDIA H200" in rings
     assert re.search(r"64K, 32/8 heads +zigzag +\d{3} \d{3} \([01]\.\d\d\)", rings)
-    steps = plan_steps.table()
+    steps = step_table()
     assert re.search(r"llama-3-8b +32 +sharded +zigzag +65,536 +6680 \d{4} \([01]\.\d\d\)", steps)
 
 

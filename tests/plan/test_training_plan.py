@@ -16,7 +16,7 @@ import run_options
 from jax.sharding import AxisType
 
 import burst_jax
-from benchmarks import plan_steps
+from benchmarks.plan import load_steps, step_estimate
 from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
 from burst_jax.models.remat import Remat
@@ -208,8 +208,8 @@ def test_the_recommendation_fits_and_is_as_fast_as_any():
 
 def test_estimates_agree_with_measured_steps():
     gaps = {}
-    for step in plan_steps.load():
-        gaps[step] = abs(math.log(plan_steps.estimate_of(step).seconds.total / step.seconds))
+    for step in load_steps():
+        gaps[step] = abs(math.log(step_estimate(step).seconds.total / step.seconds))
     assert len(gaps) >= 18
     # What the model leaves out counts most in the shortest steps.
     assert max(gaps.values()) < math.log(1.06), gaps
