@@ -39,7 +39,7 @@ import burst_jax
 from benchmarks.command_line import require_gpus
 from benchmarks.driver import Driver, Kernel, Launch
 from benchmarks.kernels import Case
-from pallas_kernels import Operands, Tokens, triton
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
@@ -93,32 +93,33 @@ class Candidate:
         """The name of its files."""
         return f"case{CASES.index(self.case)}-{self.kernel}-{self.tiles}"
 
-    def run(self) -> Callable[[Operands], Any]:
-        """The kernel as a function of its operands, bounds included, with bfloat16 results."""
+    def run(self) -> Callable[..., Any]:
+        """The kernel as a function of its inputs and bounds, with bfloat16 results."""
         implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         kernel = getattr(implementation, "forward" if forward else f"backward_{self.kernel}")
         return functools.partial(kernel, spec=self.case.request().spec, out_dtype=jnp.bfloat16)
 
-    def with_bounds(self, operands: Operands) -> Operands:
-        """The operands with the bounds for the tile config."""
+    def with_bounds(self, inputs: AttentionInputs) -> tuple[AttentionInputs, Any]:
+        """The inputs and their bounds for the tile config."""
         implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         of = implementation.forward_bounds if forward else implementation.backward_bounds
-        return operands.replace(bounds=of(operands, spec=self.case.request().spec))
+        return inputs, of(inputs, spec=self.case.request().spec)
 
 
-def operands_of(case: Case) -> Operands:
-    """Random operands of a case, with plausible lse and delta for the backward."""
+def inputs_of(case: Case) -> AttentionInputs:
+    """Random inputs of a case, with plausible lse and delta for the backward."""
     keys = jax.random.split(jax.random.key(0), 6)
     wide = (case.batch, case.length, case.heads, case.head_dim)
     narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
     q, do = (jax.random.normal(key, wide, jnp.bfloat16) for key in keys[:2])
     k, v = (jax.random.normal(key, narrow, jnp.bfloat16) for key in keys[2:4])
     stats = jax.random.normal(keys[4], (2, case.batch, case.heads, case.length))
-    tokens = Tokens(jnp.arange(case.length, dtype=jnp.int32))
+    positions = jnp.arange(case.length, dtype=jnp.int32)
     stats += jnp.array([10.0, 0.0])[:, None, None, None]
-    return Operands(q, k, v, tokens, tokens).replace(do=do, stats=stats)
+    query = QuerySide(q, positions, do=do, stats=stats)
+    return AttentionInputs(query, KVSide(k, v, positions))
 
 
 class Compiler:
@@ -157,7 +158,7 @@ class Compiler:
             )
             script.chmod(0o755)
             whole = jax.NamedSharding(self._mesh, jax.P())
-            shapes = jax.eval_shape(lambda: candidate.with_bounds(operands_of(candidate.case)))
+            shapes = jax.eval_shape(lambda: candidate.with_bounds(inputs_of(candidate.case)))
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
@@ -167,7 +168,7 @@ class Compiler:
                 "xla_gpu_autotune_level": 0,
             }
             with jax.set_mesh(self._mesh):
-                traced = jax.jit(candidate.run()).trace(shapes)
+                traced = jax.jit(candidate.run()).trace(*shapes)
                 traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
             (thunks,) = (here / "dump").glob("*.thunk_sequence.txt")
             launch = _launch_of(thunks.read_text())
@@ -206,13 +207,13 @@ def _registers(log: str) -> str:
     return f"{registers[1]} registers, {spills[1]} bytes spilled"
 
 
-def kernel_call(run: Callable[[Operands], Any], operands: Operands) -> tuple[list, list, Any]:
+def kernel_call(run: Callable[..., Any], *arguments: Any) -> tuple[list, list, Any]:
     """``(operands, result types, call)`` of a function's only ``pallas_call``.
 
     The operations before it are evaluated.
     """
-    leaves, treedef = jax.tree.flatten(operands)
-    closed = jax.make_jaxpr(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))(*leaves)
+    leaves, treedef = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *leaves: run(*jax.tree.unflatten(treedef, leaves)))(*leaves)
     return next(_evaluate(closed.jaxpr, closed.consts, leaves))
 
 
@@ -242,7 +243,7 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._driver = folder, Driver()
-        self.operands = functools.lru_cache(operands_of)
+        self.inputs = functools.lru_cache(inputs_of)
         self._native = functools.lru_cache(self._run_natively)
 
     def _run_natively(self, case: Case, kernel: str) -> tuple[list[jax.Array], float]:
@@ -253,8 +254,8 @@ class Runner:
         return made, median_time(lambda: call(*given))
 
     def _call(self, candidate: Candidate) -> tuple[list, list, Any]:
-        bounded = jax.jit(candidate.with_bounds)(self.operands(candidate.case))
-        return kernel_call(candidate.run(), bounded)
+        bounded = jax.jit(candidate.with_bounds)(self.inputs(candidate.case))
+        return kernel_call(candidate.run(), *bounded)
 
     def prepare(self, candidate: Candidate) -> tuple[Kernel, list, list]:
         """The assembled kernel, its operands and the types of its results."""
@@ -366,7 +367,7 @@ def run_all(args: argparse.Namespace) -> None:
     require_gpus("benchmarks ampere")
     runner = Runner(args.folder)
     for case in {c.case: None for c in found}:
-        runner.operands(case)
+        runner.inputs(case)
         if (times := torch_times(case)) is not None:
             tera = 2 * matmul_flops(case) / 1e12
             print(

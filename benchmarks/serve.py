@@ -93,10 +93,10 @@ def served(config: DecoderConfig, strategy: str, n: int, length: int, **options:
 
     # Initialized sharded: no device ever holds all weights.
     graphdef, shapes = nnx.split(nnx.eval_shape(decoder))
-    parts = nnx.merge(graphdef, shapes).parts(shapes)
+    shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     places = jax.tree.map(
         lambda spec: jax.NamedSharding(mesh, spec),
-        parts.tree(shapes),
+        shardings.weight_specs(shapes),
         is_leaf=lambda leaf: isinstance(leaf, jax.P),
     )
     weights = jax.jit(lambda: nnx.state(decoder()), out_shardings=places)()

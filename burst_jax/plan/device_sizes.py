@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.weight_axes import name_of, weight_specs
+from burst_jax.models.feed_forward import GatedMLP
+from burst_jax.models.weights import name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.training_strategy import TrainingStrategy
 
@@ -95,7 +96,12 @@ def device_sizes(
 
     Raises:
       ValueError: a weight or the batch is not divisible by the mesh.
+      NotImplementedError: a feed-forward other than GatedMLP.
     """
+    if config.feed_forward is not GatedMLP:
+        raise NotImplementedError(
+            f"feed_forward is {config.feed_forward.__name__}: the planner supports GatedMLP only"
+        )
     rules, mesh, tensor = strategy.weight_rules, strategy.abstract_mesh, strategy.tensor
     for name, size in (("num_heads", config.num_heads), ("mlp_dim", config.mlp_dim)):
         if size % tensor:

@@ -13,11 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.layers.rope import RopeTable, rope_table
-from burst_jax.layers.rope_variants import DynamicRope, Rope
+from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.shardings import embed
-from burst_jax.models.weight_axes import name_of
+from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, use_fused_qkv
@@ -34,8 +33,8 @@ _SUPPORTED = (
     "implementation", "backward", "deterministic", "dropout_rate",
 )  # fmt: skip
 
-# (index of the layer, query, key, value, the layer's options) -> out.
-Attend = Callable[..., jax.Array]
+# (index of the layer, query, key, value, axis, options) -> (out, the cache's (keys, values)).
+Attend = Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]
 
 
 class ServedModel:
@@ -68,7 +67,7 @@ class ServedModel:
         _check_options(dict(model.options))
         self.scale: Any = dict(model.options).get("scale")
         state = nnx.state(model)
-        self.config, self.shardings = model.config, model.parts(state)
+        self.config, self.shardings = model.config, model.shardings(state)
         if axes_size(self.shardings.mesh, self.shardings.stage_axis) > 1:
             raise NotImplementedError(
                 f"the model's rules have a stage axis, {self.shardings.stage_axis!r}: serving does "
@@ -87,7 +86,7 @@ class ServedModel:
         mesh, count = mesh_with_devices(self.shardings.mesh), self.config.num_layers
         specs = jax.tree_util.tree_map_with_path(
             lambda path, spec: serving_spec(path, spec, self.shardings, self.sharded),
-            self.shardings.tree(state),
+            self.shardings.weight_specs(state),
             is_leaf=_is_spec,
         )
 
@@ -179,7 +178,7 @@ class ServedModel:
         present: jax.Array | None,
         attend: Attend,
         gather: bool,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """One device's hidden states after the final norm, inside a ``shard_map``.
 
         Args:
@@ -193,7 +192,7 @@ class ServedModel:
             layer ahead. Otherwise all have the same tokens, and compute with their shards.
 
         Returns:
-          ``[B, T, D]``.
+          ``(hidden [B, T, D], each layer's keys and values in the cache)``.
         """
         config, axes, token_axes = (
             self.config,
@@ -217,6 +216,7 @@ class ServedModel:
             )
             for rope in dict.fromkeys(config.layer_ropes)
         }
+        stored = []
         layers, specs = list(weights["layers"]), self.specs["layers"]
         for index, kind in enumerate(config.layer_kinds):
             if self.sharded and gather:
@@ -232,8 +232,9 @@ class ServedModel:
             if self._fuses_qkv:
                 use_fused_qkv(layer, config.num_heads // axes_size(self.shardings.mesh, axes))
             fn = partial(attend, index)
-            x = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
-        return nnx.merge(self._norm, weights["final_norm"])(x)
+            x, key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
+            stored.append(key_value)
+        return nnx.merge(self._norm, weights["final_norm"])(x), stored
 
     def _gathered(self, weights: Any, specs: Any) -> Any:
         """Weights all-gathered over the sequence axes."""

@@ -28,13 +28,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.models.layers import DecoderLayer
-from burst_jax.models.shardings import Parts
-from burst_jax.models.weight_axes import logical_axes
+from burst_jax.models.decoder_layer import DecoderLayer
+from burst_jax.models.shardings import DecoderShardings
+from burst_jax.models.weights import logical_axes
 from burst_jax.parallel.mesh import axes_size, restrict_spec
 
 
-def serving_spec(path: tuple[Any, ...], spec: P, shardings: Parts, shard: bool) -> P:
+def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, shard: bool) -> P:
     """The spec of a decoder's weight in serving.
 
     Args:
@@ -45,28 +45,28 @@ def serving_spec(path: tuple[Any, ...], spec: P, shardings: Parts, shard: bool) 
     """
     if not shard:
         return restrict_spec(spec, shardings.tensor_axes)
-    axes = logical_axes(path)
+    axes = logical_axes(path, shardings.config)
     if "mlp" not in axes:
         return restrict_spec(spec, (*shardings.tensor_axes, *shardings.token_axes))
     return P(*(_hidden_axes(shardings) if name == "mlp" else None for name in axes))
 
 
-def pad_hidden(path: tuple[Any, ...], weight: jax.Array, shardings: Parts) -> jax.Array:
+def pad_hidden(path: tuple[Any, ...], weight: jax.Array, shardings: DecoderShardings) -> jax.Array:
     """A weight whose hidden features are zero-padded to a multiple of their devices."""
     devices = axes_size(shardings.mesh, _hidden_axes(shardings))
     widths = [
         (0, -size % devices if name == "mlp" else 0)
-        for name, size in zip(logical_axes(path), weight.shape, strict=True)
+        for name, size in zip(logical_axes(path, shardings.config), weight.shape, strict=True)
     ]
     return jnp.pad(weight, widths) if any(after for _, after in widths) else weight
 
 
-def _hidden_axes(shardings: Parts) -> tuple[str, ...]:
+def _hidden_axes(shardings: DecoderShardings) -> tuple[str, ...]:
     """The mesh axes that shard hidden features, the tensor axes outermost."""
     return (*shardings.tensor_axes, *shardings.token_axes)
 
 
-def use_sharded_weights(layer: DecoderLayer, shardings: Parts) -> None:
+def use_sharded_weights(layer: DecoderLayer, shardings: DecoderShardings) -> None:
     """Lets a layer compute with its device's shard of the weights, inside a ``shard_map``."""
     attention, axes = layer.attention, shardings.token_axes
     for name in ("query", "key", "value", "out"):

@@ -160,7 +160,6 @@ class Steps:
         position: PromptPosition,
     ) -> tuple[Cache, jax.Array]:
         """One device's shard of a prompt chunk."""
-        keys, values = list(cache.keys), list(cache.values)
         last = lax.pmax(places.max(), self.axes) if self.axes else places.max()
         first = lax.pmin(places.min(), self.axes) if self.axes else places.min()
         # Places count from the start of the longest sequence, positions from each sequence's own.
@@ -180,14 +179,16 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             number = self.capacity_of[index]
             capacity = self.capacities[number]
-            old = keys[index], values[index]
-            for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = self._write(capacity, arrays[index], new, places, position, last)
+            old = cache.keys[index], cache.values[index]
+            keys, values = (
+                self._write(capacity, before, new, places, position, last)
+                for before, new in zip(old, (key, value), strict=True)
+            )
             if reach == 0:
-                return ring_attention(query, key, value, axis, **options)
+                return ring_attention(query, key, value, axis, **options), (keys, values)
             if capacity.is_ring_buffer:
                 key, value = (
                     jnp.concatenate([kept, new], 1)
@@ -197,26 +198,28 @@ class Steps:
                 at = jnp.concatenate([before.places, places])
                 ids = jnp.concatenate([before.present, present], 1)
             else:
-                key, value = keys[index][:, :reach], values[index][:, :reach]
+                key, value = keys[:, :reach], values[:, :reach]
                 at, ids = slots[number].places[:reach], slots[number].present[:, :reach]
             for name in _SEQUENCE_OPTIONS:
                 options.pop(name, None)
             window = self.model.windows[index]
-            return ring_attention(
+            out = ring_attention(
                 query, key, value, axis, is_causal=True,
                 local_window_size=None if window is None else (window - 1, 0),
                 query_positions=places, key_value_positions=at,
                 query_segment_ids=present, key_value_segment_ids=ids, **options,
             )  # fmt: skip
+            return out, (keys, values)
 
-        hidden = self.model.hidden(
+        hidden, stored = self.model.hidden(
             weights, tokens, positions, position.longest, present, attend, gather=True
         )
         index = jnp.argmax(places == last)
         mine = (places[index] == last).astype(hidden.dtype)
         last_hidden = _total(hidden[:, index] * mine, self.axes)
         logits = self._gather_batch(self.model.logits(weights, last_hidden))
-        return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
+        keys, values = zip(*stored, strict=True)
+        return Cache(keys, values, tuple(slots), lengths), logits
 
     def _write(
         self,
@@ -292,7 +295,6 @@ class Steps:
         first = lax.axis_index(batch_axes) * batch if batch_axes else 0
         tokens, present = (lax.dynamic_slice_in_dim(x, first, batch) for x in (tokens, present))
         me = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        keys, values = list(cache.keys), list(cache.values)
         targets = [
             capacity.slot(position.place) if capacity.is_ring_buffer else position[1:3]
             for capacity in self.capacities
@@ -312,21 +314,22 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             del axis
             number = self.capacity_of[index]
             device, slot = targets[number]
-            for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = write_token(arrays[index], new[:, 0], slot, device == me)
+            keys = write_token(cache.keys[index], key[:, 0], slot, device == me)
+            values = write_token(cache.values[index], value[:, 0], slot, device == me)
             capacity = self.capacities[number]
-            return decode_attention(
-                query, keys[index], values[index], slots[number], position.place,
+            out = decode_attention(
+                query, keys, values, slots[number], position.place,
                 jnp.int32(capacity.slots) if capacity.is_ring_buffer else position.slot + 1,
                 self.axes, window=self.model.windows[index], **{name: options.get(name) for name in
                 _SCORE_OPTIONS},
             )  # fmt: skip
+            return out, (keys, values)
 
-        hidden = self.model.hidden(
+        hidden, stored = self.model.hidden(
             weights,
             tokens[:, None],
             cache.lengths[:, None],
@@ -337,7 +340,8 @@ class Steps:
         )
         logits = self._gather_batch(self.model.logits(weights, hidden[:, 0]))
         lengths = cache.lengths + present
-        return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
+        keys, values = zip(*stored, strict=True)
+        return Cache(keys, values, tuple(slots), lengths), logits
 
     def _gather_batch(self, logits: jax.Array) -> jax.Array:
         """Logits of the whole batch, replicated: sampling does not depend on the mesh."""
