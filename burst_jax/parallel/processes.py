@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -9,9 +10,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 # Launchers that JAX knows: (name, a variable of each process, the variable that counts them).
@@ -175,6 +177,21 @@ def barrier(name: str) -> None:
     """Returns when all processes have called it with this ``name``; at once if there is one."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process index; a collective of their texts."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    texts = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        json.loads(row[: int(size)].tobytes())
+        for row, size in zip(texts, sizes.reshape(-1), strict=True)
+    ]
 
 
 def _check(

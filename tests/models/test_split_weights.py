@@ -399,7 +399,7 @@ def test_what_the_mesh_cannot_split_raises(wrong, message):
 
 
 def test_rows_that_cannot_be_accumulated_raise():
-    with pytest.raises(ValueError, match=r"accumulate is 3, the batch has 4 rows: use a multiple"):
+    with pytest.raises(ValueError, match=r"accumulate is 3, the batch has 4 sequences: use a"):
         losses((1, 1, 1, 2, 1), steps=1, accumulate=3)
 
 
