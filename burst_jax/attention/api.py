@@ -1,4 +1,4 @@
-"""``burst_attention``: the public function for global arrays."""
+"""The public functions: ``burst_attention``, ``ring_attention``, ``local_attention``."""
 
 from __future__ import annotations
 
@@ -6,41 +6,37 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention.arguments import (
+    AttentionArguments,
     AttentionOptions,
-    refuse_other_arguments,
-    without_catch_all,
+    LocalArguments,
+    LocalOptions,
+    RingArguments,
+    RingOptions,
+    no_more_positional,
+    takes,
 )
-from burst_jax.attention.block_mask import by_heads, with_block_mask
-from burst_jax.attention.kv_bounds import check_key_ranges, sides_of
+from burst_jax.attention.call import parse_call
+from burst_jax.attention.inputs import ring_inputs
 from burst_jax.attention.padding import check_pad, cut, padded
-from burst_jax.attention.parsing import parse_request
-from burst_jax.attention.positions import check_positions, refuse_by_row
-from burst_jax.attention.score_mod import MaskMod, ScoreMod
-from burst_jax.attention.shapes import check_global_shapes
-from burst_jax.attention.shardings import Placement
-from burst_jax.attention.validation import (
-    WindowSize,
-    check_arrays,
-    check_bool,
+from burst_jax.attention.shardings import (
+    ArrayShardings,
     check_devices,
+    check_global_shapes,
+    check_inside_shard_map,
+    check_local_shapes,
+    check_one_device,
     check_outside_shard_map,
-    check_per_head,
-    check_segment_ids,
-    dropout_seeds,
 )
-from burst_jax.layouts.permutation import Layout
-from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_on_mesh
-from burst_jax.ring.local import Shard
+from burst_jax.attention.validation import check_bool
+from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
+from burst_jax.parallel.platform import Target, target_of
 from burst_jax.ring.request import Request
-from burst_jax.ring.rotation import RotationChoice
 from burst_jax.ring.vjp import attend_shard
-from pallas_kernels import Implementation
-from pallas_kernels.elementwise import Numbering
-from pallas_kernels.operands import PerHead
+from pallas_kernels import AttentionInputs
+
+Attention = jax.Array | tuple[jax.Array, jax.Array]
 
 
 @overload
@@ -73,267 +69,290 @@ def burst_attention(
     *,
     return_residual: bool,
     **options: Unpack[AttentionOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> Attention: ...
 
 
-@without_catch_all
+@takes(AttentionArguments)
 def burst_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *positional: Any,
-    mesh: Mesh | AbstractMesh | None = None,
-    seq_axis: AxisNames = "seq",
-    ulysses_axis: str | None = None,
-    batch_axis: AxisNames = None,
-    tensor_axis: AxisNames = None,
-    layout: Layout = "contiguous",
-    pad: bool = False,
-    query_offset: int | jax.Array = 0,
-    query_positions: jax.Array | None = None,
-    key_value_positions: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    local_window_size: WindowSize = None,
-    logits_soft_cap: float | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_value_segment_ids: jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    prefix_lengths: jax.Array | None = None,
-    key_starts: jax.Array | None = None,
-    key_ends: jax.Array | None = None,
-    block_mask: jax.Array | np.ndarray | None = None,
-    sink_logits: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    implementation: str | Implementation | None = None,
-    deterministic: bool = False,
-    backward: RotationChoice = "auto",
     return_residual: bool = False,
-    **others: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Exact attention over sequences sharded across a device mesh.
+    **options: Any,
+) -> Attention:
+    r"""Exact attention over sequences that are sharded over a device mesh (context parallelism).
 
     .. math::
         out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
-    This is ``jax.nn.dot_product_attention`` for sequences that are too long for one device. It has
-    the same arguments and defaults, but the sequence axis of every array is split over
-    ``seq_axis``, and no device ever holds a tensor of global length. How it works:
-    :func:`burst_jax.ring_attention`.
+    ``jax.nn.dot_product_attention``, extended: the same arguments and defaults, on global arrays
+    whose sequence dimension is sharded over ``seq_axis``. No device holds a tensor of global
+    length. :func:`burst_jax.ring_attention` describes the algorithm.
 
     Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
-    queries and keys, Hv head dim of values.
+    queries and keys, Hv head dim of values; sizes of the global arrays. Arrays with a T or S
+    dimension are in the order of ``layout``.
 
     Args:
-      query: ``[B, T, N, H]`` bfloat16, float16 or float32, in ``layout``'s order.
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
         ``h // (N // K)``.
-      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H, as in multi-head latent attention.
-      mesh: the device mesh; None is the one of ``jax.set_mesh``.
-      seq_axis: the mesh axis that T and S are split over; ``(outer, inner)``: a two-level ring,
-        which sends one block over the links of the outer axis for each turn of the inner ring
-        (:mod:`burst_jax.ring.route`); None: no ring. Then ``ulysses_axis`` alone splits T and
-        S (Ulysses), or, if that is None too, no axis does, and each device has whole rows.
-      ulysses_axis: a further mesh axis that T and S are split over. Before the ring its
-        devices exchange their tokens for parts of the heads by all-to-all, and after the ring they
-        exchange them back (:mod:`burst_jax.ring.ulysses`). It is meant for the devices of one
-        node, with a ring between nodes. On each device N must be a multiple of the axis' size, and
-        K a multiple or a divisor (then key heads are copied). The axis does not count in the
-        layout: a shard of the ring is split over it in the order it is in.
-      batch_axis: the mesh axis or axes that B is split over; None: not split.
-      tensor_axis: the mesh axis or axes that N and K are split over; None: not split.
-      layout: the order the tokens are already in: "contiguous", "zigzag", "striped", or "striped:k"
-        with stripes of k tokens, like "striped:64"; see :func:`burst_jax.to_layout`. Under a causal
-        mask zigzag and striped balance the work.
-      pad: whether lengths T and S that the mesh does not divide are padded: with zeros, up to the
-        next length that it divides. Segment 0 masks the padding, and out and lse are cut to T, so
-        results and gradients are exact. It is for the contiguous layout only, because in other
-        layouts the padding must come before the permutation. It moves tokens between devices at
-        every call; where the model allows, pad once, with :func:`burst_jax.pad_to_layout`.
-      query_offset: what comes onto the positions of the queries; without it both sides count from
-        0. A chunk of queries starts at some place of its sequence, and S - T aligns causal queries
-        to the last key. An integer of either sign, an array of one, or an array ``[B]``, one for
-        each row. A Python integer is compiled in, and a ring leaves out hops by it. An array serves
-        all chunks by one program, but leaves out no hop.
-      query_positions: integers ``[T]``, or ``[B, T]``, in the layout's order: where each query is,
-        in any order, in place of the layout's positions and an offset.
-      key_value_positions: integers ``[S]``: the same of the keys. Positions lie between -2^30 and
-        2^30. ``alibi_slopes`` and dropout need some that are the same in all rows.
-      is_causal: a query sees keys at its own and at earlier positions only. With T != S, too, both
-        count from 0, unless ``query_offset`` says otherwise.
-      scale: factor on the logits, a Python number; None is ``1 / sqrt(H)``. One that a program
-        computes is a factor on the query, with ``scale=1.0``.
-      local_window_size: ``(left, right)``: a query at position p sees keys at positions
-        ``p - left .. p + right``; one number stands for both. A side that is None has no limit, and
-        None alone is no window. Under ``is_causal`` the right side is 0. A side may also be a JAX
-        array, an integer scalar, so that one ``lax.scan`` runs layers of different windows. Its
-        value is not checked; one below 0 moves the window away from its query: left = -2 hides
-        every key before position p + 2. It lets a ring leave out no hop, so a window that is known
-        should be Python numbers.
-      logits_soft_cap: c of ``c * tanh(logits / c)``, after the scale; None is no cap.
-      query_segment_ids: ``[B, T]`` in the layout's order, of any integer dtype, whose values int32
-        can hold; a query sees keys of its own segment only, and 0 is padding, which sees nothing
-        and is seen by nothing. Give both or neither.
-      key_value_segment_ids: ``[B, S]``, the same for keys and values.
-      query_seq_lengths: integers ``[B]``: queries at their row's length and behind it are padding,
-        which sees nothing, as in segment 0. None is no padding.
-      key_value_seq_lengths: integers ``[B]``: keys at their row's length and behind it are seen by
-        nothing. Lengths, prefixes, starts and ends count positions in the whole row, in its natural
-        order.
-      prefix_lengths: integers ``[B]``: keys at positions below their row's number are seen by every
-        query of the row, also by earlier ones (a prefix LM). It needs ``is_causal``. The left side
-        of a window and all other masks still hide keys of the prefix.
-      key_starts: integers ``[B, T]``, or ``[T]`` for all rows, in the layout's order: each query
-        sees only keys at this position or behind it, of those that the other masks leave it.
-      key_ends: the same: each query sees only keys at positions before this one.
-      block_mask: bool ``[T / bq, S / bk]``, or ``[N, T / bq, S / bk]`` with a table for each query
-        head, in the sequence's natural order, whatever the layout is: queries at positions ``bq r
-        .. bq (r + 1) - 1`` may see keys at ``bk c .. bk (c + 1) - 1`` only where entry ``[r, c]``
-        is True, and where all other masks let them. Any bq and bk that divide T and S. Tiles in
-        which nothing is left are skipped. A NumPy array is static: hops of the ring that no device
-        needs are left out, too. Every device has the whole table of its heads.
-      sink_logits: float32 ``[N]``, one number for each query head: one more logit in the
-        denominator of every row's softmax, whose value is 0. The ring counts it once. lse counts
-        it, too. It has a gradient. A row that sees no key has lse equal to its head's sink. None is
-        no sink.
-      alibi_slopes: float32 ``[N]``, of either sign: ``-slope * |p_q - p_k|`` is added to the logits
-        of a query head, after the scale and the soft cap (ALiBi, arXiv 2108.12409). p are positions
-        in the whole row, in its natural order. It has a gradient. Distances are exact for positions
-        below 2^24. Over ``tensor_axis`` both arrays are split as the heads are.
-      score_mod: ``f(score, batch, head, q_position, kv_position) -> score``, what becomes of each
-        logit, after the scale and the soft cap and before ``alibi_slopes``. It is written with
-        jax.numpy for one float32 score; the others are int32: the row of the batch, the query head,
-        and positions in the whole row, in its natural order. JAX differentiates it with respect to
-        the score. Arrays that it captures have no gradient, and only "xla" takes them. It is
-        compiled in, and known by its identity: a new lambda at each call compiles anew.
-      mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query sees a key
-        that the other masks leave it. All tiles are tested that the other masks do not hide: a
-        ``block_mask`` of it (:func:`burst_jax.block_mask_of`) lets tiles be skipped.
-      dropout_rate: the probability, below 1, with which a weight of the softmax is dropped. The
-        others are divided by ``1 - dropout_rate``. lse does not know of it. 0.0 drops nothing.
-      dropout_key: a ``jax.random.key``, another one at each call; needed where weights are dropped.
-        Which ones are dropped depends on key, row, head and
-        positions, not on devices, layout or implementation.
-      implementation: the local attention: "triton", "xla", "mosaic_sm90", an
-        :class:`pallas_kernels.Implementation`, or None for the fastest that can run.
-      deterministic: whether gradients, too, have the same bits at every run of a program. They have
-        them with all implementations but Hopper's own kernels ("mosaic_sm90"), whose backward adds
-        up dQ in the order in which parts of it come. True: None takes the next implementation for
-        the gradient, and "mosaic_sm90" is refused there. out and lse always have the same bits.
-      backward: what travels for the gradients: "rotate_kv" (K, V, dK, dV), "rotate_query"
-        (Q, dO, lse, delta, dQ), or "auto" for fewer bytes.
-      return_residual: also return lse.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H (multi-head latent attention).
+      {arguments}
+      return_residual: whether to return lse too. Default False.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the query; with ``return_residual``
-      ``(out, lse)``, where lse is float32 ``[B, T, N]``, the natural log of the softmax's
-      denominator. Both have gradients. A row that may see nothing has out 0, lse -inf or its head's
-      sink, and passes exactly zero gradients to query, key and value.
+      ``(out, lse)``, lse float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both
+      are differentiable. A query that attends to no key has out 0, lse -inf (or its head's sink),
+      and exactly zero gradients.
 
     Raises:
-      ValueError: the arguments are wrong; the message names argument, value and remedy.
-      TypeError: more than query, key and value by position, or a keyword that is none of these.
-      NotImplementedError: the chosen implementation cannot do this, or it is a derivative that a
-        ring does not have, or a size is symbolic (``jax.export``).
+      ValueError: an argument is wrong; the message names argument, value and remedy.
+      TypeError: more than query, key and value by position, or an unknown keyword.
+      NotImplementedError: what the chosen implementation cannot do, a derivative that the ring does
+        not have (forward mode), or a symbolic size (``jax.export``).
     """
-    refuse_other_arguments(burst_attention, positional, others)
+    no_more_positional(burst_attention, positional)
+    arguments = AttentionArguments.of(burst_attention, options)
     check_bool("return_residual", return_residual)
-    check_pad(pad, layout)
-    check_arrays(query, key, value)
-    hidden_by = check_segment_ids(query, key, query_segment_ids, key_value_segment_ids)
-    positions = check_positions(query, key, query_offset, query_positions, key_value_positions)
-    hidden_by |= positions.arrays
-    hidden_by |= check_key_ranges(
-        query,
-        is_causal,
-        local_window_size,
-        {
-            "query_seq_lengths": query_seq_lengths,
-            "key_value_seq_lengths": key_value_seq_lengths,
-            "prefix_lengths": prefix_lengths,
-            "key_starts": key_starts,
-            "key_ends": key_ends,
-        },
-        by_row=positions.by_row is not None,
-    )
-    per_head = check_per_head(
-        query.shape[2], {"sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
-    )
+    check_pad(arguments.pad, arguments.layout)
     check_outside_shard_map()
-    mesh = resolve_mesh(mesh)
-    request = parse_request(
-        "seq_axis",
-        seq_axis,
-        ulysses_axis,
-        functools.partial(size_on_mesh, mesh),
-        head_dim=query.shape[3],
-        layout=layout,
-        is_causal=is_causal,
-        scale=scale,
-        local_window_size=local_window_size,
-        lifts_causality=prefix_lengths is not None,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        implementation=implementation,
-        deterministic=deterministic,
-        backward=backward,
-        query_offset=positions.query_offset,
-        positions_by_row=positions.by_row is not None,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
+    mesh = resolve_mesh(arguments.mesh)
+    request, arrays, made = parse_call(
+        arguments,
+        query,
+        key,
+        value,
+        axis_argument="seq_axis",
+        axes=arguments.seq_axis,
+        size_of=functools.partial(size_on_mesh, mesh),
+        local=False,
     )
-    refuse_by_row(positions, per_head, dropout_rate, request.spec)
-    seeds = dropout_seeds(query, dropout_rate, dropout_key)
-    placement = Placement.parse(mesh, request, batch_axis, tensor_axis)
-    arrays: dict[str, Any] = {"query": query, "key": key, "value": value} | hidden_by
-    if pad:
-        arrays = padded(request, placement, arrays, block_mask)
-    check_global_shapes(request, placement, arrays["query"], arrays["key"])
-    request = with_block_mask(request, query, key, block_mask)
-    if block_mask is not None:
-        arrays["block_mask"] = block_mask
-    check_devices(mesh, arrays | per_head)
-    arrays, per_head = placement.placed(arrays), placement.placed(per_head)
-    if seeds is not None:
-        arrays["dropout_seeds"] = placement.split("dropout_seeds", seeds)
-    if request.spec.calls_functions:
-        numbers = zip(("batch_numbers", "head_numbers"), Numbering.of(query), strict=True)
-        arrays |= {name: placement.split(name, x) for name, x in numbers}
-    out, lse = _on_mesh(request, placement, arrays, per_head)
-    if pad:
-        out, lse = (cut(x, placement, query) for x in (out, lse))
+    shardings = ArrayShardings.of(mesh, request, arguments)
+    if arguments.pad:
+        arrays = padded(request, shardings, arrays)
+    check_global_shapes(request, shardings, arrays["query"], arrays["key"])
+    check_devices(mesh, arrays)
+    arrays = shardings.check(arrays)
+    arrays |= {name: shardings.reshard(name, x) for name, x in made.items()}
+    out, lse = _on_mesh(request, shardings, arrays)
+    if arguments.pad:
+        out, lse = (cut(x, shardings, query) for x in (out, lse))
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(
-    request: Request,
-    placement: Placement,
-    arrays: dict[str, jax.Array],
-    per_head: PerHead,
+    request: Request, shardings: ArrayShardings, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
-
-    def on_device(arrays: dict[str, jax.Array], per_head: PerHead) -> tuple[jax.Array, jax.Array]:
-        sides = sides_of(request, arrays)
-        table, numbering = by_heads(arrays.get("block_mask")), None
-        if "batch_numbers" in arrays:
-            numbering = Numbering(arrays["batch_numbers"], arrays["head_numbers"])
-        seeds = arrays.get("dropout_seeds")
-        return attend_shard(request, Shard(*sides, per_head, seeds, table, numbering))
-
-    in_specs = tuple(
-        {name: placement.spec(name, x.ndim) for name, x in of.items()} for of in (arrays, per_head)
-    )
     return jax.shard_map(
-        on_device,
-        mesh=placement.mesh,
-        in_specs=in_specs,
-        out_specs=(placement.spec("out"), placement.spec("lse")),
-        check_vma=placement.check_vma,
-    )(arrays, per_head)
+        lambda arrays: attend_shard(request, ring_inputs(request, arrays)),
+        mesh=shardings.mesh,
+        in_specs=({name: shardings.spec(name, x.ndim) for name, x in arrays.items()},),
+        out_specs=(shardings.spec("out"), shardings.spec("lse")),
+        check_vma=shardings.check_vma,
+    )(arrays)
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: bool,
+    **options: Unpack[RingOptions],
+) -> Attention: ...
+
+
+@takes(RingArguments)
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    return_residual: bool = False,
+    **options: Any,
+) -> Attention:
+    r"""Exact attention over sequences sharded along a mesh axis, inside the caller's ``shard_map``.
+
+    .. math::
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
+
+    over the keys of all devices on ``axis_name``. K and V rotate around the ring by ``ppermute``
+    while each device attends to the block it holds; partial results are merged by log-sum-exp in
+    float32 (Ring Attention, arXiv 2310.01889, section 3; BurstAttention, arXiv 2403.09347,
+    section 3.1). :func:`burst_jax.burst_attention` computes the same on global arrays.
+
+    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values; sizes of this device's arrays. A ``block_mask`` covers
+    the whole sequences and enters the ``shard_map`` with ``P()``, as do per-head arrays, or sharded
+    as the heads are.
+
+    Args:
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H (multi-head latent attention).
+      axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``. ``(outer, inner)``: a
+        two-level ring (:mod:`burst_jax.ring.route`) with the fast interconnect along ``inner``.
+        None: no ring, ``ulysses_axis`` alone, or attention on this device's arrays alone.
+      {arguments}
+      return_residual: whether to return lse too. Default False.
+
+    Returns:
+      out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, lse
+      float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both are differentiable.
+      A query that attends to no key has out 0, lse -inf (or its head's sink), and exactly zero
+      gradients.
+
+    Raises:
+      ValueError: an argument is wrong; the message names argument, value and remedy.
+      TypeError: an unknown keyword.
+      NotImplementedError: as in :func:`burst_jax.burst_attention`.
+    """
+    check_bool("return_residual", return_residual)
+    out, lse = attend_shard(*ring_call(query, key, value, axis_name, **options))
+    return (out, lse) if return_residual else out
+
+
+def ring_call(
+    query: jax.Array, key: jax.Array, value: jax.Array, axis_name: AxisNames, **options: Any
+) -> tuple[Request, AttentionInputs]:
+    """A checked call of :func:`ring_attention`: its static request and its inputs.
+
+    Arguments and errors are those of :func:`ring_attention`.
+    """
+    request, arrays, made = parse_call(
+        RingArguments.of(ring_attention, options),
+        query,
+        key,
+        value,
+        axes=axis_name,
+        size_of=size_in_shard_map,
+        local=True,
+    )
+    check_local_shapes(request, query, key)
+    if not request.token_axes:
+        check_inside_shard_map()
+    return request, ring_inputs(request, arrays | made)
+
+
+@overload
+def local_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[LocalOptions],
+) -> jax.Array: ...
+
+
+@overload
+def local_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[LocalOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def local_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_residual: bool,
+    **options: Unpack[LocalOptions],
+) -> Attention: ...
+
+
+@takes(LocalArguments)
+def local_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *positional: Any,
+    return_residual: bool = False,
+    **options: Any,
+) -> Attention:
+    r"""Exact attention on one device's arrays, with every mask of this library.
+
+    .. math::
+        out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
+
+    The kernels of the ring without a ring. It communicates nothing and needs no mesh; inside a
+    ``shard_map`` it attends to this device's keys alone. :func:`burst_jax.merge` combines partial
+    results, so other schemes of context parallelism can be built on the two.
+
+    Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
+    queries and keys, Hv head dim of values; sizes of this device's arrays.
+
+    Args:
+      query: ``[B, T, N, H]`` bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, same dtype; N a multiple of K. Query head h uses key/value head
+        ``h // (N // K)``.
+      value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H (multi-head latent attention).
+      {arguments}
+      return_residual: whether to return lse too. Default False.
+
+    Returns:
+      out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` ``(out, lse)``, lse
+      float32 ``[B, T, N]``, the natural log of the softmax's denominator. Both are differentiable.
+      A query that attends to no key has out 0, lse -inf (or its head's sink), and exactly zero
+      gradients. If partial results are to be merged, pass ``sink_logits`` to one of the calls.
+
+    Raises:
+      ValueError: an argument is wrong, or an array is sharded over several devices; the message
+        names argument, value and remedy.
+      TypeError: more than query, key and value by position, or an unknown keyword.
+      NotImplementedError: as in :func:`burst_jax.burst_attention`.
+    """
+    no_more_positional(local_attention, positional)
+    check_bool("return_residual", return_residual)
+    arguments = LocalArguments.of(local_attention, options)
+    call = parse_call(arguments, query, key, value, size_of=size_in_shard_map, local=True)
+    check_one_device(call.arrays)
+    out, lse = _on_device(call.request, target_of(query), call.arrays | call.made)
+    return (out, lse) if return_residual else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_device(
+    request: Request, target: Target, arrays: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """``(out, lse)`` of :func:`local_attention`."""
+    return attend_shard(request, ring_inputs(request, arrays), target)

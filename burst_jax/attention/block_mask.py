@@ -1,7 +1,4 @@
-"""The argument ``block_mask``: a table of which blocks of queries see which blocks of keys.
-
-:func:`block_mask_of` makes one of a ``mask_mod``.
-"""
+"""The argument ``block_mask``, a block-sparse mask, and how to make one of a ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ def with_block_mask(
     """The request of a call with this ``block_mask``.
 
     Args:
-      request: what the call asks for beside it.
+      request: the call's request without it.
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       block_mask: the argument of this name, or None.
-      devices: how many devices hold as many tokens of each sequence as query and key have.
+      devices: how many devices hold shards of this length of each sequence.
 
     Raises:
-      ValueError: another dtype or shape, or numbers of blocks that do not divide the lengths.
-      NotImplementedError: positions are not those of the layout.
+      ValueError: another dtype or shape, or block counts that do not divide the lengths.
+      NotImplementedError: positions other than the layout's.
     """
     if block_mask is None:
         return request
@@ -70,27 +67,15 @@ def with_block_mask(
             )
     if request.query_offset != 0:
         raise NotImplementedError(
-            "block_mask with query_offset, query_positions or key_value_positions: its table is by "
-            "the layout's positions, which begin at 0; leave them out, or say what the table says "
-            "by key_starts and key_ends"
+            "block_mask with query_offset, query_positions or key_value_positions: its table is "
+            "indexed by the layout's positions, which begin at 0; leave them out, or express the "
+            "mask by key_starts and key_ends"
         )
     blocks = Blocks(q_length // shape[-2], kv_length // shape[-1], shape[-2:])
     if isinstance(block_mask, np.ndarray):
         of_some_head = block_mask.reshape(-1, *shape[-2:]).any(0)
         blocks = dataclasses.replace(blocks, bits=np.packbits(of_some_head).tobytes())
     return dataclasses.replace(request, blocks=blocks)
-
-
-def by_heads(block_mask: Any) -> jax.Array | None:
-    """The table as bool ``[N or 1, rows, columns]``.
-
-    A table of numpy's is a constant of the program. XLA computes ahead what follows from constants,
-    and takes seconds for the sums over a large table. Behind the barrier it leaves them to the
-    device, which makes them in microseconds.
-    """
-    if block_mask is None:
-        return None
-    return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
 
 
 def block_mask_of(
@@ -103,34 +88,34 @@ def block_mask_of(
     num_heads: int | None = None,
     batch: int | None = None,
 ) -> np.ndarray:
-    """The ``block_mask`` of a ``mask_mod``: which blocks hold a score that it lets count.
+    """The ``block_mask`` of a ``mask_mod``: which blocks contain an allowed score.
 
     Pass both to :func:`burst_jax.burst_attention`. The table lets kernels skip tiles and a ring
-    hops; in the blocks that are left the function decides::
+    skip hops; inside of the remaining blocks the function decides::
 
         table = burst_jax.block_mask_of(mask_mod, length, length, 128, 128)
         burst_attention(query, key, value, mask_mod=mask_mod, block_mask=table)
 
-    It calls ``mask_mod`` for each of the T S scores, on the CPU and a row of blocks at a time: make
-    it once, outside of the training step. No array [T, S] is ever there.
+    It evaluates ``mask_mod`` for all T S scores, on the CPU, one row of blocks at a time: call it
+    once, outside of the training step. No ``[T, S]`` array is made.
 
     Args:
       mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, as in
         :func:`burst_jax.burst_attention`.
       q_length: T, of whole sequences.
       kv_length: S.
-      block_q: queries of a block, a divisor of T. Hopper's own kernels take multiples of 64, of
-        which each device has whole ones.
-      block_kv: keys of a block, a divisor of S.
-      num_heads: N, for a table of each query head; needed if the function reads the head.
-      batch: B, needed if the function reads the row of the batch. All rows have one table: a block
-        counts in it that counts in one of them.
+      block_q: queries per block, a divisor of T. The Hopper kernels need multiples of 64 that
+        divide a device's shard.
+      block_kv: keys per block, a divisor of S.
+      num_heads: N, for one table per query head; required if the function reads the head.
+      batch: B, required if the function reads the batch index. The table is shared: a block is True
+        that contains an allowed score in any sequence.
 
     Returns:
       bool ``[T / block_q, S / block_kv]``, with ``num_heads`` ``[N, T / block_q, S / block_kv]``.
 
     Raises:
-      ValueError: a size is wrong or missing, or the function is no mask.
+      ValueError: a size is wrong or missing, or the function is not a mask.
     """
     lengths = {"q_length": q_length, "kv_length": kv_length}
     blocks = {"block_q": block_q, "block_kv": block_kv}
@@ -145,9 +130,7 @@ def block_mask_of(
         if count is not None:
             check_integer(name, count, 1)
         elif traced.reads(argument):
-            raise ValueError(
-                f"{name} is None, and mask_mod reads it: pass how many there are, {name}=..."
-            )
+            raise ValueError(f"{name} is None, and mask_mod reads it: pass the size, {name}=...")
 
     @jax.jit
     def of_head(head: jax.Array, rows: jax.Array) -> jax.Array:

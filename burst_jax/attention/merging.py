@@ -1,4 +1,4 @@
-"""``merge``: partial attentions over disjoint keys, made one by their log-sum-exp."""
+"""``merge``: combines attention over disjoint keys by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         lse = log \sum_i exp(lse_i)    out = \sum_i exp(lse_i - lse) \cdot out_i
 
     Each part is what :func:`burst_jax.local_attention`, ``ring_attention`` or ``burst_attention``
-    return with ``return_residual=True`` for the same queries. The parts' keys must be disjoint.
-    Their order does not matter, but for rounding. It is how a ring merges its steps, for schemes of
-    your own: decoding with keys split over devices, prompts in chunks, a prefix that many rows
-    share.
+    return with ``return_residual=True`` for the same queries. The parts' keys must be disjoint;
+    their order matters for rounding only. A ring merges its steps like this. Use it for your own
+    schemes: decoding with a sharded KV cache, prefill in chunks, a prefix that sequences share.
 
-    A sink is a part of lse, so pass ``sink_logits`` to the call of one part only. Dropout is not,
-    so all parts may have it, by one key and with positions in the whole row.
+    A sink is part of lse: pass ``sink_logits`` to the call of one part only. Dropout is not: all
+    parts may have it, with one key and global positions.
 
     Letters: B batch, T query length, N query heads, Hv head dim of values.
 
     Args:
       *parts: pairs ``(out, lse)``, one or more: out ``[B, T, N, Hv]`` bfloat16, float16 or float32,
         and lse float32 ``[B, T, N]``, the natural log of the softmax's denominator; all parts with
-        the same shapes and dtypes. Other axes in place of B, T and N are right, too. A row that
-        sees no key of a part has lse -inf there.
+        the same shapes and dtypes. B, T and N may be any other axes. A query that attends to no key
+        of a part has lse -inf there.
 
     Returns:
-      ``(out, lse)``, of the parts' shapes and dtypes. It is computed in float32, and out is rounded
-      once. Both have gradients, for out and lse of every part. A row that sees no key in any part
-      has out 0 and lse -inf, and passes exactly zero gradients.
+      ``(out, lse)`` with the parts' shapes and dtypes, computed in float32; out is rounded once.
+      Both are differentiable with respect to out and lse of every part. A query that attends to no
+      key in any part has out 0, lse -inf, and exactly zero gradients.
 
     Raises:
-      ValueError: the parts are no pairs of such arrays, or differ in shape or dtype; the message
-        names part, value and remedy.
+      ValueError: a part is not such a pair, or parts differ in shape or dtype; the message names
+        part, value and remedy.
     """
     if not parts:
         raise ValueError("merge got no parts: pass one pair (out, lse) or more")

@@ -1,33 +1,33 @@
-"""Finds positions that contradict the layout, a mistake that changes every score.
+"""Detects RoPE positions that contradict the layout, a mistake that changes every score.
 
 RoPE takes positions from the caller; the ring's masks and ALiBi slopes take them from the layout.
 If a caller permutes the tokens and passes an ``arange``, or does not permute them at all, the loss
 still falls, but the model never sees the order of its text. In the zigzag and striped layouts
-positions go down at least once between shards::
+positions descend at least once between shards::
 
-    zigzag, 2 shards     tokens lie as   0 1 6 7 | 2 3 4 5
+    zigzag, 2 shards     token order     0 1 6 7 | 2 3 4 5
     positions            right           0 1 6 7 | 2 3 4 5
                          an arange       0 1 2 3 | 4 5 6 7
 
-Two rules find positions that cannot be right:
+Two rules detect wrong positions:
 
-- Positions ascend along the array within every segment, although inside one of the segments the
-  layout goes back to an earlier token. There a later token of the segment has the smaller position.
-- In a row with segment ids there is a token whose position is smaller than that of the token before
-  it in the text, although both are of one segment, and larger by exactly one than that of the token
-  before it in the array. Such positions were counted along the array. This rule also finds an
-  ``arange`` in packed rows. There the first rule mostly sees nothing, because segments end where
-  the layout goes back. It does not refuse positions that restart inside a segment: the first one
-  after a restart is not larger by one than the position before it in the array.
+- Positions ascend along the array within every segment, although the layout goes back to an earlier
+  token inside one of the segments. There a later token of the segment has the smaller position.
+- In a sequence with segment ids, a token's position is smaller than that of the preceding token of
+  its segment in the text, and larger by exactly one than that of the preceding token in the array.
+  Such positions were counted along the array. This rule also detects an ``arange`` in packed
+  sequences, where segments mostly end where the layout goes back, which the first rule needs.
+  Positions that restart inside a segment pass: the first one after a restart is not larger by one
+  than the position before it in the array.
 
-A third rule needs the values of whole rows, so it holds outside ``jit`` alone: positions that are
-exactly those of another layout, or of another number of shards, belong to a batch that was made for
-another mesh.
+A third rule needs the values of whole sequences, so it applies outside of ``jit`` only: positions
+that are exactly those of another layout, or of another number of shards, belong to a batch that was
+made for another mesh.
 
-Nothing else is refused: positions may restart with a document, start anywhere, repeat or leave
-places out. So a row passes with any positions if its documents are so short that the layout goes
-back inside none of them. Without a mask that depends on positions (causal, window) and without
-ALiBi slopes every order of the tokens computes the same result, so nothing is checked.
+All other positions pass: they may restart with a document, start anywhere, repeat, or skip values.
+A sequence whose documents are so short that the layout goes back inside none of them passes with
+any positions. Without a mask that depends on positions (causal, window) and without ALiBi slopes
+the order of the tokens does not change the result, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ from burst_jax.parallel.mesh import (
     token_spec,
 )
 from pallas_kernels.arrays import as_int32
-from pallas_kernels.score import BIAS_NUMBERS
+from pallas_kernels.score import SCORE_PARAMETERS
 
 Array = jax.Array | np.ndarray
-# Rings beyond this size are not looked for where positions are another layout's.
+# The largest ring size that is tried to identify the layout of given positions.
 _MOST_SHARDS = 512
-# Seams between blocks of the layout at which a traced call checks positions.
+# At most this many seams between blocks of the layout are checked in a traced call.
 _MOST_SEAMS = 4
 
 
 def refuse_wrong_order(
     x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
 ) -> jax.Array:
-    """``x`` itself, but NaN in the rows whose positions contradict the layout.
+    """``x``, with NaN in the sequences whose positions contradict the layout.
 
-    If the values of positions and segment ids are known (NumPy arrays, or JAX arrays outside
-    ``jit``), contradicting positions raise instead. In a traced call only the devices know the
-    values, and a device cannot raise, so the NaN must make the loss NaN at the first step. A traced
-    call applies the second rule to few tokens: those at the ends of each device's part and of each
-    block of the layout. It takes one sum over the sequence axes, of a dozen integers for each row
-    and device.
+    If the values of positions and segment ids are known (NumPy arrays, or JAX arrays outside of
+    ``jit``), such positions raise instead. In a traced call only the devices know the values, and a
+    device cannot raise: the NaN makes the loss NaN at the first step. A traced call applies the
+    second rule to a few tokens: those at the ends of each device's shard and of each block of the
+    layout. It costs one all-reduce over the sequence axes, of a dozen integers per sequence and
+    device.
 
-    Inside a ``shard_map`` over the sequence axes all arrays are one device's, and nothing is known.
+    Inside a ``shard_map`` over the sequence axes all arrays are one device's, and none is known.
 
     Args:
-      x: ``[B, T, D]``, what was computed with the positions.
+      x: ``[B, T, D]``, computed with the positions.
       positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
       segment_ids: integers ``[B, T]``, 0 for padding, or None.
       options: keyword arguments of ``burst_attention``, which has checked them.
@@ -90,7 +90,8 @@ def refuse_wrong_order(
     """
     layout = options.get("layout", "contiguous")
     reads_positions = options.get("is_causal", False) or any(
-        options.get(name) is not None for name in ("local_window_size", *MASK_ARRAYS, *BIAS_NUMBERS)
+        options.get(name) is not None
+        for name in ("local_window_size", *MASK_ARRAYS, *SCORE_PARAMETERS)
     )
     if not reads_positions:
         return x
@@ -115,7 +116,7 @@ def refuse_wrong_order(
         if wrong.any():
             raise ValueError(
                 f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
-                f"which lie in the {layout} layout over {n} shards (an arange?): pass "
+                f"which are in the {layout} layout over {n} shards (an arange?): pass "
                 f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
                 f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
             )
@@ -135,7 +136,7 @@ def refuse_wrong_order(
 
     if inside:
         return _marked(x, on_device(positions, segments))
-    # One row of positions or segment ids serves all rows of x, and is split over no batch axis.
+    # A single row of positions or segment ids is shared by all sequences and not sharded.
     arrays, batch = (positions, segments), options.get("batch_axis")
     specs = [
         token_spec(batch if array.shape[0] == x.shape[0] else None, tokens) for array in arrays
@@ -150,14 +151,14 @@ def refuse_wrong_order(
 def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     """Raises if positions are those of another layout, or of another number of shards.
 
-    Nothing is checked where this process cannot read the values, as under ``jit``.
+    Values that this process cannot read, as under ``jit``, are not checked.
 
     Args:
       positions: integers ``[B, T]`` or ``[T]``.
       options: keyword arguments of ``burst_attention``, which has checked them.
 
     Raises:
-      ValueError: a row's positions are those of another order.
+      ValueError: the positions of a sequence are those of another order.
     """
     if inside_shard_map(sequence_axes(options)) or not _known(positions):
         return
@@ -166,7 +167,7 @@ def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     given = np.atleast_2d(np.asarray(positions))
     length = given.shape[1]
     if padded_length(layout, length, n) != length:
-        return  # The attention refuses it.
+        return  # The attention raises.
     others = (given != layout_positions(layout, length, n)).any(1)
     count = np.arange(length)
     for row in np.flatnonzero(others):
@@ -176,15 +177,15 @@ def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
         if found is not None:
             raise ValueError(
                 f"positions of row {row} are those of the {found[0]} layout over {found[1]} "
-                f"shards, and the tokens lie in the {layout} layout over {n}: make the batch and "
+                f"shards, and the tokens are in the {layout} layout over {n}: make the batch and "
                 "the model with the same layout and number of shards"
             )
 
 
 def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
-    """The layout, and the number of shards, that has these positions ``[T]``; None if none has."""
+    """The layout and number of shards with these positions ``[T]``; None if there is none."""
     length = len(positions)
-    # The tokens up to the first one that does not follow the one before it are a stripe, if any.
+    # If the layout is striped, the tokens up to the first gap are one stripe.
     breaks = np.flatnonzero(np.diff(positions) != 1)
     layouts = *LAYOUTS, *(f"striped:{stripe + 1}" for stripe in breaks[:1])
     for shards in range(1, min(length, _MOST_SHARDS) + 1):
@@ -196,7 +197,7 @@ def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
 
 
 def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
-    """``x`` ``[B, T, D]``, but NaN in the rows that are ``wrong``, bool ``[B]`` or ``[1]``."""
+    """``x`` ``[B, T, D]``, NaN in the sequences that are ``wrong``, bool ``[B]`` or ``[1]``."""
     return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
 
 
@@ -208,7 +209,7 @@ def _known(array: Array) -> bool:
 
 
 def _pairs(positions: Array, segments: Array) -> tuple[Array, Array]:
-    """For each pair of neighbours in the array: are they of one segment, and do positions ascend?
+    """For each pair of neighbours in the array: same segment, and ascending positions?
 
     Both results are bool ``[rows, T - 1]``.
     """
@@ -226,26 +227,25 @@ def _contradict(positions: Array, segments: Array, falls: np.ndarray) -> Array:
 
 
 class _Samples:
-    """The tokens that the second rule is applied to, and the tokens before each of them.
+    """The tokens that the second rule is applied to, and their predecessors.
 
-    Every device shows a few tokens of its part to all devices. The rule can check a shown token if
-    the token before it in the text and the token before it in the array are shown too. The shown
-    tokens of all devices are numbered one device after the other.
+    Every device shares a few tokens of its shard with all devices. The rule can check a shared
+    token if its predecessors in the text and in the array are shared, too. The shared tokens are
+    numbered device by device.
 
     Attributes:
-      shown: indices of the shown tokens in a device's part: both ends of it, and both sides of each
+      shown: indices of the shared tokens in a device's shard: both ends, and both sides of each
         seam between blocks of the layout; or every index.
       tokens: numbers of the tokens that the rule can check, ``[checked]``.
-      before_in_text: number of the token before each of them in the text, ``[checked]``.
-      before_in_array: number of the token before each of them in the array, ``[checked]``.
+      before_in_text: numbers of their predecessors in the text, ``[checked]``.
+      before_in_array: numbers of their predecessors in the array, ``[checked]``.
     """
 
     def __init__(self, text: np.ndarray, *, all_of_them: bool = False) -> None:
         """``text`` ``[devices, tokens of a device]``: the index of each token in its text."""
         length = text.shape[1]
-        # A seam lies where the step to the next token is not the usual one. In the striped layout
-        # all steps are equal, so there is no seam. Between stripes of several tokens there may be
-        # thousands, of which a few are enough to find an arange.
+        # A seam is where the step to the next token is not the smallest step. Single-token stripes
+        # have none. Stripes of several tokens can have thousands: a few suffice for an arange.
         steps = np.diff(text)
         seams = np.flatnonzero((steps != steps.min(initial=text.size)).any(0))
         seams = seams if seams.size <= _MOST_SEAMS else seams[:_MOST_SEAMS]
@@ -262,7 +262,7 @@ class _Samples:
 
 
 def _before(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry the index of the entry that is smaller by one, and whether there is one."""
+    """For each entry the index of the entry smaller by one, and whether it exists."""
     order = np.argsort(numbers)
     found = order[np.searchsorted(numbers[order], numbers - 1)]
     return found, numbers[found] == numbers - 1
@@ -271,7 +271,7 @@ def _before(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _goes_back(positions: Array, segments: Array, samples: _Samples) -> Array:
     """The second rule: bool ``[rows]``, whether a token was counted along the array.
 
-    ``positions`` and ``segments`` are ``[rows, shown tokens]``.
+    ``positions`` and ``segments`` are ``[rows, shared tokens]``.
     """
     here, before = positions[:, samples.tokens], positions[:, samples.before_in_text]
     segment = segments[:, samples.tokens]
@@ -287,16 +287,16 @@ def _contradict_across(
     axes: tuple[str, ...],
     samples: _Samples | None,
 ) -> jax.Array:
-    """Both rules on rows that are split over mesh axes: bool ``[rows]``, the same on all devices.
+    """Both rules on sequences sharded over mesh axes: bool ``[rows]``, equal on all devices.
 
-    Inside a device's part the layout always ascends. So each device finds whether its own positions
-    ascend, and the tokens at the ends of the parts tell whether positions ascend between parts.
+    Inside a shard the layout always ascends. So each device checks whether its own positions
+    ascend, and the tokens at the ends of shards show whether positions ascend between them.
 
     Args:
-      positions: int32 ``[rows, tokens]``, the device's part.
-      segments: int32 ``[rows, tokens]``, the device's part.
-      falls: bool ``[devices - 1]``, whether the layout goes back between a part and the next.
-      axes: mesh axes that the rows are split over.
+      positions: int32 ``[rows, tokens]``, the device's shard.
+      segments: int32 ``[rows, tokens]``, the device's shard.
+      falls: bool ``[devices - 1]``, whether the layout goes back between a shard and the next.
+      axes: mesh axes that the sequences are sharded over.
       samples: the tokens that the second rule is applied to; None applies the first rule alone.
     """
     same, ascend = _pairs(positions, segments)
@@ -308,7 +308,7 @@ def _contradict_across(
     mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None]])
     here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
     every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
-    # Of all devices: [devices, shown tokens, rows]. The first two tokens are a part's ends.
+    # Of all devices: [devices, shared tokens, rows]. The first two tokens are a shard's ends.
     position, segment, descends = jnp.split(every, [index.size, 2 * index.size], axis=1)
     same = (segment[:-1, 1] == segment[1:, 0]) & (segment[1:, 0] != 0)
     ascend = position[1:, 0] > position[:-1, 1]

@@ -1,4 +1,4 @@
-"""The argument ``pad``: lengths that a mesh does not divide, padded and masked inside of a call."""
+"""The argument ``pad``: lengths that the mesh does not divide are padded and masked in the call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.attention.shardings import Placement
-from burst_jax.attention.validation import check_bool, check_devices
+from burst_jax.attention.shardings import ArrayShardings, check_devices
+from burst_jax.attention.validation import check_bool
 from burst_jax.parallel.mesh import flat_names, only, split_as_it_is
 from burst_jax.ring.request import Request
 
@@ -28,43 +28,39 @@ def check_pad(pad: object, layout: str) -> None:
         )
 
 
-def padded(
-    request: Request, placement: Placement, arrays: dict[str, Any], block_mask: Any
-) -> dict[str, Any]:
-    """The arrays of a call, as long as the mesh needs them; the same if they are so already.
+def padded(request: Request, shardings: ArrayShardings, arrays: dict[str, Any]) -> dict[str, Any]:
+    """A call's arrays with T and S padded by zeros to the next lengths that the mesh divides.
 
-    Zeros fill each array up to the next length that the mesh divides. These tokens are in segment
-    0, so that no token attends to them.
+    The padding is in segment 0. The arrays themselves if the mesh divides their lengths.
 
     Args:
-      request: what the call asks for.
-      placement: how its arrays are split.
+      request: the static part of the call.
+      shardings: of its arrays.
       arrays: its checked arrays by name.
-      block_mask: the argument of this name.
 
     Raises:
-      ValueError: there is a mask by blocks, and the lengths grow; an array is on other devices.
+      ValueError: lengths grow under a block-sparse mask, or an array is on other devices.
     """
-    check_devices(placement.mesh, arrays)
+    check_devices(shardings.mesh, arrays)
     devices = request.token_devices
     lengths = {side: arrays[side].shape[1] for side in _IDS}
     if not any(length % devices for length in lengths.values()):
         return arrays
-    if block_mask is not None:
+    if "block_mask" in arrays:
         raise ValueError(
             f"block_mask is given, and lengths {lengths['query']} and {lengths['key']} are padded "
-            f"to multiples of {devices}: its blocks would have another size then; pad outside of "
-            "the call, with pad_to_layout, and make the table for the padded lengths"
+            f"to multiples of {devices}, which changes the size of its blocks: pad outside of the "
+            "call, with pad_to_layout, and make the table for the padded lengths"
         )
     grown = dict(arrays)
     for side, name in _IDS.items():
         if name not in grown:
             ids = jnp.ones(arrays[side].shape[:2], jnp.int32)
-            grown[name] = placement.split(name, _pad(ids, 1, devices))
+            grown[name] = shardings.reshard(name, _pad(ids, 1, devices))
     for name, array in arrays.items():
-        axis = placement.tokens_axis(name, array.ndim)
+        axis = shardings.tokens_axis(name, array.ndim)
         if axis is not None:
-            grown[name] = placement.split(name, _pad(jnp.asarray(array), axis, devices))
+            grown[name] = shardings.reshard(name, _pad(jnp.asarray(array), axis, devices))
     return grown
 
 
@@ -75,7 +71,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def cut(result: jax.Array, placement: Placement, query: jax.Array) -> jax.Array:
+def cut(result: jax.Array, shardings: ArrayShardings, query: jax.Array) -> jax.Array:
     """out or lse ``[B, T_padded, N, ...]`` of a padded call, without the padding.
 
     Over Explicit mesh axes it is split as the query was: over those that divide its length.
@@ -83,9 +79,9 @@ def cut(result: jax.Array, placement: Placement, query: jax.Array) -> jax.Array:
     length = query.shape[1]
     if result.shape[1] == length:
         return result
-    explicit = placement.mesh.explicit_axes
+    explicit = shardings.mesh.explicit_axes
     if flat_names(*jax.typeof(result).sharding.spec):
-        batch, _, heads, _ = placement.spec("out")
+        batch, _, heads, _ = shardings.spec("out")
         spec = P(*split_as_it_is(query, P(batch, None, heads, None))[: result.ndim])
-        result = jax.reshard(result, NamedSharding(placement.mesh, only(spec, explicit)))
+        result = jax.reshard(result, NamedSharding(shardings.mesh, only(spec, explicit)))
     return result[:, :length]

@@ -1,4 +1,4 @@
-"""The arguments ``score_mod`` and ``mask_mod``: functions of single scores."""
+"""The arguments ``score_mod`` and ``mask_mod``: user functions of one score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.elementwise import Traced, trace
 
 
 class ScoreMod(Protocol):
-    """``score_mod``: what becomes of a score."""
+    """``score_mod``: modifies one logit."""
 
     def __call__(
         self,
@@ -24,12 +24,12 @@ class ScoreMod(Protocol):
         kv_position: jax.Array,
         /,
     ) -> Any:
-        """The score that the softmax takes."""
+        """The modified logit."""
         ...
 
 
 class MaskMod(Protocol):
-    """``mask_mod``: whether a query sees a key."""
+    """``mask_mod``: whether a query attends to a key."""
 
     def __call__(
         self,
@@ -47,17 +47,16 @@ _SIGNATURES = {
     "score_mod": "score_mod(score, batch, head, q_position, kv_position) -> score",
     "mask_mod": "mask_mod(batch, head, q_position, kv_position) -> bool",
 }
-# Operations that make one number of many begin with these.
+# Names of operations that reduce over several scores begin with these.
 _REDUCTIONS = ("reduce", "arg", "cum", "sort")
 
 
 def check_functions(score_mod: Any, mask_mod: Any) -> None:
-    """Raises unless both are None or functions of single scores.
+    """Raises unless both are None or functions of one score.
 
     Raises:
-      ValueError: one is no function, cannot be hashed, or does not make one number of the right
-        kind of each score.
-      NotImplementedError: one captures what an outer ``jax.jit``, gradient or ``jax.vmap`` traces.
+      ValueError: not a function, not hashable, or its result is not one scalar of the right kind.
+      NotImplementedError: it captures a tracer of an outer ``jax.jit``, gradient or ``jax.vmap``.
     """
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None:
@@ -82,24 +81,23 @@ def check_function(name: str, function: Any) -> Traced:
         if isinstance(captured, jax.core.Tracer):
             raise NotImplementedError(
                 f"{name} is {function!r} and captures {captured.aval.str_short()}, which an outer "
-                "jax.jit, gradient or jax.vmap traces: functions of scores are compiled in, and "
-                "what they capture has no gradient; capture Python numbers or arrays that are "
-                "there before, or say it by an argument (alibi_slopes, block_mask, key_starts, a "
-                "factor on the query)"
+                "jax.jit, gradient or jax.vmap traces: user functions are compiled in, and what "
+                "they capture has no gradient; capture Python numbers or concrete arrays, or use "
+                "an argument (alibi_slopes, block_mask, key_starts, a factor on the query)"
             )
     _check_result(name, function, traced)
     return traced
 
 
 def refuse_rows_and_heads(axes: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Raises where functions read rows or heads whose numbers a ``shard_map`` does not say.
+    """Raises if user functions read batch or head indices that a ``shard_map`` splits.
 
     Args:
-      axes: mesh axes that the rows of the batch and the heads are split over.
+      axes: mesh axes that the batch and the heads are sharded over.
       options: keyword arguments of ``ring_attention``.
 
     Raises:
-      NotImplementedError: a function reads the row or the head, although they are split.
+      NotImplementedError: a function reads the batch or head index, and it is sharded.
     """
     for name in _SIGNATURES if axes else ():
         function = options.get(name)
@@ -115,7 +113,7 @@ def refuse_rows_and_heads(axes: tuple[str, ...], options: Mapping[str, Any]) -> 
 
 
 def _check_result(name: str, function: Any, traced: Traced) -> None:
-    """Raises ValueError unless a function makes one number of the right kind of each score."""
+    """Raises ValueError unless a function returns one scalar of the right kind, elementwise."""
     for operation in traced.operations:
         scalar = all(np.shape(x) == () for x in operation.inputs)
         if scalar and operation.name.startswith(_REDUCTIONS):

@@ -1,60 +1,49 @@
-"""``Placement``: how a call's global arrays are split over a mesh."""
+"""How a call's global arrays are sharded over a mesh, and whether they can be."""
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.parallel.mesh import AxisNames, flat_names, names_of, only, size_on_mesh
+from burst_jax.attention.arguments import AttentionArguments
+from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
+from burst_jax.layouts.permutation import check_length, shard_unit
+from burst_jax.parallel.mesh import axes_size, flat_names, names_of, only, size_on_mesh
 from burst_jax.parallel.platform import mapped_over_mesh_axes
 from burst_jax.ring.request import Request
+from burst_jax.ring.ulysses import check_heads
 
-# What the dimensions of each array of a call are split over. A dimension that is None is whole on
-# every device.
-_DIMENSIONS: dict[str, tuple[str | None, ...]] = {
-    "query": ("batch", "tokens", "heads", None),
-    "key": ("batch", "tokens", "heads", None),
-    "value": ("batch", "tokens", "heads", None),
-    "query_segment_ids": ("batch", "tokens"),
-    "key_value_segment_ids": ("batch", "tokens"),
-    "query_seq_lengths": ("batch",),
-    "key_value_seq_lengths": ("batch",),
-    "prefix_lengths": ("batch",),
-    "key_starts": ("batch", "tokens"),
-    "key_ends": ("batch", "tokens"),
-    "query_offset": ("batch",),
-    "query_positions": ("batch", "tokens"),
-    "key_value_positions": ("batch", "tokens"),
-    "local_window_size[0]": (),
-    "local_window_size[1]": (),
-    "block_mask": ("heads", None, None),
-    "sink_logits": ("heads",),
-    "alibi_slopes": ("heads",),
-    "dropout_seeds": ("batch", "heads"),
-    "batch_numbers": ("batch",),
-    "head_numbers": ("heads",),
-    "out": ("batch", "tokens", "heads", None),
-    "lse": ("batch", "tokens", "heads"),
+# The dimensions of the arrays that the library makes of a call's arguments, and of its results, by
+# the letters of burst_jax.attention.validation.ARRAYS.
+_MADE = {
+    **dict.fromkeys(WINDOW_SIDES, ""),
+    "dropout_seeds": "B N",
+    "batch_indices": "B",
+    "head_indices": "N",
+    "out": "B T N Hv",
+    "lse": "B T N",
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """How global arrays are split over a mesh.
+class ArrayShardings:
+    """How global arrays are sharded over a mesh.
 
-    It is hashable, so that an eager call finds its compiled program by it and its
-    :class:`burst_jax.ring.request.Request`.
+    Hashable: with the :class:`burst_jax.ring.request.Request` it is the key of an eager call's
+    compiled program.
 
     Attributes:
       mesh: the devices.
-      token_axes: the mesh axes that sequences are split over, outermost first.
-      batch_axes: the mesh axes that rows are split over.
-      tensor_axes: the mesh axes that heads are split over, outside the ring: each device keeps its
-        heads. The axis whose devices exchange heads is one of ``token_axes``.
-      check_vma: whether JAX checks which values vary from device to device.
+      token_axes: the mesh axes that sequences are sharded over, outermost first.
+      batch_axes: the mesh axes of the batch dimension.
+      tensor_axes: the mesh axes of the heads, outside of the ring: each device keeps its heads. The
+        Ulysses axis is one of ``token_axes``.
+      check_vma: whether JAX checks which values vary over which mesh axes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -64,24 +53,21 @@ class Placement:
     check_vma: bool
 
     @classmethod
-    def parse(
-        cls,
-        mesh: Mesh | AbstractMesh,
-        request: Request,
-        batch_axis: AxisNames,
-        tensor_axis: AxisNames,
-    ) -> Placement:
-        """The placement of a request's arrays, from ``burst_attention``'s arguments.
+    def of(
+        cls, mesh: Mesh | AbstractMesh, request: Request, arguments: AttentionArguments
+    ) -> ArrayShardings:
+        """The shardings of a request's arrays, from ``burst_attention``'s arguments.
 
         Raises:
           ValueError: an axis is not one of the mesh's, or is used twice.
         """
-        batch_axes = names_of("batch_axis", batch_axis)
-        tensor_axes = names_of("tensor_axis", tensor_axis)
+        axes_of = {
+            name: names_of(name, getattr(arguments, name)) for name in ("batch_axis", "tensor_axis")
+        }
         used = dict.fromkeys(request.ring_axes, "seq_axis")
         if request.ulysses_axis is not None:
             used[request.ulysses_axis] = "ulysses_axis"
-        for name, axes in (("batch_axis", batch_axes), ("tensor_axis", tensor_axes)):
+        for name, axes in axes_of.items():
             for axis in axes:
                 size_on_mesh(mesh, name, axis)
                 if axis in used:
@@ -92,74 +78,229 @@ class Placement:
         return cls(
             mesh=mesh,
             token_axes=request.token_axes,
-            batch_axes=batch_axes,
-            tensor_axes=tensor_axes,
-            # A jax.vmap with spmd_axis_name makes the check fail: it marks its own batches of the
-            # ring's small tables as split over that axis, too.
+            batch_axes=axes_of["batch_axis"],
+            tensor_axes=axes_of["tensor_axis"],
+            # jax.vmap with spmd_axis_name makes the check fail: it marks its batches of the ring's
+            # tile tables as varying over that axis, too.
             check_vma=request.checks_vma and not mapped_over_mesh_axes(),
         )
 
     def spec(self, name: str, ndim: int | None = None) -> P:
-        """How the argument or result of this name is split.
-
-        One that may be without its first dimensions has ``ndim``.
-        """
-        dimensions = _DIMENSIONS[name]
-        if ndim is not None:
-            dimensions = dimensions[len(dimensions) - ndim :]
-        axes = {
-            "batch": self.batch_axes or None,
-            "tokens": self.token_axes or None,
-            "heads": self.tensor_axes or None,
-            None: None,
-        }
-        return P(*(axes[dimension] for dimension in dimensions))
+        """The PartitionSpec of an argument or result; ``ndim`` if it may have several shapes."""
+        axes: dict[str, tuple[str, ...] | None] = {"B": self.batch_axes or None}
+        axes |= dict.fromkeys(("T", "S"), self.token_axes or None)
+        axes |= dict.fromkeys(("N", "K"), self.tensor_axes or None)
+        return P(*(axes.get(letter) for letter in _dimensions(name, ndim)))
 
     def tokens_axis(self, name: str, ndim: int) -> int | None:
-        """Which of its ``ndim`` axes counts the tokens of the argument of this name; None: none."""
-        dimensions = _DIMENSIONS[name]
-        dimensions = dimensions[len(dimensions) - ndim :]
-        return dimensions.index("tokens") if "tokens" in dimensions else None
+        """Which axis of an argument counts tokens; None without one."""
+        letters = _dimensions(name, ndim)
+        return next((i for i, letter in enumerate(letters) if letter in ("T", "S")), None)
 
-    def split(self, name: str, array: jax.Array) -> jax.Array:
-        """An array that the library made, split as the mesh's Explicit axes need it."""
+    def reshard(self, name: str, array: jax.Array) -> jax.Array:
+        """An array that the library made, sharded as the mesh's Explicit axes need it."""
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
         needed = only(self.spec(name, array.ndim), explicit)
         return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
-    def placed(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays as the mesh's Explicit axes need them; Auto axes take any array.
+    def check(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The caller's arrays as the mesh's Explicit axes need them; Auto axes accept any array.
 
-        An array's type says how it is split over Explicit axes. An array that is on no mesh yet is
-        split here. One that is on the mesh but split otherwise is the caller's to move, since that
-        costs communication.
+        An array's type has its sharding over Explicit axes. An array that is on no mesh yet is
+        sharded here. One that is sharded otherwise is the caller's to move: that communicates.
 
         Raises:
-          ValueError: an array is split otherwise over Explicit axes.
+          ValueError: an array is sharded otherwise over Explicit axes.
         """
         explicit = self.mesh.explicit_axes
         if not explicit:
             return arrays
-        placed = {}
+        checked = {}
         for name, array in arrays.items():
             needed = self.spec(name, array.ndim)
             sharding = getattr(jax.typeof(array), "sharding", None)
             if sharding is None or sharding.mesh.empty:
-                placed[name] = self.split(name, array)
+                checked[name] = self.reshard(name, array)
                 continue
             if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
                 raise ValueError(
                     f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
                     f"needs {needed}: set seq_axis, batch_axis and tensor_axis to how it is "
-                    f"split, or split it so: jax.reshard({name}, {needed})"
+                    f"split, or reshard it: jax.reshard({name}, {needed})"
                 )
-            placed[name] = array
-        return placed
+            checked[name] = array
+        return checked
+
+
+def _dimensions(name: str, ndim: int | None) -> list[str]:
+    """The letters of an array's dimensions."""
+    shapes = (_MADE[name],) if name in _MADE else ARRAYS[name].shapes
+    of_ndim = [shape.split() for shape in shapes if ndim in (None, len(shape.split()))]
+    return of_ndim[0]
 
 
 def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:
-    """Of each dimension the given axes that it is split over; at least ``length`` dimensions."""
+    """The given axes that each dimension is sharded over; at least ``length`` dimensions."""
     entries = [flat_names(entry) for entry in only(spec, axes)]
     return entries + [()] * (length - len(entries))
+
+
+def check_global_shapes(
+    request: Request, shardings: ArrayShardings, query: jax.Array, key: jax.Array
+) -> None:
+    """Checks that the mesh divides lengths, batch size and heads.
+
+    Raises:
+      ValueError: it does not divide one of them.
+      NotImplementedError: the batch size is symbolic and several devices share a sequence.
+    """
+    _check_static_batch(request, query)
+    axes = request.ring_axes
+    seq_axis = axes[0] if len(axes) == 1 else axes or None
+    check_lengths(
+        request,
+        {"the query's length T": query.shape[1], "the key's length S": key.shape[1]},
+        f", the devices on seq_axis {seq_axis!r} and ulysses_axis {request.ulysses_axis!r}",
+    )
+    for name, size, axes in (
+        ("the batch size B", query.shape[0], shardings.batch_axes),
+        ("the number of query heads N", query.shape[2], shardings.tensor_axes),
+        ("the number of key/value heads K", key.shape[2], shardings.tensor_axes),
+    ):
+        shards = axes_size(shardings.mesh, axes)
+        if size % shards:
+            raise ValueError(
+                f"{name} is {size}: it must be a multiple of {shards}, the size of mesh axes {axes}"
+            )
+    split = axes_size(shardings.mesh, shardings.tensor_axes)
+    _check_ulysses(request, query.shape[2] // split, key.shape[2] // split)
+
+
+def check_lengths(request: Request, lengths: Mapping[str, int], devices: str = "") -> None:
+    """Raises ValueError unless the request's devices divide sequences of these lengths.
+
+    Args:
+      request: the layout and the number of devices.
+      lengths: tokens of whole sequences, by their name in messages.
+      devices: what a message adds about the devices.
+    """
+    for name, length in lengths.items():
+        check_length(request.layout, length, request.ring_size, name=name)
+        if length % request.token_devices:
+            raise ValueError(
+                f"{name} is {length}: it must be a multiple of {request.token_devices}{devices}"
+            )
+
+
+def check_local_shapes(request: Request, query: jax.Array, key: jax.Array) -> None:
+    """Checks that one device's arrays can be its shard of the request.
+
+    Raises:
+      ValueError: a length that the layout's shards cannot have, or heads that do not divide.
+      NotImplementedError: the batch size is symbolic and several devices share a sequence.
+    """
+    unit = shard_unit(request.layout)
+    needs = "an even number" if unit == 2 else f"a multiple of {unit}"
+    for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
+        tokens = length * request.ulysses_size
+        if tokens % unit:
+            raise ValueError(
+                f"{name} holds {tokens} tokens per shard: the {request.layout} layout needs "
+                f"{needs}; pad the sequence with pad_to_layout"
+            )
+    _check_static_batch(request, query)
+    _check_ulysses(request, query.shape[2], key.shape[2])
+
+
+def _check_static_batch(request: Request, query: jax.Array) -> None:
+    devices = request.token_devices
+    if devices > 1 and not isinstance(query.shape[0], numbers.Integral):
+        raise NotImplementedError(
+            f"query has shape {query.shape}, whose B is symbolic, on a ring of {devices} devices: "
+            "JAX crashes when such a program is called; export one program per batch size, or for "
+            "one device"
+        )
+
+
+def _check_ulysses(request: Request, heads: int, kv_heads: int) -> None:
+    name = f"ulysses_axis {request.ulysses_axis!r}"
+    check_heads(heads, kv_heads, request.ulysses_size, name)
+
+
+def check_outside_shard_map() -> None:
+    """Raises ValueError if ``burst_attention`` is called inside a ``shard_map``."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        raise ValueError(
+            f"burst_attention is called inside a shard_map over {manual}: call "
+            "ring_attention there, on one device's arrays"
+        )
+
+
+def check_inside_shard_map() -> None:
+    """Raises ValueError if ``ring_attention`` without mesh axes is called outside a ``shard_map``.
+
+    A named axis is looked up where its size is needed.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            "axis_name is None outside of a shard_map, where arrays may be those of all devices: "
+            "call burst_attention with seq_axis=None there, local_attention if they are one "
+            "device's, or ring_attention inside a shard_map"
+        )
+
+
+def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> None:
+    """Raises ValueError if an array is on other devices than the mesh, or no devices are known.
+
+    Inside a jax.jit arrays are on no devices yet: nothing is checked.
+    """
+    if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
+        return
+    placed = {
+        name: array.sharding.device_set
+        for name, array in arrays.items()
+        if getattr(array, "committed", False)
+    }
+    if not isinstance(mesh, Mesh):
+        # The abstract mesh of jax.set_mesh has no devices. jax.sharding.get_mesh has those, but
+        # raises inside a jax.jit.
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:
+            return
+        if mesh.empty and not placed:
+            raise ValueError(
+                "mesh is an AbstractMesh, and neither it nor an array names devices: pass a "
+                "jax.sharding.Mesh, or enter jax.set_mesh(mesh)"
+            )
+    if not placed or mesh.empty:
+        return
+    of_mesh = set(mesh.devices.flat)
+    for name, devices in placed.items():
+        if devices != of_mesh:
+            raise ValueError(
+                f"{name} is on {_ids(devices)}, the mesh on {_ids(of_mesh)}: put it onto the mesh, "
+                f"jax.device_put({name}, jax.NamedSharding(mesh, jax.P(...)))"
+            )
+
+
+def check_one_device(arrays: Mapping[str, jax.Array]) -> None:
+    """Raises ValueError if an array of ``local_attention`` is known to be sharded."""
+    for name, array in arrays.items():
+        split = bool(flat_names(*getattr(jax.typeof(array).sharding, "spec", ())))
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            split = not array.is_fully_replicated
+        if split:
+            raise ValueError(
+                f"{name} is split over several devices, {jax.typeof(array)}, and local_attention "
+                "is for one device's arrays: call burst_attention, with seq_axis=None if no axis "
+                "splits the tokens, or local_attention inside a shard_map"
+            )
+
+
+def _ids(devices: set[jax.Device]) -> str:
+    ids = sorted(device.id for device in devices)
+    return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"

@@ -1,6 +1,7 @@
-"""Checks of arguments, each by itself: a message names the argument, its value and the remedy.
+"""Validation of a call: every message names the argument, its value and the remedy.
 
-Whether the arrays fit what the call asks for is in :mod:`burst_jax.attention.shapes`.
+:data:`ARRAYS` is the table of rules for array arguments; :func:`check_arrays` applies it. The rules
+for static arguments, and those that relate arguments to each other, follow, one function each.
 """
 
 from __future__ import annotations
@@ -14,163 +15,140 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AbstractMesh, Mesh
 
-from burst_jax.parallel.mesh import AxisNames, flat_names
+from burst_jax.attention.arguments import LocalArguments, Side
+from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
-from pallas_kernels import AttentionSpec
 from pallas_kernels.arrays import as_int32
-from pallas_kernels.dropout import Dropout
-from pallas_kernels.operands import PerHead
-
-# One side of a window: tokens, None for no limit, or a traced integer.
-Side = int | jax.Array | None
-WindowSize = int | jax.Array | tuple[Side, Side] | None
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-_LETTERS = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
+_INT32 = jnp.iinfo(jnp.int32)
+# The difference of two positions whose magnitudes are below this fits int32.
+_MAX_POSITION = 2**30
 
 
-def make_spec(
-    head_dim: int,
-    is_causal: bool,
-    scale: float | None,
-    local_window_size: WindowSize,
-    logits_soft_cap: float | None,
-    lifts_causality: bool = False,
-    dropout_rate: float = 0.0,
-) -> AttentionSpec:
-    """Masks, score and dropout of the public functions' arguments, as one spec.
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What an array argument must be.
 
-    ``head_dim`` makes the default scale. Of a mask it has what is static: neither traced sides of
-    the window nor, with ``lifts_causality``, causality.
+    Attributes:
+      shapes: the shapes it may have, as letters: "B T N H".
+      dtype: "float" (one of :data:`FLOAT_DTYPES`), "float32", "bool", or how integers become int32:
+        "id" (a NumPy value outside of int32 raises), "position" (a NumPy value of 2^30 or more
+        raises), "bound" (values outside of int32 are clipped to it).
     """
-    check_bool("is_causal", is_causal)
-    left, right = (
-        None if isinstance(side, jax.Array) else side for side in window_sides(local_window_size)
-    )
-    if is_causal:
-        right = None if lifts_causality else 0
-    if scale is None:
-        scale = head_dim**-0.5
-    spec = AttentionSpec.of(
-        scale=_scale(scale),
-        left=left,
-        right=right,
-        logits_soft_cap=None
-        if logits_soft_cap is None
-        else _number("logits_soft_cap", logits_soft_cap),
-    )
-    if isinstance(dropout_rate, bool) or not isinstance(dropout_rate, (int, float, np.floating)):
-        raise ValueError(
-            f"dropout_rate is {dropout_rate!r}: it must be a Python number below 1, and is static"
-        )
-    rate = float(dropout_rate)
-    return dataclasses.replace(spec, dropout=Dropout(rate)) if rate else spec
+
+    shapes: tuple[str, ...]
+    dtype: str
 
 
-def dropout_seeds(
-    query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
-) -> jax.Array | None:
-    """A random number for each batch row and head, int32 ``[B, N]``; None if nothing is dropped.
+# Letters: B batch, T query length, S key length, N query heads, K key/value heads, H and Hv head
+# dims, R and C rows and columns of a block-sparse mask. Shardings are derived from them, too.
+ARRAYS: dict[str, Rule] = {
+    "query": Rule(("B T N H",), "float"),
+    "key": Rule(("B S K H",), "float"),
+    "value": Rule(("B S K Hv",), "float"),
+    "query_segment_ids": Rule(("B T",), "id"),
+    "key_value_segment_ids": Rule(("B S",), "id"),
+    "query_offset": Rule(("", "B"), "position"),
+    "query_positions": Rule(("T", "B T"), "position"),
+    "key_value_positions": Rule(("S", "B S"), "position"),
+    "query_seq_lengths": Rule(("B",), "bound"),
+    "key_value_seq_lengths": Rule(("B",), "bound"),
+    "prefix_lengths": Rule(("B",), "bound"),
+    "key_starts": Rule(("B T", "T"), "bound"),
+    "key_ends": Rule(("B T", "T"), "bound"),
+    "block_mask": Rule(("R C", "N R C"), "bool"),
+    "sink_logits": Rule(("N",), "float32"),
+    "alibi_slopes": Rule(("N",), "float32"),
+}
+PER_HEAD = ("sink_logits", "alibi_slopes")
+# What the traced sides of local_window_size are called among a call's arrays.
+WINDOW_SIDES = ("local_window_size[0]", "local_window_size[1]")
+# Dimensions of positions that all sequences of the batch share.
+_SHARED_NDIM = {"query_offset": 0, "query_positions": 1, "key_value_positions": 1}
+_WHAT = {"float": "an array", "float32": "a float32 array", "bool": "a bool array"}
+
+
+def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) -> dict[str, Any]:
+    """The arrays among a call's arguments by name, integers as int32; not the block-sparse mask.
 
     Raises:
-      ValueError: there is no key although weights are dropped, or it is not one key.
+      ValueError: an array breaks its rule in :data:`ARRAYS`, or arrays contradict each other.
+      NotImplementedError: positions of keys that differ between the sequences of a batch.
     """
-    key = None if dropout_key is None else _one_key(dropout_key)
-    if not dropout_rate:
-        return None
-    if key is None:
-        raise ValueError(
-            f"dropout_rate is {dropout_rate} and dropout_key is None: pass a new jax.random.key "
-            "at each call, or dropout_rate=0.0 where nothing is to be dropped"
-        )
-    batch, _, heads, _ = query.shape
-    return lax.bitcast_convert_type(jax.random.bits(key, (batch, heads), jnp.uint32), jnp.int32)
+    check_qkv(query, key, value)
+    sizes = {"B": query.shape[0], "T": query.shape[1], "S": key.shape[1], "N": query.shape[2]}
+    given = {name: getattr(arguments, name) for name in ARRAYS if hasattr(arguments, name)}
+    del given["block_mask"]
+    offset = check_query_offset(given.pop("query_offset"))
+    if offset is None:
+        given["query_offset"] = arguments.query_offset
+    given = {name: x for name, x in given.items() if x is not None}
+    _check_segment_ids_of_both(given)
+    arrays = {name: check_array(name, x, sizes) for name, x in given.items()}
+    _check_positions(arguments, arrays, offset)
+    return {"query": query, "key": key, "value": value} | arrays
 
 
-def _one_key(key: jax.Array) -> jax.Array:
-    """``key``, of either kind that JAX has, as a ``jax.random.key``."""
-    check_is_array("dropout_key", key, "a jax.random.key")
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
-        return jax.random.wrap_key_data(jnp.asarray(key))
-    if not typed or key.ndim:
-        raise ValueError(
-            f"dropout_key has shape {key.shape} and dtype {key.dtype}: it must be one key, as "
-            "jax.random.key(0) is"
-        )
-    return key
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is True or False itself."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} is {value!r}: it must be True or False")
-
-
-def _scale(scale: Any) -> float:
-    """The argument of this name as a float.
-
-    A traced one would have to be a factor on the query, which rounds in 16 bits, or an operand of
-    every kernel, where a number that is compiled in is free.
-    """
-    if isinstance(scale, jax.Array) and not scale.shape and jnp.isrealobj(scale):
-        raise NotImplementedError(
-            f"scale is {scale!r}, a JAX array: kernels have the scale compiled in, so it must be a "
-            "Python number; pass scale=1.0 and multiply the query by the array before the call, "
-            "query * scale.astype(query.dtype)"
-        )
-    return _number("scale", scale)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} is {value!r}: it must be a Python number or None, and is static")
-    try:
-        return float(value)
-    except OverflowError:
-        # An int that no float can hold. Score refuses infinity, and says what it takes instead.
-        return math.inf if value == abs(value) else -math.inf
-
-
-def window_sides(window: object) -> tuple[Side, Side]:
-    """``(left, right)`` of ``local_window_size``. An array is one whose value is not known.
+def check_array(name: str, x: Any, sizes: Mapping[str, int]) -> Any:
+    """An array argument that satisfies its rule, integers as int32.
 
     Raises:
-      ValueError: it is no window.
+      ValueError: it is not an array, or has another dtype or shape.
     """
-    sides: Any = window if isinstance(window, tuple) else (window, window)
-    if not (len(sides) == 2 and all(map(_is_side, sides))):
-        raise ValueError(
-            f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
-            "from 0 to 2**31 - 1, or None for no limit; a side may be a JAX array too, an integer "
-            "scalar"
+    rule = ARRAYS[name]
+    # Per-head parameters are weights of a model: a Flax variable stands for its array.
+    if rule.dtype == "float32" and _is_variable(x):
+        x = x.__jax_array__()
+    check_is_array(name, x, _WHAT.get(rule.dtype, "an int32 array"))
+    if rule.dtype == "float32" and x.dtype != jnp.float32:
+        raise ValueError(f"{name} has dtype {x.dtype}: cast it to float32")
+    converted = x if rule.dtype in _WHAT else to_int32(name, x, rule.dtype)
+    shapes = {
+        f"[{', '.join(letters.split())}]": tuple(sizes[letter] for letter in letters.split())
+        for letters in rule.shapes
+    }
+    if tuple(x.shape) not in shapes.values():
+        choices = " or ".join(f"{letters}, {shape}" for letters, shape in shapes.items())
+        per_head = (
+            ", one value per query head (in ring_attention per head of this device)"
+            if name in PER_HEAD
+            else ""
         )
-    left, right = (int(s) if isinstance(s, numbers.Integral) else s for s in sides)
-    return left, right
+        raise ValueError(f"{name} has shape {x.shape}: it must be {choices}{per_head}")
+    return converted
 
 
-def _is_side(side: Any) -> bool:
-    if isinstance(side, jax.Array):
-        return side.shape == () and jnp.issubdtype(side.dtype, jnp.integer)
-    is_int = isinstance(side, numbers.Integral) and not isinstance(side, bool)
-    return side is None or (is_int and 0 <= int(side) < 2**31)
+def to_int32(name: str, x: Any, kind: str) -> Any:
+    """Integers as int32, as :attr:`Rule.dtype` describes."""
+    if kind == "bound" and jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.int32:
+        xp, limits = (jnp if isinstance(x, jax.Array) else np), jnp.iinfo(x.dtype)
+        if limits.max > _INT32.max:
+            x = xp.minimum(x, xp.asarray(_INT32.max, x.dtype))
+        if limits.min < _INT32.min:
+            x = xp.maximum(x, xp.asarray(_INT32.min, x.dtype))
+    x = as_int32(name, x)
+    if kind == "position" and isinstance(x, np.ndarray) and x.size:
+        for value in (x.min(), x.max()):
+            if not -_MAX_POSITION < int(value) < _MAX_POSITION:
+                raise ValueError(
+                    f"{name} holds {value}: positions must be between -2**30 and 2**30"
+                )
+    return x
 
 
-def check_arrays(query: Any, key: Any, value: Any) -> None:
+def check_qkv(query: Any, key: Any, value: Any) -> None:
     """Raises ValueError unless query, key and value can attend to each other."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_is_array(name, array, "an array")
-        letters = _LETTERS[name]
+        letters = f"[{', '.join(ARRAYS[name].shapes[0].split())}]"
         if len(array.shape) != 4:
             raise ValueError(f"{name} has shape {array.shape}: it must be {letters}")
         _check_static(name, letters, array.shape)
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
-        # The name of another byte order, like ">f4", and of a random key's dtype is in the text of
-        # the dtype.
+        # The text of a dtype also names another byte order (">f4") and the dtype of random keys.
         if str(array.dtype) not in FLOAT_DTYPES:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(FLOAT_DTYPES)}"
@@ -196,165 +174,211 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
 
 
 def check_is_array(name: str, value: Any, what: str) -> None:
-    """Raises ValueError unless a value is an array; ``what`` is what it must be."""
-    # JAX's functions refuse both where a program is traced, and say nothing of the argument.
+    """Raises ValueError unless a value is an array; ``what`` names what it must be."""
+    # JAX's functions reject both while tracing, with a message that does not name the argument.
     if _is_variable(value) or isinstance(value, jax.Ref):
         raise ValueError(
             f"{name} is a {type(value).__name__}: pass the array in it, {name}=the_variable[...]"
         )
-    # A jax.ShapeDtypeStruct and a class like np.ndarray have a dtype and a shape, too.
+    # A jax.ShapeDtypeStruct, and a class like np.ndarray, have a dtype and a shape, too.
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise ValueError(f"{name} is a {type(value).__name__}: it must be {what}")
 
 
 def _is_variable(value: Any) -> bool:
-    """Whether it is no array, but stands for one, as Flax's variables do."""
+    """Whether a value holds an array, as Flax's variables do, and is none itself."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, jax.Array)
 
 
 def _check_static(name: str, letters: str, shape: tuple[object, ...]) -> None:
     for letter, size in zip(letters.strip("[]").split(", "), shape, strict=True):
-        # A symbolic dimension of jax.export is no int. One of the batch passes through.
+        # A symbolic dimension of jax.export is not an int. A symbolic batch size works.
         if letter != "B" and not isinstance(size, numbers.Integral):
             raise NotImplementedError(
-                f"{name} has shape {shape}, whose {letter} is symbolic: tiles and routes are made "
-                "for numbers; export one program for each length, or pad sequences to a few lengths"
+                f"{name} has shape {shape}, whose {letter} is symbolic: tiles and routes need "
+                "static sizes; export one program per length, or pad sequences to a few lengths"
             )
 
 
-def check_outside_shard_map() -> None:
-    """Raises ValueError if ``burst_attention`` is called inside a ``shard_map``."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise ValueError(
-            f"burst_attention is called inside a shard_map over {manual}: call "
-            "ring_attention there, on one device's arrays"
-        )
-
-
-def check_inside_shard_map() -> None:
-    """Raises ValueError if ``ring_attention`` without mesh axes is called outside a ``shard_map``.
-
-    An axis that is named is looked for where its size is needed.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            "axis_name is None outside of a shard_map, where arrays may be those of all devices: "
-            "call burst_attention with seq_axis=None there, local_attention if they are one "
-            "device's, or ring_attention inside a shard_map"
-        )
-
-
-def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> None:
-    """Raises ValueError if an array lies on other devices than the mesh has, or none are known.
-
-    Inside a jax.jit arrays lie on no devices yet, so nothing is checked.
-    """
-    if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
-        return
-    placed = {
-        name: array.sharding.device_set
-        for name, array in arrays.items()
-        if getattr(array, "committed", False)
-    }
-    if not isinstance(mesh, Mesh):
-        # The abstract mesh of jax.set_mesh names no devices. get_mesh has the mesh that does, but
-        # raises inside a jax.jit.
-        try:
-            mesh = jax.sharding.get_mesh()
-        except ValueError:
-            return
-        if mesh.empty and not placed:
-            raise ValueError(
-                "mesh is an AbstractMesh, and neither it nor an array names devices: pass a "
-                "jax.sharding.Mesh, or enter jax.set_mesh(mesh)"
-            )
-    if not placed or mesh.empty:
-        return
-    of_mesh = set(mesh.devices.flat)
-    for name, devices in placed.items():
-        if devices != of_mesh:
-            raise ValueError(
-                f"{name} is on {_ids(devices)}, the mesh on {_ids(of_mesh)}: put it onto the mesh, "
-                f"jax.device_put({name}, jax.NamedSharding(mesh, jax.P(...)))"
-            )
-
-
-def check_one_device(arrays: Mapping[str, jax.Array]) -> None:
-    """Raises ValueError if an array of ``local_attention`` is known to be split over devices."""
-    for name, array in arrays.items():
-        split = bool(flat_names(*getattr(jax.typeof(array).sharding, "spec", ())))
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            split = not array.is_fully_replicated
-        if split:
-            raise ValueError(
-                f"{name} is split over several devices, {jax.typeof(array)}, and local_attention "
-                "is for one device's arrays: call burst_attention, with seq_axis=None if no axis "
-                "splits the tokens, or local_attention inside a shard_map"
-            )
-
-
-def _ids(devices: set[jax.Device]) -> str:
-    ids = sorted(device.id for device in devices)
-    return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-
-
-def check_segment_ids(
-    query: jax.Array,
-    key: jax.Array,
-    q_segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """Both sides' segment ids as int32, by the names of the arguments; empty if there are none.
-
-    Raises:
-      ValueError: they do not fit query and key, or one of them is missing.
-    """
-    given = {"query_segment_ids": q_segment_ids, "key_value_segment_ids": kv_segment_ids}
-    missing = [name for name, ids in given.items() if ids is None]
+def _check_segment_ids_of_both(given: Mapping[str, Any]) -> None:
+    names = ("query_segment_ids", "key_value_segment_ids")
+    missing = [name for name in names if name not in given]
     if len(missing) == 1:
         raise ValueError(
             f"{missing[0]} is None but the other side's segment ids are given: pass both"
         )
-    checked: dict[str, jax.Array] = {}
-    if missing:
-        return checked
-    for (name, value), array in zip(given.items(), (query, key), strict=True):
-        ids: Any = value
-        check_is_array(name, ids, "an int32 array")
-        checked[name] = as_int32(name, ids)
-        if tuple(ids.shape) != tuple(array.shape[:2]):
-            raise ValueError(f"{name} has shape {ids.shape}: it must be {tuple(array.shape[:2])}")
-    return checked
 
 
-def check_per_head(heads: int, arrays: Mapping[str, Any]) -> PerHead:
-    """Those of a call's per-head arguments that are given, by name.
-
-    They are weights of a model, so a Flax variable stands for its array.
+def check_query_offset(offset: Any) -> int | None:
+    """``query_offset`` as a Python int; None if it is an array.
 
     Raises:
-      ValueError: one of them is not float32 ``[N]``.
+      ValueError: it is neither, or too far from 0.
     """
-    given = {}
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        if _is_variable(array):
-            array = array.__jax_array__()
-        check_is_array(name, array, "a float32 array")
-        if array.dtype != jnp.float32:
-            raise ValueError(f"{name} has dtype {array.dtype}: cast it to float32")
-        if tuple(array.shape) != (heads,):
+    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+        if not -_MAX_POSITION < int(offset) < _MAX_POSITION:
+            raise ValueError(f"query_offset is {int(offset)}: it must be between -2**30 and 2**30")
+        return int(offset)
+    if not isinstance(offset, (jax.Array, np.ndarray)) or isinstance(offset, jax.Ref):
+        raise ValueError(
+            f"query_offset is {offset!r}: it must be an integer, an array of one integer, or an "
+            "array [B]"
+        )
+    return None
+
+
+def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: int | None) -> None:
+    """Checks a call's positions; a static offset next to array positions becomes an array."""
+    if "query_positions" in arrays and offset != 0:
+        raise ValueError(
+            f"query_offset is {arguments.query_offset} and query_positions are given, which are "
+            "the position of each query: pass one of them"
+        )
+    for name in _SHARED_NDIM:
+        # One sequence in the batch: its positions are those of all sequences.
+        shared_ndim = _SHARED_NDIM[name]
+        if name in arrays and arrays[name].ndim > shared_ndim and arrays[name].shape[0] == 1:
+            arrays[name] = arrays[name][0]
+    keys = arrays.get("key_value_positions")
+    if keys is not None and keys.ndim == 2:
+        raise NotImplementedError(
+            f"key_value_positions has shape {keys.shape}: kernels have keys at the same positions "
+            "in all sequences; pass [S], or call for one sequence at a time (jax.lax.map)"
+        )
+    if offset and "key_value_positions" in arrays:
+        arrays["query_offset"] = np.asarray(offset, np.int32)
+
+
+def positions_per_sequence(arrays: Mapping[str, Any]) -> str | None:
+    """The argument that sets other query positions for each sequence of the batch, or None."""
+    return next(
+        (n for n, ndim in _SHARED_NDIM.items() if n in arrays and arrays[n].ndim > ndim), None
+    )
+
+
+def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError if more than masks reads positions that differ per sequence."""
+    name = positions_per_sequence(arrays)
+    readers = ["dropout_rate"] if arguments.dropout_rate else []
+    readers += [
+        reader
+        for reader in ("alibi_slopes", "score_mod", "mask_mod")
+        if getattr(arguments, reader) is not None
+    ]
+    if name is not None and readers:
+        raise NotImplementedError(
+            f"{name} has shape {arrays[name].shape}, and {readers[0]} reads positions: kernels "
+            "have one position per query, the same in all sequences; pass a query_offset of one "
+            "number or query_positions [T], or call for one sequence at a time (jax.lax.map)"
+        )
+
+
+def check_window(window: object) -> tuple[Side, Side]:
+    """``(left, right)`` of ``local_window_size``. An array is a side whose value is traced.
+
+    Raises:
+      ValueError: it is not a window.
+    """
+    sides: Any = window if isinstance(window, tuple) else (window, window)
+    if not (len(sides) == 2 and all(map(_is_side, sides))):
+        raise ValueError(
+            f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
+            "from 0 to 2**31 - 1, or None for no limit; a side may be a JAX array too, an integer "
+            "scalar"
+        )
+    left, right = (int(s) if isinstance(s, numbers.Integral) else s for s in sides)
+    return left, right
+
+
+def _is_side(side: Any) -> bool:
+    if isinstance(side, jax.Array):
+        return side.shape == () and jnp.issubdtype(side.dtype, jnp.integer)
+    is_int = isinstance(side, numbers.Integral) and not isinstance(side, bool)
+    return side is None or (is_int and 0 <= int(side) < 2**31)
+
+
+def check_prefix(arguments: LocalArguments) -> None:
+    """Raises ValueError for prefixes without the causal mask that they lift."""
+    if arguments.prefix_lengths is not None and not arguments.is_causal:
+        raise ValueError(
+            "prefix_lengths is given but is_causal is False, so there is no causal mask for it to "
+            "lift: set is_causal=True, or leave prefix_lengths out"
+        )
+
+
+def check_bool(name: str, value: object) -> bool:
+    """``value``; raises ValueError unless it is True or False itself."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {value!r}: it must be True or False")
+    return bool(value)
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    """The argument ``scale`` as a float, ``1 / sqrt(H)`` for None.
+
+    A traced scale would have to be a factor on the query, which rounds in 16 bits, or an operand of
+    every kernel, where a compiled-in number is free.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, jax.Array) and not scale.shape and jnp.isrealobj(scale):
+        raise NotImplementedError(
+            f"scale is {scale!r}, a JAX array: kernels have the scale compiled in, so it must be a "
+            "Python number; pass scale=1.0 and multiply the query by the array before the call, "
+            "query * scale.astype(query.dtype)"
+        )
+    return check_number("scale", scale)
+
+
+def check_number(name: str, value: Any) -> float:
+    """``value`` as a float; raises ValueError unless it is a Python number."""
+    if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} is {value!r}: it must be a Python number or None, and is static")
+    try:
+        return float(value)
+    except OverflowError:
+        # An int beyond float's range. Score rejects infinity, with the range that it supports.
+        return math.inf if value == abs(value) else -math.inf
+
+
+def check_dropout(rate: Any, key: Any) -> tuple[float, jax.Array | None]:
+    """``dropout_rate`` as a float, and ``dropout_key`` as a ``jax.random.key``.
+
+    Raises:
+      ValueError: the rate is not a number, or there is no key for a nonzero rate, or it is not one
+        key. (:class:`pallas_kernels.Dropout` checks the rate's range.)
+    """
+    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)):
+        raise ValueError(
+            f"dropout_rate is {rate!r}: it must be a Python number below 1, and is static"
+        )
+    if key is None:
+        if rate:
             raise ValueError(
-                f"{name} has shape {array.shape}: it must be [N], {(heads,)}, a number for each of "
-                "the query's heads (in ring_attention for those on one device)"
+                f"dropout_rate is {rate} and dropout_key is None: pass a new jax.random.key "
+                "at each call, or dropout_rate=0.0 for no dropout"
             )
-        given[name] = array
-    return given
+        return float(rate), None
+    check_is_array("dropout_key", key, "a jax.random.key")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+        return float(rate), jax.random.wrap_key_data(jnp.asarray(key))
+    if not typed or key.ndim:
+        raise ValueError(
+            f"dropout_key has shape {key.shape} and dtype {key.dtype}: it must be one key, as "
+            "jax.random.key(0) is"
+        )
+    return float(rate), key
 
 
-def check_seq_axes(name: str, seq_axis: AxisNames, ulysses_axis: str | None) -> tuple[str, ...]:
+def check_rotation(backward: str) -> None:
+    """Raises ValueError unless ``backward`` is a rotation or "auto"."""
+    if not isinstance(backward, str) or backward not in ROTATION_CHOICES:
+        choices = ", ".join(map(repr, ROTATION_CHOICES))
+        raise ValueError(f"backward is {backward!r}: use one of {choices}")
+
+
+def check_ring_axes(name: str, axes: AxisNames, ulysses_axis: str | None) -> tuple[str, ...]:
     """The ring's mesh axes, outermost first; none for None.
 
     Raises:
@@ -364,28 +388,21 @@ def check_seq_axes(name: str, seq_axis: AxisNames, ulysses_axis: str | None) -> 
         raise ValueError(
             f"ulysses_axis is {ulysses_axis!r}: it must be the name of a mesh axis, or None"
         )
-    if seq_axis is None:
+    if axes is None:
         return ()
-    axes = (seq_axis,) if isinstance(seq_axis, str) else seq_axis
+    names = (axes,) if isinstance(axes, str) else axes
     if not (
-        isinstance(axes, tuple)
-        and len(axes) in (1, 2)
-        and all(isinstance(axis, str) for axis in axes)
-        and len(set(axes)) == len(axes)
+        isinstance(names, tuple)
+        and len(names) in (1, 2)
+        and all(isinstance(axis, str) for axis in names)
+        and len(set(names)) == len(names)
     ):
         raise ValueError(
-            f"{name} is {seq_axis!r}: it must be the name of a mesh axis, a pair (outer, inner) of "
+            f"{name} is {axes!r}: it must be the name of a mesh axis, a pair (outer, inner) of "
             "them for a two-level ring, or None for no ring"
         )
-    if ulysses_axis in axes:
+    if ulysses_axis in names:
         raise ValueError(
             f"ulysses_axis is {ulysses_axis!r}, and so is {name}: use different mesh axes"
         )
-    return axes
-
-
-def check_rotation(backward: str) -> None:
-    """Raises ValueError unless ``backward`` is a rotation or "auto"."""
-    if not isinstance(backward, str) or backward not in ROTATION_CHOICES:
-        choices = ", ".join(map(repr, ROTATION_CHOICES))
-        raise ValueError(f"backward is {backward!r}: use one of {choices}")
+    return names

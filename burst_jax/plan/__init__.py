@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.block_mask import with_block_mask
-from burst_jax.attention.shapes import check_lengths
+from burst_jax.attention.shardings import check_lengths
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.plan.machines import GPUS as GPUS
 from burst_jax.plan.machines import Gpu as Gpu

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from burst_jax.attention.arguments import AttentionOptions
-from burst_jax.attention.parsing import parse_request
+from burst_jax.attention.arguments import AttentionOptions, RingArguments
+from burst_jax.attention.call import make_request
 from burst_jax.layouts.permutation import Layout
 from burst_jax.plan.machines import Gpu, find_gpu
 from burst_jax.plan.memory import temp_bytes
@@ -161,15 +161,17 @@ class Scheme:
           ValueError: a mask of the attention is wrong.
         """
         arguments, mesh = self.arguments, self.mesh
-        request = parse_request(
-            "seq_axis",
-            arguments.get("seq_axis"),
-            arguments.get("ulysses_axis"),
-            lambda _, axis: mesh[axis],
+        request = make_request(
+            RingArguments(
+                ulysses_axis=arguments.get("ulysses_axis"),
+                layout=layout,
+                is_causal=attention.is_causal,
+                local_window_size=attention.local_window_size,
+            ),
+            axis_argument="seq_axis",
+            axes=arguments.get("seq_axis"),
+            size_of=lambda _, axis: mesh[axis],
             head_dim=attention.head_dim,
-            layout=layout,
-            is_causal=attention.is_causal,
-            local_window_size=attention.local_window_size,
         )
         return dataclasses.replace(request, blocks=attention.blocks)
 

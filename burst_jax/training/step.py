@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.errors import check_integer
-from burst_jax.models.shardings import Parts
+from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.platform import compiler_options as default_compiler_options
 from burst_jax.training.batches import Batch
@@ -132,13 +132,13 @@ class TrainStep:
         if self._accumulate == 1:
             (total, count), grads = gradient(trained, batch)
         else:
-            shardings = nnx.merge(self._graphdef, trained, frozen).parts()
+            shardings = nnx.merge(self._graphdef, trained, frozen).shardings()
             total, count, grads = self._accumulated(gradient, trained, batch, shardings)
         count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
         return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
     def _accumulated(
-        self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: Parts
+        self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: DecoderShardings
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Sums of loss, targets and gradient over ``accumulate`` slices of the batch."""
         size = batch["inputs"].shape[0]
@@ -154,7 +154,7 @@ class TrainStep:
                 + pipeline
                 * (microbatches > 1)
             )
-        spec = shardings.tokens(2)
+        spec = shardings.token_spec(2)
 
         # Each device slices its own sequences, so nothing is communicated.
         def slices(x: jax.Array) -> jax.Array:

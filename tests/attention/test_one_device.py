@@ -235,7 +235,9 @@ def test_shared_mistakes(name):
 def test_other_arguments_are_refused_by_name():
     arrays = zeros(B, T, N, H), zeros(B, T, K, H), zeros(B, T, K, H)
     attend: Any = local_attention
-    with pytest.raises(TypeError, match="local_attention has no argument 'mask': there are no den"):
+    with pytest.raises(
+        TypeError, match="local_attention has no argument 'mask': dense bias and mas"
+    ):
         attend(*arrays, mask=None)
     with pytest.raises(TypeError, match="local_attention takes query, key and value by position"):
         attend(*arrays, None)

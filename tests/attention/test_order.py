@@ -190,7 +190,7 @@ def test_decoder_and_layer_refuse_an_arange():
         assert jnp.isnan(run(state, given, arange)).all()
         assert jnp.isfinite(run(state, given, right)).all()
         with pytest.raises(
-            ValueError, match=r"which lie in the zigzag layout over 2 shards \(an arange"
+            ValueError, match=r"which are in the zigzag layout over 2 shards \(an arange"
         ):
             # Known while the program is traced: NumPy's arange is no traced array.
             jax.eval_shape(lambda m=module, g=given: m(g, np.arange(8, dtype=np.int32)))
@@ -233,7 +233,7 @@ def test_the_first_step_refuses_a_batch_of_another_layout():
     graphdef, params, state = init_train_state(config, optimizer, mesh, 0, layout="zigzag")
     rows = np.random.default_rng(0).integers(0, 16, (1, T + 1))
     batch = place_batch(make_batch(rows, layout="zigzag", num_shards=2), mesh, batch_axis=None)
-    message = "zigzag layout over 2 shards, and the tokens lie in the zigzag layout over 4"
+    message = "zigzag layout over 2 shards, and the tokens are in the zigzag layout over 4"
     with pytest.raises(ValueError, match=message):
         make_train_step(graphdef, optimizer)(params, state, batch)
     with pytest.raises(ValueError, match=message):

@@ -13,8 +13,9 @@ from flax import nnx
 from meshes import make_mesh
 
 import burst_jax
-from burst_jax.attention.parsing import parse_request
-from burst_jax.attention.validation import check_per_head
+from burst_jax.attention.arguments import RingArguments
+from burst_jax.attention.call import make_request
+from burst_jax.attention.validation import check_array
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import own_heads, to_heads
 from pallas_kernels import TRITON, AttentionSpec
@@ -24,7 +25,6 @@ SIZES = {"outer": 2, "inner": 3, "heads": 4}
 
 def parse(axes: Any = ("outer", "inner"), ulysses_axis: str | None = "heads", **options: Any):
     defaults: dict[str, Any] = {
-        "head_dim": 16,
         "layout": "zigzag",
         "is_causal": True,
         "scale": None,
@@ -33,8 +33,13 @@ def parse(axes: Any = ("outer", "inner"), ulysses_axis: str | None = "heads", **
         "implementation": None,
         "backward": "auto",
     }
-    size_of = lambda argument, axis: SIZES[axis]  # noqa: E731
-    return parse_request("seq_axis", axes, ulysses_axis, size_of, **defaults | options)
+    return make_request(
+        RingArguments(ulysses_axis=ulysses_axis, **defaults | options),
+        axis_argument="seq_axis",
+        axes=axes,
+        size_of=lambda argument, axis: SIZES[axis],
+        head_dim=16,
+    )
 
 
 def test_a_request_says_all_that_is_static():
@@ -93,12 +98,7 @@ def test_equal_calls_make_one_request(one, other):
 )
 def test_mistakes_in_arrays_per_head(array, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_per_head(4, {"slopes": array})
-
-
-def test_arrays_per_head_that_are_not_given_are_left_out():
-    slopes = jnp.ones(4)
-    assert check_per_head(4, {"slopes": slopes, "sinks": None}) == {"slopes": slopes}
+        check_array("alibi_slopes", array, {"N": 4})
 
 
 def test_flax_variables_per_head_stand_for_their_arrays():

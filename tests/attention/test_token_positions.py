@@ -21,7 +21,8 @@ from rings import forward_and_gradients, make_inputs
 
 import burst_jax
 from burst_jax import local_attention, merge, ring_attention
-from burst_jax.attention.parsing import parse_request
+from burst_jax.attention.arguments import RingArguments
+from burst_jax.attention.call import make_request
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 
@@ -151,8 +152,14 @@ def test_which_hops_an_offset_leaves_out():
     """Of a chunk of 16 queries over 64 keys on 4 devices: those to keys behind the chunk."""
 
     def hops(offset, **options):
-        request = parse_request(
-            "seq_axis", "seq", None, lambda *_: 4, head_dim=8, query_offset=offset, **options
+        traced = {"query_offset": jnp.int32(0)} if offset is None else {}
+        request = make_request(
+            RingArguments(query_offset=offset or 0, **options),
+            axis_argument="seq_axis",
+            axes="seq",
+            size_of=lambda *_: 4,
+            head_dim=8,
+            arrays=traced,
         )
         return len(request.route(4, 16).stops) - 1
 
@@ -249,14 +256,14 @@ def ids(*shape, dtype=np.int32):
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "offset-float": ({"query_offset": 3.0}, r"query_offset is 3\.0: it must be an integer, or an"),
+    "offset-float": ({"query_offset": 3.0}, r"query_offset is 3\.0: it must be an integer, an"),
     "offset-bool": ({"query_offset": True}, "query_offset is True: it must be an integer"),
     "offset-none": ({"query_offset": None}, "query_offset is None: it must be an integer"),
     "offset-list": ({"query_offset": [1, 2]}, r"query_offset is \[1, 2\]: it must be an integer"),
     "offset-far": ({"query_offset": 2**30}, r"query_offset is 1073741824: it must be between -2\*"),
     "offset-shape": (
         {"query_offset": ids(B + 1)},
-        r"query_offset has shape \(3,\): it must be \(\) or \[B\], \(2,\)",
+        r"query_offset has shape \(3,\): it must be \[\], \(\) or \[B\], \(2,\)",
     ),
     "offset-dtype": (
         {"query_offset": jnp.float32(3)},
@@ -268,11 +275,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offset-and-positions": (
         {"query_offset": 3, "query_positions": ids(T)},
-        "query_offset is 3 and query_positions are given, .*: give one of them",
+        "query_offset is 3 and query_positions are given, .*: pass one of them",
     ),
     "traced-offset-and-positions": (
         {"query_offset": jnp.int32(0), "query_positions": ids(T)},
-        "query_offset is 0 and query_positions are given, .*: give one of them",
+        "query_offset is 0 and query_positions are given, .*: pass one of them",
     ),
     "query-positions-list": (
         {"query_positions": [0] * T},
@@ -280,7 +287,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "query-positions-shape": (
         {"query_positions": ids(1, T)},
-        r"query_positions has shape \(1, 16\): it must be \[T\], \(16,\), or \[B, T\], \(2, 16\)",
+        r"query_positions has shape \(1, 16\): it must be \[T\], \(16,\) or \[B, T\], \(2, 16\)",
     ),
     "query-positions-dtype": (
         {"query_positions": ids(T, dtype=np.float32)},
@@ -288,7 +295,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "key-positions-shape": (
         {"key_value_positions": ids(T - 1)},
-        r"key_value_positions has shape \(15,\): it must be \[S\], \(16,\), or \[B, S\], \(2, 16\)",
+        r"key_value_positions has shape \(15,\): it must be \[S\], \(16,\) or \[B, S\], \(2, 16\)",
     ),
     "key-positions-far": (
         {"key_value_positions": np.arange(2**30 - T + 1, 2**30 + 1)},
@@ -299,7 +306,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "key-positions-by-row": (
         {"key_value_positions": ids(B, T)},
-        r"key_value_positions has shape \(2, 16\): .*; pass \[S\], or call for one row at a time",
+        r"key_value_positions has shape \(2, 16\): .*; pass \[S\], or call for one sequence at",
     ),
     "slopes-by-row": (
         {"query_offset": ids(B), "alibi_slopes": zeros(N)},
@@ -346,6 +353,6 @@ def test_the_remedy_for_rows_of_their_own():
 @pytest.mark.parametrize("name", ["query_offset", "query_positions", "key_value_positions"])
 def test_layers_take_none(name):
     with pytest.raises(
-        ValueError, match=f"BurstAttention does not take {name}: queries and keys a"
+        ValueError, match=f"BurstAttention does not accept {name}: queries and keys a"
     ):
         burst_jax.BurstAttention(16, 2, rngs=None, **{name: 3})  # pyrefly: ignore

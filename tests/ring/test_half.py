@@ -21,8 +21,9 @@ from meshes import make_mesh, mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
 import burst_jax
-from burst_jax.attention.parsing import parse_request
-from burst_jax.attention.shard_api import ring_call
+from burst_jax.attention.api import ring_call
+from burst_jax.attention.arguments import RingArguments
+from burst_jax.attention.call import make_request
 from burst_jax.models import DecoderConfig, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.mesh import flat_names
@@ -102,8 +103,13 @@ def test_contiguous_shards_are_dealt_out_as_zigzag(sizes, inner_first):
 
 def request(n, layout, *, left=None):
     window: Any = {} if left is None else {"local_window_size": (left, 0)}
-    axes = "seq", None, lambda argument, axis: n
-    return parse_request("seq_axis", *axes, head_dim=8, is_causal=True, layout=layout, **window)
+    return make_request(
+        RingArguments(is_causal=True, layout=layout, **window),
+        axis_argument="seq_axis",
+        axes="seq",
+        size_of=lambda argument, axis: n,
+        head_dim=8,
+    )
 
 
 def work(request, tokens):

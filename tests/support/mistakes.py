@@ -304,11 +304,11 @@ SHARED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "segments-shape": (
         lambda: {"query_segment_ids": ids(B, T), "key_value_segment_ids": ids(B, T - 1)},
-        r"key_value_segment_ids has shape \(2, 15\): it must be \(2, 16\)",
+        r"key_value_segment_ids has shape \(2, 15\): it must be \[B, [TS]\], \(2, 16\)",
     ),
     "segments-rank": (
         lambda: {"query_segment_ids": ids(T), "key_value_segment_ids": ids(B, T)},
-        r"query_segment_ids has shape \(16,\): it must be \(2, 16\)",
+        r"query_segment_ids has shape \(16,\): it must be \[B, [TS]\], \(2, 16\)",
     ),
     "prefix-not-causal": (
         lambda: {"prefix_lengths": ids(B)},

@@ -1,0 +1,207 @@
+"""A call of a public attention function, checked: its static request and its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.attention.arguments import LocalArguments, RingArguments
+from burst_jax.attention.block_mask import with_block_mask
+from burst_jax.attention.score_mod import check_functions
+from burst_jax.attention.validation import (
+    WINDOW_SIDES,
+    check_arrays,
+    check_bool,
+    check_dropout,
+    check_number,
+    check_prefix,
+    check_query_offset,
+    check_readers_of_positions,
+    check_ring_axes,
+    check_rotation,
+    check_scale,
+    check_window,
+    positions_per_sequence,
+    to_int32,
+)
+from burst_jax.layouts.permutation import check_layout
+from burst_jax.parallel.mesh import AxisNames
+from burst_jax.ring.request import Request
+from pallas_kernels import AttentionSpec, Dropout, find
+from pallas_kernels.inputs import GlobalIndices
+from pallas_kernels.mask import Mask
+from pallas_kernels.score import Score
+
+# Positions that only arrays specify: their masks are per-query KV bounds.
+_ARRAYS_OF_POSITIONS = ("query_offset", "query_positions", "key_value_positions")
+
+
+class Call(NamedTuple):
+    """What a call asks for, and its arrays.
+
+    Attributes:
+      request: everything static.
+      arrays: the caller's arrays by the arguments' names, integers as int32; a window's traced
+        sides by the names :data:`burst_jax.attention.validation.WINDOW_SIDES`.
+      made: arrays that the library made of the arguments: "dropout_seeds" int32 ``[B, N]``,
+        "batch_indices" int32 ``[B]`` and "head_indices" int32 ``[N]`` for user functions.
+    """
+
+    request: Request
+    arrays: dict[str, Any]
+    made: dict[str, jax.Array]
+
+
+def parse_call(
+    arguments: LocalArguments,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_argument: str = "axis_name",
+    axes: AxisNames = None,
+    size_of: Callable[[str, str], int],
+    local: bool,
+) -> Call:
+    """Checks everything about a call that does not depend on how global arrays are sharded.
+
+    Args:
+      arguments: the keyword arguments.
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
+      axis_argument: the name of the argument with the ring's axes.
+      axes: its value.
+      size_of: ``(argument, axis) -> devices along it``; raises for an unknown axis.
+      local: whether the arrays are one device's shards of the sequences.
+
+    Raises:
+      ValueError: an argument is wrong.
+      NotImplementedError: a combination that kernels cannot do.
+    """
+    arrays = check_arrays(arguments, query, key, value)
+    check_bool("is_causal", arguments.is_causal)
+    check_prefix(arguments)
+    arrays |= _window_arrays(arguments, per_sequence=positions_per_sequence(arrays) is not None)
+    request = make_request(
+        arguments,
+        axis_argument=axis_argument,
+        axes=axes,
+        size_of=size_of,
+        head_dim=query.shape[3],
+        arrays=arrays,
+    )
+    check_readers_of_positions(arguments, arrays)
+    rate, dropout_key = check_dropout(arguments.dropout_rate, arguments.dropout_key)
+    devices = request.token_devices if local else 1
+    request = with_block_mask(request, query, key, arguments.block_mask, devices)
+    if arguments.block_mask is not None:
+        arrays["block_mask"] = arguments.block_mask
+    made: dict[str, Any] = {}
+    if rate and dropout_key is not None:
+        bits = jax.random.bits(dropout_key, (query.shape[0], query.shape[2]), jnp.uint32)
+        made["dropout_seeds"] = lax.bitcast_convert_type(bits, jnp.int32)
+    if request.spec.calls_functions:
+        names = ("batch_indices", "head_indices")
+        made |= dict(zip(names, GlobalIndices.of(query), strict=True))
+    return Call(request, arrays, made)
+
+
+def make_request(
+    arguments: LocalArguments,
+    *,
+    axis_argument: str,
+    axes: AxisNames,
+    size_of: Callable[[str, str], int],
+    head_dim: int,
+    arrays: dict[str, Any] | None = None,
+) -> Request:
+    """The static request of a call; other arguments as of :func:`parse_call`.
+
+    Args:
+      arguments: the keyword arguments.
+      axis_argument: as in :func:`parse_call`, as are ``axes`` and ``size_of``.
+      axes: see there.
+      size_of: see there.
+      head_dim: H, for the default scale.
+      arrays: the call's checked arrays by name.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    arrays = {} if arrays is None else arrays
+    ring = arguments if isinstance(arguments, RingArguments) else RingArguments()
+    check_layout(ring.layout)
+    check_rotation(ring.backward)
+    ring_axes = check_ring_axes(axis_argument, axes, ring.ulysses_axis)
+    ulysses_size = 1
+    if ring.ulysses_axis is not None:
+        ulysses_size = size_of("ulysses_axis", ring.ulysses_axis)
+    spec = make_spec(arguments, head_dim)
+    if positions_per_sequence(arrays) is not None:
+        # Per-query KV bounds are the whole mask then.
+        spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
+    own_positions = any(name in arrays for name in _ARRAYS_OF_POSITIONS)
+    return Request(
+        spec=spec,
+        layout=ring.layout,
+        ring_axes=ring_axes,
+        ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
+        ulysses_axis=ring.ulysses_axis,
+        ulysses_size=ulysses_size,
+        implementation=find(arguments.implementation),
+        rotation=ring.backward,
+        deterministic=check_bool("deterministic", arguments.deterministic),
+        query_offset=None if own_positions else check_query_offset(arguments.query_offset),
+    )
+
+
+def make_spec(arguments: LocalArguments, head_dim: int) -> AttentionSpec:
+    """The static mask, score and dropout of a call.
+
+    The mask has neither the traced sides of a window nor, where prefixes lift it, causality: those
+    are per-query KV bounds (:mod:`burst_jax.attention.inputs`).
+    """
+    left, right = (
+        None if isinstance(side, jax.Array) else side
+        for side in check_window(arguments.local_window_size)
+    )
+    if check_bool("is_causal", arguments.is_causal):
+        right = None if arguments.prefix_lengths is not None else 0
+    cap = arguments.logits_soft_cap
+    score = Score(
+        check_scale(arguments.scale, head_dim),
+        None if cap is None else check_number("logits_soft_cap", cap),
+        score_mod=arguments.score_mod,
+    )
+    check_functions(arguments.score_mod, arguments.mask_mod)
+    rate, _ = check_dropout(arguments.dropout_rate, arguments.dropout_key)
+    mask = Mask(left, right, mask_mod=arguments.mask_mod)
+    return AttentionSpec(mask, score, Dropout(rate) if rate else None)
+
+
+def _window_arrays(arguments: LocalArguments, *, per_sequence: bool) -> dict[str, Any]:
+    """The sides of a window that become per-query KV bounds, as int32 scalars by name.
+
+    Args:
+      arguments: the keyword arguments.
+      per_sequence: whether query positions differ between the sequences of the batch. Then static
+        windows and causality become bounds, too.
+    """
+    left, right = check_window(arguments.local_window_size)
+    if arguments.is_causal:
+        # The ends that prefixes make include causality.
+        right = 0 if per_sequence and arguments.prefix_lengths is None else None
+    sides = {}
+    for name, side in zip(WINDOW_SIDES, (left, right), strict=True):
+        if isinstance(side, jax.Array):
+            sides[name] = to_int32("local_window_size", side, "bound")
+        elif per_sequence and side is not None:
+            sides[name] = np.asarray(side, np.int32)
+    return sides

@@ -1,0 +1,160 @@
+"""From a call's arrays to the inputs of its ring: positions, segment ids and per-query KV bounds.
+
+Prefixes, the caller's bounds, windows with traced sizes, and all masks of queries whose positions
+differ between sequences become the same two numbers per query. A query at position ``p`` attends to
+keys at positions ``kv_start <= p_k < kv_end``, the largest start and the smallest end of::
+
+    local_window_size = (left, right), traced     p - left  ..  p + right + 1
+    is_causal with prefix_lengths                           ..  max(p + 1, prefix)
+    query positions that differ between sequences:
+        local_window_size = (left, right)         p - left  ..  p + right + 1
+        is_causal                                           ..  p + 1
+    key_starts, key_ends                          start     ..  end
+
+Tokens beyond a sequence's length become padding, which is segment 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from burst_jax.attention.validation import PER_HEAD, WINDOW_SIDES
+from burst_jax.ring.request import Request
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    GlobalIndices,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+)
+from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
+
+
+def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
+    """One device's inputs of the ring.
+
+    Args:
+      request: the static part of the call.
+      arrays: this device's arrays by name: :class:`burst_jax.attention.call.Call`'s, both kinds.
+    """
+    query, key = arrays["query"], arrays["key"]
+    own_q, own_kv = _query_positions(request, arrays), arrays.get("key_value_positions")
+    own_kv = None if own_kv is None else own_kv[None]
+
+    def q_positions() -> jax.Array:
+        """int32 ``[B or 1, T]``."""
+        return request.positions_here(query.shape[1])[None] if own_q is None else own_q
+
+    def kv_positions() -> jax.Array:
+        """int32 ``[1, S]``."""
+        return request.positions_here(key.shape[1])[None] if own_kv is None else own_kv
+
+    q_ids, kv_ids = _segment_ids(arrays, q_positions, kv_positions)
+    query_side = QuerySide(
+        query,
+        # Positions that differ between sequences are read by the bounds alone.
+        own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
+        q_ids,
+        kv_starts=_kv_starts(arrays, q_positions),
+        kv_ends=_kv_ends(arrays, q_positions),
+    )
+    indices = None
+    if "batch_indices" in arrays:
+        indices = GlobalIndices(arrays["batch_indices"], arrays["head_indices"])
+    shared = SharedInputs(
+        dropout_seeds=arrays.get("dropout_seeds"),
+        block_mask=_block_mask(request, arrays.get("block_mask")),
+        indices=indices,
+    ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
+    kv_side = KVSide(key, arrays["value"], arrays.get("key_value_positions"), kv_ids)
+    return AttentionInputs(query_side, kv_side, shared)
+
+
+def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Global positions of this device's queries, int32 ``[B or 1, T]``; None: the layout's."""
+    if "query_positions" in arrays:
+        return _per_sequence(arrays["query_positions"])
+    offset = arrays.get("query_offset", request.query_offset)
+    if offset is None or (isinstance(offset, int) and offset == 0):
+        return None
+    in_layout = request.positions_here(arrays["query"].shape[1])[None]
+    return in_layout + (offset if isinstance(offset, int) or not offset.ndim else offset[:, None])
+
+
+def _per_sequence(x: jax.Array) -> jax.Array:
+    """``[B, T]`` itself; ``[T]``, shared by all sequences, as ``[1, T]``."""
+    return x[None] if x.ndim == 1 else x
+
+
+def _block_mask(request: Request, table: jax.Array | None) -> BlockMask | None:
+    """A block-sparse mask with a table bool ``[N or 1, rows, columns]``.
+
+    A NumPy table is a constant of the program, and XLA folds what follows from constants: seconds
+    for the sums over a large table. The barrier leaves them to the device.
+    """
+    if table is None:
+        return None
+    assert request.blocks is not None
+    table = lax.optimization_barrier(table if table.ndim == 3 else table[None])
+    return BlockMask(table, request.blocks.q_block, request.blocks.kv_block)
+
+
+def _segment_ids(
+    arrays: Mapping[str, jax.Array],
+    q_positions: Callable[[], jax.Array],
+    kv_positions: Callable[[], jax.Array],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Segment ids of both sides, 0 (padding) beyond a sequence's length."""
+    sides = (
+        ("query", "query_segment_ids", "query_seq_lengths", q_positions),
+        ("key", "key_value_segment_ids", "key_value_seq_lengths", kv_positions),
+    )
+    if not any(name in arrays for _, *names, _ in sides for name in names):
+        return None, None
+
+    def ids_of(
+        side: str, ids_name: str, lengths_name: str, positions: Callable[[], jax.Array]
+    ) -> jax.Array:
+        batch, length = arrays[side].shape[:2]
+        ids = arrays.get(ids_name)
+        if ids is None:
+            ids = jnp.ones((batch, length), jnp.int32)
+        lengths = arrays.get(lengths_name)
+        if lengths is None:
+            return ids
+        return jnp.where(positions() < lengths[:, None], ids, 0)
+
+    q_ids, kv_ids = (ids_of(*of_side) for of_side in sides)
+    return q_ids, kv_ids
+
+
+def _kv_starts(
+    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+) -> jax.Array | None:
+    """Each query's first allowed key position, int32 ``[B or 1, T]``; None without a bound."""
+    starts = []
+    if "key_starts" in arrays:
+        starts.append(_per_sequence(arrays["key_starts"]))
+    if WINDOW_SIDES[0] in arrays:
+        starts.append(first_key_in_window(positions(), arrays[WINDOW_SIDES[0]]))
+    return functools.reduce(jnp.maximum, starts) if starts else None
+
+
+def _kv_ends(
+    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+) -> jax.Array | None:
+    """Each query's end of allowed key positions, ``[B or 1, T]``; None without a bound."""
+    ends = []
+    if "key_ends" in arrays:
+        ends.append(_per_sequence(arrays["key_ends"]))
+    if WINDOW_SIDES[1] in arrays:
+        ends.append(end_of_keys_in_window(positions(), arrays[WINDOW_SIDES[1]]))
+    if "prefix_lengths" in arrays:
+        ends.append(jnp.maximum(positions() + 1, arrays["prefix_lengths"][:, None]))
+    return functools.reduce(jnp.minimum, ends) if ends else None
