@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self, TypedDict, get_args
 
 import grain
@@ -57,21 +58,19 @@ class Loader(Iterator[Rows]):
                 batch = make_batch(**rows, layout="zigzag", num_shards=4)
 
     **Order.** Documents are cut into chunks, see below. An epoch has each chunk once, in an order
-    that depends on ``seed`` and the epoch. Each batch index is a stream of its own, which takes
-    every ``batch``-th chunk. So batches do not depend on the number of processes: those of 1, 2 or
-    4 processes, concatenated, are bitwise equal, and no process reads documents of another's
-    sequences.
+    that depends on ``seed`` and the epoch. Each batch index is a stream of its own, of every
+    ``batch``-th chunk. So batches do not depend on the number of processes, and no process reads
+    documents of another's sequences.
 
     **Packing.**
 
-    - ``"first_fit"``: a document that fits is never split; several share a sequence, and the rest
-      is padding. A longer document is cut into sequences. Each starts with the last token of the
-      previous one, so every token but the document's first is predicted once. The last part shares
-      a sequence with other documents. A document of one token is dropped, because it has nothing to
-      predict. Each stream keeps up to 16 sequences open.
-    - ``"split"``: documents are concatenated without padding and sequences are cut out of this
-      stream. A document that does not fit continues in the stream's next sequence as a new segment.
-      The first token of a sequence is not predicted.
+    - ``"first_fit"``: documents that fit are never split; several share a sequence, and the rest is
+      padding. A longer document is cut into sequences, each starting with the last token of the
+      previous one, so every token but the document's first is predicted once; the last part shares
+      a sequence. Documents of one token are dropped. Each stream keeps up to 16 sequences open.
+    - ``"split"``: documents are concatenated without padding, and sequences are cut out of this
+      stream. A document that does not fit continues in the next sequence as a new segment, whose
+      first token is not predicted.
     - ``"none"``: as ``"split"``, but a sequence is one segment, so attention crosses documents.
 
     **Chunks.** Long documents are shuffled in chunks of one sequence for ``"first_fit"``, else of
@@ -80,9 +79,8 @@ class Loader(Iterator[Rows]):
     line is one chunk.
 
     **End.** With ``epochs``, a stream without further chunks yields padding until all streams have
-    ended. A loader of part of the batch must know when that is, so it counts the tokens of all
-    chunks when it is created. This is fast for bytes of text files and for arrays; otherwise it
-    reads everything once.
+    ended. To know when, a loader of part of the batch counts all tokens when it is created: fast
+    for bytes of text files and for arrays, otherwise it reads everything once.
 
     Args:
       corpus: the documents, see :func:`burst_jax.data.open_corpus`.
@@ -147,6 +145,10 @@ class Loader(Iterator[Rows]):
             "seed": self._seed,
             "epochs": self._epochs,
         }
+        self._stream = partial(
+            sequence_stream,
+            length=self._length, batch=self._batch, packing=packing, seed=self._seed, epochs=epochs,
+        )  # fmt: skip
         self.step = 0
         self._steps = None
         if epochs is not None and len(self._indices) < self._batch:
@@ -255,17 +257,6 @@ class Loader(Iterator[Rows]):
             )
             for group in self._groups()
         ]
-
-    def _stream(self, chunks: Chunks | ChunkLengths, stream: int) -> grain.IterDataset:
-        return sequence_stream(
-            chunks,
-            stream,
-            length=self._length,
-            batch=self._batch,
-            packing=self._packing,
-            seed=self._seed,
-            epochs=self._epochs,
-        )
 
     def _count_steps(self) -> int:
         """Number of batches: the length of the longest stream of all processes."""

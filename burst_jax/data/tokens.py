@@ -21,14 +21,9 @@ class Tokenizer(Protocol):
       is_bytes: whether each byte is a token, so that tokens are counted without reading.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def separator_id(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def is_bytes(self) -> bool: ...  # noqa: D102
+    vocab_size: int
+    separator_id: int | None
+    is_bytes: bool
 
     def encode(self, text: bytes) -> np.ndarray:
         """int32 ``[tokens]``, without the separator."""
@@ -63,7 +58,7 @@ class ByteTokens:
             raise ValueError(
                 f"separator is {separator!r}: it must be a token id, like 0 or 256, or None"
             )
-        self.separator_id = separator
+        self.separator_id: int | None = separator
         self.vocab_size = 256 if separator is None else max(256, int(separator) + 1)
 
     def __repr__(self) -> str:
@@ -121,7 +116,7 @@ class TokenizerFile:
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.separator_id = None if separator is None else vocabulary.get(separator)
+        self.separator_id: int | None = vocabulary.get(separator) if separator else None
         if separator is not None and self.separator_id is None:
             special = sorted(
                 str(token.content) for token in self.tokenizer.get_added_tokens_decoder().values()

@@ -145,16 +145,13 @@ def place_batch(
         False           sequences 0 1 2 3      sequences 0 1 2 3      each keeps its devices' part
         True            sequences 0 1          sequences 2 3          one loader per process
 
-    Sequences are always passed whole, because the layout permutes the whole sequence. If the seq
-    axis spans processes, those processes hold parts of the same sequences and pass the same arrays
-    in both modes.
+    Sequences are passed whole, because the layout permutes the whole sequence. Processes that hold
+    parts of the same sequences pass the same arrays in both modes.
 
-    The wrong mode would train on the wrong sequences without an error. So with several processes
-    the first call for each mesh and ``process_local`` compares hashes of the batches between
-    processes. This is a collective of a few bytes that waits for programs already enqueued: every
-    process with devices of the mesh must make this call, in the same order relative to its other
-    programs, not in a loader thread while a step is launched. Later calls compare nothing and may
-    come from any thread.
+    The wrong mode would silently train on the wrong sequences. So with several processes the first
+    call for each mesh and ``process_local`` compares hashes of the batches, in a small collective:
+    every process with devices of the mesh must make this call, in the same order relative to its
+    other programs, not in a loader thread. Later calls may come from any thread.
 
     Args:
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
@@ -176,8 +173,7 @@ def place_batch(
     """
     mesh = check_has_devices(mesh)
     if rules is not None:
-        _reject_axes_with_rules(seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
-        check_rules(rules).check_mesh(mesh)
+        _check_rules(mesh, rules, seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
         seq_axis, batch_axis = rules.seq, rules.batch_axes
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
@@ -235,8 +231,7 @@ def rows_here(
     """
     mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
     if rules is not None:
-        _reject_axes_with_rules(batch_axis=(batch_axis, None))
-        check_rules(rules).check_mesh(mesh)
+        _check_rules(mesh, rules, batch_axis=(batch_axis, None))
         batch_axis = rules.batch_axes
     check_axes(mesh, {"batch_axis": batch_axis})
     shards = axes_size(mesh, batch_axis)
@@ -251,13 +246,14 @@ def rows_here(
     return [index for shard in own for index in range(shard * size, (shard + 1) * size)]
 
 
-def _reject_axes_with_rules(**given: tuple[AxisNames, AxisNames]) -> None:
-    """Raises ValueError for an argument, given as (value, default), that rules define."""
+def _check_rules(mesh: Mesh, rules: Any, **given: tuple[AxisNames, AxisNames]) -> None:
+    """Also raises ValueError for arguments, given as (value, default), that rules define."""
     for name, (axes, default) in given.items():
         if axes != default:
             raise ValueError(
                 f"{name} is {axes!r} in addition to rules, which define it: leave it out"
             )
+    check_rules(rules).check_mesh(mesh)
 
 
 def _batch_shards_by_process(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from burst_jax.errors import check_integer
@@ -90,7 +89,12 @@ def make_optimizer(
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
         )
-    dtype = _dtype("moment_dtype", moment_dtype)
+    try:
+        dtype: Any = jnp.dtype(moment_dtype)
+    except TypeError:
+        dtype = repr(moment_dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moment_dtype is {dtype}: use float32 or bfloat16")
     if moments not in get_args(Moments):
         raise ValueError(
             f"moments is {moments!r}: use one of {', '.join(map(repr, get_args(Moments)))}"
@@ -122,16 +126,6 @@ def _real(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}: it must be a number")
     return float(value)
-
-
-def _dtype(name: str, value: Any) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}: use float32 or bfloat16") from None
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{name} is {dtype}: use float32 or bfloat16")
-    return dtype
 
 
 def decay_mask(params: Any) -> Any:

@@ -139,18 +139,10 @@ def abstract_params(
         restored = checkpoints.restore({"params": shapes}, partial=True)
         model = nnx.merge(graphdef, restored.state["params"])
 
-    Args:
-      config: config of the decoder.
-      mesh: mesh of the weights and of the decoder's attention.
-      rules: sharding rules of the weights, see :func:`init_train_state`.
-      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
-      **options: further attention options of the decoder.
+    Arguments and errors are those of :func:`init_train_state`.
 
     Returns:
       ``(graphdef, params)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
-
-    Raises:
-      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}

@@ -51,7 +51,7 @@ def to_host(tree):
 
 
 class Trained(NamedTuple):
-    """A training: host copies of weights and first moments around step 1, and its end."""
+    """A training: host copies around step 1, its end, and the metrics of an empty batch."""
 
     initial: Any
     first: Any
@@ -59,6 +59,7 @@ class Trained(NamedTuple):
     donated: tuple[Any, Any]
     params: Any
     opt_state: Any
+    empty: dict[str, float]
     before: Evaluation
     history: list[dict[str, float]]
     after: Evaluation
@@ -86,4 +87,10 @@ def trained(data, seq, dtype="float32", steps=STEPS, kind=AxisType.Auto, **optim
             state: Any = opt_state
             first, moments = to_host((nnx.to_pure_dict(params), state[1].mu))
     after = evaluate(eval_step, params, [batch, batch])
-    return Trained(initial, first, moments, donated, params, opt_state, before, history, after)
+    copy: Any = lambda x: jax.device_put(np.array(x), x.sharding)  # noqa: E731
+    blank: Any = batch | {"weights": 0 * batch["weights"]}
+    empty = step(jax.tree.map(copy, params), jax.tree.map(copy, opt_state), blank)[2]
+    empty = {name: float(value) for name, value in empty.items()}
+    return Trained(
+        initial, first, moments, donated, params, opt_state, empty, before, history, after
+    )

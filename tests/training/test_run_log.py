@@ -236,6 +236,8 @@ def test_a_log_guards_its_run_and_writes_curves(tmp_path, monkeypatch):
             assert any(thread.name == "stall_guard" for thread in threading.enumerate())
             for step in range(start + 1, 5):
                 log.step(step, GOOD)
+            assert log._guard is not None
+            assert log._guard._last is not None  # Each step resets its clock.
     assert not any(thread.name == "stall_guard" for thread in threading.enumerate())
     files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert sum(b"grad_norm" in path.read_bytes() for path in files) == len(files) > 0

@@ -125,6 +125,7 @@ def test_steps_reduce_the_loss_in_donated_replicated_state():
     assert run.after.nll < run.before.nll - 0.5
     assert run.after.perplexity == pytest.approx(np.exp(run.after.nll))
     assert run.after.tokens == 2 * run.before.tokens
+    assert (run.empty["loss"], run.empty["grad_norm"]) == (0, 0)  # A batch without targets.
     schedule: Any = optimizer_of().schedule
     rates = [float(schedule(jnp.int32(index))) for index in range(STEPS)]
     assert [m["learning_rate"] for m in run.history] == pytest.approx(rates)
