@@ -111,7 +111,8 @@ class RunLog:
         self._guard = None if stall_timeout is None else StallGuard(stall_timeout)
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self.history: list[dict[str, Any]] = []
-        self._file = self._curves = self._progress = None
+        self._first, self._every = start + 1, max(1, steps // _LINES)
+        self._file = self._curves = self._bar = None
         if not is_main():
             return
         out = Path(out)
@@ -123,13 +124,13 @@ class RunLog:
         self.history = cut_metrics(out / METRICS, start)
         self._path = out / METRICS
         self._file = self._path.open("a")
-        self._progress = _Progress(steps, start)
+        self._bar = _make_bar(steps, start)
         if writer is not None:
             self._curves = writer(str(out / CURVES), purge_step=start + 1)
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        if self._bar is not None:
+            self._bar.start()
         if self._guard is not None:
             self._guard.__enter__()
         return self
@@ -137,9 +138,10 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         if self._guard is not None:
             self._guard.__exit__()
-        for each in (self._progress, self._curves):
-            if each is not None:
-                each.close()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._curves is not None:
+            self._curves.close()
         if self._file is not None:
             # Every line has been flushed, except one that already raised an error.
             with contextlib.suppress(OSError):
@@ -182,8 +184,10 @@ class RunLog:
             for name, value in record.items():
                 if name != "step":
                     self._curves.add_scalar(name, value, step)
-        if self._progress is not None:
-            self._progress.update(step, self._text(record))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(record))
+        elif step in (self._first, self._steps) or step % self._every == 0:
+            print(f"step {step}/{self._steps}  {self._text(record)}", flush=True)
 
     def _speed(self) -> dict[str, float]:
         """Throughput, MFU and memory; throughput from the second step on."""
@@ -205,7 +209,7 @@ class RunLog:
         if "tokens_per_second" in record:
             text += f"  {record['tokens_per_second']:,.0f} tokens/s"
             left = (self._steps - record["step"]) * self._tokens / record["tokens_per_second"]
-            if self._progress is not None and not self._progress.shows_time and left:
+            if self._bar is None and left:
                 text += f"  {duration(left)} left"
         if "mfu" in record:
             text += f"  MFU {record['mfu']:.1%}"
@@ -214,38 +218,10 @@ class RunLog:
         return text
 
 
-class _Progress:
-    """A progress bar on a terminal, plain lines elsewhere.
-
-    Attributes:
-      shows_time: whether the bar itself shows elapsed and remaining time.
-    """
-
-    def __init__(self, steps: int, start: int) -> None:
-        self._steps, self._first = steps, start + 1
-        self._every = max(1, steps // _LINES)
-        self._bar, self._task = _make_bar(steps, start)
-        self.shows_time = self._bar is not None
-
-    def start(self) -> None:
-        if self._bar is not None:
-            self._bar.start()
-
-    def update(self, step: int, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
-        elif step in (self._first, self._steps) or step % self._every == 0:
-            print(f"step {step}/{self._steps}  {text}", flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _make_bar(steps: int, start: int) -> tuple[Any, Any]:
-    """A rich progress bar and its task, or (None, None) without a terminal or without rich."""
+def _make_bar(steps: int, start: int) -> Any:
+    """A rich progress bar with one task, or None without a terminal or without rich."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        return None, None
+        return None
     from rich import progress
 
     bar = progress.Progress(
@@ -255,7 +231,8 @@ def _make_bar(steps: int, start: int) -> tuple[Any, Any]:
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    return bar, bar.add_task("train", total=steps, completed=start, text="compiling")
+    bar.add_task("train", total=steps, completed=start, text="compiling")
+    return bar
 
 
 def duration(seconds: float) -> str:

@@ -43,8 +43,7 @@ CORPORA = {
     "empty-lines": ({"a.jsonl": "\n\n"}, {}, "no document: all files are empty"),
     "empty-array": ({"a.npy": np.zeros((0, 4), int)}, {}, "no document: all files are empty"),
     "two-kinds": (
-        {"a.txt": "a", "b.jsonl": '{"text": "b"}'},
-        {},
+        {"a.txt": "a", "b.jsonl": '{"text": "b"}'}, {},
         "holds text (a.txt) and JSON lines (b.jsonl): choose files of one kind with pattern=",
     ),
     "parquet": ({"a.parquet": "a"}, {}, "a.parquet ends in .parquet, which is not supported"),
@@ -53,8 +52,7 @@ CORPORA = {
     "no-json": ({"a.jsonl": "hello"}, {}, "a.jsonl, line 1, is not JSON (Expecting value"),
     "json-list": ({"a.jsonl": "[1]"}, {}, "line 1, has list, and no key 'text': set key= to the"),
     "other-key": (
-        {"a.jsonl": '{"body": "a", "id": 1}'},
-        {},
+        {"a.jsonl": '{"body": "a", "id": 1}'}, {},
         "line 1, has keys ['body', 'id'], and no key 'text': set key= to the key of the text",
     ),
     "wrong-key": ({"a.jsonl": '{"text": "a"}'}, {"key": "body"}, "and no key 'body'"),
@@ -64,30 +62,26 @@ CORPORA = {
     "bools": ({"a.npy": np.zeros(4, bool)}, {}, "a.npy has dtype bool: token ids are integers"),
     "three-axes": ({"a.npy": np.zeros((2, 2, 2), int)}, {}, "shape (2, 2, 2): it must be [tokens]"),
     "offsets-floats": (
-        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.zeros(2)},
-        {},
+        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.zeros(2)}, {},
         "a.offsets.npy has dtype float64",
     ),
     "offsets-short": (
-        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.array([0, 2])},
-        {},
+        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.array([0, 2])}, {},
         "a.offsets.npy does not fit a.npy: offsets must be [documents + 1], from 0 up to",
     ),
     "offsets-falling": (
-        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.array([0, 2, 1, 3])},
-        {},
+        {"a.npy": np.zeros(3, int), "a.offsets.npy": np.array([0, 2, 1, 3])}, {},
         "a.offsets.npy does not fit a.npy",
     ),
     "offsets-of-rows": (
-        {"a.npy": np.zeros((3, 2), int), "a.offsets.npy": np.array([0, 6])},
-        {},
+        {"a.npy": np.zeros((3, 2), int), "a.offsets.npy": np.array([0, 6])}, {},
         "a.npy has shape (3, 2), and there is a.offsets.npy: ids with offsets are [tokens]",
     ),
     "no-axis": ({"a.npy": np.zeros((), int)}, {}, "a.npy has shape (): it must be [tokens]"),
     "no-array": ({"a.npy": b"no array"}, {}, "a.npy is no array of numbers"),
     "cut-array": ({"a.npy": b"\x93NUMPY"}, {}, "a.npy is no array of numbers"),
     "objects": ({"a.npy": np.array([None])}, {}, "a.npy is no array of numbers"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "options", "message"), CORPORA.values(), ids=CORPORA)
@@ -117,11 +111,8 @@ LOADERS = {
         "vocab_size is 100, but ByteTokens(separator=None) makes ids up to 255: give the model",
     ),
     "corpus": ({"corpus": "a.txt"}, "corpus is 'a.txt': make it with open_corpus(path)"),
-    "too-short": (
-        {"packing": "none", "seq_len": 64},
-        "seq_len is 64, and Corpus(",
-    ),
-}
+    "too-short": ({"packing": "none", "seq_len": 64}, "seq_len is 64, and Corpus("),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), LOADERS.values(), ids=LOADERS)
@@ -190,17 +181,14 @@ READS = {
         {"a.npy": np.array([1, 500, 2])},
         "a.npy, document 0, holds token id 500, vocab_size is 400",
     ),
-    "negative": (
-        {"a.npy": np.array([1, -2])},
-        "a.npy, document 0, holds token id -2",
-    ),
+    "negative": ({"a.npy": np.array([1, -2])}, "a.npy, document 0, holds token id -2"),
     "line": (
         {"a.jsonl": '{"text": "a b"}\n\n{"text": "a b"\n'},
         "a.jsonl, line 3, is not JSON (Expecting ',' delimiter",
     ),
     "key": ({"a.jsonl": '{"text": "a b"}\n{"txt": "a"}\n'}, "a.jsonl, line 2, has keys ['txt']"),
     "latin-1": ({"a.txt": "an é".encode("latin-1")}, "a.txt is not UTF-8 at byte 3: convert it"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "message"), READS.values(), ids=READS)
@@ -256,7 +244,7 @@ STATES = {
         )
         for name in ("documents", "tokens", "seq_len", "batch", "packing", "seed", "epochs")
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), STATES.values(), ids=STATES)

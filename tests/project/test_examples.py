@@ -264,7 +264,7 @@ INVALID = {
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",
     "--data=nowhere": "path is nowhere: there is no such file or folder",
     "--tokenizer=nowhere": "path is nowhere: there is no such file",
-}
+}  # fmt: skip
 UNKNOWN = {
     "--seqlen=64": "unknown arguments: --seqlen=64. Did you mean '--seq-len'?",
     "--mesh-shape seq=2": "unknown arguments: --mesh-shape seq=2",
