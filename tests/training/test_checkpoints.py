@@ -306,8 +306,9 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
     assert end == {"there": ["1", "4"], "restored": 4}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["unclosed", "unclosed-error"])
+@pytest.mark.parametrize(
+    "end", ["unclosed", pytest.param("unclosed-error", marks=pytest.mark.slow)]
+)
 def test_a_program_that_does_not_close_waits_or_reports_the_loss(tmp_path, end):
     process = writer_process(tmp_path, end)
     _, errors = process.communicate(timeout=60)

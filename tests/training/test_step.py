@@ -135,9 +135,9 @@ def test_steps_reduce_the_loss_in_donated_replicated_state():
 def test_steps_on_a_ring_equal_steps_on_one_device():
     ring, single = trained(2, 2), trained(1, 1)
     assert_close(jax.device_get(ring.params), jax.device_get(single.params), 2e-3)
-    for name in ("loss", "grad_norm"):
+    for name, rtol in (("loss", 2e-5), ("grad_norm", 2e-3)):
         got, want = ([m[name] for m in run.history] for run in (ring, single))
-        np.testing.assert_allclose(got, want, rtol=2e-4)
+        np.testing.assert_allclose(got, want, rtol=rtol)
         np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
 
 
@@ -203,7 +203,7 @@ def test_the_dimension_of_the_layers_must_not_be_sharded():
     params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
     params["layers"] = jax.device_put(params["layers"], jax.NamedSharding(mesh, jax.P("data")))
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    with pytest.raises(ValueError, match=r"layers\['attention'\].* first axis counts the layers"):
+    with pytest.raises(ValueError, match=r"layers\['attention'\].* dimension 0 is that of the la"):
         jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x, x), params, tokens)
 
 
