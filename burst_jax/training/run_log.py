@@ -1,8 +1,9 @@
-"""What a training run leaves and shows: a line for each step, curves, progress, an early end."""
+"""Log of a training run: metrics.jsonl, TensorBoard, progress, and an early end on NaN."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -13,13 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from burst_jax.errors import optional
 from burst_jax.parallel.processes import is_main
 from burst_jax.training.checkpoints import Checkpoints
-from burst_jax.training.progress import Progress, duration
-from burst_jax.training.stall import StallGuard
+from burst_jax.training.monitoring import StallGuard, device_memory
 
 METRICS = "metrics.jsonl"
 CURVES = "tensorboard"
@@ -27,29 +25,29 @@ CURVES = "tensorboard"
 _WINDOW = 20
 # Metrics that end the run when they are not finite.
 _FINITE = ("loss", "grad_norm")
+# Number of progress lines per run without a terminal.
+_LINES = 20
 
 
 class NonFinite(ArithmeticError):
-    """The loss or the norm of the gradient is infinite or not a number.
+    """The loss or the gradient norm is infinite or NaN.
 
     Attributes:
-      step: the step that it was found at.
+      step: the step at which it was found.
     """
 
     def __init__(self, step: int, values: Mapping[str, float], checkpoints: Checkpoints | None):
         self.step = step
         found = " and ".join(f"{name} is {value}" for name, value in values.items())
-        good = None
+        latest = None
         if checkpoints is not None:
             with contextlib.suppress(Exception):  # This error matters more than a failed save.
                 checkpoints.wait()
-            good = checkpoints.latest()
-        if checkpoints is None or good is None:
-            remedy = "There is no checkpoint to go on from. Begin anew"
+            latest = checkpoints.latest()
+        if checkpoints is None or latest is None:
+            remedy = "There is no checkpoint to resume from. Start over"
         else:
-            remedy = (
-                f"The last good checkpoint is step {good} in {checkpoints.folder}. Go on from it"
-            )
+            remedy = f"The last checkpoint is step {latest} in {checkpoints.folder}. Resume from it"
         super().__init__(
             f"step {step}: {found}. {remedy} with a lower learning rate, a longer warm-up or a "
             "smaller clip_norm; look at the batch of this step; if the run is in float16 or "
@@ -58,32 +56,30 @@ class NonFinite(ArithmeticError):
 
 
 class RunLog:
-    """Shows every step of a run and keeps it: ``metrics.jsonl``, TensorBoard, progress.
+    """Logs every step of a run: ``metrics.jsonl``, TensorBoard, progress.
 
-    ``metrics.jsonl`` has one line a step. When a run goes on from step ``start``, the lines after
-    it are cut off first, so that each step stands there once, however often the run was killed.
-    A run that begins anew where another one was leaves that one's lines and curves: they are
-    renamed to ``metrics.1.jsonl`` and ``tensorboard.1``, or the next free number, and a line on
-    stderr says so.
-    On a terminal one progress bar is redrawn (with ``rich``, if it is installed); elsewhere about
-    twenty lines are printed in all.
+    ``metrics.jsonl`` has one line per step. When a run resumes from step ``start``, later lines are
+    removed first, so each step appears once however often the run was killed. A new run in the
+    folder of an earlier one renames that one's lines and curves to ``metrics.1.jsonl`` and
+    ``tensorboard.1``, or the next free number, and reports it on stderr. On a terminal a progress
+    bar is drawn (with ``rich``, if installed); otherwise about twenty lines are printed.
 
-    With several processes all make a RunLog and call :meth:`step`; process 0 writes and prints.
+    With several processes all create a RunLog and call :meth:`step`; process 0 writes and prints.
 
     Args:
-      out: folder of ``metrics.jsonl``; it is made.
+      out: folder of ``metrics.jsonl``; it is created.
       steps: number of the last step.
-      tokens_per_step: number of tokens in the batch, on all devices together.
-      flops_per_step: FLOPs of a step on all devices together, recomputed ones not counted.
+      tokens_per_step: number of tokens in the global batch.
+      flops_per_step: FLOPs of a step on all devices, without rematerialization.
       peak: peak FLOP/s of all devices together; None shows no MFU.
-      start: number of the last step that is done; 0 begins anew.
+      start: last completed step; 0 starts a new run.
       tensorboard: whether to write curves for TensorBoard into ``out / "tensorboard"``.
-      checkpoints: where a run that has failed can go on from, for :class:`NonFinite`.
-      stall_timeout: seconds without a step after which the process is ended, see
-        :class:`StallGuard`; None waits for ever.
+      checkpoints: the run's checkpoints, which :class:`NonFinite` names.
+      stall_timeout: seconds without a step after which the process ends, see :class:`StallGuard`;
+        None waits forever.
 
     Attributes:
-      history: on process 0, what ``metrics.jsonl`` has of each step, those before ``start`` too.
+      history: on process 0, the records of ``metrics.jsonl``, including those before ``start``.
 
     Raises:
       ImportError: ``tensorboard`` without tensorboardX.
@@ -115,7 +111,8 @@ class RunLog:
         self._guard = None if stall_timeout is None else StallGuard(stall_timeout)
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self.history: list[dict[str, Any]] = []
-        self._file = self._curves = self._progress = None
+        self._first, self._every = start + 1, max(1, steps // _LINES)
+        self._file = self._curves = self._bar = None
         if not is_main():
             return
         out = Path(out)
@@ -127,14 +124,13 @@ class RunLog:
         self.history = cut_metrics(out / METRICS, start)
         self._path = out / METRICS
         self._file = self._path.open("a")
-        self._progress = Progress(steps, start)
+        self._bar = _make_bar(steps, start)
         if writer is not None:
-            # Curves, too, go on where the run does.
             self._curves = writer(str(out / CURVES), purge_step=start + 1)
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
+        if self._bar is not None:
+            self._bar.start()
         if self._guard is not None:
             self._guard.__enter__()
         return self
@@ -142,31 +138,31 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         if self._guard is not None:
             self._guard.__exit__()
-        for each in (self._progress, self._curves):
-            if each is not None:
-                each.close()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._curves is not None:
+            self._curves.close()
         if self._file is not None:
-            # All lines are in the file, but one that has raised an error already.
+            # Every line has been flushed, except one that already raised an error.
             with contextlib.suppress(OSError):
                 self._file.close()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows and writes the metrics of step ``step``, which is finished; steps count from 1.
+        """Logs the metrics of the completed step ``step``; steps count from 1.
 
         Args:
-          step: its number, above the one before.
-          metrics: numbers on the host, ``loss`` and ``grad_norm`` among them.
+          step: its number, greater than the previous one.
+          metrics: numbers on the host, including ``loss`` and ``grad_norm``.
 
         Raises:
-          NonFinite: ``loss`` or ``grad_norm`` is infinite or not a number; on all processes.
-          OSError: there is no room for the line; going on from a checkpoint cuts off what is left
-            of it.
-          ValueError: the step has been logged; ``loss`` or ``grad_norm`` is missing.
+          NonFinite: ``loss`` or ``grad_norm`` is infinite or NaN; on all processes.
+          OSError: the disk is full; resuming from a checkpoint removes a partial line.
+          ValueError: the step is already logged; ``loss`` or ``grad_norm`` is missing.
         """
         if not set(_FINITE) <= set(metrics):
             raise ValueError(f"metrics has {sorted(metrics)}: it needs {' and '.join(_FINITE)}")
         if step <= self._last:
-            raise ValueError(f"step is {step}: step {self._last} has been logged")
+            raise ValueError(f"step is {step}: step {self._last} is already logged")
         self._last = step
         if self._guard is not None:
             self._guard.alive()
@@ -183,19 +179,21 @@ class RunLog:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
-            raise _named(error, self._path) from error
+            raise _with_path(error, self._path) from error
         if self._curves is not None:
             for name, value in record.items():
                 if name != "step":
                     self._curves.add_scalar(name, value, step)
-        if self._progress is not None:
-            self._progress.update(step, self._text(record))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(record))
+        elif step in (self._first, self._steps) or step % self._every == 0:
+            print(f"step {step}/{self._steps}  {self._text(record)}", flush=True)
 
     def _speed(self) -> dict[str, float]:
-        """What the clock and the devices say; nothing of speed before the second step."""
+        """Throughput, MFU and memory; throughput from the second step on."""
         self._times.append(time.perf_counter())
         measured: dict[str, float] = {}
-        # The first step compiles, so speed is measured from its end on.
+        # The first step compiles, so the clock starts when it ends.
         if len(self._times) > 1:
             seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
             measured["tokens_per_second"] = self._tokens / seconds
@@ -211,7 +209,7 @@ class RunLog:
         if "tokens_per_second" in record:
             text += f"  {record['tokens_per_second']:,.0f} tokens/s"
             left = (self._steps - record["step"]) * self._tokens / record["tokens_per_second"]
-            if self._progress is not None and not self._progress.shows_time and left:
+            if self._bar is None and left:
                 text += f"  {duration(left)} left"
         if "mfu" in record:
             text += f"  MFU {record['mfu']:.1%}"
@@ -220,26 +218,49 @@ class RunLog:
         return text
 
 
-def device_memory() -> int | None:
-    """The most bytes that any device of this process has held so far; None if it does not say."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in stats if each and "peak_bytes_in_use" in each]
-    return max(peaks, default=None)
+def _make_bar(steps: int, start: int) -> Any:
+    """A rich progress bar with one task, or None without a terminal or without rich."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    from rich import progress
+
+    bar = progress.Progress(
+        progress.TextColumn("step {task.completed}/{task.total}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.fields[text]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bar.add_task("train", total=steps, completed=start, text="compiling")
+    return bar
+
+
+def duration(seconds: float) -> str:
+    """Human-readable time: ``40 s``, ``12 min``, ``3 h 5 min``, ``2 d 4 h``."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def cut_metrics(path: Path, start: int) -> list[dict[str, Any]]:
-    """Cuts the lines after step ``start`` off a ``metrics.jsonl``, and returns those that stay.
+    """Removes the lines after step ``start`` of a ``metrics.jsonl`` and returns the others.
 
-    A half line, which a killed run leaves, goes too.
+    A partial line, left by a killed run, is removed too.
     """
     records = read_metrics(path)
-    kept = [records[step] for step in sorted(records) if step <= start]
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+    remaining = [records[step] for step in sorted(records) if step <= start]
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in remaining))
+    return remaining
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Step -> what a ``metrics.jsonl`` has of it; a half line is left out."""
+    """Step -> record of a ``metrics.jsonl``, ignoring partial lines."""
     records: dict[int, dict[str, Any]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -250,15 +271,15 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> str:
-    """Renames what an earlier run has left, so that another one can write there.
+    """Renames the results of an earlier run so that another one can write there.
 
     Args:
-      folder: of both runs.
-      names: of files and folders that the other run will write. Those that are there and not empty
-        are renamed, all with the same number: ``metrics.jsonl`` to ``metrics.1.jsonl``.
+      folder: output folder of both runs.
+      names: files and folders that the new run writes. Those that exist and are not empty are
+        renamed, all with the same number: ``metrics.jsonl`` to ``metrics.1.jsonl``.
 
     Returns:
-      What was done, for people; "" if there was nothing.
+      A message, or "" if nothing was renamed.
     """
     names = list(names)
 
@@ -266,7 +287,7 @@ def set_aside(folder: Path, names: Iterable[str]) -> str:
         path = folder / name
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
-    there = [
+    found = [
         name
         for name in names
         if (folder / name).is_dir() or ((folder / name).exists() and (folder / name).stat().st_size)
@@ -274,19 +295,19 @@ def set_aside(folder: Path, names: Iterable[str]) -> str:
     number = 1
     while any(numbered(name, number).exists() for name in names):
         number += 1
-    for name in there:
+    for name in found:
         (folder / name).rename(numbered(name, number))
-    if not there:
+    if not found:
         return ""
-    moves = ", ".join(f"{name} is {numbered(name, number).name} now" for name in there)
-    return f"{folder} has an earlier run's results: {moves}"
+    moves = ", ".join(f"{name} -> {numbered(name, number).name}" for name in found)
+    return f"{folder} has an earlier run's results, renamed: {moves}"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file as a whole: a run that is killed leaves the old file or the new one.
+    """Writes a file atomically: a killed run leaves either the old or the new content.
 
     Raises:
-      OSError: it cannot be written, for want of room for example; the old file is as it was.
+      OSError: it cannot be written, for example on a full disk; the old file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     new = path.with_suffix(".new")
@@ -294,15 +315,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with new.open("wb") as file:
             file.write(data)
             file.flush()
-            # Or else a machine that fails may keep the new name and lose what it names.
+            # Otherwise a machine failure could keep the new name and lose its content.
             os.fsync(file.fileno())
         os.replace(new, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()
-        raise _named(error, path) from error
+        raise _with_path(error, path) from error
 
 
-def _named(error: OSError, path: Path) -> OSError:
-    """The error with the file's name, which the operating system does not say of a write."""
+def _with_path(error: OSError, path: Path) -> OSError:
+    """The error with the file's path, which an error of a write lacks."""
     return OSError(error.errno, error.strerror, str(path))
