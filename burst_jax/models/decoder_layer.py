@@ -99,7 +99,7 @@ class DecoderLayer(nnx.Module):
           rope: table of the tokens' positions.
           segment_ids: int32 ``[B, T]``, or None.
           window: of the layer's kind.
-          attention_fn: see :meth:`burst_jax.BurstAttention.attend_with`.
+          attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
           prefix_lengths: int32 ``[B]``, or None.
           remat: what this layer stores for its backward pass.
 
@@ -108,12 +108,12 @@ class DecoderLayer(nnx.Module):
           to its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        attended, aux = self.attention.attend_with(
-            attention_fn,
+        attended, aux = self.attention.attend(
             self.attention_norm(x),
             rope,
             segment_ids,
             local_window_size=None if window is None else (window - 1, 0),
+            attention_fn=attention_fn,
             prefix_lengths=prefix_lengths,
         )
         if self.post_attention_norm is not None:

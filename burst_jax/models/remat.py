@@ -81,7 +81,7 @@ def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
 
     Args:
       layer: ``(x, weights, frozen, shared, attention_fn) -> (x, aux)``. ``attention_fn`` replaces
-        ``ring_attention`` (:meth:`burst_jax.BurstAttention.attend_with`), and ``aux`` is what it
+        ``ring_attention`` (:meth:`burst_jax.BurstAttention.attend`), and ``aux`` is what it
         returns next to its output.
       remat: what is stored.
 

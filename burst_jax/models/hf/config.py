@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.layers.rope import DynamicRope
-from burst_jax.models.config import DecoderConfig, Remat
+from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
 from burst_jax.models.hf.ropes import without_options
@@ -48,10 +48,8 @@ def read_config(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
-    remat: Remat = "attention",
-    remat_layers: int | None = None,
-    mlp_chunks: int = 1,
     ignore: Collection[str] = (),
+    **fields: Any,
 ) -> tuple[DecoderConfig, Family, Multimodal | None]:
     """The decoder of a Hugging Face checkpoint's ``config.json``.
 
@@ -61,10 +59,8 @@ def read_config(
       folder: the checkpoint.
       dtype: of the computation; None is that of ``config.json``, or float32 if it has none.
       param_dtype: of the weights; None is ``dtype``.
-      remat: see :class:`DecoderConfig`.
-      remat_layers: see :class:`DecoderConfig`.
-      mlp_chunks: see :class:`DecoderConfig`.
       ignore: keys of ``config.json``, and of its RoPE, to ignore.
+      **fields: other fields of :class:`DecoderConfig`, like ``remat``.
 
     Returns:
       ``(config, family, multimodal)``; ``multimodal`` is the model of text and images that the
@@ -106,11 +102,9 @@ def read_config(
         family.read(values),
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
-        remat=remat,
-        remat_layers=remat_layers,
-        mlp_chunks=mlp_chunks,
         # Normalized, so that equal models have equal configs.
         hf_config=json.dumps(given, sort_keys=True),
+        **fields,
     )
     return config, family, multimodal
 
