@@ -56,16 +56,15 @@ def slow(*case):
 @pytest.mark.parametrize(
     ("sizes", "kind", "options"),
     [
-        ((1, 2, 1, 2, 2), AUTO, {}),
+        ((1, 2, 1, 2, 2), AUTO, {"accumulate": 2}),
         ((1, 2, 2, 2, 1), EXPLICIT, {}),
-        ((1, 2, 1, 2, 1), EXPLICIT, {"accumulate": 2}),
         ((None, 2, None, None, None), AUTO, {}),
         slow((1, 1, 1, 8, 1), AUTO, {}),
         slow((1, 1, 1, 3, 2), AUTO, {}),
         slow((1, 1, 2, 4, 1), AUTO, {}),
         slow((2, 1, 1, 2, 2), EXPLICIT, {}),
         slow((None,) * 5, AUTO, {}),
-        slow((1, 2, 1, 4, 1), AUTO, {"steps": 20}),
+        slow((1, 2, 1, 4, 1), EXPLICIT, {"steps": 20}),
     ],
     ids=str,
 )
