@@ -194,9 +194,7 @@ def test_wrong_folders_raise(tmp_path, adapter):
     model, written, there = adapter
     with pytest.raises(ValueError, match="model has no adapters: add some with add_lora; save wri"):
         save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(
-        FileNotFoundError, match=r"lacks adapter_config.json: pass the folder of a"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config.json: pass the folder of a"):
         load_adapter(model, tmp_path)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"adapter_config.json is \[\]: it must be a JSON object"):

@@ -234,6 +234,11 @@ def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, messa
 def test_options_that_are_absent_or_ignored(read):
     kinds = read("qwen3", layer_types=TYPES, sliding_window=8, use_sliding_window=True).layer_kinds
     assert [kind.window for kind in kinds] == [None, 8, None, 8]
+    last = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert [kind.window for kind in read("qwen2", **last).layer_kinds] == [None, None, None, 8]
+    short = {key: value for key, value in YARN.items() if key != "factor"}
+    rope = read("llama", rope_scaling=short, max_position_embeddings=512).layer_ropes[0]
+    assert (rope.factor, rope.old_positions) == (2.0, 256)
     plain = read("llama", rope_scaling=YARN)
     zeros = read("llama", rope_scaling=YARN | {"mscale": 0, "mscale_all_dim": 0.0})
     assert zeros.layer_ropes == plain.layer_ropes

@@ -84,9 +84,7 @@ def test_missing_or_damaged_files_raise(path, tmp_path):
     mesh = mesh_of(seq=1)
     whole = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(
-        ValueError, match=r"model.safetensors is not a safetensors file, or dam"
-    ):
+    with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file, or dam"):
         load(path, mesh=mesh)
     (path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks model.safetensors"):
@@ -99,9 +97,7 @@ def test_missing_or_damaged_files_raise(path, tmp_path):
     load(tmp_path / "s", mesh=mesh)
     kept = second.read_bytes()
     shutil.copy(first, second)
-    with pytest.raises(
-        ValueError, match=f"{second.name} and .*index.json do not agree: only one"
-    ):
+    with pytest.raises(ValueError, match=f"{second.name} and .*index.json do not agree: only one"):
         load(tmp_path / "s", mesh=mesh)
     second.write_bytes(kept)
     first.unlink()

@@ -288,12 +288,14 @@ def test_flops_of_frozen_weights():
 
 def test_any_optax_transformation_trains_adapters():
     mesh = mesh_of(fsdp=2, seq=2)
-    model = add_lora(base(mesh), RANK, targets="query")
+    model = add_lora(base(mesh), RANK, targets="query|out")
     _, params, state = init_train_state(
         model.config, optax.adafactor(1e-3), mesh, 0, params=nnx.state(model), rules=model.rules,
         layout="zigzag",
     )  # fmt: skip
     adapters = model.config.num_adapter_params
     assert sum(x.size for x in jax.tree.leaves(state)) < 3 * adapters
-    kernel = params["layers"]["attention"]["query"]["kernel_lora_a"]
-    assert kernel.sharding.spec == jax.P(None, ("fsdp", "seq"), None)
+    attention = params["layers"]["attention"]
+    spec = attention["query"]["kernel_lora_a"].sharding.spec
+    assert spec == jax.P(None, ("fsdp", "seq"), None)
+    assert attention["out"]["kernel_lora_b"].sharding.spec == jax.P(None, None, ("fsdp", "seq"))
