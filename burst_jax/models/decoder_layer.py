@@ -92,16 +92,10 @@ class DecoderLayer(nnx.Module):
         *,
         remat: Remat,
     ) -> tuple[jax.Array, Any]:
-        """Runs the layer.
+        """Runs the layer on the residual stream ``[B, T, D]``.
 
-        Args:
-          x: ``[B, T, D]``, the residual stream.
-          rope: table of the tokens' positions.
-          segment_ids: int32 ``[B, T]``, or None.
-          window: of the layer's kind.
-          attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
-          prefix_lengths: int32 ``[B]``, or None.
-          remat: what this layer stores for its backward pass.
+        ``window`` is that of the layer's kind, ``attention_fn`` that of
+        :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
           ``(x, aux)``: the residual stream after the layer, and what ``attention_fn`` returned next

@@ -51,25 +51,13 @@ def read_config(
     ignore: Collection[str] = (),
     **fields: Any,
 ) -> tuple[DecoderConfig, Family, Multimodal | None]:
-    """The decoder of a Hugging Face checkpoint's ``config.json``.
+    """The decoder of a checkpoint's ``config.json``, see :func:`burst_jax.models.load`.
 
     For a model of text and images this is the language model.
-
-    Args:
-      folder: the checkpoint.
-      dtype: of the computation; None is that of ``config.json``, or float32 if it has none.
-      param_dtype: of the weights; None is ``dtype``.
-      ignore: keys of ``config.json``, and of its RoPE, to ignore.
-      **fields: other fields of :class:`DecoderConfig`, like ``remat``.
 
     Returns:
       ``(config, family, multimodal)``; ``multimodal`` is the model of text and images that the
       decoder is part of, or None.
-
-    Raises:
-      FileNotFoundError: there is no ``config.json``.
-      ValueError: it is not JSON, or it lacks something.
-      NotImplementedError: an unsupported model family, option or value.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -112,20 +100,10 @@ def read_config(
 def config_json(
     config: DecoderConfig, dtype: DTypeLike, max_length: int | None
 ) -> tuple[dict[str, Any], Family]:
-    """A decoder's ``config.json`` and family.
+    """A decoder's ``config.json`` and family, see :func:`burst_jax.models.save`.
 
     A loaded decoder keeps the ``config.json`` of its checkpoint, with a new dtype and, if given,
     ``max_length``. For others it is that of the first family that can express the config.
-
-    Args:
-      config: the decoder's.
-      dtype: of the tensors.
-      max_length: ``max_position_embeddings``; None is that of the loaded checkpoint, or of a
-        dynamic RoPE.
-
-    Raises:
-      ValueError: no max_length where it is needed, or one that differs from a dynamic RoPE's.
-      NotImplementedError: no family can express the config.
     """
     name = jnp.dtype(dtype).name
     for rope in config.layer_ropes:

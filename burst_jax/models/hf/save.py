@@ -91,15 +91,7 @@ def write_folder(
     dtype: jnp.dtype,
     texts: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Writes tensors and JSON files into a new folder, see :func:`save`.
-
-    Args:
-      folder: a folder that does not exist, or is empty.
-      files: each file's tensors.
-      arrays: the weights by path.
-      dtype: of the tensors.
-      texts: the content of each JSON file.
-    """
+    """Writes tensors, from weights by path, and JSON files into a new folder, see :func:`save`."""
     writer = _Writer(folder, dtype)
     try:
         by_first_process(writer.begin)
@@ -245,16 +237,10 @@ def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
 def take_layer(
     weight: jax.Array, layer: jax.Array, *, mesh: Mesh, spec: PartitionSpec
 ) -> jax.Array:
-    """One layer of a stacked weight, sharded as its other dimensions are.
+    """One layer of a stacked weight ``[L, ...]``, sharded as its other dimensions are.
 
     A pipeline's stages shard the layers. The stage that has the layer sends it to the others, which
     add zeros, so that no device holds a whole stack.
-
-    Args:
-      weight: ``[L, ...]``, for L layers.
-      layer: index of the layer, int32.
-      mesh: the weight's.
-      spec: the weight's.
     """
     stages, *others = spec or (None,)
 
