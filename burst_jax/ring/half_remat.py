@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import stripe_of
-from burst_jax.parallel.platform import Target, current_target
+from burst_jax.layouts.permutation import stripe_size
+from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.local import with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Route, scores_per_step
@@ -161,7 +161,7 @@ def _check(request: Request, inputs: AttentionInputs) -> None:
 
 def _first_tokens(request: Request, inputs: AttentionInputs) -> int:
     """Number of tokens of a shard that are recomputed: half of them, up to a whole stripe."""
-    stripe = stripe_of(request.layout) or 1
+    stripe = stripe_size(request.layout) or 1
     return -(-inputs.q_length // (2 * stripe)) * stripe
 
 
@@ -171,7 +171,7 @@ def first_half(request: Request, tokens: int) -> Request:
     Of the layouts that those tokens can have, it is the one whose busiest devices have the least
     work: under a causal mask zigzag instead of contiguous, with a short window contiguous.
     """
-    if stripe_of(request.layout) is not None:
+    if stripe_size(request.layout) is not None:
         return request
     contiguous, zigzag = (
         dataclasses.replace(request, layout=layout) for layout in ("contiguous", "zigzag")

@@ -25,7 +25,7 @@ class Request:
 
     It is hashable, so that an eager call finds its compiled program by it. Platform and compute
     capability are not part of it, because one call may be traced for several
-    (:func:`burst_jax.parallel.platform.current_target`).
+    (:func:`burst_jax.parallel.target.current_target`).
 
     Attributes:
       spec: mask, score and dropout.

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.jax_compat import instantiated, primal_values
-from burst_jax.parallel.platform import Target, current_target
+from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.backward import backward
 from burst_jax.ring.derivatives import kernel_inputs, loop_results, reverse_mode_only
 from burst_jax.ring.forward import forward

@@ -26,7 +26,7 @@ from pallas_kernels import (
     xla,
 )
 from pallas_kernels.bounds import _summary
-from pallas_kernels.pallas_mosaic.configs import MosaicConfig
+from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
 T, S, N, K, H = 24, 40, 4, 2, 16
 
