@@ -26,7 +26,7 @@ from perplexity import start_of
 from run_options import make_mesh
 
 from burst_jax.data import TokenizerFile
-from burst_jax.parallel.platform import set_compiler_options
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.serving import Generator
 
 CPU_DEVICES = 8

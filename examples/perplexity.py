@@ -31,7 +31,7 @@ from run_options import make_mesh, one_device
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
-from burst_jax.parallel.platform import set_compiler_options
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
 from burst_jax.training.run_log import replace_file
 

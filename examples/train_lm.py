@@ -39,8 +39,9 @@ from run_options import SAMPLE_CONTEXT, RunConfig, flag, one_device, parse_args,
 
 from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.models import Decoder, abstract_decoder
-from burst_jax.parallel.first_process import by_first_process
-from burst_jax.parallel.platform import peak_flops, set_compiler_options
+from burst_jax.parallel.processes import by_first_process
+from burst_jax.parallel.target import peak_flops
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import (
     Batch,
     CheckpointError,

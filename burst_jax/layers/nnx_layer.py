@@ -22,11 +22,11 @@ from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
     flat_names,
-    gathered,
+    gather_explicit,
     inside_shard_map,
     resolve_mesh,
     sequence_axes,
@@ -316,7 +316,7 @@ class BurstAttention(nnx.Module):
         inside = inside_shard_map(sequence_axes(options))
         if not inside:
             self._check_explicit_heads()
-        layer = gathered(self)
+        layer = gather_explicit(self)
         if inside:
             query = project(layer.query, x)
             self._check_local_heads(query.shape[2])
@@ -430,7 +430,7 @@ def project(
     if linear.bias is not None:
         kernel = nnx.merge(*nnx.split(linear))
         kernel.bias, kernel.use_bias = None, False
-    out = sum_over(add_adapter(linear, x, kernel(x)), summed_over)
+    out = psum_manual(add_adapter(linear, x, kernel(x)), summed_over)
     return out if linear.bias is None else add_bias(out, linear.bias[...])
 
 

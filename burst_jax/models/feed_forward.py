@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.layers.lora import scaled_adapter
 from burst_jax.layers.nnx_layer import add_bias
 from burst_jax.models.remat import MLP_PRODUCTS
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.parallel.rules import LogicalAxes
 from pallas_kernels.arrays import vary, varying_axes
@@ -161,7 +161,7 @@ class GatedMLP(FeedForward):
         }
         x = x.astype(config.dtype)
         out = _mlp(static, *vary((x, weights), varying_axes(x, weights)))
-        out = sum_over(out, self.hidden_axis)
+        out = psum_manual(out, self.hidden_axis)
         bias = self.down.bias
         return out if bias is None else add_bias(out, bias[...])
 

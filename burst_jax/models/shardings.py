@@ -20,11 +20,11 @@ from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
     check_axes,
+    explicit_spec,
     flat_names,
-    only,
     resolve_mesh,
+    restrict_spec,
     sequence_axes,
-    split_as_it_is,
 )
 from burst_jax.parallel.rules import ShardingRules, check_divides
 from pallas_kernels import find
@@ -212,7 +212,7 @@ def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
     Gradients are summed over these axes of the batch and the sequence, so the weights are gathered
     layer by layer. Over other axes the whole stack is gathered before the first layer.
     """
-    own = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
+    own = restrict_spec(explicit_spec(weight, P(*[None] * weight.ndim)), over)
     return P(*(by_rule or explicit for by_rule, explicit in zip(spec, own, strict=True)))
 
 

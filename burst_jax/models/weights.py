@@ -94,7 +94,7 @@ def weight_specs(
         axes = logical_axes(path, config)
         if replicated:
             axes = tuple(None if name == "kv_heads" else name for name in axes)
-        found = rules.spec(axes, more_weight_axes=more_axes)
+        found = rules.spec(axes, extra_weight_axes=more_axes)
         check_divides(name_of(path), weight.shape, found, mesh)
         return found
 

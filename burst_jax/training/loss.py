@@ -15,10 +15,10 @@ from burst_jax.models.decoder import Decoder
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
     AxisNames,
+    explicit_spec,
     flat_names,
-    place_explicit,
+    reshard_explicit,
     resolve_mesh,
-    split_as_it_is,
     token_spec,
 )
 from burst_jax.parallel.rules import check_divides
@@ -96,12 +96,12 @@ def chunked_cross_entropy(
     _check(hidden, kernel, targets, weights)
     options = _options(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
     if kernel_spec is None:
-        kernel_spec = split_as_it_is(kernel, PartitionSpec(None, vocab_axis))
+        kernel_spec = explicit_spec(kernel, PartitionSpec(None, vocab_axis))
     check_divides("kernel", kernel.shape, kernel_spec, mesh)
     tokens = token_spec(batch_axis, seq_axis)
     # Hidden states are not resharded here, because that is expensive.
-    targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
-    kernel = place_explicit(kernel, mesh, kernel_spec)
+    targets, weights = (reshard_explicit(x, mesh, tokens) for x in (targets, weights))
+    kernel = reshard_explicit(kernel, mesh, kernel_spec)
     if frozen_kernel:
         kernel = lax.stop_gradient(kernel)
     local = jax.shard_map(

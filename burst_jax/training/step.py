@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from burst_jax.errors import check_integer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
-from burst_jax.parallel.platform import compiler_options as default_compiler_options
+from burst_jax.parallel.xla_options import compiler_options as default_compiler_options
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 from burst_jax.training.optimizer import Optimizer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_files import loader_of, reads_of, taken, write_arrays, write_lines
-from ports import free_port
+from local_processes import free_port
 
 from burst_jax.data import gather_state, merge_states, open_corpus, rows_of_process
 from burst_jax.training import make_batch

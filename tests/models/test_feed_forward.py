@@ -24,7 +24,7 @@ from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
 from burst_jax.models.hf.config import config_json
 from burst_jax.models.remat import keeps_mlp_products
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.rules import LogicalAxes
 
 B, T, D, M = 2, 12, 16, 24
@@ -165,7 +165,7 @@ class Mixture(FeedForward):
         hidden = jax.nn.silu(jnp.einsum("btd,edm->btem", x, self.up[...]))
         out = jnp.einsum("btem,emd->bted", hidden, self.down[...])
         out = jnp.einsum("bted,bte->btd", out, jax.nn.softmax(self.router(x)))
-        return sum_over(out, self.hidden_axis)
+        return psum_manual(out, self.hidden_axis)
 
     @classmethod
     def num_matmul_params(cls, config):

@@ -19,7 +19,7 @@ import reporting
 import run_options
 import train_lm
 from implementations import QUICK
-from ports import free_port
+from local_processes import free_port
 
 from burst_jax.training import make_train_step
 

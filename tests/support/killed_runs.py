@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
-from ports import free_port
+from local_processes import free_port
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train_lm.py"
 EVERY = 3  # Steps between two checkpoints.

@@ -21,7 +21,7 @@ from implementations import QUICK
 from meshes import mesh_of
 
 import burst_jax
-from burst_jax.parallel.platform import peak_flops
+from burst_jax.parallel.target import peak_flops
 from burst_jax.training import Checkpoints, NonFinite, Profile, RunLog, device_memory, run_log
 
 GOOD = {"loss": 2.0, "grad_norm": 1.0}

@@ -26,7 +26,7 @@ from burst_jax.models.hf.files import INDEX, SINGLE, safetensors
 from burst_jax.models.hf.tensors import Weight, weights_of
 from burst_jax.models.lora import merge_lora
 from burst_jax.models.weights import flat_weights
-from burst_jax.parallel.first_process import by_first_process
+from burst_jax.parallel.processes import by_first_process
 
 # Each file's tensors: (name, the weight, the layer or None).
 Files = dict[str, list[tuple[str, Weight, int | None]]]

@@ -1,4 +1,4 @@
-"""What the library asks of XLA, by platform, GPU and processes."""
+"""XLA options by platform, GPU and number of processes, as compiler options and in XLA_FLAGS."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import burst_jax
-from burst_jax.parallel import platform
+from burst_jax.parallel import xla_options
 
 MODE = "xla_gpu_collective_permute_mode"
 
 
 def options_on(kind, **options):
-    """Of a program for one GPU of a kind."""
+    """The options of a program for one GPU of this device name."""
     mesh = AbstractMesh((1,), ("seq",), abstract_device=AbstractDevice(kind, None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         return burst_jax.compiler_options(**options)
 
 
-def test_nothing_is_asked_of_other_platforms():
+def test_no_options_on_other_platforms():
     assert burst_jax.compiler_options() == {}
     assert burst_jax.compiler_options("cpu", peer_copies=True) == {}
 
@@ -35,17 +35,16 @@ def test_nothing_is_asked_of_other_platforms():
     [
         ("NVIDIA H200", 1, True),
         ("NVIDIA A100-SXM4-80GB", 1, True),
-        ("NVIDIA H200", 2, False),  # Copy engines reach the memory of one process.
-        ("NVIDIA GeForce RTX 4090", 1, False),  # Its driver lets no GPU read another's.
-        ("a GPU of tomorrow", 1, False),
+        ("NVIDIA H200", 2, False),  # Peer access is within one process.
+        ("NVIDIA GeForce RTX 4090", 1, False),  # No peer access.
+        ("an unknown GPU", 1, False),
     ],
 )
-def test_copy_engines_move_blocks_where_they_can(kind, processes, peer, monkeypatch):
+def test_copy_engines_are_used_with_nvlink_in_one_process(kind, processes, peer, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     options = options_on(kind)
     assert options["xla_gpu_enable_latency_hiding_scheduler"]
     assert (options.get(MODE) == "COLLECTIVES_PEER_MEMORY") == peer
-    # Told so, they do, or do not.
     assert MODE in options_on(kind, peer_copies=True)
     assert MODE not in options_on(kind, peer_copies=False)
 
@@ -62,8 +61,8 @@ PEER = f"--{MODE}=peer"
 
 @pytest.fixture
 def xla_flags(monkeypatch):
-    """XLA_FLAGS as a test sets it, in a process that seems to have no backend yet."""
-    monkeypatch.setattr(platform._xla_bridge, "backends_are_initialized", lambda: False)
+    """Sets XLA_FLAGS in a process whose backends seem not to have started."""
+    monkeypatch.setattr(xla_options, "backends_are_initialized", lambda: False)
 
     def set_to(text):
         monkeypatch.setenv("XLA_FLAGS", text)
@@ -83,51 +82,51 @@ def xla_flags(monkeypatch):
     ],
 )
 def test_flags_by_gpus_and_processes(kinds, processes, asked, peer, xla_flags):
-    options = platform._set_compiler_options(kinds, processes, asked)
+    options = xla_options._set_compiler_options(kinds, processes, asked)
     assert options == burst_jax.compiler_options("gpu", peer_copies=peer)
     assert os.environ["XLA_FLAGS"] == FLAGS + (f" {PEER}" if peer else "")
 
 
-def test_flags_are_set_once_and_the_users_stay(xla_flags):
+def test_flags_are_set_once_and_existing_flags_are_kept(xla_flags):
     xla_flags(" --xla_dump_to=/tmp/x  --xla_gpu_enable_latency_hiding_scheduler=false ")
-    first = platform._set_compiler_options(["NVIDIA H200"], 1, None)
+    first = xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
     flags = os.environ["XLA_FLAGS"].split()
     assert flags[:2] == ["--xla_dump_to=/tmp/x", "--xla_gpu_enable_latency_hiding_scheduler=false"]
     assert flags[2:] == [*FLAGS.split()[1:], PEER]
     want = burst_jax.compiler_options("gpu", peer_copies=True)
     assert first == want | {"xla_gpu_enable_latency_hiding_scheduler": "false"}
-    # Again, and too late for anything new: nothing changes, and the answer says what holds.
-    assert platform._set_compiler_options(["NVIDIA H200"], 1, None) == first
-    assert platform._set_compiler_options(["NVIDIA H200"], 1, False) == first
+    # Called again: nothing changes, and the flags in effect are returned.
+    assert xla_options._set_compiler_options(["NVIDIA H200"], 1, None) == first
+    assert xla_options._set_compiler_options(["NVIDIA H200"], 1, False) == first
     assert os.environ["XLA_FLAGS"].split() == flags
 
 
-def test_flags_that_come_too_late(monkeypatch):
+def test_flags_after_the_backends_have_started(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     jax.devices()
     message = (
-        "set_compiler_options comes too late, .*: call it before anything asks JAX for devices .*, "
-        r"or pass compiler_options=burst_jax.compiler_options\(\) to jax.jit"
+        "set_compiler_options is called too late, .*: call it before anything asks JAX for devices "
+        r".*, or pass compiler_options=burst_jax.compiler_options\(\) to jax.jit"
     )
     with pytest.raises(RuntimeError, match=message):
-        platform._set_compiler_options(["NVIDIA H200"], 1, None)
+        xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
     assert os.environ["XLA_FLAGS"] == ""
 
 
-def test_flags_that_cannot_be(xla_flags):
+def test_flags_that_cannot_be_set(xla_flags):
     with pytest.raises(ValueError, match=r"peer_copies is True, and there are 2 processes: .*None"):
-        platform._set_compiler_options(["NVIDIA H200"], 2, True)
+        xla_options._set_compiler_options(["NVIDIA H200"], 2, True)
     xla_flags("flags.txt")
     with pytest.raises(ValueError, match=f"XLA_FLAGS is 'flags.txt', the name of .*: {FLAGS} "):
-        platform._set_compiler_options(["NVIDIA H200"], 1, None)
+        xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
 
 
-def test_no_flags_where_there_is_no_gpu(monkeypatch):
+def test_no_flags_without_a_gpu(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(platform, "_gpu_kinds", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(xla_options, "_gpu_kinds", lambda: ["NVIDIA H200"])
     assert jax.config.jax_platforms == "cpu"
     assert burst_jax.set_compiler_options() == {}
-    monkeypatch.setattr(platform, "_gpu_kinds", list)
+    monkeypatch.setattr(xla_options, "_gpu_kinds", list)
     with jax_platforms(None):
         assert burst_jax.set_compiler_options() == {}
     assert "XLA_FLAGS" not in os.environ
@@ -144,7 +143,7 @@ def jax_platforms(value):
 
 
 def run_alone(program, **environment):
-    """What a program prints in a process of its own, which has no backend yet."""
+    """The lines that a program prints in a new process, whose backends have not started."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
@@ -156,8 +155,8 @@ def run_alone(program, **environment):
     return done.stdout.splitlines()
 
 
-def test_the_driver_says_which_gpus_there_are_and_no_backend_starts(tmp_path):
-    """With a driver's command in its place that lists two GPUs."""
+def test_gpus_are_read_from_the_driver_and_no_backend_starts(tmp_path):
+    """With an nvidia-smi that lists two GPUs."""
     command = tmp_path / "nvidia-smi"
     command.write_text(
         "#!/bin/sh\n"
@@ -168,12 +167,12 @@ def test_the_driver_says_which_gpus_there_are_and_no_backend_starts(tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     program = (
         "import os, burst_jax\n"
-        "from burst_jax.parallel import platform\n"
-        "platform.pathlib.Path.glob = lambda *_: iter(())\n"
-        "print(platform._gpu_kinds())\n"
+        "from burst_jax.parallel import xla_options\n"
+        "xla_options.pathlib.Path.glob = lambda *_: iter(())\n"
+        "print(xla_options._gpu_kinds())\n"
         "assert len(burst_jax.set_compiler_options()) == 4\n"
         "print(os.environ['XLA_FLAGS'])\n"
-        "print(platform._xla_bridge.backends_are_initialized())\n"
+        "print(xla_options.backends_are_initialized())\n"
     )
     lines = run_alone(program, PATH=path, JAX_PLATFORMS="cuda,cpu", XLA_FLAGS="")
     assert lines == [str(["NVIDIA H100 80GB HBM3"] * 2), f"{FLAGS} {PEER}", "False"]
@@ -181,7 +180,7 @@ def test_the_driver_says_which_gpus_there_are_and_no_backend_starts(tmp_path):
 
 GRADIENT = """
 import jax
-import burst_jax, compiled
+import burst_jax, compiled_programs as compiled
 
 def program(**options):
     mesh = compiled.gpu_mesh("a100", 4)
@@ -202,20 +201,19 @@ def program(**options):
 
 
 @pytest.mark.cuda_compiler
-def test_a_plain_jit_is_as_good_once_the_flags_are_set():
-    """XLA reads the flags: the same schedule, by copy engines, as with compiler options."""
+def test_flags_give_a_plain_jit_the_same_schedule_as_compiler_options():
+    """Overlapped permutes by copy engines, which a plain ``jax.jit`` does not have."""
     here = {}
     exec(GRADIENT, here)
     want, copies = here["program"](**burst_jax.compiler_options("gpu", peer_copies=True))
     assert copies
     assert all(kernels for kernels in compiled.beside(want))
-    # What a plain jax.jit makes otherwise.
     plain, plain_copies = here["program"]()
     assert not plain_copies
     assert not all(kernels for kernels in compiled.beside(plain))
     first = (
-        "from burst_jax.parallel import platform\n"
-        "platform._set_compiler_options(['NVIDIA A100-SXM4-80GB'] * 4, 1, None)\n"
+        "from burst_jax.parallel import xla_options\n"
+        "xla_options._set_compiler_options(['NVIDIA A100-SXM4-80GB'] * 4, 1, None)\n"
     )
     last = "print(program())"
     lines = run_alone(first + GRADIENT + last, JAX_PLATFORMS="cpu", XLA_FLAGS="")

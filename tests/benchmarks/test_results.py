@@ -1,4 +1,4 @@
-"""What the benchmark measured is kept whole or not at all, and drawn from its file anywhere."""
+"""Results: saved atomically, plotted, and the command line of ``benchmarks kernels``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import kernels, plot
 from benchmarks.results import Results, Row, replacing
 
-CANNOT = Row("causal, 32/8 heads", "Pallas example", note="NotImplementedError: no grouped heads")
+UNSUPPORTED = Row("causal, 32/8 heads", "Pallas example", note="NotImplementedError: no GQA")
 WRONG = Row("full", "triton", error=0.5, note="wrong: dq; not timed")
 RESULTS = Results(
     "NVIDIA H200",
@@ -25,7 +25,7 @@ RESULTS = Results(
     rows=[
         Row("full", "cuDNN", 595.25, 539.0, 3e-3),
         WRONG,
-        CANNOT,
+        UNSUPPORTED,
         Row("full", "new", 7.5, 690, 1e-3),
     ],
 )
@@ -35,11 +35,26 @@ def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_the_largest_error_decides():
+    """NaN and infinity are wrong, in any order."""
+    for errors, name, error in (
+        ({"out": 1e-3, "dq": 2e-3}, "", 2e-3),
+        ({"out": 1e-3, "dq": 2e-2}, "dq", 2e-2),
+        ({"out": math.nan, "dq": 1e-3}, "out", math.inf),
+        ({"out": 1e-3, "dq": math.nan}, "dq", math.inf),
+        ({"out": math.inf, "dq": 1e-3}, "out", math.inf),
+    ):
+        row = Row("case", "peer")
+        assert row.agrees(1e-2, {"out": 0.0}, errors) == (not name)
+        assert row.note == (f"wrong: {name}; not timed" if name else "")
+        assert row.error == error
+
+
 def same(a, b):
     return repr(a) == repr(b)  # NaN is not equal to itself
 
 
-def test_results_are_read_as_they_were_written(tmp_path):
+def test_saved_results_are_loaded(tmp_path):
     path = tmp_path / "new" / "h200.json"
     RESULTS.save(path)
     assert files(path.parent) == ["h200.json"]
@@ -53,13 +68,13 @@ def test_results_are_read_as_they_were_written(tmp_path):
     }
 
 
-def test_an_infinite_error_is_kept_as_null(tmp_path):
+def test_an_infinite_error_is_saved_as_null(tmp_path):
     rows = [dataclasses.replace(WRONG, error=math.inf)]
     dataclasses.replace(RESULTS, rows=rows).save(tmp_path / "a.json")
     assert math.isnan(Results.load(tmp_path / "a.json").rows[0].error)
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("before")
 
@@ -78,7 +93,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     assert files(tmp_path) == ["a.json"]
 
 
-def test_a_figure_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_figure_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     path.write_bytes(b"before")
 
@@ -94,7 +109,7 @@ def test_a_figure_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def run_command(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, arguments)])
     command.main()
 
 
@@ -110,18 +125,18 @@ def test_the_plot_command_draws_a_png(tmp_path, monkeypatch):
     assert 10_000 < len(drawn) < 500_000
 
 
-def test_the_figure_says_everything(tmp_path, monkeypatch):
+def test_the_figure_has_all_rows(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plot.figure_class(), "savefig", lambda self, *_, **__: drawn.append(self))
-    with pytest.raises(FileNotFoundError):  # Nothing was written, so nothing takes its place.
+    with pytest.raises(FileNotFoundError):  # Nothing was written.
         plot.draw(RESULTS, tmp_path / "a.png")
     (figure,) = drawn
     assert figure.get_suptitle() == "NVIDIA H200, bfloat16, jax 0.11.2"
     texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-    # The figure's order is the rows'; the last text of a panel is its ceiling's.
+    # In the order of the rows; the last text is the matmul's.
     assert texts == [
-        ["595", "wrong", "cannot", "7.5", "matmul 685"],
-        ["539", "wrong", "cannot", "690", "matmul 685"],
+        ["595", "wrong", "n/a", "7.5", "matmul 685"],
+        ["539", "wrong", "n/a", "690", "matmul 685"],
     ]
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
@@ -132,59 +147,57 @@ def test_the_figure_says_everything(tmp_path, monkeypatch):
         assert {bar.get_facecolor() for bar in axes.patches if bar.get_width()} <= colours
 
 
-def test_many_bars_carry_their_names(tmp_path, monkeypatch):
-    """More peers than colours: no legend, and no empty lines for what a case has not."""
+def test_many_bars_are_labelled(tmp_path, monkeypatch):
+    """More peers than colours: no legend, and no space for missing bars."""
     drawn = []
     monkeypatch.setattr(plot.figure_class(), "savefig", lambda self, *_, **__: drawn.append(self))
-    names = [f"way {i}" for i in range(9)]
+    names = [f"peer {i}" for i in range(9)]
     rows = [Row("long", name, 100.0 + i, 50.0, 1e-3) for i, name in enumerate(names)]
-    rows += [Row("short", "way 3", 90.0, 40.0, 1e-3), Row("short", "Ulysses, cuDNN", 80.0, 30.0)]
+    rows += [Row("short", "peer 3", 90.0, 40.0, 1e-3), Row("short", "Ulysses, cuDNN", 80.0, 30.0)]
     with pytest.raises(FileNotFoundError):
         plot.draw(dataclasses.replace(RESULTS, rows=rows, devices=4), tmp_path / "a.png")
     (figure,) = drawn
     assert not figure.legends
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["long", *names, "short", "way 3", "Ulysses, cuDNN"]
-    places = list(figure.axes[0].get_yticks())
-    assert places == sorted(places)
+    assert labels == ["long", *names, "short", "peer 3", "Ulysses, cuDNN"]
+    positions = list(figure.axes[0].get_yticks())
+    assert positions == sorted(positions)
     bars = [bar for bar in figure.axes[0].patches if bar.get_width()]
     assert len(bars) == len(rows)
     assert bars[-1].get_facecolor() != bars[-2].get_facecolor()
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (None, "No such file"),
-        ("{", "Expecting property name"),
-        ("[]", "'list' object is not a mapping|list indices"),
-        ("{}", "no 'rows'"),
-        ({"rows": []}, "it needs rows and a matmul above 0"),
-        ({"matmul": None}, "it needs rows and a matmul above 0"),
-        ({"matmul": "685"}, "matmul is '685': it must be a number or null"),
-        ({"device": 1}, "device is 1: it must be a string"),
-        ({"devices": 1.5}, "devices is 1.5: it must be an integer"),
-        ({"rows": [{"case": "full", "peer": "triton", "forward": 1.0}]}, "no 'both'"),
-    ],
+BAD_FILES = (
+    (None, "No such file"),
+    ("{", "Expecting property name"),
+    ("[]", "'list' object is not a mapping|list indices"),
+    ("{}", "missing 'rows'"),
+    ({"rows": []}, "it needs rows and a matmul above 0"),
+    ({"matmul": None}, "it needs rows and a matmul above 0"),
+    ({"matmul": "685"}, "matmul is '685': it must be a number or null"),
+    ({"device": 1}, "device is 1: it must be a string"),
+    ({"devices": 1.5}, "devices is 1.5: it must be an integer"),
+    ({"rows": [{"case": "full", "peer": "triton", "forward": 1.0}]}, "missing 'both'"),
 )
-def test_a_file_that_is_no_result_is_refused_with_its_name_and_a_remedy(
-    text, reason, tmp_path, monkeypatch
-):
+
+
+def test_bad_result_files(tmp_path, monkeypatch):
     path, good = tmp_path / "bad.json", tmp_path / "good.json"
-    if isinstance(text, dict):
-        RESULTS.save(good)
-        text = json.dumps({**json.loads(good.read_text()), **text})
-    if text is not None:
-        path.write_text(text)
-    message = rf"bad\.json is no result of the benchmark \(.*({reason}).*bench kernels --json "
-    with pytest.raises(ValueError, match=message):
-        Results.load(path)
-    with pytest.raises(SystemExit, match=message):
-        run_command(monkeypatch, "plot", path, tmp_path / "a.png")
+    RESULTS.save(good)
+    for text, reason in BAD_FILES:
+        if isinstance(text, dict):
+            text = json.dumps({**json.loads(good.read_text()), **text})
+        if text is not None:
+            path.write_text(text)
+        message = rf"bad\.json is not a result of a benchmark \(.*({reason}).*benchmarks kernels --"
+        with pytest.raises(ValueError, match=message):
+            Results.load(path)
+        with pytest.raises(SystemExit, match=message):
+            run_command(monkeypatch, "plot", path, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
 
-def test_a_figure_is_a_png_and_overwrites_nothing_else(tmp_path, monkeypatch, capsys):
+def test_a_figure_must_be_a_png(tmp_path, monkeypatch, capsys):
     RESULTS.save(tmp_path / "a.json")
     with pytest.raises(SystemExit):
         run_command(monkeypatch, "plot", tmp_path / "a.png", tmp_path / "a.json")
@@ -198,7 +211,7 @@ def without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_matplotlib(tmp_path, monkeypatch):
     without_matplotlib(monkeypatch)
     with pytest.raises(ImportError, match=r"pip install 'burst-jax\[examples\]'"):
         plot.draw(RESULTS, tmp_path / "a.png")
@@ -207,7 +220,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         run_command(monkeypatch, "plot", tmp_path / "a.json", tmp_path / "a.png")
 
 
-# --- the benchmark itself, with nothing measured -------------------------------------------------
+# --- benchmarks kernels, with faked measurements -------------------------------------------------
 
 
 def arguments(**given):
@@ -217,24 +230,24 @@ def arguments(**given):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Every implementation makes 400 TFLOP/s, but mosaic_sm90, which cannot do the third case."""
+    """All implementations have 400 TFLOP/s; mosaic_sm90 does not support the third case."""
     timed = []
 
-    def measure(problem, peer, make, limit):
-        if problem.case is kernels.CASES[2] and peer == "mosaic_sm90":
-            return Row(problem.case.name, peer, note="NotImplementedError: it cannot")
-        return Row(problem.case.name, peer, 400.0, 300.0, 1e-3)
+    def measure(inputs, peer, make, limit):
+        if inputs.case is kernels.CASES[2] and peer == "mosaic_sm90":
+            return Row(inputs.case.name, peer, note="NotImplementedError: no")
+        return Row(inputs.case.name, peer, 400.0, 300.0, 1e-3)
 
-    def local_times(problem, name):
-        timed.append((problem.case.name, name))
+    def local_times(inputs, name):
+        timed.append((inputs.case.name, name))
         return {"forward": 1.0, "carried": 1.1}
 
-    class Problem:
+    class KernelInputs:
         def __init__(self, case, dtype):
             self.case = case
 
     fakes = {
-        "measure": measure, "local_times": local_times, "Problem": Problem,
+        "measure": measure, "local_times": local_times, "KernelInputs": KernelInputs,
         "matmul_ceiling": lambda dtype: 685.0, "compute_capability": lambda: 9.0,
     }  # fmt: skip
     for name, fake in fakes.items():
@@ -243,14 +256,14 @@ def on_hopper(monkeypatch):
     return timed
 
 
-def test_a_run_is_kept_and_drawn(on_hopper, tmp_path, capsys):
+def test_results_are_saved_and_drawn(on_hopper, tmp_path, capsys):
     kernels.run(arguments(json=tmp_path / "a.json", png=tmp_path / "a.png"))
     rows = Results.load(tmp_path / "a.json").rows
     names = ["cuDNN", "Pallas example", "mosaic_sm90", "triton"]
     assert [(row.case, row.peer) for row in rows] == [
         (case, name) for case in ("full", "causal, 32/8 heads") for name in names
     ]
-    # What cannot do a case is not asked what its carry costs there.
+    # The carry is not timed for an unsupported case.
     assert on_hopper == [
         ("full", "mosaic_sm90"), ("full", "triton"), ("causal, 32/8 heads", "triton"),
     ]  # fmt: skip
@@ -258,16 +271,16 @@ def test_a_run_is_kept_and_drawn(on_hopper, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "a large matmul: 685 TFLOP/s" in printed
     assert "400 ( 58 %)" in printed
-    assert "triton: with the carry 1.100 of the time" in printed
+    assert "triton: with the carry 1.100 times as long" in printed
 
 
-def test_what_was_measured_outlives_an_interrupt(on_hopper, tmp_path, monkeypatch):
+def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
     measure = kernels.measure
 
-    def interrupted(problem, *rest):
-        if problem.case is kernels.CASES[2]:
+    def interrupted(inputs, *rest):
+        if inputs.case is kernels.CASES[2]:
             raise KeyboardInterrupt
-        return measure(problem, *rest)
+        return measure(inputs, *rest)
 
     monkeypatch.setattr(kernels, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -275,33 +288,23 @@ def test_what_was_measured_outlives_an_interrupt(on_hopper, tmp_path, monkeypatc
     assert {row.case for row in Results.load(tmp_path / "a.json").rows} == {"full"}
 
 
-def test_named_implementations_are_taken_as_named(on_hopper, tmp_path):
+def test_selected_implementations(on_hopper, tmp_path):
     kernels.run(arguments(json=tmp_path / "a.json", cases=[0], implementations=["triton"]))
     peers = [row.peer for row in Results.load(tmp_path / "a.json").rows]
     assert peers == ["cuDNN", "Pallas example", "triton"]
 
 
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(on_hopper, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_reported_before_measuring(on_hopper, tmp_path, monkeypatch):
     without_matplotlib(monkeypatch)
     monkeypatch.setattr(kernels, "matmul_ceiling", lambda dtype: pytest.fail("measured"))
     with pytest.raises(SystemExit, match="drawing needs matplotlib"):
         kernels.run(arguments(png=tmp_path / "a.png"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "names"),
-    [
-        (8.0, ["triton"]),
-        (8.9, ["triton"]),
-        (9.0, ["mosaic_sm90", "triton"]),
-        (10.0, ["triton"]),
-    ],
-)
-def test_the_implementations_say_where_they_run(capability, names):
-    assert kernels.gpu_implementations(capability) == names
-
-
-@pytest.mark.parametrize("capability", [None, 7.5])
-def test_a_gpu_on_which_nothing_runs_is_told_why(capability):
-    with pytest.raises(NotImplementedError, match=r"mosaic_sm90: it needs .*; triton: it needs"):
-        kernels.gpu_implementations(capability)
+def test_implementations_by_gpu():
+    for capability in (8.0, 8.9, 10.0):
+        assert kernels.gpu_implementations(capability) == ["triton"]
+    assert kernels.gpu_implementations(9.0) == ["mosaic_sm90", "triton"]
+    for capability in (None, 7.5):
+        with pytest.raises(NotImplementedError, match=r"mosaic_sm90: it needs .*; triton: it n"):
+            kernels.gpu_implementations(capability)

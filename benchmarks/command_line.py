@@ -1,4 +1,4 @@
-"""Checks that end a benchmark before it measures: GPUs, files to write, matplotlib."""
+"""Command-line options of the benchmarks, and checks before they measure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import jax
 from benchmarks import plot
 
 
-def need_gpus(what: str, least: int = 1) -> None:
-    """Ends the command unless JAX has at least ``least`` NVIDIA GPUs.
+def require_gpus(what: str, least: int = 1) -> None:
+    """Exits unless JAX has at least ``least`` NVIDIA GPUs.
 
-    A CPU would take hours and tens of gigabytes for the sizes that are measured, and its figures
-    would say nothing.
+    On a CPU the benchmarked sizes would take hours and tens of gigabytes.
 
     Args:
-      what: the command's name, for the message.
-      least: how many GPUs it needs.
+      what: the command, for the message.
+      least: required number of GPUs.
 
     Raises:
-      SystemExit: the message says how many GPUs are needed and what is there.
+      SystemExit: with the required number and what is present.
     """
     needs = "an NVIDIA GPU" if least == 1 else f"{least} or more NVIDIA GPUs"
     platform, count = jax.default_backend(), len(jax.devices())
@@ -33,11 +32,12 @@ def need_gpus(what: str, least: int = 1) -> None:
         raise SystemExit(f"{what} needs {needs}; JAX sees {count}")
 
 
-def need_outputs(json: Path | None = None, png: Path | None = None) -> None:
-    """Ends the command unless its files can be written, and a PNG can be drawn.
+def require_outputs(json: Path | None = None, png: Path | None = None) -> None:
+    """Exits unless the output files can be written, and a PNG can be drawn.
 
     Raises:
-      SystemExit: a folder that cannot be made or written, a file that is a folder, no matplotlib.
+      SystemExit: a folder that cannot be created or written, a path that is a folder, or no
+        matplotlib.
     """
     try:
         for path in (json, png):
@@ -57,13 +57,15 @@ def need_outputs(json: Path | None = None, png: Path | None = None) -> None:
 def positive(text: str) -> int:
     """An integer of 1 or more from the command line."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: it must be an integer of 1 or more")
     return int(text)
 
 
 def add_outputs(parser: Any, *, png: bool = True) -> None:
     """Adds ``--json`` and ``--png`` to a benchmark's command line."""
-    for_plot = ", for the command plot" if png else ""
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"keep the table here{for_plot}")
+    for_plot = ", for plot" if png else ""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"save the results here{for_plot}"
+    )
     if png:
-        parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the table here")
+        parser.add_argument("--png", type=plot.png, metavar="FILE", help="draw the results here")

@@ -1,12 +1,12 @@
-"""Query's, key's and value's weights as one matrix.
+"""Fused QKV: the projections of queries, keys and values as one matrix.
 
-A step of decoding has one token a row. XLA makes a product of one row with less than 10 million
-weights as a multiplication and a sum, in kernels that reach a third of the memory's rate, and keys'
-and values' weights are few where heads are grouped. One matrix of all three has enough, so
-its product stays one.
+A decoding step has one token per sequence. XLA computes a product of one row with less than 10
+million weights as a multiplication and a sum, in kernels that reach a third of the memory
+bandwidth, and the key and value projections are that small with grouped heads. The fused matrix is
+large enough to stay a matmul.
 
-On each device of the tensor axes a joined matrix has that device's query heads, then its key heads,
-then its value heads::
+On each device of the tensor axes the fused matrix has that device's query heads, then its key
+heads, then its value heads::
 
     [D, N, H], [D, K, H], [D, K, H]   ->   [D, N + 2 K, H]
 """
@@ -27,31 +27,31 @@ from burst_jax.models.decoder_layer import DecoderLayer
 NAMES = ("query", "key", "value")
 
 
-def join(kernels: tuple[jax.Array, ...], mesh: Mesh, spec: P) -> tuple[jax.Array, ...]:
-    """One layer's kernels, of which the first has all heads and the others none.
+def fuse(kernels: tuple[jax.Array, ...], mesh: Mesh, spec: P) -> tuple[jax.Array, ...]:
+    """One layer's kernels with all heads in the first, and no heads in the others.
 
     Args:
-      kernels: query's, key's and value's, ``[D, heads, H]``.
+      kernels: query, key and value, ``[D, heads, H]``.
       mesh: the devices.
-      spec: how each of them is split, and how the results are.
+      spec: the spec of each of them, and of the results.
     """
-    return _joined(mesh, spec)(*kernels)
+    return _fuse(mesh, spec)(*kernels)
 
 
 @functools.cache
-def _joined(mesh: Mesh, spec: P) -> Any:
+def _fuse(mesh: Mesh, spec: P) -> Any:
     def local(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.concatenate([query, key, value], 1), key[:, :0], value[:, :0]
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3))
 
 
-def use_joined(layer: DecoderLayer, query_heads: int) -> None:
-    """Lets a layer compute with a joined matrix, inside a ``shard_map``.
+def use_fused_qkv(layer: DecoderLayer, query_heads: int) -> None:
+    """Replaces a layer's projections by views of the fused matrix, inside a ``shard_map``.
 
     Args:
-      layer: whose query's kernel is the joined matrix.
-      query_heads: of this device.
+      layer: its query kernel is the fused matrix.
+      query_heads: number of query heads of this device.
     """
     attention, first = layer.attention, 0
     whole = attention.query.kernel[...]
@@ -62,9 +62,9 @@ def use_joined(layer: DecoderLayer, query_heads: int) -> None:
 
 
 class _Heads(nnx.Module):
-    """A projection that takes its heads from the product with the joined matrix.
+    """A projection that slices its heads from the product with the fused matrix.
 
-    Each of the three asks for that product; XLA makes equal operations once.
+    Each of the three computes that product; XLA deduplicates it.
     """
 
     def __init__(self, linear: nnx.LinearGeneral, whole: jax.Array, first: int, heads: int) -> None:
@@ -73,6 +73,6 @@ class _Heads(nnx.Module):
         self.out_features, self.dtype = linear.out_features, linear.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, heads, H]``; the bias is left out."""
+        """``[B, T, D]`` to ``[B, T, heads, H]``; without the bias."""
         product = jnp.einsum("btd,dnh->btnh", x.astype(self.dtype), self.whole[...])
         return product[:, :, self.first : self.first + self.heads]

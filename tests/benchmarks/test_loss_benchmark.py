@@ -1,4 +1,4 @@
-"""``bench loss``: what it calls right is right, and what is wrong is not timed."""
+"""``benchmarks loss``: float64 reference, and wrong results that are not timed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from benchmarks import loss
 
-SIZES = loss.Sizes(48, 32, 96)
+SHAPE = loss.LossShape(48, 32, 96)
 
 
 @pytest.fixture(scope="module")
-def problem():
-    return loss.Problem(SIZES)
+def inputs():
+    return loss.LossInputs(SHAPE)
 
 
-def test_truth_is_the_plain_formula(monkeypatch):
-    monkeypatch.setattr(loss, "_ROWS", 20)  # The last rows are fewer.
+def test_the_reference_is_the_formula(monkeypatch):
+    monkeypatch.setattr(loss, "_ROWS", 20)  # The last block is smaller.
     rng = np.random.default_rng(0)
     hidden, kernel = rng.standard_normal((48, 8)), rng.standard_normal((8, 30))
     targets = rng.integers(0, 30, 48).astype(np.int32)
@@ -40,24 +40,26 @@ def test_truth_is_the_plain_formula(monkeypatch):
 
 def arguments(**change):
     given = {
-        "tokens": SIZES.tokens, "features": SIZES.features, "vocab": SIZES.vocab,
+        "tokens": SHAPE.tokens, "features": SHAPE.features, "vocab": SHAPE.vocab,
         "dtype": "bfloat16", "kernel_dtype": "float32", "chunk_sizes": [16, 48], "json": None,
     }  # fmt: skip
     return argparse.Namespace(**given | change)
 
 
-def test_what_is_right_is_timed_and_kept(monkeypatch, tmp_path, capsys):
+def test_correct_losses_are_timed_and_saved(monkeypatch, tmp_path, capsys):
     def median_time(call):
         jax.block_until_ready(call())
         return 0.5
 
-    monkeypatch.setattr(loss, "need_gpus", lambda *_: None)
-    monkeypatch.setattr(loss, "matmul_ceiling", lambda _: 1e-12 * SIZES.flops)  # One a second.
+    monkeypatch.setattr(loss, "require_gpus", lambda *_: None)
+    monkeypatch.setattr(
+        loss, "matmul_ceiling", lambda _: 1e-12 * SHAPE.flops
+    )  # One matmul per second.
     monkeypatch.setattr(loss, "median_time", median_time)
     loss.run(arguments(json=tmp_path / "a.json"))
     record = json.loads((tmp_path / "a.json").read_text())
     assert (record["tokens"], record["kernel_dtype"]) == (48, "float32")
-    names = ["fused, chunks of 16", "fused, chunks of 48", "materialised logits"]
+    names = ["fused, chunks of 16", "fused, chunks of 48", "materialized logits"]
     assert [row["name"] for row in record["rows"]][:3] == names
     for row in record["rows"][:3]:
         assert not row["note"]
@@ -70,38 +72,28 @@ def test_what_is_right_is_timed_and_kept(monkeypatch, tmp_path, capsys):
     assert "500.0 (600%)" in printed
 
 
-@pytest.mark.parametrize(
-    ("wrong", "note"),
-    [
-        (lambda h, k, t: 1.1 * loss.materialised(h, k, t), "loss error 1.0e-01, gradient error 1."),
-        (
-            lambda h, k, t: loss.materialised(jax.lax.stop_gradient(h), k, t),
-            "gradient error 1.0e+00",
-        ),
-        (
-            lambda h, k, t: loss.materialised(h, k, t) * jnp.nan,
-            "loss error inf, gradient error inf",
-        ),
-    ],
-    ids=["all", "hidden", "nan"],
-)
-def test_what_is_wrong_is_not_timed(wrong, note, problem, monkeypatch):
+WRONG = {
+    "all": (lambda *x: 1.1 * loss.materialized(*x), "loss error 1.0e-01, gradient error 1."),
+    "hidden": (
+        lambda h, *x: loss.materialized(jax.lax.stop_gradient(h), *x), "gradient error 1.0e+00"
+    ),
+    "nan": (lambda *x: loss.materialized(*x) * jnp.nan, "loss error inf, gradient error inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "note"), WRONG.values(), ids=WRONG)
+def test_wrong_losses_are_not_timed(wrong, note, inputs, monkeypatch):
     monkeypatch.setattr(loss, "median_time", pytest.fail)
-    row = loss.measure(problem, "off", wrong)
+    row = loss.measure(inputs, "off", wrong)
     assert row["note"].startswith(f"wrong: {note}")
     assert row["both"] is row["value"] is None
     assert "wrong" in loss._line(row, 1.0)
     json.dumps(row, allow_nan=False)
 
 
-def test_what_a_peer_cannot_do_is_a_line_of_the_table(problem):
-    def refuse(hidden, kernel, targets):
+def test_unsupported_losses_are_notes(inputs):
+    def unsupported(hidden, kernel, targets):
         raise NotImplementedError("no such GPU")
 
-    row = loss.measure(problem, "off", refuse)
+    row = loss.measure(inputs, "off", unsupported)
     assert row["note"] == "NotImplementedError: no such GPU"
-
-
-def test_it_needs_a_gpu():
-    with pytest.raises(SystemExit, match="bench loss needs an NVIDIA GPU; JAX runs on 'cpu' here"):
-        loss.run(arguments())

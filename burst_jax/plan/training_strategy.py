@@ -1,39 +1,38 @@
-"""A way to train a decoder on a cluster: its mesh, and what is kept, recomputed and moved."""
+"""A strategy to train a decoder on a cluster: mesh, layout, rematerialization and offload."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
 
 from burst_jax.layouts.permutation import Layout
+from burst_jax.models.remat import Remat, remat_of_layers
 from burst_jax.parallel.rules import ShardingRules
-from burst_jax.plan.model import Cluster, Scheme
+from burst_jax.plan.cost_model import Strategy
+from burst_jax.plan.hardware import Cluster
+from burst_jax.training.adam import Moments
 
-if TYPE_CHECKING:
-    from burst_jax.models.remat import Remat
-    from burst_jax.training.adam import Moments
-
-Weights = Literal["split", "whole"]
+Weights = Literal["sharded", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How a training step is split over a cluster, and what its layers keep.
+class TrainingStrategy:
+    """How a training step is sharded over a cluster, and what its layers save.
 
     Attributes:
-      weights: "split" over the rows' and the tokens' devices, or "whole" on each of them.
-      rows: number of devices, or groups of them, that have rows of their own.
+      weights: "sharded" over the devices of batch and sequence, or "replicated" on each of them.
+      rows: number of devices, or groups of them, that the batch is sharded over.
       ring: sizes of the ring's mesh axes, the outer one first: ``(seq,)`` or ``(outer, inner)``.
-      tensor: number of devices that split heads, hidden features and vocabulary.
-      layout: the order of the tokens.
-      remat: what layers keep for the backward pass.
-      remat_layers: how many layers are "selective" if some are, see
+      tensor: number of devices that shard heads, hidden features and vocabulary.
+      layout: the layout.
+      remat: what layers save for the backward pass.
+      remat_layers: number of layers that are "selective" if only some are, see
         :class:`burst_jax.models.DecoderConfig`.
-      mlp_chunks: in how many chunks of tokens the feed-forward runs.
+      mlp_chunks: number of token chunks that the feed-forward runs in.
       moments: the memory that the optimizer's moments are in.
     """
 
@@ -54,11 +53,17 @@ class Way:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The mesh's axes and their sizes, outermost first."""
-        rows = {"fsdp" if self.weights == "split" else "data": self.rows}
+        """The mesh axes and their sizes, outermost first."""
+        rows = {"fsdp" if self.weights == "sharded" else "data": self.rows}
         ring = dict(zip(self._ring_axes, self.ring, strict=True))
         axes = rows | ring | {"tensor": self.tensor}
         return {name: size for name, size in axes.items() if size > 1 or name in ring}
+
+    @property
+    def name(self) -> str:
+        """Mesh and weights, as text."""
+        mesh = " ".join(f"{name}={size}" for name, size in self.mesh.items())
+        return f"{mesh} with {self.weights} weights"
 
     @property
     def _ring_axes(self) -> tuple[str, ...]:
@@ -66,15 +71,15 @@ class Way:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``init_train_state`` that say it, but for the mesh: plain values.
+        """The arguments of ``init_train_state`` but for the mesh, as plain values.
 
-        Weights that are split have ``rules``, the arguments of
+        For sharded weights they include ``rules``, the arguments of
         :class:`burst_jax.ShardingRules`.
         """
         axes = self._ring_axes
         seq = axes if len(axes) == 2 else axes[0]
         names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
-        if self.weights == "split":
+        if self.weights == "sharded":
             rules = {"data": None, "fsdp": names["fsdp"], "seq": seq, "tensor": names["tensor"]}
             return {"rules": rules, "layout": self.layout}
         given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
@@ -82,8 +87,8 @@ class Way:
 
     @property
     def weight_rules(self) -> ShardingRules:
-        """The mesh axes that split weights and batches, whether rules say it or arguments."""
-        if self.weights == "split":
+        """The rules that shard weights and batches, also where ``arguments`` has none."""
+        if self.weights == "sharded":
             return ShardingRules(**self.arguments["rules"])
         names = {name: name if name in self.mesh else None for name in ("data", "tensor")}
         return ShardingRules(fsdp=None, seq=None, **names)
@@ -97,16 +102,16 @@ class Way:
         )
 
     @property
-    def scheme(self) -> Scheme:
-        """How one attention is split along the sequence."""
+    def attention(self) -> Strategy:
+        """How the sequence of one attention is sharded."""
         name = "one device" if self.seq == 1 else "ring"
-        return Scheme("two-level ring" if len(self.ring) == 2 else name, self.ring, 1)
+        return Strategy("two-level ring" if len(self.ring) == 2 else name, self.ring, 1)
 
     def ring_cluster(self, cluster: Cluster) -> Cluster:
-        """The devices of one ring, and the links between them.
+        """The devices of one ring.
 
-        Devices along the tensor axis are neighbours, then those along the ring. Hosts that are
-        more than one run several processes, whose permutes copy engines cannot make.
+        Devices along the tensor axis are adjacent, then those along the ring. Several hosts run
+        several processes, between which copy engines cannot do permutes.
         """
         gpu = cluster.gpu
         if cluster.hosts > 1:
@@ -115,16 +120,14 @@ class Way:
         return Cluster(gpu, self.seq // inside, inside, cluster.host_link)
 
     def remats(self, layers: int) -> dict[Remat, int]:
-        """How many of the layers keep what, the first layers first."""
-        from burst_jax.models.remat import remat_of_layers
-
+        """The number of layers with each remat, in the order of the layers."""
         return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
 
     @property
     def flags(self) -> list[str] | None:
-        """The flags of ``examples/train_lm.py`` that say it; None if none do."""
-        copies = self.weights == "whole" and self.rows * self.seq > 1
-        if copies or len(self.ring) == 2:
+        """The flags of ``examples/train_lm.py`` for this strategy, or None if it has none."""
+        replicated = self.weights == "replicated" and self.rows * self.seq > 1
+        if replicated or len(self.ring) == 2:
             return None
         mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
         flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]

@@ -1,8 +1,6 @@
-"""The benchmarks measure what they say, and refuse to time what is wrong."""
+"""``benchmarks kernels``: FLOPs, float64 reference, and wrong results that are not timed."""
 
 from __future__ import annotations
-
-import argparse
 
 import dense
 import jax
@@ -21,25 +19,32 @@ SINKS = kernels.Case("sinks", 1, 128, 4, 2, 16, is_causal=True, sinks=True)
 SLOPES = kernels.Case("slopes", 1, 128, 4, 2, 16, is_causal=True, slopes=True)
 
 
-def kept(case):
+def unmasked(case):
     ids = case.segment_ids()
     window = case.options["local_window_size"]
     mask = dense.Mask(case.is_causal, window, segments=ids is not None)
     return mask.dense(ids, ids, case.length, case.length)[0]
 
 
-@pytest.mark.parametrize("case", [SMALL, PACKED, WINDOW, FULL], ids=lambda case: case.name)
-def test_scores_are_those_that_count(case):
-    """Causal masks are counted as half, without the half of the diagonal, as everywhere."""
-    diagonal = case.length / 2 if case.is_causal and case.window is None else 0
-    assert case.scores() == kept(case).sum() - diagonal
+def test_scores_are_the_unmasked_ones():
+    """Causal masks count as half, without half of the diagonal, as is usual."""
+    for case in (SMALL, PACKED, WINDOW, FULL):
+        diagonal = case.length / 2 if case.is_causal and case.window is None else 0
+        assert case.scores() == unmasked(case).sum() - diagonal, case.name
+
+
+def test_per_head_parameters():
+    """ALiBi slopes are 2^-8/N, 2^-16/N, ... 2^-8."""
+    np.testing.assert_allclose(SLOPES.per_head()["alibi_slopes"], [2**-2, 2**-4, 2**-6, 2**-8])
+    assert SINKS.per_head()["sink_logits"].shape == (4,)
+    assert FULL.per_head() == {}
 
 
 EVERY = [SMALL, PACKED, WINDOW, FULL, SINKS, SLOPES]
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
-def test_truth_is_dense_attention(case, monkeypatch):
+def test_the_reference_is_dense_attention(case, monkeypatch):
     monkeypatch.setattr(truth, "_ROWS", 32)
     rng, groups = np.random.default_rng(0), 2
     q, do = rng.normal(size=(2, case.length, groups, case.head_dim)).astype(np.float32)
@@ -48,32 +53,26 @@ def test_truth_is_dense_attention(case, monkeypatch):
     spec = AttentionSpec.of(case.head_dim**-0.5, left, 0 if case.is_causal else right)
     ids = case.segment_ids()
     tokens = jnp.arange(case.length, dtype=jnp.int32), None if ids is None else ids[:1]
-    numbers = {name: x[:groups] for name, x in case.per_head().items()}
-    got = truth.attention_and_gradients(spec, *tokens, q, k, v, do, numbers)
+    parameters = {name: x[:groups] for name, x in case.per_head().items()}
+    got = truth.attention_and_gradients(spec, *tokens, q, k, v, do, parameters)
     dlse = np.zeros((1, case.length, groups), np.float32)
-    args = q[None], k[None, :, None], v[None, :, None], kept(case)[None], do[None], dlse, None
+    args = q[None], k[None, :, None], v[None, :, None], unmasked(case)[None], do[None], dlse, None
     distance = dense.distances(case.length, case.length)
-    out, _, dq, dk, dv, *_ = dense.truth(*args, numbers, distance)
+    out, _, dq, dk, dv, *_ = dense.truth(*args, parameters, distance)
     for name, want in (("out", out[0]), ("dq", dq[0]), ("dk", dk[0, :, 0]), ("dv", dv[0, :, 0])):
         assert got[name].dtype == np.float64
         np.testing.assert_allclose(got[name], want, rtol=1e-10, atol=1e-12)
 
 
-def test_truth_needs_whole_blocks_of_rows():
+def test_the_reference_needs_whole_blocks():
     x = jnp.zeros((1500, 1, 16))
     at = jnp.arange(1500, dtype=jnp.int32)
     with pytest.raises(ValueError, match="the length is 1500: it must be a multiple of 1024"):
         truth.attention_and_gradients(AttentionSpec.of(1.0), at, None, x, x[:, 0], x[:, 0], x)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(SMALL, id=SMALL.name),
-        pytest.param(PACKED, id=PACKED.name, marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_right_is_timed(case, monkeypatch):
+@pytest.mark.parametrize("case", [SMALL, pytest.param(PACKED, marks=pytest.mark.slow)])
+def test_correct_results_are_timed(case, monkeypatch):
     times = iter((0.25, 0.5))
 
     def median_time(call):
@@ -81,23 +80,23 @@ def test_what_is_right_is_timed(case, monkeypatch):
         return next(times)
 
     monkeypatch.setattr(kernels, "median_time", median_time)
-    problem = kernels.Problem(case, jnp.dtype("bfloat16"))
-    row = kernels.measure(problem, "xla", lambda _: kernels.ours(case, "xla"), 1.2e-2)
+    inputs = kernels.KernelInputs(case, jnp.dtype("bfloat16"))
+    row = kernels.measure(inputs, "xla", lambda _: kernels.ours(case, "xla"), 1.2e-2)
     assert not row.note
     assert 0 < row.error < 1e-2
-    # Two products of scores forward, five backward; each score is H multiplications and additions.
+    # Two matmuls forward, five backward, of 2 H FLOPs per score.
     product = 2 * case.batch * case.heads * case.head_dim * case.scores()
     assert row.forward == pytest.approx(2 * product / 0.25 * 1e-12)
     assert row.both == pytest.approx(7 * product / 0.5 * 1e-12)
 
 
 @pytest.mark.parametrize("wrong", ["out", "dq", "dk", "dv"])
-def test_what_is_wrong_is_not_timed(wrong):
-    problem = kernels.Problem(SMALL, jnp.dtype("bfloat16"))
+def test_wrong_results_are_not_timed(wrong):
+    inputs = kernels.KernelInputs(SMALL, jnp.dtype("bfloat16"))
     right = kernels.ours(SMALL, "xla")
 
     def attend(q, k, v):
-        # Off by a tenth in one result alone.
+        # Only one result is off by a tenth.
         def scaled(x, name):
             stop = jax.lax.stop_gradient(x)
             return x * 1.1 - stop * 0.1 if name == wrong else x
@@ -105,49 +104,34 @@ def test_what_is_wrong_is_not_timed(wrong):
         out = right(scaled(q, "dq"), scaled(k, "dk"), scaled(v, "dv"))
         return out + jax.lax.stop_gradient(out) * 0.1 if wrong == "out" else out
 
-    row = kernels.measure(problem, "off", lambda _: attend, 1.2e-2)
+    row = kernels.measure(inputs, "off", lambda _: attend, 1.2e-2)
     assert row.note == f"wrong: {wrong}; not timed"
     assert np.isnan(row.forward)
 
 
-def test_the_forward_is_checked_alone_too():
-    """It is another program than the one that makes the gradients."""
-    problem = kernels.Problem(SMALL, jnp.dtype("bfloat16"))
+def test_the_forward_pass_is_checked_separately():
+    """Its program differs from that with the gradients."""
+    inputs = kernels.KernelInputs(SMALL, jnp.dtype("bfloat16"))
     right = kernels.ours(SMALL, "xla")
 
     def make(differentiated):
         return right if differentiated else lambda q, k, v: 1.1 * right(q, k, v)
 
-    row = kernels.measure(problem, "off", make, 1.2e-2)
+    row = kernels.measure(inputs, "off", make, 1.2e-2)
     assert row.note == "wrong: out; not timed"
 
 
-def test_what_a_peer_cannot_do_is_a_line_of_the_table():
-    problem = kernels.Problem(PACKED, jnp.dtype("bfloat16"))
-    row = kernels.measure(problem, "cuDNN", lambda _: kernels.cudnn(PACKED), 1.2e-2)
-    assert row.note == "NotImplementedError: it takes no segment ids"
+def test_unsupported_cases_are_notes():
+    inputs = kernels.KernelInputs(PACKED, jnp.dtype("bfloat16"))
+    row = kernels.measure(inputs, "cuDNN", lambda _: kernels.cudnn(PACKED), 1.2e-2)
+    assert row.note == "NotImplementedError: no segment ids"
     assert "NotImplementedError" in kernels._line(row, 1.0)
-    with pytest.raises(NotImplementedError, match="neither windows nor grouped heads"):
+    with pytest.raises(NotImplementedError, match="no windows, no grouped heads"):
         kernels.pallas_example(WINDOW, False)
 
 
-def test_it_needs_a_gpu():
-    with pytest.raises(SystemExit, match="needs an NVIDIA GPU; JAX runs on 'cpu' here"):
-        kernels.run(argparse.Namespace(dtype="bfloat16", cases=[0], implementations=["xla"]))
-
-
-def test_unmasked_tables_visit_the_same_tiles():
+def test_unmasked_bounds_have_the_same_tiles():
     table = jnp.asarray([[[0, 2, 5, 6], [3, 3, 3, 9], [0, 0, 0, 0]]], jnp.int32)
     np.testing.assert_array_equal(
         kernels._unmasked(table), [[[0, 0, 6, 6], [3, 3, 9, 9], [0, 0, 0, 0]]]
     )
-
-
-def test_the_command_line_knows_its_benchmarks(monkeypatch, capsys):
-    from benchmarks import __main__ as command
-
-    monkeypatch.setattr("sys.argv", ["bench", "kernels", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 0
-    assert "window 4096 of 64K" in " ".join(capsys.readouterr().out.split())
