@@ -187,21 +187,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def gather_json(value: Any) -> list[Any]:
-    """The JSON values of all processes, by process index; a collective of their texts."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(text)] = text
-    texts = np.asarray(multihost_utils.process_allgather(padded))
-    return [
-        json.loads(row[: int(size)].tobytes())
-        for row, size in zip(texts, sizes.reshape(-1), strict=True)
-    ]
-
-
 def by_first_process(action: Callable[[], None]) -> None:
     """Calls ``action`` on process 0 only; all processes return when it has returned.
 
@@ -236,6 +221,21 @@ def _encode(error: Exception | None) -> np.ndarray:
         text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
         encoded[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
     return encoded
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process index; a collective of their texts."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    texts = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        json.loads(row[: int(size)].tobytes())
+        for row, size in zip(texts, sizes.reshape(-1), strict=True)
+    ]
 
 
 def _check(

@@ -32,17 +32,17 @@ from pallas_kernels import (
     mosaic_sm90,
     resolve,
 )
-from pallas_kernels.pallas_mosaic.configs import (
+from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
-    SLOTS,
     MosaicConfig,
     backward_config,
     float32_lanes,
     forward_config,
     result_lanes,
 )
-from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory, ScratchLayout
-from pallas_kernels.pallas_mosaic.static import ForwardStatic
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory, ScratchLayout
+from pallas_kernels.mosaic.sm90.static import ForwardStatic
+from pallas_kernels.mosaic.tile_scheduler import SLOTS
 
 DIMS = range(16, 257, 16)
 LEFT = 200
@@ -53,10 +53,10 @@ SPEC = AttentionSpec.of(scale=0.1, left=LEFT, right=0)
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward_tiles_fit(dim, float32):
     out_dtype = jnp.float32 if float32 else jnp.bfloat16
-    for bias_in_products, value_dim in itertools.product((False, True), DIMS):
+    for bias_in_accumulator, value_dim in itertools.product((False, True), DIMS):
         memory = ForwardMemory.of(
             forward_config(max(dim, value_dim)), dim, jnp.bfloat16, out_dtype, True,
-            bias_in_products, value_dim,
+            bias_in_accumulator, value_dim,
         )  # fmt: skip
         assert memory.nbytes <= 227 * 1024, value_dim
     assert dim % result_lanes(dim, float32) == 0
@@ -110,7 +110,7 @@ def test_copies_begin_where_the_copy_engine_can(dim):
     # No two share a number, nor one that says which tile a stage holds, nor a ticket.
     taken = [i for part in copied for i in range(part.start, part.start + part.size)]
     taken += [i for stage in range(scratch.stages) for i in scratch.tile_and_head(stage)]
-    taken += range(scratch.tickets, scratch.tickets + SLOTS)
+    taken += range(scratch.slots, scratch.slots + SLOTS)
     assert len(set(taken)) == len(taken)
     assert max(taken) < scratch.size
 
@@ -148,23 +148,23 @@ def test_configs_check_themselves(arguments, message):
     ids=["plain", "cap", "zero", "negative", "small", "tiny"],
 )
 def test_which_products_start_from_the_bias(scale, soft_cap, expected):
-    assert Score(scale, soft_cap).starts_products == expected
+    assert Score(scale, soft_cap).bias_can_start_products == expected
     _, q, _, kv, tokens = problem(t=64, s=64)
     per_head = {"alibi_slopes": jnp.ones(q.shape[2])}
     inputs = local_calls.inputs_of(q, kv[0], kv[1], *tokens, numbers=per_head)
     spec = AttentionSpec.of(scale, right=0, logits_soft_cap=soft_cap)
     config = forward_config(64)
-    static = ForwardStatic.of(inputs, spec, config, out_dtype=jnp.dtype("float32"), carried=False)
-    assert static.bias_in_products == expected
+    static = ForwardStatic.of(inputs, spec, config, out_dtype=jnp.dtype("float32"), has_carry=False)
+    assert static.bias_in_accumulator == expected
     assert static.adds_bias != expected
     without = ForwardStatic.of(
         inputs._replace(shared=SharedInputs()),
         spec,
         config,
         out_dtype=static.out_dtype,
-        carried=False,
+        has_carry=False,
     )
-    assert not without.bias_in_products
+    assert not without.bias_in_accumulator
     assert not without.adds_bias
 
 
@@ -177,7 +177,7 @@ def test_every_form_of_the_bias_is_the_bias(first):
     score, numbers = Score(0.1), {"alibi_slopes": jnp.float32(0.7)}
     exact = -np.float64(np.float32(0.7)) * (q - kv)
 
-    slope, start = score.bias_line(jnp.asarray(q, jnp.float32), numbers)
+    slope, start = score.affine_bias(jnp.asarray(q, jnp.float32), numbers)
     slope, start = np.float64(slope), np.asarray(start, np.float64)
     line, at_query = (np.float32(slope * at + start) for at in (kv, q))
     np.testing.assert_allclose(line - at_query, exact, rtol=1e-6, atol=0)
@@ -191,12 +191,12 @@ def test_a_kernel_refuses_tiles_that_are_not_its_own():
     _, q, do, kv, tokens = problem(t=64, s=64)
     stats = (jnp.zeros((2, 4, 64)),) * 2
     local = mosaic_sm90(MosaicConfig(64, 128, 2), MosaicConfig(64, 256, 2))
-    with pytest.raises(ValueError, match="block_q is 64: the forward kernel takes 128 or 192"):
+    with pytest.raises(ValueError, match="block_q is 64: the forward kernel supports 128 or 192"):
         forward(local, q, kv, tokens)
-    with pytest.raises(ValueError, match="block_kv is 256: the backward kernel takes 128"):
+    with pytest.raises(ValueError, match="block_kv is 256: the backward kernel supports 128"):
         backward(local, (q, do), kv, stats, tokens)
     local = mosaic_sm90(backward_config=MosaicConfig(64, 128, 2, cluster=2))
-    with pytest.raises(ValueError, match="cluster is 2: the backward kernel takes 1"):
+    with pytest.raises(ValueError, match="cluster is 2: the backward kernel supports 1"):
         backward(local, (q, do), kv, stats, tokens)
 
 
