@@ -336,7 +336,8 @@ def test_padding_to_a_length_that_the_devices_do_not_divide():
     array = jax.device_put(np.ones((2, 16)), jax.NamedSharding(mesh, P(None, "seq")))
     message = (
         r"the padded length is 18, .* sharded over the Explicit mesh axes \('seq',\), 4 devices, "
-        "which do not divide it: make num_shards a multiple of 4, or pad before the array is placed on the mesh"
+        "which do not divide it: make num_shards a multiple of 4, or pad before the array is "
+        "placed on the mesh"
     )
     with pytest.raises(ValueError, match=message):
         pad_to_layout(array, "zigzag", 3)

@@ -274,7 +274,7 @@ MISTAKES = {
     ),
     "an axis of another name": (
         lambda: ShardingRules.of(mesh_of(rows=2)),
-        r"the mesh has an axis 'rows': ShardingRules\.of knows data, fsdp, seq, tensor, stage",
+        r"the mesh has an axis 'rows': ShardingRules\.of accepts data, fsdp, seq, tensor, stage",
     ),
     "one axis twice": (
         lambda: ShardingRules(data="seq"),
@@ -290,7 +290,7 @@ MISTAKES = {
     ),
     "an unknown dimension": (
         lambda: ShardingRules().spec(("embed", "hats")),
-        r"'hats' is no.* logical name.*: use batch, tokens, embed, layers, heads",
+        r"'hats' is not a logical dimension name: use batch, tokens, embed, layers, heads",
     ),
     "no rules": (
         lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=cast(Any, "fsdp")),
