@@ -246,13 +246,6 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """One device's part of the call, inside a ``shard_map``, with this device's weights.
 
-        Args:
-          shardings: of the decoder.
-          tokens: int32 ``[B, T]``, this device's tokens.
-          positions: int32 ``[B, T]`` or ``[T]``.
-          segment_ids: int32 ``[B, T]``, or None.
-          prefix_lengths: int32 ``[B]``, or None.
-
         Returns:
           ``[B, T, D]``; with a pipeline, this stage's part of the batch.
         """

@@ -140,13 +140,8 @@ def decoder_shardings(
 ) -> DecoderShardings:
     """How a decoder's arrays are sharded.
 
-    Args:
-      weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      config: the decoder's.
-      options: its attention options.
-      rules: the mesh axes of the weights; with None ``tensor_axis`` shards them, and weights that
-        are sharded over Explicit axes keep these, too.
-      microbatches: number of microbatches; None is the number of stages.
+    Without rules ``tensor_axis`` shards the weights, and weights that are sharded over Explicit
+    axes keep these, too. ``microbatches`` None is the number of stages.
 
     Raises:
       ValueError: no mesh, axes that it lacks, sizes that do not divide.
@@ -184,10 +179,7 @@ def decoder_shardings(
 def reject_sharded(weights: Any, shardings: DecoderShardings) -> None:
     """Raises ValueError for a weight that is sharded over Auto axes which its own spec lacks.
 
-    Args:
-      weights: a decoder's state. An array's sharding is known outside of ``jit``; a
-        ``jax.ShapeDtypeStruct`` may have one.
-      shardings: the decoder's.
+    An array's sharding is known outside of ``jit``; a ``jax.ShapeDtypeStruct`` may have one.
     """
     paths = jax.tree_util.tree_leaves_with_path(weights)
     for (path, weight), spec in zip(paths, shardings.specs, strict=True):

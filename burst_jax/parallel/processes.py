@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -220,6 +221,21 @@ def _encode(error: Exception | None) -> np.ndarray:
         text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
         encoded[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
     return encoded
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process index; a collective of their texts."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    texts = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        json.loads(row[: int(size)].tobytes())
+        for row, size in zip(texts, sizes.reshape(-1), strict=True)
+    ]
 
 
 def _check(

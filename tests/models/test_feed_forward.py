@@ -197,5 +197,5 @@ def test_what_is_known_of_a_feed_forward_of_ones_own():
         config_json(MIXTURE, "float32", 64)
     with pytest.raises(NotImplementedError, match="feed_forward is Mixture: the planner knows Gat"):
         burst_jax.plan.training(MIXTURE, length=64, batch=8)
-    with pytest.raises(ValueError, match="feed_forward is 'moe': it must be a subclass of burst_"):
+    with pytest.raises(ValueError, match="feed_forward is 'moe': use a subclass of burst_jax"):
         dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore

@@ -72,14 +72,14 @@ def test_every_device_has_its_shard_of_the_batch(seen, case, data, seq):
 
 MISTAKES = {
     "own as whole": "batch differs between processes [0, 1]: every process must pass the same "
-    "whole batch; for rows that are the process's own, pass process_local=True",
+    "whole batch; if each passes its own sequences, use process_local=True",
     "own of shared rows": "batch differs between processes [0, 1], whose devices hold parts of the "
-    "same rows: pass the same rows",
+    "same sequences: pass the same sequences",
     "fewer": "batch has other names, dtypes or sizes on another process",
-    "indivisible": "batch has 3 rows: they must be a multiple of 2, the parts of mesh axes "
-    "('data',) that they are for; rows that are this process's own need process_local=True",
-    "indivisible own": "batch has 1 rows: they must be a multiple of 2, the parts of mesh axes "
-    "('data',) that they are for",
+    "indivisible": "batch has 3 sequences: use a multiple of 2, the shards of mesh axes "
+    "('data',); sequences of this process alone need process_local=True",
+    "indivisible own": "batch has 1 sequences: use a multiple of 2, the shards of mesh axes "
+    "('data',)",
     "segments on one": "make segment_ids on all processes or on none",
 }
 
@@ -94,7 +94,7 @@ def test_a_mistake_raises_on_both_processes(seen):
 def test_an_error_of_one_process_does_not_block_the_other(seen):
     first, second = (each["indivisible on one"] for each in seen)
     assert "batch has other names, dtypes or sizes on another process" in first
-    assert "batch has 3 rows: they must be a multiple of 2" in second
+    assert "batch has 3 sequences: use a multiple of 2" in second
 
 
 def test_save_completes_or_raises_on_all_processes(seen, folder):
@@ -149,7 +149,7 @@ def test_checkpoints_are_restored_by_other_numbers_of_processes(tmp_path, count)
         assert each["refused"]["5"].startswith("manifest.ocdbt: has 20 bytes, ")
         assert each["same"] == {"x": True, "mean": True, "keys": True}
         assert each["shards"] == 8 // count
-        assert "state has x on this process' devices alone: put it onto the mesh" in each["local"]
+        assert "state has x only on this process' devices: put it onto the mesh" in each["local"]
         assert "extra differs between processes: one copy of it is saved" in each["extra differs"]
         assert "y: not in the checkpoint" in each["other state"]
         assert each["there"] == ["5.refused", "6", "7"]
@@ -168,7 +168,7 @@ def test_a_full_disk_of_one_process_ends_all_and_keeps_the_last_checkpoint(tmp_p
         start = time.monotonic()
         assert full.returncode == 1
         assert f"checkpoint 2 could not be written to {tmp_path}: File too large" in errors
-        assert "the last good one is 1. Make room there" in errors
+        assert "the last good one is 1. Free disk space" in errors
         waiting.communicate(timeout=90)
         assert time.monotonic() - start < 2 * HEARTBEAT
     assert waiting.returncode != 0

@@ -103,5 +103,5 @@ def test_caches_that_cannot_be_loaded(tmp_path):
             refused(tmp_path / "run")
     largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(reversed(largest.read_bytes())))
-    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+    with pytest.raises(CheckpointError, match="content does not match its hash"):
         server.load_cache(folder)
