@@ -253,8 +253,8 @@ def test_one_document_is_full_and_its_neighbour_is_skipped():
 
 
 @pytest.mark.parametrize("window", [(None, None), (9, 4)], ids=["alone", "in-a-window"])
-def test_bounds_of_ranges_of_keys_cover_the_mask(window):
-    """Of all kinds: both ends, one of them, alike in all rows, empty ones, beside segments."""
+def test_bounds_of_kv_bounds_cover_the_mask(window):
+    """Both bounds, one of them, shared by all sequences, empty ones, with segments."""
     rng = np.random.default_rng(0)
     spec = AttentionSpec.of(1.0, left=window[0], right=window[1])
     t, s, tiles = 38, 58, Tiles(8, 16)
@@ -263,7 +263,7 @@ def test_bounds_of_ranges_of_keys_cover_the_mask(window):
         kv = tokens(np.arange(s), ids)
         q = tokens(np.arange(t), None if ids is None else ids[:, :t])
         starts, stops = key_ranges(rng, rows, s)
-        # Beside tiles of random ranges: one that is full, and one whose queries see nothing.
+        # Besides random ranges: a tile that is full, and one whose queries attend to nothing.
         starts[:, 8:16], stops[:, 8:16] = 0, s
         starts[0, 16:24], stops[0, 16:24] = s, 0
         q = q._replace(kv_starts=jnp.asarray(starts[:, :t]))

@@ -394,5 +394,5 @@ def test_a_query_without_keys_has_no_weight_and_no_nan():
     np.testing.assert_array_equal(np.asarray(lse), -np.inf)
     divisor, lse = softmax.finish(jnp.full((3,), -jnp.inf), total, "e")
     np.testing.assert_array_equal(np.asarray(lse), -np.inf)
-    # A masked score weighs nothing beside the first m.
+    # A masked score has no weight relative to the initial m.
     assert float(jnp.exp2(-jnp.inf - m[0])) == 0

@@ -299,5 +299,7 @@ def test_the_option_of_layers_is_not_the_argument_of_their_calls():
             jax.random.key(0), jnp.zeros((1, 8, 8)), jnp.arange(8)
         ),
     ):
-        with pytest.raises(ValueError, match="deterministic is True and dropout_rate 0.1: the opt"):
+        with pytest.raises(
+            ValueError, match=r"deterministic is True and dropout_rate 0.1: the opt"
+        ):
             make()
