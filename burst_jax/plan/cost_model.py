@@ -359,14 +359,14 @@ class CostModel:
         spent.total += 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth
         return spent
 
-    def _passes(self, rotates_query: bool, stops: int) -> int:
+    def _passes(self, rotates_query: bool, steps: int) -> int:
         """Bytes that the operations around the backward's kernels read and write.
 
         delta reads dO and out; dQ starts as zeros; gradients are read in float32 and rounded. For
         the rotating side, the local sum and one or two received ones are added.
         """
         itemsize = self._attention.itemsize
-        sums = min(stops, 3 if self._cluster.gpu.fused else 2)
+        sums = min(steps, 3 if self._cluster.gpu.fused else 2)
         q_sums, kv_sums = (sums, 1) if rotates_query else (1, sums)
         q = self._q * (8 * q_sums + itemsize) + self._out * 2 * itemsize
         return q + self._kv * (4 * kv_sums + itemsize)
