@@ -78,9 +78,7 @@ def test_other_keys_drop_other_weights_and_the_mean_is_attention_without_dropout
 def test_every_sequence_and_head_has_its_own_seed_on_a_mesh():
     """The weights that one device drops, with batch, heads and sequence sharded; gradients too."""
     rng = np.random.default_rng(0)
-    q, k, v, do = (
-        rng.normal(size=(2, 32, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4)
-    )
+    q, k, v, do = (rng.normal(size=(2, 32, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
     key = jax.random.key(9)
     seeds = jax.random.bits(key, (2, 4))
     factors = dense.dropout_factors(seeds, 0.4, np.arange(32), np.arange(32))

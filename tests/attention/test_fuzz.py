@@ -11,17 +11,12 @@ from __future__ import annotations
 import collections
 import contextlib
 
-import dense
-import functions
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import valid_calls as valid
 import wrong_calls as wrong
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from implementations import quick_jit
 
 import burst_jax
 
@@ -86,7 +81,7 @@ few_and_many = pytest.mark.parametrize("examples", [8, pytest.param(60, marks=sl
 
 
 def raised(program, call):
-    with context(program), pytest.raises(Exception) as error:  # noqa: B017, PT011
+    with context(program), pytest.raises(Exception) as error:  # noqa: PT011
         burst_jax.burst_attention(**call)
     # A subclass, like the errors of a tracer, is an accident.
     assert error.type in (ValueError, NotImplementedError), repr(error.value)

@@ -82,8 +82,8 @@ ACCEPTS = {
     ),
     **dict.fromkeys(("score_mod", "mask_mod"), lambda program, x: x is None or callable(x)),
     "query_offset": lambda program, x: (
-        (_is_size(abs(x)) and abs(x) < 2**30 if isinstance(x, int) and not isinstance(x, bool)
-        else isinstance(x, np.ndarray) and x.dtype == int)
+        _is_size(abs(x)) and abs(x) < 2**30 if isinstance(x, int) and not isinstance(x, bool)
+        else isinstance(x, np.ndarray) and x.dtype == int
     ),
     "scale": lambda program, x: x is None or (_is_number(x) and abs(x) <= 2.0**100),
     "logits_soft_cap": lambda program, x: (
