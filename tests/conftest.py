@@ -14,6 +14,7 @@ import sys
 import compiled_programs as compiled
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 _GPU = ("triton", "mosaic_sm90")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
@@ -39,6 +40,18 @@ if not ON_GPU:
 COMPILE_QUICKLY = not ON_GPU and not REPLAYING
 if COMPILE_QUICKLY:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# A program that was compiled once is read in every further run, also by the programs that tests
+# start. Processes share the folder; whoever reads a file that another one is writing compiles.
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+if not ON_GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ |= CACHE
+    jax.config.update("jax_compilation_cache_dir", CACHE["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # An implicit bfloat16 + float32 is a precision bug here, never a convenience.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -100,8 +113,12 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def compile_quickly(request):
     """On CPUs. What is compiled for a GPU is what a user's GPU would run."""
-    quickly = COMPILE_QUICKLY and request.node.get_closest_marker("cuda_compiler") is None
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    for_gpu = request.node.get_closest_marker("cuda_compiler") is not None
+    jax.config.update("jax_disable_most_optimizations", COMPILE_QUICKLY and not for_gpu)
+    # What the compiler reports of a program is not in the cache.
+    if jax.config.jax_enable_compilation_cache == for_gpu:
+        jax.config.update("jax_enable_compilation_cache", not for_gpu)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from burst_jax.layouts.permutation import check_layout
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
 
@@ -109,7 +109,7 @@ def parse_call(
         made["dropout_seeds"] = lax.bitcast_convert_type(bits, jnp.int32)
     if request.spec.calls_functions:
         names = ("batch_indices", "head_indices")
-        made |= dict(zip(names, Numbering.of(query), strict=True))
+        made |= dict(zip(names, GlobalIndices.of(query), strict=True))
     return Call(request, arrays, made)
 
 

@@ -24,13 +24,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.attention.validation import PER_HEAD, WINDOW_SIDES
-from burst_jax.ring.local import Keys, Queries, Shard
 from burst_jax.ring.request import Request
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    GlobalIndices,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+)
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 
-def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Shard:
+def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
     """One device's inputs of the ring.
 
     Args:
@@ -50,25 +56,24 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Shard:
         return request.positions_here(key.shape[1])[None] if own_kv is None else own_kv
 
     q_ids, kv_ids = _segment_ids(arrays, q_positions, kv_positions)
-    queries = Queries(
+    query_side = QuerySide(
         query,
-        q_ids,
-        key_starts=_kv_starts(arrays, q_positions),
-        key_ends=_kv_ends(arrays, q_positions),
         # Positions that differ between sequences are read by the bounds alone.
-        positions=own_q if own_q is not None and own_q.shape[0] == 1 else None,
+        own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
+        q_ids,
+        kv_starts=_kv_starts(arrays, q_positions),
+        kv_ends=_kv_ends(arrays, q_positions),
     )
-    numbering = None
+    indices = None
     if "batch_indices" in arrays:
-        numbering = Numbering(arrays["batch_indices"], arrays["head_indices"])
-    return Shard(
-        queries,
-        Keys(key, arrays["value"], kv_ids, own_kv),
-        {name: arrays[name] for name in PER_HEAD if name in arrays},
-        arrays.get("dropout_seeds"),
-        _block_table(arrays.get("block_mask")),
-        numbering,
-    )
+        indices = GlobalIndices(arrays["batch_indices"], arrays["head_indices"])
+    shared = SharedInputs(
+        dropout_seeds=arrays.get("dropout_seeds"),
+        block_mask=_block_mask(request, arrays.get("block_mask")),
+        indices=indices,
+    ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
+    kv_side = KVSide(key, arrays["value"], arrays.get("key_value_positions"), kv_ids)
+    return AttentionInputs(query_side, kv_side, shared)
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
@@ -87,15 +92,17 @@ def _per_sequence(x: jax.Array) -> jax.Array:
     return x[None] if x.ndim == 1 else x
 
 
-def _block_table(block_mask: jax.Array | None) -> jax.Array | None:
-    """A block-sparse mask as bool ``[N or 1, rows, columns]``.
+def _block_mask(request: Request, table: jax.Array | None) -> BlockMask | None:
+    """A block-sparse mask with a table bool ``[N or 1, rows, columns]``.
 
     A NumPy table is a constant of the program, and XLA folds what follows from constants: seconds
     for the sums over a large table. The barrier leaves them to the device.
     """
-    if block_mask is None:
+    if table is None:
         return None
-    return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
+    assert request.blocks is not None
+    table = lax.optimization_barrier(table if table.ndim == 3 else table[None])
+    return BlockMask(table, request.blocks.q_block, request.blocks.kv_block)
 
 
 def _segment_ids(

@@ -53,7 +53,7 @@ from burst_jax.parallel.mesh import (
     token_spec,
 )
 from pallas_kernels.arrays import as_int32
-from pallas_kernels.score import BIAS_NUMBERS
+from pallas_kernels.score import SCORE_PARAMETERS
 
 Array = jax.Array | np.ndarray
 # The largest ring size that is tried to identify the layout of given positions.
@@ -90,7 +90,8 @@ def refuse_wrong_order(
     """
     layout = options.get("layout", "contiguous")
     reads_positions = options.get("is_causal", False) or any(
-        options.get(name) is not None for name in ("local_window_size", *MASK_ARRAYS, *BIAS_NUMBERS)
+        options.get(name) is not None
+        for name in ("local_window_size", *MASK_ARRAYS, *SCORE_PARAMETERS)
     )
     if not reads_positions:
         return x

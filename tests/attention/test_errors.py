@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -110,6 +111,28 @@ def test_layers_of_different_scales_in_one_scan():
     gradient = jax.grad(lambda scale: (scanned(scale) ** 2).sum())(np.ones(1, np.float32))
     assert np.isfinite(gradient).all()
     assert (gradient != 0).all()
+
+
+def test_positions_of_every_sequence_by_a_map():
+    """The remedy for keys at other positions in each sequence: one sequence at a time."""
+    query, key, value = (jax.random.normal(jax.random.key(i), (B, T, N, H)) for i in range(3))
+    places, slopes = jnp.array([np.arange(T), np.arange(T)[::-1]]), jnp.ones(N)
+    options: Any = {"is_causal": True, "query_offset": T - 1, "alibi_slopes": slopes}
+
+    def of_one(sequence):
+        *arrays, at = (x[None] for x in sequence)
+        return burst_jax.local_attention(*arrays, key_value_positions=at[0], **options)[0]
+
+    got = jax.lax.map(of_one, (query, key, value, places))
+    flipped = [x.at[1].set(x[1, ::-1]) for x in (key, value)]
+    assert_close(got, burst_jax.local_attention(query, *flipped, **options))
+
+
+@pytest.mark.parametrize("name", ["query_offset", "query_positions", "key_value_positions"])
+def test_layers_do_not_accept_positions(name):
+    message = f"BurstAttention does not accept {name}: queries and keys a"
+    with pytest.raises(ValueError, match=message):
+        burst_jax.BurstAttention(16, 2, rngs=None, **{name: 3})  # pyrefly: ignore
 
 
 # --- dtypes --------------------------------------------------------------------------------------

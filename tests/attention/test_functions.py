@@ -20,7 +20,7 @@ from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
 import burst_jax
-from pallas_kernels import AttentionSpec, Mask, Operands, Score, Tokens, resolve
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, Mask, QuerySide, Score, resolve
 
 CASES = [
     a_case(3, "striped", "packed_causal", shard="63") | {"numbers": "both", "dropout": 0.3},
@@ -295,12 +295,12 @@ def test_hoppers_own_backward_takes_what_it_has_registers_and_instructions_for(
     dim, score_mod, chosen
 ):
     x: Any = jax.ShapeDtypeStruct((1, 128, 2, dim), jnp.bfloat16)
-    tokens = Tokens(jnp.arange(128, dtype=jnp.int32))
+    inputs = AttentionInputs(QuerySide(x), KVSide(x, x))
     spec = AttentionSpec(Mask(), Score(1.0, score_mod=score_mod))
 
     def choose(name):
         where = {"platform": "gpu", "compute_capability": 9.0, "backward": True, "spec": spec}
-        return resolve(name, operands=Operands(x, x, x, tokens, tokens), **where).name
+        return resolve(name, inputs=inputs, **where).name
 
     if chosen == "mosaic_sm90":
         assert choose("mosaic_sm90") == chosen

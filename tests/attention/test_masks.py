@@ -1,6 +1,6 @@
 """Masks by arrays, block-sparse masks, positions: tiles, traced windows, shardings, ring steps.
 
-That any of them together are exact on any ring is in test_fuzz.py, their mistakes in test_errors.py.
+test_fuzz.py shows that any of them are exact on any ring, test_errors.py has their mistakes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,21 @@ import burst_jax
 from burst_jax import local_attention, merge
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
-from burst_jax.layers.adapters import nnx_attention_fn
+from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.route import RingMask, make_route
 from burst_jax.ring.work import scores_by_stop
-from pallas_kernels import BlockMask, Mask, Operands, Tiles, Tokens, resolve, xla
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    KVSide,
+    Mask,
+    QuerySide,
+    SharedInputs,
+    Tiles,
+    resolve,
+    xla,
+)
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 ARRAYS, COTANGENTS = make_inputs()
@@ -408,12 +418,12 @@ def test_one_devices_attention_accepts_tables():
 
 def test_sm90_kernels_name_the_blocks_that_they_support():
     query: Any = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    nobody = Tokens(jnp.zeros(0, jnp.int32))
 
     def named(run: int, name: str | None = "mosaic_sm90") -> str:
         blocks = BlockMask(jnp.ones((1, 2, 2), bool), 64, 64, 64, run)
-        operands = Operands(query, query, query, nobody, nobody, block_mask=blocks)
-        where = {"platform": "gpu", "compute_capability": 9.0, "operands": operands}
+        sides = QuerySide(query), KVSide(query, query)
+        inputs = AttentionInputs(*sides, SharedInputs(block_mask=blocks))
+        where = {"platform": "gpu", "compute_capability": 9.0, "inputs": inputs}
         return resolve(name, **where, backward=True).name
 
     assert named(64) == "mosaic_sm90"

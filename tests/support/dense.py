@@ -180,7 +180,7 @@ def fused(
     """
     dtype, numbers = query.dtype, numbers or {}
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    batch, length, heads, _ = query.shape
+    batch, _, heads, _ = query.shape
     kv_heads = key.shape[2]
 
     def by_head(x):

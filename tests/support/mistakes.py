@@ -271,4 +271,10 @@ IMPOSSIBLE: Rows = [
      r"query_offset has shape \(2,\), and alibi_slopes reads positions: .*; pass a query_offset"),
     ({"query_positions": ids(B, T), "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
      r"query_positions has shape \(2, 16\), and dropout_rate reads positions: .*\(jax.lax.map\)"),
+    ({"block_mask": np.ones((4, 4), bool), "query_offset": 4},
+     "block_mask with query_offset, query_positions or key_value_positions: .*key_starts"),
+    ({"block_mask": np.ones((4, 4), bool), "query_positions": ids(T)},
+     "block_mask with query_offset, query_positions or key_value_positions: .*key_starts"),
+    ({"block_mask": np.ones((4, 4), bool), "key_value_positions": ids(T)},
+     "block_mask with query_offset, query_positions or key_value_positions: .*key_starts"),
 ]
