@@ -26,8 +26,7 @@ from burst_jax.training import (
 
 B, T = 3, 48
 LAYOUTS = [
-    *(("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped", 2), ("zigzag", 2)),
-    *(("striped:4", 2), ("striped:2", 4)),
+    *(("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped:4", 2)),
 ]
 
 
@@ -64,7 +63,7 @@ def nan_rows(places, ids, **options):
 def test_positions_in_the_layouts_order_are_never_refused(layout, n):
     rng = np.random.default_rng(n)
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
-    for _ in range(200):
+    for _ in range(60):
         ids, places = (to_layout(rows, layout, n) for rows in natural_rows(rng))
         assert refuse_wrong_order(x, places, ids, options) is x
     plain = positions(layout, T, n)
@@ -114,6 +113,17 @@ def test_positions_may_restart_inside_a_segment(layout, n, start, size):
     options = {"mesh": mesh_of(n), "layout": layout}
     assert refuse_wrong_order(x, places, ids, options | {"is_causal": True}) is x
     assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
+
+
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_positions_of_padding_are_not_checked(layout, n):
+    """An arange there, in the order of the array, contradicts nothing."""
+    ids = np.zeros((B, T), np.int32)
+    ids[1, :2], ids[2, T - 1] = 1, 1
+    ids, arange = to_layout(ids, layout, n), np.arange(T, dtype=np.int32)
+    x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
+    assert refuse_wrong_order(x, arange, ids, options) is x
+    assert not nan_rows(jnp.asarray(arange), jnp.asarray(ids), **options).any()
 
 
 MESHES = {

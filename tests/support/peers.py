@@ -20,7 +20,7 @@ from burst_jax.parallel.mesh import axes_size
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class PeerCase:
     """Random arrays, and what they may see of each other.
 
     Attributes:
@@ -42,7 +42,7 @@ class Problem:
 
 # Tests that follow each other ask for the same problem, and its answer takes up to a minute.
 @functools.lru_cache(maxsize=1)
-def solved(problem: Problem):
+def solved(problem: PeerCase):
     """``(arrays, cotangents, segment ids, truth, one device's results)``."""
     rng = np.random.default_rng(0)
     kind = jnp.dtype(problem.dtype)
@@ -59,7 +59,7 @@ def solved(problem: Problem):
     return (q, k, v), (do, dlse), ids, truth, one
 
 
-def assert_as_good_as_dense(mesh, problem: Problem, layout: Layout, **options: Any):
+def assert_as_good_as_dense(mesh, problem: PeerCase, layout: Layout, **options: Any):
     """Out, lse and gradients as exact as dense attention's on one device in the same dtype.
 
     Padded tokens get exactly zero out and gradients. ``options``: of ``burst_attention``, the
