@@ -170,15 +170,16 @@ def test_burst_attention_inside_shard_map():
 
 def test_ring_attention_names_its_own_arguments():
     q, mesh = zeros(B, T, N, H), make_mesh(seq=4)
-    for inside, axis, options, message in (
+    cases: list[tuple[bool, str | None, Any, str]] = [
         (False, "seq", {}, r"axis_name is 'seq', .*: call ring_attention inside a sh"),
         (False, None, {}, r"axis_name is None outside of a shard_map, .*: call burs"),
         (False, "seq", {"ulysses_axis": "seq"}, "ulysses_axis is 'seq', and so is axis_name"),
         (True, "heads", {}, r"axis_name is 'heads', the manual mesh axes .*'seq'"),
         (True, "seq", {"ulysses_axis": "heads"}, r"ulysses_axis is 'heads', the manual mesh axes"),
-    ):
+    ]
+    for inside, axis, options, message in cases:
 
-        def run(q, axis=axis, options=options):
+        def run(q, axis: Any = axis, options: Any = options):
             return burst_jax.ring_attention(q, q, q, axis, **options)
 
         spec = P(None, "seq")

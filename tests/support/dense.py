@@ -152,14 +152,14 @@ def truth(query, key, value, keep, do, dlse, *args, **options):
     The optional arguments are those of :func:`fused`. Queries that attend to nothing have lse -inf
     (or their sink), and its cotangent is dropped there.
     """
-    arrays = (np.asarray(x, np.float64) for x in (query, key, value))
-    cotangents = (np.asarray(x, np.float64) for x in (do, dlse))
-    return fused(*arrays, keep, *cotangents, *args, **options)
+    query, key, value, do = (np.asarray(x, np.float64) for x in (query, key, value, do))
+    return fused(query, key, value, keep, do, dlse, *args, **options)
 
 
 def one_device(query, key, value, keep, do, dlse, *args, **options):
     """The same as a fused kernel on one device computes it in the query's dtype, as float64."""
-    results = fused(*map(np.asarray, (query, key, value, keep, do, dlse)), *args, **options)
+    query, key, value, do = map(np.asarray, (query, key, value, do))
+    results = fused(query, key, value, keep, do, dlse, *args, **options)
     return [x.astype(np.float64) for x in results]
 
 
@@ -210,6 +210,7 @@ def fused(
     logits = np.where(keep, logits, np.where(some, wide.type(-np.inf), wide.type(0)))
     most = logits.max(-1, keepdims=True)
     lse = most + np.log(np.exp(logits - most).sum(-1, keepdims=True))
+    sinks = None
     if "sink_logits" in numbers:
         sinks = numbers["sink_logits"].astype(wide)[None, :, None, None]
         lse = np.where(some, np.logaddexp(lse, sinks), sinks)
@@ -232,9 +233,9 @@ def fused(
     of_numbers = []
     if "alibi_slopes" in numbers:
         of_numbers.append(-(dlogits * distance).sum((0, 2, 3)))
-    if "sink_logits" in numbers:
+    if sinks is not None:
         of_numbers.append(-(np.exp(sinks - lse) * delta).sum((0, 2, 3)))
-    if "sink_logits" not in numbers:
+    else:
         lse = np.where(some, lse, wide.type(-np.inf))
     lse = lse[..., 0].swapaxes(1, 2)
     return [out.swapaxes(1, 2), lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers]

@@ -261,13 +261,15 @@ def needed_spec(program: Program, name: str, ndim: int) -> P:
     """How a call's array is sharded, by what its arguments name."""
     axes = program.axes
     tokens = names_of(axes["seq_axis"]) + names_of(axes.get("ulysses_axis"))
-    of_letter = dict.fromkeys("TS", tokens) | dict.fromkeys("NK", axes.get("tensor_axis"))
+    of_letter: dict[str, Any] = dict.fromkeys("TS", tokens)
+    of_letter |= dict.fromkeys("NK", axes.get("tensor_axis"))
     of_letter["B"] = axes.get("batch_axis")
     if program.options.get("pad"):
         of_letter |= dict.fromkeys("TS")
-    letters = SHAPES.get(name, "N..." if name == "block_mask" and ndim == 3 else "")
-    letters = letters if name == "block_mask" else letters[len(letters) - ndim :]
-    return P(*(of_letter.get(letter) for letter in letters))
+    if name == "block_mask":
+        return P(of_letter["N"] if ndim == 3 else None)
+    letters = SHAPES.get(name, "")
+    return P(*(of_letter.get(letter) for letter in letters[len(letters) - ndim :]))
 
 
 def _placed(program: Program, name: str, x: Any) -> Any:
