@@ -5,6 +5,7 @@ differ between sequences become the same two numbers per query. A query at posit
 keys at positions ``kv_start <= p_k < kv_end``, the largest start and the smallest end of::
 
     local_window_size = (left, right), traced     p - left  ..  p + right + 1
+    attention_chunk_size = C              p // C * C        ..  p // C * C + C
     is_causal with prefix_lengths                           ..  max(p + 1, prefix)
     query positions that differ between sequences:
         local_window_size = (left, right)         p - left  ..  p + right + 1
@@ -61,8 +62,8 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionI
         # Positions that differ between sequences are read by the bounds alone.
         own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
         q_ids,
-        kv_starts=_kv_starts(arrays, q_positions),
-        kv_ends=_kv_ends(arrays, q_positions),
+        kv_starts=_kv_starts(request, arrays, q_positions),
+        kv_ends=_kv_ends(request, arrays, q_positions),
     )
     indices = None
     if "batch_indices" in arrays:
@@ -135,7 +136,7 @@ def _segment_ids(
 
 
 def _kv_starts(
-    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+    request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
 ) -> jax.Array | None:
     """Each query's first allowed key position, int32 ``[B or 1, T]``; None without a bound."""
     starts = []
@@ -143,11 +144,13 @@ def _kv_starts(
         starts.append(_per_sequence(arrays["key_starts"]))
     if WINDOW_SIDES[0] in arrays:
         starts.append(first_key_in_window(positions(), arrays[WINDOW_SIDES[0]]))
+    if request.chunk_size is not None:
+        starts.append(_chunk_start(positions(), request.chunk_size))
     return functools.reduce(jnp.maximum, starts) if starts else None
 
 
 def _kv_ends(
-    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+    request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
 ) -> jax.Array | None:
     """Each query's end of allowed key positions, ``[B or 1, T]``; None without a bound."""
     ends = []
@@ -157,4 +160,12 @@ def _kv_ends(
         ends.append(end_of_keys_in_window(positions(), arrays[WINDOW_SIDES[1]]))
     if "prefix_lengths" in arrays:
         ends.append(jnp.maximum(positions() + 1, arrays["prefix_lengths"][:, None]))
+    if request.chunk_size is not None and request.spec.mask.right != 0:
+        ends.append(_chunk_start(positions(), request.chunk_size) + jnp.int32(request.chunk_size))
     return functools.reduce(jnp.minimum, ends) if ends else None
+
+
+def _chunk_start(positions: jax.Array, chunk_size: int) -> jax.Array:
+    """The first position of each query's chunk; chunk 0 starts at position 0."""
+    size = jnp.int32(chunk_size)
+    return jnp.floor_divide(positions, size) * size

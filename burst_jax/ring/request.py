@@ -13,7 +13,7 @@ from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.rotation import RotationChoice
-from burst_jax.ring.route import RingMask, Route, Stop, make_route
+from burst_jax.ring.route import Chunks, RingMask, Route, Stop, make_route
 from pallas_kernels import AttentionSpec, Implementation
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import SCORE_PARAMETERS
@@ -41,6 +41,8 @@ class Request:
       query_offset: what comes onto the queries' positions in the layout; None where only arrays say
         what the positions are.
       blocks: what is static of a mask by blocks; None without one.
+      chunk_size: C of chunked attention; None without chunks. Per-query KV bounds mask the scores;
+        routes skip hops between chunks.
     """
 
     spec: AttentionSpec
@@ -54,6 +56,7 @@ class Request:
     deterministic: bool = False
     query_offset: int | None = 0
     blocks: Blocks | None = None
+    chunk_size: int | None = None
 
     @property
     def ring_size(self) -> int:
@@ -86,7 +89,11 @@ class Request:
 
         Positions that only arrays say are not known before the program runs: all scores are kept.
         """
-        blocks = self.blocks
+        blocks: Blocks | Chunks | None = None
+        if self.blocks is not None and self.blocks.bits is not None:
+            blocks = self.blocks
+        elif self.chunk_size is not None and self.query_offset is not None:
+            blocks = Chunks(self.chunk_size)
         return RingMask(
             self.ring_sizes,
             self.layout,
@@ -95,7 +102,7 @@ class Request:
             Mask() if self.query_offset is None else self.spec.mask,
             queries_travel,
             self.query_offset or 0,
-            None if blocks is None or blocks.bits is None else blocks,
+            blocks,
         )
 
     def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:

@@ -148,7 +148,8 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded(case):
     keep, segments = None, np.ones((batch, t), np.int32)
     if case == "segments":
         segments = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
-        ids = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), jnp.asarray(segments))
+        names = "query_segment_ids", "key_value_segment_ids"
+        ids = {name: jnp.asarray(segments) for name in names}
         keep = segments[:, None, :, None] == segments[:, None, None, :]
         keep &= segments[:, None, None, :] > 0
     shapes = ((batch, t, 4, 8), (batch, s, 2, 8), (batch, s, 2, 8), (batch, t, 4, 8))

@@ -26,7 +26,7 @@ class Mask:
     window: int | tuple[int | None, int | None] | None = None
     soft_cap: float | None = None
     segments: bool = False
-    ranges: bool = False
+    chunk: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -35,6 +35,7 @@ class Mask:
             "is_causal": self.is_causal,
             "local_window_size": self.window,
             "logits_soft_cap": self.soft_cap,
+            "attention_chunk_size": self.chunk,
         }
 
     def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
@@ -45,6 +46,8 @@ class Mask:
         q, kv = places(q_length, kv_length, **arrays)
         q, kv = q[:, :, None], kv[None, None, :]
         keep = np.ones((1, q_length, kv_length), bool)
+        if self.chunk is not None:
+            keep = keep & (q // self.chunk == kv // self.chunk)
         left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
         if left is not None:
             keep = keep & (kv >= q - left)

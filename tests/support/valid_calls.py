@@ -35,7 +35,7 @@ FEATURES = (
     *("is_causal", "window", "traced_window", "segments", "prefix_lengths", "query_seq_lengths"),
     *("key_value_seq_lengths", "key_starts", "key_ends", "block_mask", "key_value_positions"),
     *(*QUERY_POSITIONS, *READ_POSITIONS, "pad", "cap", "scale", "traced_scale", "sink_logits"),
-    *("value_dim", "deterministic"),
+    *("value_dim", "deterministic", "chunks"),
 )
 
 
@@ -138,6 +138,8 @@ def programs(draw, small=False, least=3):
         side = st.integers(t // 4, t + 3)
         window = st.one_of(side, st.tuples(side, side), st.tuples(side, st.none()))
         mask_arguments["local_window_size"] = draw(window)
+    if "chunks" in features:
+        mask_arguments["attention_chunk_size"] = draw(st.integers(max(1, t // 4), t + 3))
     fixed = {
         "is_causal": {"is_causal": True}, "cap": {"logits_soft_cap": 2.0}, "pad": {"pad": True},
         "deterministic": {"deterministic": True}, "traced_scale": {"scale": 1.0},
@@ -345,7 +347,8 @@ def _keep(program: Program, arrays: dict[str, Any]) -> np.ndarray:
     window = arrays.get("local_window_size", options.get("local_window_size"))
     sides = window if isinstance(window, tuple) else (window, window)
     left, right = (None if side is None else int(side) for side in sides)
-    mask = dense.Mask(is_causal=bool(options.get("is_causal", False)), window=(left, right))
+    causal, chunk = bool(options.get("is_causal", False)), options.get("attention_chunk_size")
+    mask = dense.Mask(is_causal=causal, window=(left, right), chunk=chunk)
     ids = given.get("query_segment_ids"), given.get("key_value_segment_ids")
     keep = mask.dense(*ids, sizes["T"], sizes["S"], **given)
     keep = keep[:, None] if keep.ndim == 3 else keep

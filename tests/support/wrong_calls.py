@@ -75,6 +75,7 @@ ACCEPTS = {
     "logits_soft_cap": lambda p, x: x is None or (_is_real(x) and 2.0**-60 <= x <= 2.0**60),
     "local_window_size": lambda p, x: x is None or _is_side(x) or (
         isinstance(x, tuple) and len(x) == 2 and all(map(_is_side, x))),
+    "attention_chunk_size": lambda p, x: x is None or (_is_int(x) and x > 0),
     "dropout_rate": lambda p, x: _is_real(x) and 0 <= x < 1,
 }
 # Mistakes that only some arguments have.
@@ -104,6 +105,7 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "mask_mod": (
         lambda b, h, p, c: p - c, lambda b, h, p, c: None, lambda b, h, p, c: jnp.zeros(2, bool),
     ),
+    "attention_chunk_size": (0, -3, 2.5, np.array([8]), jnp.int32(8)),
     "dropout_rate": (1, 1.0, -0.1, jnp.float32(0.1)),
     "dropout_key": (np.zeros((2, 2), np.uint32), jnp.zeros(2, jnp.int32)),
 }
