@@ -11,7 +11,11 @@ from __future__ import annotations
 import collections
 import contextlib
 
+import dense
+import functions
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import valid_calls as valid
 import wrong_calls as wrong

@@ -26,6 +26,7 @@ class Mask:
     window: int | tuple[int | None, int | None] | None = None
     soft_cap: float | None = None
     segments: bool = False
+    ranges: bool = False
     chunk: int | None = None
 
     @property
