@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 import valid_calls as valid
 import wrong_calls as wrong
-from hypothesis import HealthCheck, assume, find, given, settings
+from hypothesis import HealthCheck, Phase, assume, find, given, settings
 from hypothesis import strategies as st
 
 import burst_jax
 
-# The same examples in every run, without a database of earlier failures.
+# The same examples in every run. A failure is not shrunk: examples compile for seconds.
 SETTINGS = settings(
-    derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-)
+    derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 SEEDS = st.integers(0, 99)
 slow = pytest.mark.slow
 
