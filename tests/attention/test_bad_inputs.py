@@ -1,6 +1,6 @@
-"""What a training run is made of, given wrongly: mesh, rules, sizes, seed, optimizer, batches.
+"""Errors of training runs: mesh, rules, sizes, seed, optimizer, batches.
 
-Each message names the argument, its value and the remedy. Nothing here is compiled.
+Each message names the argument, its value and the remedy. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from burst_jax.training import (
 CONFIG = DecoderConfig(
     vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16
 )
-# Whatever is wrong is given as Any, as a caller without a type checker gives it.
+# Typed as Any, as for a caller without a type checker.
 optimizer_of: Any = make_optimizer
 batch_of: Any = make_batch
 text: Any = "adam"
@@ -186,7 +186,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("call", "message"), TABLE.values(), ids=TABLE)
-def test_bad_inputs_are_refused(call, message):
+def test_bad_inputs_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -222,7 +222,7 @@ def model():
 
 
 @pytest.mark.parametrize(("arguments", "message"), CALLS.values(), ids=CALLS)
-def test_bad_arrays_of_a_decoder_are_refused(model, arguments, message):
+def test_bad_arrays_of_a_decoder_raise(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         model(*arguments)
 

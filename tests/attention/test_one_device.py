@@ -83,7 +83,7 @@ def test_one_program_for_eager_calls():
 
 
 def attention_in_parts(count, query, key, value, segments, **options):
-    """Attention over ``count`` parts of the keys, merged. Their lengths differ."""
+    """Attention over ``count`` parts of the keys, of different lengths, merged."""
     q_ids, kv_ids = segments
     length = key.shape[1]
     ends = [0, *(length * (i + 1) // (count + 1) for i in range(count - 1)), length]
@@ -103,7 +103,7 @@ def attention_in_parts(count, query, key, value, segments, **options):
 
 @pytest.mark.parametrize(("count", "dtype"), [(2, "float32"), (3, "bfloat16")])
 def test_parts_of_the_keys_are_merged_exactly(count, dtype):
-    """Gradients too. Rows see no key in some parts, and padding sees none in any."""
+    """Gradients too. Some queries attend to no key of a part, padding to none at all."""
     case = a_local_case("packed", "xla", dtype=dtype)
     arrays, cotangents, segments = make_inputs(case)
 
@@ -206,7 +206,7 @@ def test_mistakes_of_merge():
             merge(*parts)
 
 
-def test_other_arguments_are_refused_by_name():
+def test_other_arguments_raise_by_name():
     arrays = zeros(B, T, N, H), zeros(B, T, K, H), zeros(B, T, K, H)
     attend: Any = local_attention
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_other_arguments_are_refused_by_name():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_arrays_of_several_devices_are_refused(kind):
+def test_arrays_of_several_devices_raise(kind):
     mesh = mesh_of(kind, data=2)
     query, key = zeros(B, T, N, H), zeros(B, T, K, H)
     split = jax.device_put(query, jax.NamedSharding(mesh, P("data")))

@@ -1,4 +1,4 @@
-"""``burst_attention(pad=True)``: lengths that a mesh does not divide."""
+"""``burst_attention(pad=True)``: lengths that the mesh does not divide."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_eager_calls_and_lengths_that_fit():
     assert jaxprs[0] == jaxprs[1]
 
 
-def test_what_cannot_be_padded_is_refused():
+def test_what_cannot_be_padded_raises():
     x = jnp.ones((1, 12, 2, 8))
     options: Any = {"mesh": mesh_of(seq=4), "pad": True}
     for layout in ("zigzag", "striped", "striped:4"):

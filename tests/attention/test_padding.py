@@ -1,4 +1,4 @@
-"""Padding never leaks: NaN and infinity in it change no bit of what live tokens get."""
+"""NaN and infinity in padding change no bit of other tokens' results."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ QUICK = ("triton-1", "xla-3-query")
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
-def test_what_lies_in_padding_changes_no_bit(name):
-    """Packed rows with padding before, between and after the documents, of grouped heads."""
+def test_values_in_padding_change_no_bit(name):
+    """Packed sequences with padding before, between and after documents; GQA."""
     case = CASES[name]
     (q, k, v), (do, dlse), segments = make_inputs(case)
     rng = np.random.default_rng(1)
@@ -60,8 +60,8 @@ def test_what_lies_in_padding_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", ["xla-3-query", "triton-1"])
-def test_rows_that_see_nothing_pass_on_no_cotangent_of_lse(name):
-    """Their lse is -inf, so a loss of it easily has a cotangent that is not a number."""
+def test_queries_that_attend_to_nothing_drop_the_cotangent_of_lse(name):
+    """Their lse is -inf, so a loss of it often has a NaN cotangent."""
     case = CASES[name]
     arrays, (do, dlse), (ids, _) = make_inputs(case)
     assert ids is not None

@@ -1,11 +1,11 @@
 """Cases that other projects test their own ring attention with.
 
-Small ones in the first tiers, in shapes that a CPU manages in a moment; all of them at the other
-projects' sizes in the tier ``replay``. Every one is held to this project's error bounds.
+Small ones in the quick and slow tiers; all of them at the other projects' sizes in the tier
+``replay``. All must meet this project's error bounds.
 
-Two more live elsewhere: flash_attn_jax's, that nothing is gathered and every permute lies beside a
-kernel, in tests/compiled/test_compiled.py; Flax's layers with ``attention_fn`` replaced in
-tests/layers/test_flax_adapters.py.
+Two more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a kernel)
+in tests/compiled/test_compiled.py, and Flax's layers with another ``attention_fn`` in
+tests/layers/test_attention_fn.py.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
 
 
 MESHES = [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2), (2, 4, 1), (1, 8, 1)]
-# Of a context axis of one device.
+# For one device on the context axis.
 SIZES = [(2, 256, 8, 128), (4, 512, 16, 64)]
 
 
 def whole_matrix():
-    """Every case, those of one problem behind each other: ``(problem, mesh, layout, options)``."""
+    """Every case, consecutive ones with one reference: ``(problem, mesh, layout, options)``."""
     cases = []
     for seq, (batch, each, heads, dim), groups, packed, mask in itertools.product(
         (2, 4, 8), SIZES, (1, 8), ({}, PACKED), ({}, CAUSAL, WINDOW)

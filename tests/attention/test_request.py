@@ -1,4 +1,4 @@
-"""Equal calls make equal records, and arrays with one entry per head go where the heads go."""
+"""Equal calls make equal requests; per-head parameters follow their heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(axes: Any = ("outer", "inner"), ulysses_axis: str | None = "heads", **
     )
 
 
-def test_a_request_says_all_that_is_static():
+def test_a_request_has_everything_static():
     request = parse(local_window_size=(9, 4), implementation="triton", backward="rotate_query")
     assert request == Request(
         spec=AttentionSpec.of(scale=0.25, left=9, right=0),
@@ -48,7 +48,7 @@ def test_a_request_says_all_that_is_static():
     assert (request.ring_size, request.token_devices) == (6, 24)
 
 
-def test_requests_without_a_ring_and_without_an_exchange():
+def test_requests_without_a_ring_or_ulysses():
     ulysses, ring = parse(axes=None), parse(axes="inner", ulysses_axis=None)
     assert (ulysses.ring_axes, ulysses.ring_size, ulysses.token_devices) == ((), 1, 4)
     assert (ring.ring_axes, ring.ring_size, ring.token_devices) == (("inner",), 3, 3)
@@ -69,10 +69,10 @@ def test_equal_calls_make_one_request():
         assert hash(parse(**one)) == hash(parse(**other))
 
 
-# --- arrays that have one entry per head ----------------------------------------------------------
+# --- per-head parameters -------------------------------------------------------------------------
 
 
-def test_flax_variables_per_head_stand_for_their_arrays():
+def test_flax_variables_are_per_head_parameters():
     """A model's own weights, as its module holds them; results and gradients are the array's."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 8, 4, 8)), jnp.float32)
@@ -94,7 +94,7 @@ def test_flax_variables_per_head_stand_for_their_arrays():
         np.testing.assert_allclose(gradients[name][...], truth, rtol=1e-5, atol=1e-7)
 
 
-def test_arrays_per_head_go_where_the_exchange_puts_their_heads():
+def test_per_head_parameters_follow_the_all_to_all():
     """Each device keeps the entries of its heads, and their gradient comes back to their places."""
     mesh = make_mesh(seq=2)
     x = np.random.default_rng(0).normal(size=(1, 4, 6, 3)).astype(np.float32)

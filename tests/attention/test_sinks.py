@@ -35,7 +35,7 @@ from burst_jax.models import (
     save,
 )
 
-# What config.json of gpt-oss says of its RoPE.
+# RoPE of gpt-oss's config.json.
 YARN = YarnRope(150000.0, factor=32.0, old_positions=4096, truncate=False)
 B, T, D, N, K, H = 2, 160, 48, 8, 2, 16
 WINDOW = 64
@@ -55,7 +55,7 @@ def gpt_oss_attention(params, x, window):
     if window is not None:
         hidden |= place[None, :] <= place[:, None] - window
     logits = jnp.where(hidden, -jnp.inf, logits)
-    # One more column, whose weight goes to no value.
+    # One more logit, without a value.
     column = jnp.broadcast_to(params["sinks"][None, :, None, None], (*logits.shape[:3], 1))
     weights = jax.nn.softmax(jnp.concatenate([logits, column], -1), -1)[..., :-1]
     out = jnp.einsum("bnts,bsnh->btnh", weights, v)
@@ -244,7 +244,7 @@ def test_sinks_of_bfloat16_weights_are_float32():
     np.testing.assert_array_equal(adapted(tokens, at), model(tokens, at))
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_errors(tmp_path):
     model: Any = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh())
     at = np.arange(32, dtype=np.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths has shape \(1,\), tokens \(4, 32\)"):

@@ -1,4 +1,4 @@
-"""The ring under JAX's transformations, called eagerly, and its options."""
+"""The ring under JAX's transformations, and called eagerly."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_permutes_in_the_gradient(wrap, backward, depth):
     assert permutes == FORWARD + again + BACKWARDS[backward]
 
 
-def test_forward_alone_keeps_nothing_for_a_gradient():
+def test_forward_alone_sends_nothing_more():
     arrays, _ = make_inputs()
     jaxpr = jax.make_jaxpr(attend(make_mesh(1, 4, 1), layout="contiguous"))(*arrays)
     assert count(jaxpr.jaxpr, "ppermute") == FORWARD
