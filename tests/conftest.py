@@ -133,7 +133,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Runs the garbage collector rarely: JAX's caches keep most objects that tracing makes alive."""
+    """Runs the garbage collector rarely: JAX's caches keep most objects of a trace alive."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

@@ -31,7 +31,7 @@ def relative_rms(got, want) -> float:
 
 
 def assert_close(got, want, limit: float = 1e-6) -> None:
-    """Asserts that every array of the pytree ``got`` equals ``want`` up to a relative RMS of ``limit``.
+    """Asserts that the arrays of two pytrees differ by a relative RMS of at most ``limit``.
 
     The default is float32 rounding. Five arrays are out, lse, dq, dk and dv: messages name them.
     """

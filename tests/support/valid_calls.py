@@ -80,10 +80,8 @@ class Program:
 
     def __repr__(self):
         kinds = "/".join(kind.name for kind in self.mesh.axis_types)
-        return (
-            f"Program({dict(self.mesh.shape)} {kinds}, in_context={self.in_context}, {self.axes}, "
-            f"{self.options}, {sorted(self.features)}, {self.sizes}, {self.dtype}, {self.placed})"
-        )
+        shown = {name: x for name, x in vars(self).items() if name != "mesh"}
+        return f"Program({dict(self.mesh.shape)} {kinds}, {shown})"
 
 
 @st.composite
@@ -94,11 +92,9 @@ def programs(draw, small=False, least=3):
     names = draw(st.permutations(list(sizes)))
     kinds = pick((AxisType.Auto, AxisType.Explicit, None))
     kinds = [kinds or pick((AxisType.Auto, AxisType.Explicit)) for _ in names]
-    count = math.prod(sizes.values())
-    mesh = jax.make_mesh(
-        tuple(sizes[name] for name in names), tuple(names), axis_types=tuple(kinds),
-        devices=jax.devices()[:count],
-    )  # fmt: skip
+    devices = jax.devices()[: math.prod(sizes.values())]
+    shape = tuple(sizes[name] for name in names)
+    mesh = jax.make_mesh(shape, tuple(names), axis_types=tuple(kinds), devices=devices)
     drawn = draw(st.lists(st.sampled_from(FEATURES), unique=True, min_size=least, max_size=12))
     features: set[str] = set()
     for name in drawn:
@@ -130,34 +126,30 @@ def programs(draw, small=False, least=3):
     kv_heads = pick([k for k in (1, 2, 3, ulysses) if not ulysses % k or not k % ulysses])
     group = pick([group for group in (1, 2, 3, ulysses) if not kv_heads * group % ulysses])
     tensor, dim = sizes.get("tensor", 1), pick((8, 16, 33) if not small else (1, 4))
-    mask_arguments: dict[str, Any] = {
+    options: dict[str, Any] = {
         "layout": layout,
         "backward": pick(("auto", "rotate_kv", "rotate_query")),
     }
     if "window" in features:
         side = st.integers(t // 4, t + 3)
         window = st.one_of(side, st.tuples(side, side), st.tuples(side, st.none()))
-        mask_arguments["local_window_size"] = draw(window)
+        options["local_window_size"] = draw(window)
     if "chunks" in features:
-        mask_arguments["attention_chunk_size"] = draw(st.integers(max(1, t // 4), t + 3))
-    fixed = {
-        "is_causal": {"is_causal": True}, "cap": {"logits_soft_cap": 2.0}, "pad": {"pad": True},
-        "deterministic": {"deterministic": True}, "traced_scale": {"scale": 1.0},
-        "dropout": {"dropout_rate": 0.3}, "score_mod": {"score_mod": functions.score_mod},
-        "mask_mod": {"mask_mod": functions.mask_mod},
-    }  # fmt: skip
-    for name in sorted(features & fixed.keys()):
-        mask_arguments |= fixed[name]
-    if "scale" in features:
-        mask_arguments["scale"] = pick((0.3, -0.2, 0.1))
+        options["attention_chunk_size"] = draw(st.integers(max(1, t // 4), t + 3))
+    flags = {"is_causal", "pad", "deterministic"}
+    options |= dict.fromkeys(sorted(flags & features), True)
+    options |= {name: f for name, f in functions.FUNCTIONS.items() if name in features}
+    numbers = {"cap": ("logits_soft_cap", 2.0), "traced_scale": ("scale", 1.0)}
+    numbers |= {"dropout": ("dropout_rate", 0.3), "scale": ("scale", pick((0.3, -0.2, 0.1)))}
+    options |= dict(numbers[name] for name in numbers if name in features)
     if not small or draw(st.booleans()):
         kernels = pick(("xla", "xla", "triton", "reference"))
-        mask_arguments["implementation"] = IMPLEMENTATIONS[kernels]
+        options["implementation"] = IMPLEMENTATIONS[kernels]
     return Program(
         mesh=mesh,
         in_context=draw(st.booleans()),
         axes=axes,
-        options=mask_arguments,
+        options=options,
         features=frozenset(features),
         sizes={
             "T": t, "S": draw(st.one_of(st.just(t), tokens)),
