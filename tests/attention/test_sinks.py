@@ -253,7 +253,7 @@ def test_errors(tmp_path):
         model(ROWS, at, prefix_lengths=PREFIXES.astype(np.float32))
     with pytest.raises(ValueError, match="prefix_lengths is a list: it must be an int32 array"):
         model(ROWS, at, prefix_lengths=[1, 2, 3, 4])
-    with pytest.raises(NotImplementedError, match=r"no family of models .*attention_sinks=True"):
+    with pytest.raises(NotImplementedError, match=r"no model family .*attention_sinks=True"):
         save(model, tmp_path, max_length=64)
     with pytest.raises(
         ValueError, match="does not accept sink_logits: sinks=True makes it a param"
