@@ -164,7 +164,8 @@ def test_the_reference_is_the_gradient_of_dense_attention():
     q, k, v = (rng.normal(size=shape) for shape in shapes)
     do, dlse = rng.normal(size=(batch, t, heads, 2)), rng.normal(size=(batch, t, heads))
     numbers = dense.per_head("both", heads)
-    distance, factors = dense.distances(t, s), 1.25 * (rng.random((batch, heads, t, s)) < 0.8)
+    distance = dense.distances(t, s).astype(np.float64)
+    factors = 1.25 * (rng.random((batch, heads, t, s)) < 0.8)
     score, keep = functions.on_all(batch, heads, np.arange(t), np.arange(s))
     given = keep, do, dlse, 2.0, numbers, distance, factors, score, 0.7
 

@@ -26,7 +26,6 @@ ARGUMENTS = tuple(inspect.signature(burst_jax.burst_attention).parameters)
 QKV = ("query", "key", "value")
 PER_HEAD = ("sink_logits", "alibi_slopes")
 IDS = ("query_segment_ids", "key_value_segment_ids")
-SIDES = (("query", IDS[0]), ("key", "value", IDS[1]))
 
 # fmt: off
 # Whatever a caller may pass by accident.
@@ -161,10 +160,15 @@ def length(program, call, draw):
     """T or S that the devices do not divide."""
     unit = math.lcm({"zigzag": 2, "striped:3": 3}.get(program.options["layout"], 1))
     unit *= math.prod(program.mesh.shape[x] for x in names_of(needed_spec(program, "key", 4)[1]))
-    if unit == 1 or call.get("pad"):
+    if unit == 1 or call.get("pad") or "block_mask" in call:
         return None
-    by = draw(st.integers(1, unit - 1))
-    return {n: longer(call[n], 1, by) for n in draw(st.sampled_from(SIDES)) if n in call}
+    by, letter = draw(st.integers(1, unit - 1)), draw(st.sampled_from("TS"))
+    changed = {}
+    for name, axes in SHAPES.items():
+        if name in call and letter in axes:
+            axis = axes.index(letter) - len(axes)
+            changed[name] = longer(call[name], axis, by)
+    return changed
 
 
 def one_side(program, call, draw):
@@ -263,4 +267,6 @@ def spelled(program: Program, call: dict[str, Any], draw) -> dict[str, Any]:
             same[name] = draw(st.sampled_from((np.asfortranarray(value), twice)))
     if program.in_context:
         same["mesh"] = draw(st.sampled_from((program.mesh, program.mesh.abstract_mesh)))
-    return {name: x for name, x in same.items() if x != () or name not in call}
+    return {
+        name: x for name, x in same.items() if name not in call or not isinstance(x, tuple) or x
+    }
