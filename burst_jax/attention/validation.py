@@ -346,8 +346,8 @@ def check_dropout(rate: Any, key: Any) -> tuple[float, jax.Array | None]:
     """``dropout_rate`` as a float, and ``dropout_key`` as a ``jax.random.key``.
 
     Raises:
-      ValueError: the rate is no probability below 1, or there is no key for a nonzero rate, or it is
-        not one key.
+      ValueError: the rate is not a probability below 1, there is no key for a nonzero rate, or it
+        is not one key.
     """
     if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)):
         raise ValueError(

@@ -193,44 +193,38 @@ def mistaken(**options):
     return burst_jax.local_attention(*map(jnp.asarray, ARRAYS), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"score_mod": 3}, "score_mod is 3: it must be a function, score_mod(score, batch, head"),
-        ({"mask_mod": np.ones((2, 2), bool)}, "it must be a function, mask_mod(batch, head"),
-        ({"score_mod": lambda s, *_: s - s.max()}, "does 'reduce_max': it sees one score at a"),
-        ({"score_mod": lambda s, *_: jnp.stack([s, s])}, "returns float32[2] for one score"),
-        ({"score_mod": lambda s, b, *_: b}, "returns int32[] for one score: it must return one fl"),
-        ({"mask_mod": lambda b, h, q, k: q - k}, "returns int32[] for one score: it must return"),
-        ({"mask_mod": lambda b, h, q, k: None}, "returns nothing for one score"),
-    ],
-)
-def test_errors_name_the_function(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mistaken(**options)
+# fmt: off
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"score_mod": 3}, "score_mod is 3: it must be a function, score_mod(score, batch, head"),
+    ({"mask_mod": np.ones((2, 2), bool)}, "it must be a function, mask_mod(batch, head"),
+    ({"score_mod": lambda s, *_: s - s.max()}, "does 'reduce_max': it sees one score at a"),
+    ({"score_mod": lambda s, *_: jnp.stack([s, s])}, "returns float32[2] for one score"),
+    ({"score_mod": lambda s, b, *_: b}, "returns int32[] for one score: it must return one fl"),
+    ({"mask_mod": lambda b, h, q, k: q - k}, "returns int32[] for one score: it must return"),
+    ({"mask_mod": lambda b, h, q, k: None}, "returns nothing for one score"),
+]
+LIMITS: list[tuple[dict[str, Any], str]] = [
+    ({"score_mod": lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h]},
+     "score_mod does 'dynamic_slice', which its kernels cannot do"),
+    ({"mask_mod": lambda b, h, q, k: jnp.asarray([True, False])[q % 2]},
+     "mask_mod does 'dynamic_slice', which its kernels cannot do"),
+    ({"score_mod": lambda s, b, h, q, k: s + s.astype(jnp.float8_e4m3fn).astype(s.dtype)},
+     "score_mod computes in float8_e4m3fn"),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"score_mod": lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h]},
-            "score_mod does 'dynamic_slice', which its kernels cannot do",
-        ),
-        (
-            {"mask_mod": lambda b, h, q, k: jnp.asarray([True, False])[q % 2]},
-            "mask_mod does 'dynamic_slice', which its kernels cannot do",
-        ),
-        (
-            {"score_mod": lambda s, b, h, q, k: s + s.astype(jnp.float8_e4m3fn).astype(s.dtype)},
-            "score_mod computes in float8_e4m3fn",
-        ),
-    ],
-)
-def test_kernels_name_the_operation_that_they_do_not_support(options, message):
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        mistaken(**options, implementation=IMPLEMENTATIONS["triton"])
-    assert np.isfinite(mistaken(**options)).all()
+def test_errors_name_the_function():
+    for options, message in MISTAKES:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            mistaken(**options)
+
+
+def test_kernels_name_the_operation_that_they_do_not_support():
+    for options, message in LIMITS:
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            mistaken(**options, implementation=IMPLEMENTATIONS["triton"])
+        assert np.isfinite(mistaken(**options)).all()
 
 
 def test_traced_captures_raise():
