@@ -2,8 +2,8 @@
 
 python examples/draw_ring.py docs/images
 
-ring.png: what travels, and how much each device works at each step under a causal mask.
-schedule.svg: which kernel runs on which device at which step, and what the links carry meanwhile.
+ring.png: what rotates, and the causal work of each device at each step, by layout.
+schedule.svg: kernels by device and step, and the transfers that overlap them.
 """
 
 import argparse
@@ -24,20 +24,22 @@ from pallas_kernels.mask import Mask
 
 N, LENGTH = 4, 256
 ROUTE = make_route(("seq",), RingMask((N,), "contiguous", LENGTH // N, LENGTH // N, Mask()))
-STAY, TRAVEL, GRADIENT = "#3b6ea8", "#b56a10", "#a8325a"
-# A colour for each block of keys and values; the block travels along a diagonal of the picture.
+STATIONARY, ROTATING, GRADIENT = "#3b6ea8", "#b56a10", "#a8325a"
+# One colour per K/V block, which moves along a diagonal of the picture.
 SHADES = ("#cfe0f3", "#fbe3c0", "#d5ecd2", "#e6d9f2")
 
 
 def draw_ring(axes: Axes) -> None:
-    """Draws four devices: Q, out and lse stay, K and V go round."""
+    """Draws four devices: Q, out and lse are stationary, K and V rotate."""
     centres = [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)]
     for device, (x, y) in enumerate(centres):
         box = FancyBboxPatch((x - 0.3, y - 0.26), 0.6, 0.52, boxstyle="round,pad=0.03", fc="white")
         axes.add_patch(box)
         axes.text(x, y + 0.15, f"device {device}", ha="center", va="center", fontsize=10)
-        axes.text(x, y, f"Q{device}  out  lse", ha="center", va="center", color=STAY, fontsize=9)
-        axes.text(x, y - 0.15, f"K{device}  V{device}", ha="center", va="center", color=TRAVEL)
+        axes.text(
+            x, y, f"Q{device}  out  lse", ha="center", va="center", color=STATIONARY, fontsize=9
+        )
+        axes.text(x, y - 0.15, f"K{device}  V{device}", ha="center", va="center", color=ROTATING)
         start = np.array([x, y])
         end = np.array(centres[(device + 1) % N])
         axes.add_patch(
@@ -46,14 +48,14 @@ def draw_ring(axes: Axes) -> None:
                 tuple(start + 0.58 * (end - start)),
                 arrowstyle="-|>",
                 mutation_scale=22,
-                color=TRAVEL,
+                color=ROTATING,
                 linewidth=2.5,
             )
         )
-    note = "every step:\npermute beside\nthe local kernel,\nmerge by\nlog-sum-exp"
+    note = "every step:\nlocal kernel,\noverlapped with\nthe permute;\nmerge by\nlog-sum-exp"
     axes.text(0, 0, note, ha="center", va="center", fontsize=9)
     axes.set(xlim=(-1.45, 1.45), ylim=(-1.4, 1.4), aspect="equal")
-    axes.set_title("K and V travel, queries stay")
+    axes.set_title("K and V rotate, Q is stationary")
     axes.axis("off")
 
 
@@ -69,7 +71,7 @@ def causal_work(layout: str) -> np.ndarray:
 
 
 def draw_work(axes: Axes, layout: str) -> None:
-    """Draws a cell for each step and device; a step lasts as long as its busiest device works."""
+    """Draws a cell per step and device; the slowest device determines a step's time."""
     work = causal_work(layout)
     axes.imshow(work, cmap="Blues", vmin=0, vmax=1.3)
     for (step, device), share in np.ndenumerate(work):
@@ -81,10 +83,9 @@ def draw_work(axes: Axes, layout: str) -> None:
 
 
 def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
-    """``(kernel, sends)`` of one device at each step, K and V travelling.
+    """``(kernel, sends)`` of one device at each step, with K and V rotating.
 
-    At stop s the block of the device s places before is here; a send from one stop to another goes
-    as many devices on as the stops lie apart.
+    At ring step s a device holds the block of the device s places before it.
     """
     steps = []
     for step in schedule:
@@ -102,17 +103,17 @@ def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
 
 
 def forward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """What one device does in the forward pass."""
+    """Kernels and sends of one device in the forward pass."""
     return drawn(device, forward_schedule(ROUTE))
 
 
 def backward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """What one device does in the backward pass, where one kernel makes all gradients."""
+    """Kernels and sends of one device in the backward pass with a fused kernel."""
     return drawn(device, backward_schedule(ROUTE, fused=True))
 
 
 def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]]]) -> None:
-    """Draws a row for each device, time to the right: its kernels, and below what it sends."""
+    """Draws a row per device, time to the right: its kernels, and below them its sends."""
     width, height = 1.0, 1.0
     for device, row in enumerate(steps):
         top = -device * height
@@ -129,11 +130,11 @@ def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]
                     ha="center",
                     va="center",
                     fontsize=8.5,
-                    color=TRAVEL if send.startswith("K") else GRADIENT,
+                    color=ROTATING if send.startswith("K") else GRADIENT,
                 )
     count = len(steps[0])
     for step in range(count):
-        name = f"step {step}" if step < N else "home again"
+        name = f"step {step}" if step < N else "final transfer"
         axes.text(step + 0.48, 1.0, name, ha="center", va="center", fontsize=9.5, color="#555555")
     axes.set(xlim=(-0.62, N + 1), ylim=(-N + 0.95, 1.15))
     axes.set_title(title, loc="left", fontsize=11)
@@ -153,14 +154,14 @@ def main() -> None:
         draw_work(figure.add_subplot(grid[column]), layout)
     figure.savefig(folder / "ring.png", dpi=110)
 
-    # Without a date and with ids from a fixed salt the file is the same at every run.
+    # No date and a fixed salt make the file reproducible.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7.2), layout="constrained")
     forward = [forward_steps(device) for device in range(N)]
-    draw_schedule(upper, "Forward: each device merges what it sees into out and lse", forward)
+    draw_schedule(upper, "Forward: each device merges partial results into out and lse", forward)
     backward = [backward_steps(device) for device in range(N)]
     draw_schedule(
-        lower, "Backward (rotate_kv, one kernel): the gradient follows its block", backward
+        lower, "Backward (rotate_kv, fused kernel): dK and dV follow their block", backward
     )
     figure.savefig(folder / "schedule.svg", metadata={"Date": None})
 

@@ -104,9 +104,9 @@ NO_MODEL: Any = nnx.graphdef(nnx.Dict())
 # fmt: off
 STEPS = {
     "optimizer-text": (lambda: state(mesh_of(seq=1), optimizer="adam"),
-     "optimizer is 'adam': pass what make_optimizer returns, or an optax.GradientTransfor"),
+     "optimizer is 'adam': pass the result of make_optimizer, or an optax.GradientT"),
     "optimizer-of-step": (lambda: make_train_step(NO_MODEL, text),
-     "optimizer is 'adam': pass what"),
+     "optimizer is 'adam': pass the"),
     "accumulate": (lambda: make_train_step(NO_MODEL, make_optimizer(1e-3, 10), accumulate=half),
      "accumulate is 1.5: it must be an integer, at least 1"),
     "chunk_size": (lambda: make_train_step(NO_MODEL, make_optimizer(1e-3, 10), chunk_size=0),
@@ -159,7 +159,7 @@ PLACES = {
     "list": (lambda: place(BATCH, mesh_of(seq=2), seq_axis=["seq"]),
      r"seq_axis is \['seq'\]: it m"),
     "rows": (lambda: place(BATCH, mesh_of(data=4), seq_axis=None, batch_axis="data"),
-     r"batch has 2 rows: they must be a multiple of 4, the parts of mesh axes \('data',\)"),
+     r"batch has 2 sequences: use a multiple of 4, the shards of mesh axes \('data',\)"),
     "rows_here-axis": (lambda: here(mesh_of(seq=2), 4, batch_axis="data"),
      "batch_axis is 'data': the mesh's axes are 'seq'"),
     "place_batch-rules": (lambda: place(BATCH, mesh_of(seq=2), rules="seq"),

@@ -114,15 +114,15 @@ def test_positions_may_restart_inside_a_segment(layout, n, start, size):
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
-def test_positions_of_padding_are_not_checked(layout, n):
-    """Padding may count along the array."""
-    ids = np.zeros((B, T), np.int32)
-    ids[1, :2], ids[2, T - 1] = 1, 1
-    # No layout's own positions, which would be named.
-    ids, arange = to_layout(ids, layout, n), 5 + np.arange(T, dtype=np.int32)
-    x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
-    assert refuse_wrong_order(x, arange, ids, options) is x
-    assert not nan_rows(jnp.asarray(arange), jnp.asarray(ids), **options).any()
+def test_positions_of_padding_do_not_matter(layout, n):
+    """They may be an arange along the array, like a few tokens that are padded after to_layout."""
+    natural = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    ids = to_layout((natural < 2).astype(np.int32), layout, n)
+    places = np.where(ids != 0, to_layout(natural, layout, n), 100 + natural)
+    x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout}
+    assert refuse_wrong_order(x, places, ids, options | {"is_causal": True}) is x
+    if n == 4:
+        assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
 
 
 MESHES = {

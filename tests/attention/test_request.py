@@ -58,13 +58,14 @@ def test_requests_without_a_ring_or_ulysses():
 
 def test_equal_calls_make_one_request():
     """An eager call finds its compiled program by it."""
-    for one, other in (
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"scale": None}, {"scale": np.float32(0.25)}),
         ({"local_window_size": 9}, {"local_window_size": (np.int32(9), 0)}),
         ({"is_causal": True}, {"is_causal": np.True_}),
         ({"axes": "inner"}, {"axes": ("inner",)}),
         ({"implementation": "triton"}, {"implementation": TRITON}),
-    ):
+    ]
+    for one, other in pairs:
         assert parse(**one) == parse(**other)
         assert hash(parse(**one)) == hash(parse(**other))
 
