@@ -90,7 +90,7 @@ MUTANTS = [
     ("burst_jax/layouts/permutation.py", "stripe * shard + index + (num_shards - 1)",
      "stripe * shard + index + num_shards", f"tests/layouts {RING}"),
     # --- pallas_kernels
-    (SCORE, "ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * slope)", "ds = ds * slope",
+    (SCORE, "ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * derivative)", "ds = ds * derivative",
      FUNCTIONS),
     (SCORE, "return ds if self.logits_soft_cap is None else ds * (1 - raw * raw)", "return ds",
      f"{LOCAL} {FUZZ}"),
