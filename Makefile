@@ -1,17 +1,19 @@
-# make train | make test: each does all its own set-up. make test-all: every test, not the quick ones
-# alone. make check: lint and types.
+# make train, make test: both install what they need. make test-all: every test, not only the quick
+# ones. make check: lint and types.
 SHELL := bash
 VENV ?= .venv
 GPU_EXTRA := $(shell .ci/extras)
-# What is installed beside the package; a GPU adds JAX's CUDA plugin.
+# Extras of the package that are installed; a GPU adds JAX's CUDA plugin.
 EXTRAS ?= test$(GPU_EXTRA)
+DEV ?= dev$(GPU_EXTRA)
+DOCS ?= docs
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 , := ,
 STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
-# Without a GPU nothing but the CPU is asked, even where the CUDA plugin is installed.
+# Without a GPU JAX initializes the CPU alone, even if the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
 .PHONY: train test test-all replay check format venv clean
@@ -19,29 +21,29 @@ PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 train: $(STAMP)
 	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
 
-# A process has tests that follow each other, which share programs that are compiled once, and takes
-# some of another's when it has none left.
+# A worker runs consecutive tests, which share compiled programs, and then takes over some of another
+# worker's. Compiled programs stay in .pytest_cache/jax for the next run (tests/conftest.py).
 SPREAD = -n $(WORKERS) --dist worksteal
 
-# tests/conftest.py says what the two markers are for; the run ends by saying how many it left out.
+# tests/conftest.py explains the two markers; the summary counts the tests that were left out.
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) -m 'not slow and not cuda_compiler' $(PYTEST_ARGS)
 
 test-all: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
-# In one process, because cases that follow each other share what they are compared with.
+# In one process: consecutive cases share their reference.
 replay: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 0 -m replay $(PYTEST_ARGS)
 
 check:
-	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
+	@$(MAKE) --no-print-directory venv EXTRAS=$(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
 
 format:
-	@$(MAKE) --no-print-directory venv EXTRAS=dev$(GPU_EXTRA)
+	@$(MAKE) --no-print-directory venv EXTRAS=$(DEV)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
@@ -53,18 +55,18 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
 	touch $@
 
-# Without mkdocs-material's notice that it is being succeeded.
+# Without mkdocs-material's notice about its successor.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs
 
 .PHONY: docs docs-serve
 
 docs:
-	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	@$(MAKE) --no-print-directory venv EXTRAS=$(DOCS)
 	$(MKDOCS) build --strict
 
 docs-serve:
-	@$(MAKE) --no-print-directory venv EXTRAS=docs
+	@$(MAKE) --no-print-directory venv EXTRAS=$(DOCS)
 	$(MKDOCS) serve
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest out build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest out build *.egg-info .pytest_cache .ruff_cache .hypothesis

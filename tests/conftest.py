@@ -1,6 +1,6 @@
-"""Every test runs on eight CPU devices, whatever else the machine has.
+"""Tests run on eight CPU devices, whatever the machine has.
 
-But with ``--implementation`` the local attention's tests run compiled, on the GPU:
+With ``--implementation`` the tests of local attention run compiled, on the GPU:
 ``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``, or ``triton``.
 """
 
@@ -14,13 +14,14 @@ import sys
 import compiled_programs as compiled
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 _GPU = ("triton", "mosaic_sm90")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")
 _options.add_argument("-m", default="")
-# The workers of pytest-xdist have no command line: they find that of the process that starts them.
+# Workers of pytest-xdist have no command line: they read that of the process that starts them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     _command_line = json.loads(os.environ["BURST_JAX_PYTEST_ARGUMENTS"])
 else:
@@ -33,16 +34,28 @@ REPLAYING = "replay" in _given.m
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-# Most of the tests' time is compiling, for programs that run a few times on few numbers. Programs
-# that tests start inherit the variable. Other projects' cases, at their own sizes, run longer than
-# they compile.
+# Most of the tests' time is compilation of programs that run a few times on small arrays.
+# Subprocesses inherit the variable. Other projects' cases, at their own sizes, run longer than they
+# compile.
 COMPILE_QUICKLY = not ON_GPU and not REPLAYING
 if COMPILE_QUICKLY:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# An implicit bfloat16 + float32 is a precision bug here, never a convenience.
+# Compiled programs are kept for the next run; subprocesses use them, too. Workers share the folder:
+# an entry that another worker is still writing counts as missing.
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+if not ON_GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ |= CACHE
+    jax.config.update("jax_compilation_cache_dir", CACHE["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# An implicit bfloat16 + float32 is a precision bug.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What keeps a test out of ``make test``, why, and what runs it. Of several the last one counts.
+# Why ``make test`` leaves a test out, and what runs it. Of several markers the last one counts.
 TIERS = {
     "slow": (
         "further cases of what quick tests show, or seconds of compiling and training",
@@ -55,15 +68,15 @@ TIERS = {
         else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
     ),
     "mosaic_interpreter": (
-        "interprets the Hopper kernels, which takes JAX 0.12 or newer",
+        "interprets the Hopper kernels, which needs JAX 0.12 or newer",
         ".ci/run runs them with the newest JAX",
     ),
     "hopper_kernels": (
-        "compiles for H100 and reads what the compiler of one kernel says; JAX before 0.12",
+        "compiles for H100 and reads the compiler's output for one kernel; JAX before 0.12",
         ".ci/run runs them with the oldest JAX",
     ),
     "replay": (
-        "the cases of other projects' tests at their own sizes: an hour or two on two cores",
+        "cases of other projects' tests at their own sizes: an hour or two on two cores",
         "make replay runs them",
     ),
 }
@@ -74,7 +87,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-cuda-compiler",
         action="store_true",
-        help="fail, instead of saying so, if the tests that compile for GPUs cannot run",
+        help="fail, instead of reporting it, if the tests that compile for GPUs cannot run",
     )
 
     parser.addoption(
@@ -99,14 +112,18 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def compile_quickly(request):
-    """On CPUs. What is compiled for a GPU is what a user's GPU would run."""
-    quickly = COMPILE_QUICKLY and request.node.get_closest_marker("cuda_compiler") is None
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    """For CPUs only: programs for GPUs are those that a user's GPU would run."""
+    for_gpu = request.node.get_closest_marker("cuda_compiler") is not None
+    jax.config.update("jax_disable_most_optimizations", COMPILE_QUICKLY and not for_gpu)
+    # A cached program has no compiler output.
+    if jax.config.jax_enable_compilation_cache == for_gpu:
+        jax.config.update("jax_enable_compilation_cache", not for_gpu)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture
 def kills(request):
-    """How often a training run is killed, see ``--kills``."""
+    """The option ``--kills``."""
     return request.config.getoption("--kills")
 
 
@@ -116,16 +133,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Most of tracing's objects live on in JAX's caches, and most others die without the collector.
-
-    By default it looks through all of them every 700 objects, and through what was imported.
-    """
+    """Runs the garbage collector rarely: JAX's caches keep most objects of a trace alive."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
-@pytest.hookimpl(trylast=True)  # Behind -m and -k, so that cases are counted which they leave.
+@pytest.hookimpl(trylast=True)  # After -m and -k, to count the cases that they leave.
 def pytest_collection_modifyitems(config, items):
     if ON_GPU:
         names = {item.path.name for item in items}
@@ -138,7 +152,7 @@ def pytest_collection_modifyitems(config, items):
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
         "mosaic_interpreter": jax.__version_info__ >= (0, 12),
-        # Too long for a run that does not ask for the tier by name.
+        # Too long unless the tier is asked for by name.
         "replay": "replay" in config.option.markexpr,
     }
     missing = [marker for marker, is_there in present.items() if not is_there]
@@ -158,7 +172,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def few_cases(items, most):
-    """At most so many cases of each test, among them the first and the last; of some tests all."""
+    """At most this many cases of each test, the first and the last included; of some tests all."""
     cases = {}
     for item in items:
         all_of_them = item.get_closest_marker("hopper_kernels") is not None
@@ -171,8 +185,8 @@ def few_cases(items, most):
     return kept
 
 
-# Tests that were deselected are counted where they were collected, which under pytest-xdist is in
-# every worker, and reported where the run ends.
+# Deselected tests are counted where tests are collected, with pytest-xdist in every worker, and
+# reported at the end of the run.
 
 
 def pytest_deselected(items):
@@ -200,7 +214,7 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section("not run")
     if most is not None:
-        terminalreporter.write_line(f"further cases than {most} of every test: --cases {most}.")
+        terminalreporter.write_line(f"all but {most} cases of every test: --cases {most}.")
     for marker, count in counts.items():
         if count:
             reason, remedy = TIERS[marker]
@@ -212,10 +226,10 @@ _MAPPINGS = pathlib.Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def _mappings_stay_few():
-    """Frees compiled programs between modules once a process holds many.
+    """Frees compiled programs between modules once a process has many.
 
-    Every program takes some memory mappings, and JAX keeps all programs. Linux gives a process
-    65,530 mappings by default; the program that finds none left crashes the process.
+    Every program needs some memory mappings, and JAX keeps all programs. Linux allows a process
+    65,530 mappings by default, and one more crashes it.
     """
     yield
     if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 20_000:

@@ -19,6 +19,7 @@ import numpy as np
 from burst_jax.attention.arguments import LocalArguments, Side
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
+from pallas_kernels import Dropout
 from pallas_kernels.arrays import as_int32
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
@@ -345,13 +346,14 @@ def check_dropout(rate: Any, key: Any) -> tuple[float, jax.Array | None]:
     """``dropout_rate`` as a float, and ``dropout_key`` as a ``jax.random.key``.
 
     Raises:
-      ValueError: the rate is not a number, or there is no key for a nonzero rate, or it is not one
-        key. (:class:`pallas_kernels.Dropout` checks the rate's range.)
+      ValueError: the rate is not a probability below 1, there is no key for a nonzero rate, or it
+        is not one key.
     """
     if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)):
         raise ValueError(
             f"dropout_rate is {rate!r}: it must be a Python number below 1, and is static"
         )
+    Dropout(float(rate))  # Raises unless it is a probability below 1.
     if key is None:
         if rate:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Dropout: which weights are dropped, and that a ring drops the same ones as one device."""
+"""Dropout: which weights are dropped, the same on a ring as on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_weights_are_dropped_as_if_independently(rate):
     for counts in (z.sum(2), z.sum(1), z.reshape(4, 16, 32, 16, 32).sum((2, 4))):
         spread = counts.var() / (z.size / counts.size)
         assert abs(spread - 1) < 5 * np.sqrt(2 / counts.size)
-    # No hidden structure: the largest singular value is that of random numbers, near 2 sqrt(n).
+    # No structure: the largest singular value is that of random numbers, near 2 sqrt(n).
     assert np.linalg.norm(z[0], 2) < 2.15 * np.sqrt(512)
 
 
@@ -102,7 +102,7 @@ def test_every_sequence_and_head_has_its_own_seed_on_a_mesh():
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6)
 
 
-def test_layers_drop_weights_unless_they_are_told_not_to():
+def test_layers_drop_weights_unless_deterministic():
     mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
     sizes = {"num_heads": 2, "rope_theta": None, "mesh": mesh}
     x = jax.random.normal(jax.random.key(0), (1, 16, 8))
@@ -167,7 +167,7 @@ def test_layers_drop_weights_unless_they_are_told_not_to():
         ),
     ],
 )
-def test_wrong_arguments_are_named(options, message):
+def test_errors(options, message):
     x = jnp.ones((1, 8, 2, 8))
     mesh = mesh_of(jax.sharding.AxisType.Auto, seq=1)
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,14 +1,16 @@
-"""Callers' mistakes: every message names the argument, its value and what to do instead."""
+"""Errors: every message names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -37,40 +39,42 @@ def test_the_arguments_are_good_otherwise():
     assert ring(**good()).shape == (B, T, N, H)
 
 
-@pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
-def test_shared_mistakes(function, name):
-    change, message = SHARED[name]
-    with pytest.raises(ValueError, match=message):
-        function(**good() | change())
-
-
-@pytest.mark.parametrize("name", GLOBAL)
-def test_mistakes_of_mesh_and_length(name):
-    change, message = GLOBAL[name]
-    with pytest.raises(ValueError, match=message):
-        burst_jax.burst_attention(**good() | change())
-
-
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-@pytest.mark.parametrize("function", [burst_jax.burst_attention, ring], ids=["burst", "ring"])
-def test_what_an_implementation_cannot(function, name):
-    change, message = IMPOSSIBLE[name]
-    with pytest.raises(NotImplementedError, match=message):
-        function(**good() | change)
-
-
-def test_every_table_row_changes_something_good():
-    """No row raises because its table is wrong: each names an argument that exists."""
-    optional = inspect.signature(burst_jax.burst_attention).parameters
-    for change, message in (SHARED | GLOBAL).values():
-        assert set(change()) <= set(good()) | set(optional)
-        # A message that matches anything would let every row pass.
-        assert not re.search(message, "")
-
-
 def as_local(**arguments):
     return burst_jax.local_attention(**{n: x for n, x in arguments.items() if n != "mesh"})
+
+
+FUNCTIONS = {"burst": burst_jax.burst_attention, "ring": ring, "local": as_local}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [(ValueError, SHARED), (NotImplementedError, IMPOSSIBLE)],
+    ids=["bad", "cannot"],
+)
+def test_all_functions_raise_the_same_errors(function, kind, rows):
+    for change, message in rows:
+        call = good() | change
+        if function is as_local and {"layout", "backward"} & change.keys():
+            with pytest.raises(TypeError, match="unexpected keyword argument"):
+                function(**call)
+            continue
+        with pytest.raises(kind, match=message):
+            function(**call)
+
+
+def test_errors_of_mesh_and_length():
+    for change, message in GLOBAL:
+        with pytest.raises(ValueError, match=message):
+            burst_jax.burst_attention(**good() | change)
+
+
+def test_every_row_changes_an_argument_that_exists():
+    names = inspect.signature(burst_jax.burst_attention).parameters.keys()
+    for change, message in SHARED + GLOBAL + IMPOSSIBLE:
+        assert change.keys() <= names
+        # A message that matches anything would let every row pass.
+        assert not re.search(message, "")
 
 
 @pytest.mark.parametrize(
@@ -109,24 +113,47 @@ def test_layers_of_different_scales_in_one_scan():
     assert (gradient != 0).all()
 
 
+def test_positions_of_every_sequence_by_a_map():
+    """The remedy for keys at other positions in each sequence: one sequence at a time."""
+    query, key, value = (jax.random.normal(jax.random.key(i), (B, T, N, H)) for i in range(3))
+    places, slopes = jnp.array([np.arange(T), np.arange(T)[::-1]]), jnp.ones(N)
+    options: Any = {"is_causal": True, "query_offset": T - 1, "alibi_slopes": slopes}
+
+    def of_one(sequence):
+        *arrays, at = (x[None] for x in sequence)
+        return burst_jax.local_attention(*arrays, key_value_positions=at[0], **options)[0]
+
+    got = jax.lax.map(of_one, (query, key, value, places))
+    flipped = [x.at[1].set(x[1, ::-1]) for x in (key, value)]
+    assert_close(got, burst_jax.local_attention(query, *flipped, **options))
+
+
+@pytest.mark.parametrize("name", ["query_offset", "query_positions", "key_value_positions"])
+def test_layers_do_not_accept_positions(name):
+    message = f"BurstAttention does not accept {name}: queries and keys a"
+    with pytest.raises(ValueError, match=message):
+        burst_jax.BurstAttention(16, 2, rngs=None, **{name: 3})  # pyrefly: ignore
+
+
 # --- dtypes --------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@pytest.mark.parametrize("function", [burst_jax.burst_attention, as_local], ids=["burst", "local"])
-def test_query_key_and_value_have_one_dtype(function):
-    """Every other triple is refused, and what is cast as the message says has the query's dtype."""
+def test_query_key_and_value_have_one_dtype():
+    """Every other triple raises, and what is cast as the message says has the query's dtype."""
     arrays = {name: good()[name] for name in ("query", "key", "value")}
     for dtypes in itertools.product(DTYPES, repeat=3):
         named = zip(arrays.items(), dtypes, strict=True)
         cast = {name: x.astype(dtype) for (name, x), dtype in named}
         if len(set(dtypes)) == 1:
-            assert function(**good() | cast).dtype == dtypes[0]
+            out = jax.eval_shape(functools.partial(as_local, **good() | cast))
+            assert out.dtype == dtypes[0]
             continue
         of_all = "query has dtype {}, key {}, value {}: cast them to one dtype".format(*dtypes)
-        with pytest.raises(ValueError, match=f"{of_all}, as key.astype"):
-            function(**good() | cast)
+        for function in (burst_jax.burst_attention, as_local):
+            with pytest.raises(ValueError, match=f"{of_all}, as key.astype"):
+                function(**good() | cast)
 
 
 def test_burst_attention_inside_shard_map():
@@ -141,44 +168,24 @@ def test_burst_attention_inside_shard_map():
         run(zeros(B, T, N, H))
 
 
-def test_ring_attention_outside_shard_map():
-    q = zeros(B, T, N, H)
-    with pytest.raises(
-        ValueError, match=r"axis_name is 'seq', .*: call ring_attention inside a sh"
-    ):
-        burst_jax.ring_attention(q, q, q, "seq")
-
-
-def test_ring_attention_over_an_axis_that_is_not_manual():
-    run = jax.shard_map(
-        lambda q: burst_jax.ring_attention(q, q, q, "heads"),
-        mesh=make_mesh(seq=4),
-        in_specs=P(None, "seq"),
-        out_specs=P(None, "seq"),
-    )
-    with pytest.raises(ValueError, match=r"axis_name is 'heads', the manual mesh axes .*'seq'"):
-        run(zeros(B, T, N, H))
-
-
-def test_head_exchange_over_an_axis_that_is_not_manual():
-    run = jax.shard_map(
-        lambda q: burst_jax.ring_attention(q, q, q, "seq", ulysses_axis="heads"),
-        mesh=make_mesh(seq=4),
-        in_specs=P(None, "seq"),
-        out_specs=P(None, "seq"),
-    )
-    with pytest.raises(ValueError, match=r"ulysses_axis is 'heads', the manual mesh axes"):
-        run(zeros(B, T, N, H))
-
-
 def test_ring_attention_names_its_own_arguments():
-    q = zeros(B, T, N, H)
-    with pytest.raises(
-        ValueError, match=r"axis_name is None outside of a shard_map, .*: call burs"
-    ):
-        burst_jax.ring_attention(q, q, q, None)
-    with pytest.raises(ValueError, match="ulysses_axis is 'seq', and so is axis_name"):
-        burst_jax.ring_attention(q, q, q, "seq", ulysses_axis="seq")
+    q, mesh = zeros(B, T, N, H), make_mesh(seq=4)
+    cases: list[tuple[bool, str | None, Any, str]] = [
+        (False, "seq", {}, r"axis_name is 'seq', .*: call ring_attention inside a sh"),
+        (False, None, {}, r"axis_name is None outside of a shard_map, .*: call burs"),
+        (False, "seq", {"ulysses_axis": "seq"}, "ulysses_axis is 'seq', and so is axis_name"),
+        (True, "heads", {}, r"axis_name is 'heads', the manual mesh axes .*'seq'"),
+        (True, "seq", {"ulysses_axis": "heads"}, r"ulysses_axis is 'heads', the manual mesh axes"),
+    ]
+    for inside, axis, options, message in cases:
+
+        def run(q, axis: Any = axis, options: Any = options):
+            return burst_jax.ring_attention(q, q, q, axis, **options)
+
+        spec = P(None, "seq")
+        call = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec) if inside else run
+        with pytest.raises(ValueError, match=message):
+            call(q)
 
 
 def test_odd_zigzag_shard():

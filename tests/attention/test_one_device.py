@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_tiers
 from implementations import IMPLEMENTATIONS, quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, mesh_of
-from mistakes import SHARED, B, H, K, N, T, good, zeros
+from mistakes import B, H, K, N, T, zeros
 from ring_cases import a_case, assert_exact, case_id, make_inputs, oracle
-from test_key_ranges import ALL, hiding_arrays
 
 import burst_jax
 from burst_jax import local_attention, merge
@@ -45,23 +43,15 @@ def a_local_case(mask, implementation, shard="63", **changes):
 CASES = [
     a_local_case("packed_window_cap", "triton", numbers="both"),
     a_local_case("causal", "xla", shard="longer_keys", dropout=0.2, numbers="both"),
-    a_local_case("packed_window_cap", "xla", dtype="bfloat16"),
-    a_local_case("causal", "reference", numbers="both"),
-    a_local_case("window40_17", "triton", shard="longer_queries", dropout=0.2),
 ]
 
 
 @pytest.mark.parametrize(
-    "case", in_tiers(CASES, lambda case: f"{case['implementation']}-{case_id(case)}", CASES[:2])
+    "case", CASES, ids=lambda case: f"{case['implementation']}-{case_id(case)}"
 )
 def test_as_exact_as_dense(case):
-    """Gradients too, and those of the numbers of each head, by random cotangents."""
+    """Gradients too, and those of per-head parameters, by random cotangents."""
     assert_exact(case, attention=as_burst, implementation=IMPLEMENTATIONS[case["implementation"]])
-
-
-def test_masks_by_arrays():
-    case = a_local_case("causal", "xla", shard="50")
-    assert_exact(case, attention=as_burst, hiding=hiding_arrays(ALL, 50, 50))
 
 
 def test_eager_and_compiled_and_inside_a_shard_map():
@@ -93,7 +83,7 @@ def test_one_program_for_eager_calls():
 
 
 def attention_in_parts(count, query, key, value, segments, **options):
-    """Attention over ``count`` parts of the keys, merged. Their lengths differ."""
+    """Attention over ``count`` parts of the keys, of different lengths, merged."""
     q_ids, kv_ids = segments
     length = key.shape[1]
     ends = [0, *(length * (i + 1) // (count + 1) for i in range(count - 1)), length]
@@ -111,10 +101,9 @@ def attention_in_parts(count, query, key, value, segments, **options):
     return merge(*results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("count", "dtype"), [(2, "float32"), (3, "bfloat16")])
 def test_parts_of_the_keys_are_merged_exactly(count, dtype):
-    """Gradients too. Rows see no key in some parts, and padding sees none in any."""
+    """Gradients too. Some queries attend to no key of a part, padding to none at all."""
     case = a_local_case("packed", "xla", dtype=dtype)
     arrays, cotangents, segments = make_inputs(case)
 
@@ -186,53 +175,38 @@ def test_merge_of_one_part_is_that_part():
 # --- mistakes ------------------------------------------------------------------------------------
 
 OUT, LSE = zeros(B, T, N, H), zeros(B, T, N)
-BAD_PARTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "none": ((), r"merge got no parts: pass one pair \(out, lse\) or more"),
-    "no-pair": (((OUT, LSE), OUT), r"part 1 of merge is a .*Array.*: it must be a pair \(out, lse"),
-    "triple": (((OUT, LSE, LSE),), r"part 0 of merge is a tuple: it must be a pair"),
-    "list": (((OUT, [0.0]),), "lse of part 0 of merge is a list: it must be a float32 array"),
-    "out-dtype": (((OUT.astype(int), LSE),), "out of part 0 of merge has dtype int32: cast it to"),
-    "lse-dtype": (
+BAD_PARTS: list[tuple[tuple[Any, ...], str]] = [
+    ((), r"merge got no parts: pass one pair \(out, lse\) or more"),
+    (((OUT, LSE), OUT), r"part 1 of merge is a .*Array.*: it must be a pair \(out, lse"),
+    (((OUT, LSE, LSE),), r"part 0 of merge is a tuple: it must be a pair"),
+    (((OUT, [0.0]),), "lse of part 0 of merge is a list: it must be a float32 array"),
+    (((OUT.astype(int), LSE),), "out of part 0 of merge has dtype int32: cast it to"),
+    (
         ((OUT, LSE), (OUT, LSE.astype(jnp.bfloat16))),
         "lse of part 1 of merge has dtype bfloat16: it must be float32, the natural log",
     ),
-    "lse-shape": (
+    (
         ((OUT, LSE.swapaxes(1, 2)),),
         r"out of part 0 of merge has shape \(2, 16, 4, 8\), lse \(2, 4, 16\): they must be \[B, T,",
     ),
-    "shapes": (
+    (
         ((OUT, LSE), (OUT[:, :5], LSE[:, :5])),
         r"out of part 1 of merge is float32\[2, 5, 4, 8\], that of part 0 float32\[2, 16, 4, 8\]: ",
     ),
-    "dtypes": (
+    (
         ((OUT, LSE), (OUT.astype(jnp.bfloat16), LSE)),
         r"out of part 1 of merge is bfloat16.*: all parts must be .*; cast them to one dtype",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD_PARTS)
-def test_mistakes_of_merge(name):
-    parts, message = BAD_PARTS[name]
-    with pytest.raises(ValueError, match=message):
-        merge(*parts)
+def test_mistakes_of_merge():
+    for parts, message in BAD_PARTS:
+        with pytest.raises(ValueError, match=message):
+            merge(*parts)
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_mistakes(name):
-    """The same messages as burst_attention's and ring_attention's."""
-    change, message = SHARED[name]
-    arguments = good() | change()
-    if {"layout", "backward"} & arguments.keys():
-        with pytest.raises(TypeError, match="unexpected keyword argument 'mesh'"):
-            local_attention(**arguments)
-        return
-    del arguments["mesh"]
-    with pytest.raises(ValueError, match=message):
-        local_attention(**arguments)
-
-
-def test_other_arguments_are_refused_by_name():
+def test_other_arguments_raise_by_name():
     arrays = zeros(B, T, N, H), zeros(B, T, K, H), zeros(B, T, K, H)
     attend: Any = local_attention
     with pytest.raises(
@@ -246,7 +220,7 @@ def test_other_arguments_are_refused_by_name():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_arrays_of_several_devices_are_refused(kind):
+def test_arrays_of_several_devices_raise(kind):
     mesh = mesh_of(kind, data=2)
     query, key = zeros(B, T, N, H), zeros(B, T, K, H)
     split = jax.device_put(query, jax.NamedSharding(mesh, P("data")))

@@ -1,4 +1,4 @@
-"""Positions that contradict the layout are refused, and no others."""
+"""Positions that contradict the layout raise, or make the result NaN, and no others do."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from burst_jax.training import (
 )
 
 B, T = 3, 48
-LAYOUTS = [
-    *(("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped", 2), ("zigzag", 2)),
-    *(("striped:4", 2), ("striped:2", 4)),
-]
+LAYOUTS = [("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped:4", 2)]
 
 
 def natural_rows(rng):
@@ -48,7 +45,7 @@ def mesh_of(n, kind=AxisType.Auto):
 
 
 def nan_rows(places, ids, **options):
-    """Which rows are NaN where the values are known on the devices alone."""
+    """Which sequences are NaN when only the devices know the values."""
     x = jnp.ones((B, T, 2), jnp.bfloat16)
 
     @quick_jit
@@ -61,10 +58,10 @@ def nan_rows(places, ids, **options):
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
-def test_positions_in_the_layouts_order_are_never_refused(layout, n):
+def test_positions_in_the_layouts_order_pass(layout, n):
     rng = np.random.default_rng(n)
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
-    for _ in range(200):
+    for _ in range(60):
         ids, places = (to_layout(rows, layout, n) for rows in natural_rows(rng))
         assert refuse_wrong_order(x, places, ids, options) is x
     plain = positions(layout, T, n)
@@ -74,7 +71,7 @@ def test_positions_in_the_layouts_order_are_never_refused(layout, n):
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
-def test_rows_left_in_their_natural_order_are_refused(layout, n):
+def test_positions_in_natural_order_raise(layout, n):
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
     message = (
         rf"positions of row 0 are in another order .* burst_jax.positions\('{layout}', {T}, {n}\)"
@@ -92,8 +89,8 @@ def test_rows_left_in_their_natural_order_are_refused(layout, n):
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
-def test_packed_rows_counted_along_the_array_are_refused(layout, n):
-    """Tokens and segment ids lie as they should, and documents end anywhere."""
+def test_packed_documents_counted_along_the_array_raise(layout, n):
+    """Tokens and segment ids are in the layout's order; documents end anywhere."""
     places = jnp.asarray(np.tile(np.arange(T), (B, 1)), jnp.int32)
     ids = np.ones((B, T), np.int32)
     ids[0, 21:], ids[1, 19:], ids[2, :7], ids[2, 20:] = 2, 2, 0, 2
@@ -108,7 +105,7 @@ def test_packed_rows_counted_along_the_array_are_refused(layout, n):
 @pytest.mark.parametrize("start", [0, 1, 500])
 @pytest.mark.parametrize("size", [6, 8, 24])
 def test_positions_may_restart_inside_a_segment(layout, n, start, size):
-    """As in rows that are only padded, by pad_to_layout: one segment, documents that restart."""
+    """As after pad_to_layout alone: one segment, documents that restart."""
     places = to_layout(start + np.arange(T, dtype=np.int32) % size, layout, n, axis=0)
     ids, x = np.ones((1, T), np.int32), jnp.ones((B, T, 2))
     options = {"mesh": mesh_of(n), "layout": layout}
@@ -131,14 +128,14 @@ def test_positions_of_padding_do_not_matter(layout, n):
 MESHES = {
     "ring": ((4,), ("seq",), {}),
     "two levels": ((2, 2), ("outer", "inner"), {"seq_axis": ("outer", "inner")}),
-    "heads exchanged": ((2, 2), ("seq", "heads"), {"ulysses_axis": "heads"}),
-    "rows split": ((3, 2), ("data", "seq"), {"batch_axis": "data"}),
+    "ulysses": ((2, 2), ("seq", "heads"), {"ulysses_axis": "heads"}),
+    "data parallel": ((3, 2), ("data", "seq"), {"batch_axis": "data"}),
 }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_traced_positions_make_the_same_rows_nan(mesh, kind):
+def test_traced_positions_make_the_same_sequences_nan(mesh, kind):
     sizes, names, axes = mesh
     mesh = jax.make_mesh(
         sizes, names, axis_types=(kind,) * len(sizes), devices=jax.devices()[: np.prod(sizes)]
@@ -161,7 +158,7 @@ def test_traced_positions_make_the_same_rows_nan(mesh, kind):
         assert nan_rows(jnp.arange(T, dtype=jnp.int32), None, **options).all()
 
 
-def test_what_no_mask_looks_at_is_not_refused():
+def test_positions_that_no_mask_reads_pass():
     x, arange = jnp.ones((B, T, 2)), np.arange(T, dtype=np.int32)
     zigzag = {"mesh": mesh_of(4), "layout": "zigzag"}
     assert refuse_wrong_order(x, arange, None, zigzag) is x
@@ -185,7 +182,7 @@ CONFIG = DecoderConfig(
 
 
 @pytest.mark.slow
-def test_decoder_and_layer_refuse_an_arange():
+def test_decoder_and_layer_check_an_arange():
     options: AttentionOptions = {"mesh": mesh_of(2), "layout": "zigzag"}
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), **options)
     layer = BurstAttention(8, 2, rngs=nnx.Rngs(0), is_causal=True, **options)
@@ -220,7 +217,7 @@ def test_decoder_and_layer_refuse_an_arange():
     ids=str,
 )
 def test_positions_of_another_layout_are_named(made, model):
-    """Segments or none: positions that count a whole row belong to one order alone."""
+    """With segments or without: positions of a whole sequence determine the layout."""
     x, (layout, n) = jnp.ones((B, T, 2)), model
     options = {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
     given = positions(made[0], T, made[1])
@@ -230,14 +227,14 @@ def test_positions_of_another_layout_are_named(made, model):
     for order in ("contiguous", "zigzag", "striped"):
         plain = {**options, "layout": order}
         refuse_other_layout(np.stack([positions(order, T, n)] * B), plain)
-        # Positions that no layout has are the caller's own.
+        # The caller may have positions that no layout has.
         refuse_other_layout(np.roll(positions(order, T, n), 1), plain)
     with pytest.raises(ValueError, match=r"another order than|those of the"):
         refuse_wrong_order(x, given, None, options)
 
 
-def test_the_first_step_refuses_a_batch_of_another_layout():
-    """Its loss would be a number like any other."""
+def test_the_first_step_raises_for_a_batch_of_another_layout():
+    """Its loss would look like any other."""
     config = DecoderConfig(
         vocab_size=16, num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8
     )

@@ -1,4 +1,4 @@
-"""Padding never leaks: NaN and infinity in it change no bit of what live tokens get."""
+"""NaN and infinity in padding change no bit of other tokens' results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 odd_case = functools.partial(a_case, shard="63")
 
-# One device, rings of both rotations, two levels and exchanged heads, each implementation.
+# One device, rings of both rotations, two levels and Ulysses, each implementation.
 CASES = {
-    "xla-1": odd_case("1", "contiguous", "packed", "rotate_kv", "xla"),
     "triton-1": odd_case("1", "contiguous", "packed_causal", "rotate_kv", "triton"),
-    "reference-1": odd_case("1", "contiguous", "packed", "rotate_kv", "reference"),
-    "xla-4-kv": odd_case("4", "zigzag", "packed_causal", "rotate_kv", "xla"),
     "xla-3-query": odd_case("3", "striped", "packed_window_cap", "rotate_query", "xla"),
-    "triton-2-kv": odd_case("2", "zigzag", "packed_window_cap", "rotate_kv", "triton"),
     "triton-2-query": odd_case("2", "striped", "packed", "rotate_query", "triton"),
-    "reference-2-query": odd_case("2", "zigzag", "packed_causal", "rotate_query", "reference"),
-    "xla-2x2": odd_case("2x2", "zigzag", "packed_causal", "rotate_kv", "xla"),
-    "xla-2+h2": odd_case("2+h2", "striped", "packed", "rotate_query", "xla"),
+    "reference-2-kv": odd_case("2", "zigzag", "packed_causal", "rotate_kv", "reference"),
+    "xla-2x2+h2": odd_case("2x2+h2", "zigzag", "packed_causal", "rotate_kv", "xla"),
 }
 
 
@@ -44,8 +39,8 @@ QUICK = ("triton-1", "xla-3-query")
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
-def test_what_lies_in_padding_changes_no_bit(name):
-    """Packed rows with padding before, between and after the documents, of grouped heads."""
+def test_values_in_padding_change_no_bit(name):
+    """Packed sequences with padding before, between and after documents; GQA."""
     case = CASES[name]
     (q, k, v), (do, dlse), segments = make_inputs(case)
     rng = np.random.default_rng(1)
@@ -65,8 +60,8 @@ def test_what_lies_in_padding_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", ["xla-3-query", "triton-1"])
-def test_rows_that_see_nothing_pass_on_no_cotangent_of_lse(name):
-    """Their lse is -inf, so a loss of it easily has a cotangent that is not a number."""
+def test_queries_that_attend_to_nothing_drop_the_cotangent_of_lse(name):
+    """Their lse is -inf, so a loss of it often has a NaN cotangent."""
     case = CASES[name]
     arrays, (do, dlse), (ids, _) = make_inputs(case)
     assert ids is not None

@@ -1,4 +1,4 @@
-"""The library under JAX's own switches: 64-bit types, strict promotion of ranks."""
+"""The library under JAX's switches: 64-bit types, strict rank promotion."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from burst_jax.models import DecoderConfig
 from burst_jax.training import init_train_state, make_batch, make_optimizer, make_train_step
 from pallas_kernels.arrays import as_int32
 
-# Every layout, both rotations, two levels, heads exchanged, windows, packed rows, each
-# implementation.
+# Every layout, both rotations, two levels, Ulysses, windows, packed documents, each implementation.
 RINGS = [
     a_case("4", "zigzag", "causal"),
     a_case("3", "striped", "packed_window_cap", "rotate_query"),

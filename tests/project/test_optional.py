@@ -1,4 +1,4 @@
-"""Libraries that extras bring: what is said where one is missing."""
+"""Errors about optional libraries that are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch, t
 
 
 def test_an_installed_library_that_misses_another_one_says_which(monkeypatch, tmp_path):
-    """To install it again would not help."""
+    """Installing it again would not help."""
     (tmp_path / "installed_library.py").write_text("import library_that_it_misses")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'library_that_it_misses'$"):

@@ -1,4 +1,4 @@
-"""What ``make test`` leaves out: no whole file but those that compile for GPUs, and it says so."""
+"""``make test`` skips no whole file except those that compile for GPUs, and lists what it skips."""
 
 from __future__ import annotations
 

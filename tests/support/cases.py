@@ -1,4 +1,4 @@
-"""Which cases the matrix tests run, in which tier, and packed rows for them."""
+"""The cases of the matrix tests and their tiers, and packed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def all_pairs(factors, seed=0):
-    """Cases such that every two levels of different factors meet in at least one of them."""
+    """Cases in which every pair of levels of two factors occurs."""
     rng = np.random.default_rng(seed)
     names = list(factors)
     missing = {
@@ -23,7 +23,7 @@ def all_pairs(factors, seed=0):
         tries, unmet = [], sorted(missing, key=repr)
         for _ in range(60):
             case = {name: levels[rng.integers(len(levels))] for name, levels in factors.items()}
-            # Start from a pair that is still missing, so that every case earns its place.
+            # Start from a missing pair, so that every case adds at least one.
             for name, level in unmet[rng.integers(len(unmet))]:
                 case[name] = level
             met = set(itertools.combinations(case.items(), 2)) & missing
@@ -41,7 +41,7 @@ def value_dim(case):
 
 
 def few_of(cases):
-    """As few of the cases as meet every level of every factor that all of them meet."""
+    """A minimal subset of the cases in which every level of every factor still occurs."""
     missing = {level for case in cases for level in case.items()}
     few = []
     while missing:
@@ -60,7 +60,7 @@ def in_tiers(cases, name, quick):
 
 
 def packed_segments(rng, batch, length):
-    """Documents of random lengths, each followed by padding, then padding to the end."""
+    """Documents of random lengths, each followed by padding; padding at the end."""
     rows = np.zeros((batch, length), np.int32)
     for row in rows:
         at, segment = int(rng.integers(0, 4)), 1
@@ -72,17 +72,17 @@ def packed_segments(rng, batch, length):
 
 
 def key_ranges(rng, rows, length):
-    """``(key_starts, key_ends)`` of queries: wide and narrow ranges, and some that are empty."""
+    """``(key_starts, key_ends)``: wide, narrow and empty KV bounds per query."""
     starts, ends = rng.integers(-2, length, size=(2, rows, length)).astype(np.int32)
     wide = rng.random((rows, length)) < 0.7
     starts, ends = np.where(wide, starts // 4, starts), np.where(wide, length - ends // 4, ends)
-    # Some neighbours see the same keys, so that tiles of scores count as a whole.
+    # Some neighbours attend to the same keys, so that some tiles are full.
     starts[:, length // 2 :], ends[:, length // 2 :] = starts[:, -1:], ends[:, -1:] + 3
     return starts, ends
 
 
 def slotted_segments(rng, batch, length, slots=5):
-    """Slots of equal size, each a document and the padding behind it, then padding to the end."""
+    """Slots of equal size, each a document and its padding; padding at the end."""
     size = length // (slots + 1)
     rows = np.zeros((batch, length), np.int32)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Errors against a float64 truth, measured by what one device makes in the same precision."""
+"""Errors against a float64 reference, relative to one device's error in the same precision."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 
 GRADIENTS = ("dq", "dk", "dv")
 NAMES = ("out", "lse", *GRADIENTS)
-# Of the numbers of each head, whose gradients are single sums over all scores of a head: the error
-# of one sum is luck, so several times one device's is allowed.
+# The gradient of a per-head parameter is one sum over all scores of a head. The rounding error of a
+# single sum varies by chance, so several times one device's is allowed.
 NUMBER_FACTOR = 4
 # Relative RMS that rounding alone explains: a few units in the last place of each dtype.
 RELATIVE_RMS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -27,17 +27,16 @@ def errors(got, truth):
 
 
 def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None):
-    """Every result's largest and RMS error is at most ``factor`` times one device's.
+    """Asserts that every largest and RMS error is at most ``factor`` times one device's.
 
-    ``lse_factor``: that of lse, which is float32 in any dtype; None is ``factor``.
+    ``lse_factor``: that of lse, which is always float32; None is ``factor``.
 
-    Below the rounding of the result itself the worst single element is luck, and float32 sums in
-    another order differ by a few units in the last place: both are allowed on top. A gradient's
-    probabilities are ``exp(score - lse)`` of the rounded lse. A unit in lse's last place, at most
-    ``eps |lse|``, changes a row's gradient by that share, so it is allowed, too.
+    On top of that, the rounding of the result itself and a few ulps for float32 sums in another
+    order are allowed. Gradients use ``exp(score - lse)`` of the rounded lse: one ulp of lse, at
+    most ``eps |lse|``, scales a query's gradient by that factor, so it is allowed too.
     """
     numbers = [f"number {i}" for i in range(len(truth) - len(NAMES))]
-    # Slopes make logits larger, and so their rounding, which is luck in single elements.
+    # ALiBi makes logits larger, and so their rounding errors.
     larger = 1.5 if numbers else 1
     factors = dict.fromkeys(NAMES, factor * larger)
     if lse_factor is not None:
@@ -63,11 +62,11 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None
 
 
 def _assert_number_gradient(name, got, one_device, truth, dtype):
-    """A float32 gradient ``[N]`` that is one sum for each head."""
+    """Asserts the same of a float32 gradient ``[N]``, one sum per head."""
     assert got.dtype == np.float32, name
     worst, _ = errors(got, truth)
     dense_worst, _ = errors(one_device, truth)
-    # In 16 bits out is rounded before delta is made of it: a unit in its last place moves the sum.
+    # In 16 bits delta is computed from the rounded out: an ulp of out changes the sum.
     eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     largest = np.abs(truth).max()
     assert largest > 0, name

@@ -1,9 +1,9 @@
-"""Dense softmax attention, the oracle: plain operations, no code shared with the library.
+"""Dense softmax attention in NumPy, the reference: no code shared with the library.
 
-``truth`` is float64 with gradients by autodiff. ``one_device`` is what a fused attention on one
-device makes of the same inputs in their own dtype: every matmul's operands are rounded to it, and
-the softmax's gradient takes ``rowsum(dO * out)`` from the rounded out (FlashAttention-2, Dao 2023,
-algorithm 2).
+``truth`` is float64; tests/attention/test_fuzz.py compares its gradients with autodiff.
+``one_device`` is a fused attention on one device in the inputs' dtype: the operands of every matrix
+product are rounded to it, and delta is ``rowsum(dO * out)`` of the rounded out (FlashAttention-2,
+Dao 2023, algorithm 2). NumPy, because XLA would compile it again for every shape.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from implementations import quick_jit
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A mask by its definition, from natural positions."""
+    """A mask by its definition, from global positions."""
 
     is_causal: bool = False
     window: int | tuple[int | None, int | None] | None = None
     soft_cap: float | None = None
     segments: bool = False
     ranges: bool = False
+    chunk: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -35,16 +36,19 @@ class Mask:
             "is_causal": self.is_causal,
             "local_window_size": self.window,
             "logits_soft_cap": self.soft_cap,
+            "attention_chunk_size": self.chunk,
         }
 
     def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
         """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order.
 
-        With a table of blocks for each head ``[B or 1, N, T, S]``.
+        With a block-sparse mask per head ``[B or 1, N, T, S]``.
         """
         q, kv = places(q_length, kv_length, **arrays)
         q, kv = q[:, :, None], kv[None, None, :]
         keep = np.ones((1, q_length, kv_length), bool)
+        if self.chunk is not None:
+            keep = keep & (q // self.chunk == kv // self.chunk)
         left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
         if left is not None:
             keep = keep & (kv >= q - left)
@@ -73,13 +77,13 @@ class Mask:
 
 
 def sees(keep):
-    """Whether each query sees a key, bool ``[B or 1, T, N or 1]``, by a dense mask."""
+    """Whether each query attends to a key, bool ``[B or 1, T, N or 1]``, by a dense mask."""
     keep = keep[:, None] if keep.ndim == 3 else keep
     return keep.any(3).swapaxes(1, 2)
 
 
 def is_seen(keep, kv_heads):
-    """Whether each key is seen by a query, bool ``[B or 1, S, K or 1]``, by a dense mask."""
+    """Whether a query attends to each key, bool ``[B or 1, S, K or 1]``, by a dense mask."""
     keep = keep[:, None] if keep.ndim == 3 else keep
     keep = keep.any(2).swapaxes(1, 2)
     return keep if keep.shape[2] == 1 else keep.reshape(*keep.shape[:2], kv_heads, -1).any(3)
@@ -88,25 +92,25 @@ def is_seen(keep, kv_heads):
 def places(
     q_length, kv_length, query_offset=0, query_positions=None, key_value_positions=None, **_
 ):
-    """Positions ``[B or 1, T]`` of the queries and ``[S]`` of the keys, by the arguments."""
+    """Positions of the queries ``[B or 1, T]`` and of the keys ``[S]`` of a call."""
     q, kv = np.arange(q_length) + np.asarray(query_offset)[..., None], np.arange(kv_length)
     q = q if query_positions is None else np.asarray(query_positions)
     kv = kv if key_value_positions is None else np.asarray(key_value_positions)
-    # No sum of a position and a side of a window overflows.
+    # The sum of a position and a window side does not overflow.
     return np.atleast_2d(q).astype(np.int64), kv.astype(np.int64)
 
 
 def distances(q_length, kv_length, **arrays):
-    """``|p_q - p_k|``, ``[T, S]``, of tokens whose positions are alike in all rows."""
+    """``|p_q - p_k|``, ``[T, S]``, for positions that all sequences share."""
     q, kv = places(q_length, kv_length, **arrays)
     return np.abs(q[0][:, None] - kv[None, :])
 
 
 def per_head(kind, heads, seed=0):
-    """The numbers of each head that a test's case names: "none", "sinks", "slopes" or "both"."""
+    """The per-head parameters that a case names: "none", "sinks", "slopes" or "both"."""
     rng = np.random.default_rng(seed + 77)
     sinks = rng.normal(size=heads).astype(np.float32)
-    # Slopes of both signs: small ones, so that many keys count, and some that are large.
+    # Slopes of both signs: small ones, for which many keys matter, and some large ones.
     slopes = (rng.normal(size=heads) * np.where(np.arange(heads) % 4, 0.01, 0.05)).astype(
         np.float32
     )
@@ -115,7 +119,7 @@ def per_head(kind, heads, seed=0):
 
 
 def dropout_factors(seeds, rate, q_positions, kv_positions):
-    """What dropout multiplies each weight with, 0 or ``1 / (1 - rate)``: ``[B, N, T, S]``.
+    """Dropout's factor on each weight, 0 or ``1 / (1 - rate)``: ``[B, N, T, S]``.
 
     ``seeds`` are int32 ``[B, N]``.
     """
@@ -152,14 +156,14 @@ def truth(query, key, value, keep, do, dlse, *args, **options):
     The optional arguments are those of :func:`fused`. Queries that attend to nothing have lse -inf
     (or their sink), and its cotangent is dropped there.
     """
-    arrays = (np.asarray(x, np.float64) for x in (query, key, value))
-    cotangents = (np.asarray(x, np.float64) for x in (do, dlse))
-    return fused(*arrays, keep, *cotangents, *args, **options)
+    query, key, value, do = (np.asarray(x, np.float64) for x in (query, key, value, do))
+    return fused(query, key, value, keep, do, dlse, *args, **options)
 
 
 def one_device(query, key, value, keep, do, dlse, *args, **options):
     """The same as a fused kernel on one device computes it in the query's dtype, as float64."""
-    results = fused(*map(np.asarray, (query, key, value, keep, do, dlse)), *args, **options)
+    query, key, value, do = map(np.asarray, (query, key, value, do))
+    results = fused(query, key, value, keep, do, dlse, *args, **options)
     return [x.astype(np.float64) for x in results]
 
 
@@ -210,6 +214,7 @@ def fused(
     logits = np.where(keep, logits, np.where(some, wide.type(-np.inf), wide.type(0)))
     most = logits.max(-1, keepdims=True)
     lse = most + np.log(np.exp(logits - most).sum(-1, keepdims=True))
+    sinks = None
     if "sink_logits" in numbers:
         sinks = numbers["sink_logits"].astype(wide)[None, :, None, None]
         lse = np.where(some, np.logaddexp(lse, sinks), sinks)
@@ -232,18 +237,18 @@ def fused(
     of_numbers = []
     if "alibi_slopes" in numbers:
         of_numbers.append(-(dlogits * distance).sum((0, 2, 3)))
-    if "sink_logits" in numbers:
+    if sinks is not None:
         of_numbers.append(-(np.exp(sinks - lse) * delta).sum((0, 2, 3)))
-    if "sink_logits" not in numbers:
+    else:
         lse = np.where(some, lse, wide.type(-np.inf))
     lse = lse[..., 0].swapaxes(1, 2)
     return [out.swapaxes(1, 2), lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers]
 
 
 def by_row_and_key_head(results, query, key, value, keep, do, dlse):
-    """``results``, which is :func:`truth` or :func:`one_device`, in the memory of one key head.
+    """``results`` (:func:`truth` or :func:`one_device`) one sequence and key head at a time.
 
-    Rows and key heads do not see each other, so each is computed alone, with its query heads.
+    They are independent, and one of them fits in memory.
     """
     group = query.shape[2] // key.shape[2]
     rows = []

@@ -1,4 +1,4 @@
-"""Functions of single scores that read all of their arguments, and what they do to all scores."""
+"""A ``score_mod`` and a ``mask_mod`` that read all arguments, and their dense equivalents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def score_mod(score, batch, head, q_position, kv_position):
-    """No linear function, another one for every row and head; its slope is 0 for some scores."""
+    """Nonlinear, and different per sequence and head; its derivative is 0 for some scores."""
 
     def number(x):
         return x.astype(score.dtype)
@@ -20,7 +20,7 @@ def score_mod(score, batch, head, q_position, kv_position):
 
 
 def mask_mod(batch, head, q_position, kv_position):
-    """Hides two thirds of the keys, and all of them from some queries."""
+    """Masks two thirds of the keys, and all keys of some queries."""
     seen = (q_position + 2 * kv_position + batch + head) % 3 == 0
     return seen & (q_position % 11 != 5)
 
@@ -29,12 +29,12 @@ FUNCTIONS = {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
 def called(kind):
-    """burst_attention's arguments that a case names: True for both functions, or one's name."""
+    """The arguments that a case names: True for both functions, or the name of one."""
     return {name: function for name, function in FUNCTIONS.items() if kind in (True, name)}
 
 
 def _grid(batch, heads, q_positions, kv_positions):
-    """The arguments of all scores ``[B, N, T, S]`` but the scores."""
+    """Index and position arguments, which broadcast to all scores ``[B, N, T, S]``."""
     b, h = (np.arange(count, dtype=np.int32) for count in (batch, heads))
     q, k = (np.asarray(x, np.int32) for x in (q_positions, kv_positions))
     return (
@@ -47,7 +47,7 @@ def _grid(batch, heads, q_positions, kv_positions):
 
 @dataclasses.dataclass(frozen=True)
 class _Modified:
-    """``score_mod`` of all logits ``[B, N, T, S]``. One that is equal needs no other program."""
+    """``score_mod`` of all logits ``[B, N, T, S]``; hashable, so that programs are reused."""
 
     batch: int
     heads: int
@@ -60,7 +60,7 @@ class _Modified:
 
 
 def on_all(batch, heads, q_positions, kv_positions):
-    """``(logits -> logits, which scores count)`` of dense attention, both ``[B, N, T, S]``."""
+    """``(function of all logits, mask)`` of dense attention, both ``[B, N, T, S]``."""
     grid = _grid(batch, heads, q_positions, kv_positions)
     shape = batch, heads, len(q_positions), len(kv_positions)
     places = (tuple(np.asarray(x).tolist()) for x in (q_positions, kv_positions))

@@ -1,4 +1,4 @@
-"""What a traced program consists of."""
+"""Equations of a traced program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 
 
 def equations(jaxpr):
-    """All equations, those inside other equations too, each with the primitives around it."""
+    """All equations, nested ones too, each with its enclosing primitives."""
     for equation in jaxpr.eqns:
         yield equation, ()
         for value in jax.tree.leaves(
@@ -19,5 +19,5 @@ def equations(jaxpr):
 
 
 def count(jaxpr, primitive):
-    """How many equations are of one primitive."""
+    """The number of equations of one primitive."""
     return sum(equation.primitive.name == primitive for equation, _ in equations(jaxpr))

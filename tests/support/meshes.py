@@ -1,4 +1,4 @@
-"""Meshes and comparisons that the tests of rings, layers, models and training share."""
+"""Meshes and comparisons for all tests."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def relative_rms(got, want) -> float:
 
 
 def assert_close(got, want, limit: float = 1e-6) -> None:
-    """Every array of the tree ``got`` is as near to ``want`` as ``limit``, by relative RMS.
+    """Asserts that the arrays of two pytrees differ by a relative RMS of at most ``limit``.
 
-    The default is float32 rounding. Five arrays in a row are out, lse, dq, dk and dv, and are named
-    so when one of them is wrong.
+    The default is float32 rounding. Five arrays are out, lse, dq, dk and dv: messages name them.
     """
     if isinstance(want, (list, tuple)) and len(want) == len(compare.NAMES):
         got, want = (dict(zip(compare.NAMES, tree, strict=True)) for tree in (got, want))

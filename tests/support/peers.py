@@ -1,4 +1,4 @@
-"""Attention as other projects' tests ask for it, and what dense attention makes of it."""
+"""Cases of other projects' tests, and their dense reference."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from burst_jax.parallel.mesh import axes_size
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """Random arrays, and what they may see of each other.
+class PeerCase:
+    """Random arrays and a mask.
 
     Attributes:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      mask: with segments every slot of a row has padding of its own.
+      mask: with segments, every slot of a sequence ends with padding.
       dtype: of the arrays.
     """
 
@@ -40,14 +40,14 @@ class Problem:
         return f"{sizes}-group{self.query[2] // self.key[2]}-{self.dtype}"
 
 
-# Tests that follow each other ask for the same problem, and its answer takes up to a minute.
+# Consecutive tests have the same case, and its reference takes up to a minute.
 @functools.lru_cache(maxsize=1)
-def solved(problem: Problem):
+def solved(problem: PeerCase):
     """``(arrays, cotangents, segment ids, truth, one device's results)``."""
     rng = np.random.default_rng(0)
     kind = jnp.dtype(problem.dtype)
     shapes = problem.query, problem.key, problem.key, problem.query
-    # Each is rounded at once: the large ones are a gigabyte in float64.
+    # Rounded one by one: the large ones take a gigabyte in float64.
     q, k, v, do = (rng.normal(size=shape).astype(kind) for shape in shapes)
     dlse = rng.normal(size=q.shape[:3]).astype(np.float32)
     ids = slotted_segments(rng, *q.shape[:2]) if problem.mask.segments else None
@@ -59,11 +59,11 @@ def solved(problem: Problem):
     return (q, k, v), (do, dlse), ids, truth, one
 
 
-def assert_as_good_as_dense(mesh, problem: Problem, layout: Layout, **options: Any):
-    """Out, lse and gradients as exact as dense attention's on one device in the same dtype.
+def assert_as_good_as_dense(mesh, problem: PeerCase, layout: Layout, **options: Any):
+    """Asserts that out, lse and gradients are as exact as dense attention in the same dtype.
 
-    Padded tokens get exactly zero out and gradients. ``options``: of ``burst_attention``, the
-    mask's where they differ from the problem's own.
+    Padding gets exactly zero out and gradients. ``options``: further arguments of
+    ``burst_attention``, which override the case's mask.
     """
     arrays, cotangents, ids, truth, one = solved(problem)
     n = axes_size(mesh, options.get("seq_axis", "seq"))
