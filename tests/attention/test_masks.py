@@ -31,8 +31,7 @@ from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
-from burst_jax.ring.route import RingMask, make_route
-from burst_jax.ring.work import scores_by_stop
+from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
     AttentionInputs,
     BlockMask,
@@ -292,7 +291,7 @@ def test_ring_steps_that_an_offset_leaves_out():
             RingArguments(query_offset=offset or 0, **options), axis_argument="seq_axis",
             axes="seq", size_of=lambda *_: 4, head_dim=8, arrays=traced,
         )  # fmt: skip
-        return len(request.route(4, 16).stops) - 1
+        return len(request.route(4, 16).offsets) - 1
 
     # Device r has queries offset + 4r ..; a query at position p needs the keys of device p // 16.
     assert hops(0, is_causal=True) == 3
@@ -344,9 +343,9 @@ def test_a_static_table_leaves_out_ring_steps(sizes, layout, queries_rotate):
             }
             wanted = {step for step, by_device in counts.items() if any(by_device)}
             wanted |= {(0,) * len(sizes)}
-            assert set(route.stops) == wanted
+            assert set(route.offsets) == wanted
             left_out += n - len(wanted)
-            for step, (most, mean) in scores_by_stop(route, mask).items():
+            for step, (most, mean) in scores_per_step(route, mask).items():
                 assert (most, mean) == (max(counts[step]), np.mean(counts[step]))
     assert left_out
 
