@@ -199,7 +199,7 @@ def test_a_wrong_answer_is_noticed():
     right = [x[:, at].astype(d) for x, at, d in zip(truth, order, dtypes, strict=False)]
     valid.assert_right(program, right, truth[:5], one_device[:5], keep)
     for index, x in enumerate(right):
-        for wrong_one in (0 * x, np.roll(x, 1, axis=1), x * x.dtype.type(1.1)):
+        for wrong_one in (np.zeros_like(x), np.roll(x, 1, axis=1), x * x.dtype.type(1.1)):
             answer = [*right[:index], wrong_one, *right[index + 1 :]]
             with pytest.raises(AssertionError):
                 valid.assert_right(program, answer, truth[:5], one_device[:5], keep)
