@@ -58,7 +58,8 @@ def test_the_reference_is_dense_attention(case, monkeypatch):
     dlse = np.zeros((1, case.length, groups), np.float32)
     args = q[None], k[None, :, None], v[None, :, None], unmasked(case)[None], do[None], dlse, None
     distance = dense.distances(case.length, case.length)
-    out, _, dq, dk, dv, *_ = dense.truth(*args, parameters, distance)
+    numpy_parameters = {name: np.asarray(x) for name, x in parameters.items()}
+    out, _, dq, dk, dv, *_ = dense.truth(*args, numpy_parameters, distance)
     for name, want in (("out", out[0]), ("dq", dq[0]), ("dk", dk[0, :, 0]), ("dv", dv[0, :, 0])):
         assert got[name].dtype == np.float64
         np.testing.assert_allclose(got[name], want, rtol=1e-10, atol=1e-12)
