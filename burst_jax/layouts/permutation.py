@@ -176,7 +176,7 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
 
     Args:
       layout: "contiguous", "zigzag", "striped" or "striped:k"
-      (:mod:`burst_jax.layouts.permutation`).
+        (:mod:`burst_jax.layouts.permutation`).
       length: tokens of the whole sequence.
       num_shards: number of shards on the ring: the size of ``seq_axis``, or of both axes together
         if it is a pair. ``ulysses_axis`` does not count.
@@ -211,7 +211,7 @@ def to_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> 
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
       layout: "contiguous", "zigzag", "striped" or "striped:k"
-      (:mod:`burst_jax.layouts.permutation`).
+        (:mod:`burst_jax.layouts.permutation`).
       num_shards: number of shards on the ring, as in :func:`positions`.
       axis: the tokens' axis, 1 for ``[B, T, ...]``.
 
@@ -250,7 +250,7 @@ def pad_to_layout[Tree](
       tree: an array ``[B, T, ...]`` or a pytree of such arrays, all with the same B and T. Padding
         is zeros of the array's dtype.
       layout: "contiguous", "zigzag", "striped" or "striped:k"
-      (:mod:`burst_jax.layouts.permutation`).
+        (:mod:`burst_jax.layouts.permutation`).
       num_shards: number of shards on the ring, as in :func:`positions`.
       segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
         None for one segment per row.
