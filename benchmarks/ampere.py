@@ -38,7 +38,7 @@ from jax.extend.core import Literal
 import burst_jax
 from benchmarks.driver import Driver, Kernel, Launch
 from benchmarks.needs import need_gpus
-from pallas_kernels import AttentionSpec, Operands, Tokens, triton
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide, triton
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
@@ -110,8 +110,8 @@ class Candidate:
         """A name for its files."""
         return f"case{CASES.index(self.case)}-{self.kernel}-{self.tiles}"
 
-    def run(self) -> Callable[[Operands], Any]:
-        """The kernel as a function of its operands, bounds included.
+    def run(self) -> Callable[..., Any]:
+        """The kernel as a function of its inputs and bounds.
 
         Results are rounded, as they are where no ring adds to them.
         """
@@ -120,25 +120,26 @@ class Candidate:
         kernel = getattr(implementation, "forward" if forward else f"backward_{self.kernel}")
         return functools.partial(kernel, spec=self.case.spec, out_dtype=jnp.bfloat16)
 
-    def with_bounds(self, operands: Operands) -> Operands:
-        """The operands with the bounds of these tiles."""
+    def with_bounds(self, inputs: AttentionInputs) -> tuple[AttentionInputs, Any]:
+        """The inputs and the bounds of these tiles."""
         implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         of = implementation.forward_bounds if forward else implementation.backward_bounds
-        return operands.replace(bounds=of(operands, spec=self.case.spec))
+        return inputs, of(inputs, spec=self.case.spec)
 
 
-def operands_of(case: Case) -> Operands:
-    """Random operands of a case; the backward's statistics are random too, but in their range."""
+def inputs_of(case: Case) -> AttentionInputs:
+    """Random inputs of a case; the backward's statistics are random too, but in their range."""
     keys = jax.random.split(jax.random.key(0), 6)
     wide = (case.batch, case.length, case.heads, case.head_dim)
     narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
     q, do = (jax.random.normal(key, wide, jnp.bfloat16) for key in keys[:2])
     k, v = (jax.random.normal(key, narrow, jnp.bfloat16) for key in keys[2:4])
     stats = jax.random.normal(keys[4], (2, case.batch, case.heads, case.length))
-    tokens = Tokens(jnp.arange(case.length, dtype=jnp.int32))
+    positions = jnp.arange(case.length, dtype=jnp.int32)
     stats += jnp.array([10.0, 0.0])[:, None, None, None]
-    return Operands(q, k, v, tokens, tokens).replace(do=do, stats=stats)
+    query = QuerySide(q, positions, do=do, stats=stats)
+    return AttentionInputs(query, KVSide(k, v, positions))
 
 
 class Compiler:
@@ -175,7 +176,7 @@ class Compiler:
             )
             script.chmod(0o755)
             whole = jax.NamedSharding(self._mesh, jax.P())
-            shapes = jax.eval_shape(lambda: candidate.with_bounds(operands_of(candidate.case)))
+            shapes = jax.eval_shape(lambda: candidate.with_bounds(inputs_of(candidate.case)))
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
@@ -185,7 +186,7 @@ class Compiler:
                 "xla_gpu_autotune_level": 0,
             }
             with jax.set_mesh(self._mesh):
-                traced = jax.jit(candidate.run()).trace(shapes)
+                traced = jax.jit(candidate.run()).trace(*shapes)
                 traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
             (thunks,) = (here / "dump").glob("*.thunk_sequence.txt")
             launch = _launch_of(thunks.read_text())
@@ -224,13 +225,13 @@ def _registers(said: str) -> str:
     return f"{registers[1]} registers, {spills[1]} bytes spilled"
 
 
-def kernel_call(run: Callable[[Operands], Any], operands: Operands) -> tuple[list, list, Any]:
+def kernel_call(run: Callable[..., Any], *arguments: Any) -> tuple[list, list, Any]:
     """The one ``pallas_call`` of a function: its operands, its results' types, and itself.
 
     What comes before it is computed.
     """
-    leaves, treedef = jax.tree.flatten(operands)
-    closed = jax.make_jaxpr(lambda *leaves: run(jax.tree.unflatten(treedef, leaves)))(*leaves)
+    leaves, treedef = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *leaves: run(*jax.tree.unflatten(treedef, leaves)))(*leaves)
     return next(_walk(closed.jaxpr, closed.consts, leaves))
 
 
@@ -260,7 +261,7 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._driver = folder, Driver()
-        self.operands = functools.lru_cache(operands_of)
+        self.inputs = functools.lru_cache(inputs_of)
         self._native = functools.lru_cache(self._run_natively)
 
     def _run_natively(self, case: Case, kernel: str) -> tuple[list[jax.Array], float]:
@@ -271,8 +272,8 @@ class Runner:
         return made, median_time(lambda: call(*given))
 
     def _call(self, candidate: Candidate) -> tuple[list, list, Any]:
-        bounded = jax.jit(candidate.with_bounds)(self.operands(candidate.case))
-        return kernel_call(candidate.run(), bounded)
+        bounded = jax.jit(candidate.with_bounds)(self.inputs(candidate.case))
+        return kernel_call(candidate.run(), *bounded)
 
     def prepare(self, candidate: Candidate) -> tuple[Kernel, list, list]:
         """The kernel, assembled, its operands and the types of its results."""
@@ -387,7 +388,7 @@ def run_all(args: argparse.Namespace) -> None:
     need_gpus("bench ampere")
     runner = Runner(args.folder)
     for case in {c.case: None for c in found}:
-        runner.operands(case)
+        runner.inputs(case)
         if (times := torch_times(case)) is not None:
             tera = 2 * case.flops() / 1e12
             print(

@@ -27,7 +27,15 @@ from burst_jax.attention.arguments import LocalArguments
 from burst_jax.attention.call import make_request
 from burst_jax.parallel.platform import compute_capability
 from burst_jax.ring.request import Request
-from pallas_kernels import MOSAIC_SM90, TRITON, Operands, Tokens, resolve
+from pallas_kernels import (
+    MOSAIC_SM90,
+    TRITON,
+    AttentionInputs,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+    resolve,
+)
 from pallas_kernels.timing import median_time, relative_error
 
 # Largest relative error that rounding to the dtype explains, times two to be safe.
@@ -224,14 +232,14 @@ class Problem:
         self.k, self.v = (jax.random.normal(key, narrow, dtype) for key in keys[2:])
         self.spec = case.request().spec
         ids = case.segment_ids()
-        self.tokens = Tokens(
-            jnp.arange(case.length, dtype=jnp.int32), None if ids is None else jnp.asarray(ids)
-        )
+        self.positions = jnp.arange(case.length, dtype=jnp.int32)
+        self.segment_ids = None if ids is None else jnp.asarray(ids)
         self._samples = sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)})
         self._truth = [
             attention_and_gradients(
                 self.spec,
-                self.tokens,
+                self.positions,
+                self.segment_ids,
                 *(
                     self._sample(name, getattr(self, name), sample)
                     for name in ("q", "k", "v", "do")
@@ -318,36 +326,40 @@ def local_times(problem: Problem, name: str) -> dict[str, float]:
         without masking inside them. The result is wrong; the time is what the tiles take without
         the mask.
     """
-    operands = Operands(
-        problem.q, problem.k, problem.v, problem.tokens, problem.tokens, problem.case.per_head()
+    tokens = {"positions": problem.positions, "segment_ids": problem.segment_ids}
+    inputs = AttentionInputs(
+        QuerySide(problem.q, **tokens),
+        KVSide(problem.k, problem.v, **tokens),
+        SharedInputs().with_per_head(problem.case.per_head()),
     )
     implementation = resolve(
-        name, platform="gpu", compute_capability=compute_capability(), operands=operands
+        name, platform="gpu", compute_capability=compute_capability(), inputs=inputs
     )
     assert implementation.backward is not None
     bounds, tables = (
-        jax.jit(functools.partial(of, spec=problem.spec))(operands)
+        jax.jit(functools.partial(of, spec=problem.spec))(inputs)
         for of in (implementation.forward_bounds, implementation.backward_bounds)
     )
     forward = functools.partial(implementation.forward, spec=problem.spec)
-    fresh, carried = jax.jit(forward), jax.jit(forward, donate_argnums=1)
-    o, lse = fresh(operands.replace(bounds=bounds))
+    fresh, carried = jax.jit(forward), jax.jit(forward, donate_argnums=2)
+    o, lse = fresh(inputs, bounds)
     stats = jnp.stack([lse, jnp.zeros_like(lse)])
+    query = inputs.query._replace(do=problem.do, stats=stats)
+    backward_inputs = inputs._replace(query=query)
     backward = jax.jit(functools.partial(implementation.backward, spec=problem.spec))
     state = (o, lse + 0)
 
     def step():
         nonlocal state
-        state = carried(operands.replace(bounds=bounds), state)
+        state = carried(inputs, bounds, state)
         return state
 
     times = {"carried": median_time(step)}
     for suffix, of in (("", lambda tables: tables), (", unmasked", _unmasked)):
-        ahead = operands.replace(bounds=of(bounds))
-        back = operands.replace(bounds=of(tables), do=problem.do, stats=stats)
+        ahead, back = of(bounds), of(tables)
         times |= {
-            "forward" + suffix: median_time(lambda o=ahead: fresh(o)),
-            "backward" + suffix: median_time(lambda o=back: backward(o)),
+            "forward" + suffix: median_time(lambda b=ahead: fresh(inputs, b)),
+            "backward" + suffix: median_time(lambda b=back: backward(backward_inputs, b)),
         }
     return times
 

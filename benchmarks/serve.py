@@ -94,10 +94,10 @@ def served(config: DecoderConfig, way: str, n: int, length: int, **options: Any)
 
     # Drawn where they lie: no device ever holds all weights.
     graphdef, shapes = nnx.split(nnx.eval_shape(decoder))
-    parts = nnx.merge(graphdef, shapes).parts(shapes)
+    parts = nnx.merge(graphdef, shapes).shardings(shapes)
     places = jax.tree.map(
         lambda spec: jax.NamedSharding(mesh, spec),
-        parts.tree(shapes),
+        parts.weight_specs(shapes),
         is_leaf=lambda leaf: isinstance(leaf, jax.P),
     )
     weights = jax.jit(lambda: nnx.state(decoder()), out_shardings=places)()

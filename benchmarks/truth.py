@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import AttentionSpec, Tokens
+from pallas_kernels import AttentionSpec
 
 # Queries that are computed at a time.
 _ROWS = 1024
@@ -17,7 +17,8 @@ _ROWS = 1024
 
 def attention_and_gradients(
     spec: AttentionSpec,
-    tokens: Tokens,
+    positions: jax.Array,
+    segment_ids: jax.Array | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -31,7 +32,8 @@ def attention_and_gradients(
 
     Args:
       spec: scale and mask.
-      tokens: positions ``[T]``, and segment ids ``[1, T]`` or None, of queries and keys.
+      positions: int32 ``[T]``, of queries and keys.
+      segment_ids: int32 ``[1, T]``, of queries and keys, or None.
       q: ``[T, G, H]``.
       k: ``[T, H]``.
       v: ``[T, H]``.
@@ -44,30 +46,30 @@ def attention_and_gradients(
     with jax.enable_x64(True):
         wide = (x.astype(jnp.float64) for x in (q, k, v, do))
         numbers = {name: x.astype(jnp.float64) for name, x in (per_head or {}).items()}
-        return _blocks(spec, tokens, *wide, numbers)
+        return _blocks(spec, positions, segment_ids, *wide, numbers)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _blocks(spec, tokens, q, k, v, do, per_head):
+def _blocks(spec, positions, segment_ids, q, k, v, do, per_head):
     length, groups, dim = q.shape
     rows = min(_ROWS, length)
     if length % rows:
         raise ValueError(f"the length is {length}: it must be a multiple of {rows}")
-    seg = None if tokens.segment_ids is None else tokens.segment_ids[0]
+    seg = None if segment_ids is None else segment_ids[0]
 
     def block(sums, start):
         """Adds to dk and dv what the queries from ``start`` on, ``rows`` of them, give to them."""
         dk, dv = sums
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
         q_rows, do_rows = (cut(x).reshape(rows * groups, dim) for x in (q, do))
-        q_pos = jnp.repeat(cut(tokens.positions), groups)[:, None]
+        q_pos = jnp.repeat(cut(positions), groups)[:, None]
         q_seg = None if seg is None else jnp.repeat(cut(seg), groups)[:, None]
         k_seg = None if seg is None else seg[None]
         numbers = {name: jnp.tile(x, rows)[:, None] for name, x in per_head.items()}
         logits = spec.score.scale * (q_rows @ k.T)
-        bias = spec.score.bias(q_pos, tokens.positions[None], numbers)
+        bias = spec.score.bias(q_pos, positions[None], numbers)
         logits = logits if bias is None else logits + bias
-        ok = spec.mask.allowed(q_pos, tokens.positions[None], q_seg, k_seg)
+        ok = spec.mask.allowed(q_pos, positions[None], q_seg, k_seg)
         logits = logits if ok is None else jnp.where(ok, logits, -jnp.inf)
         p = jax.nn.softmax(logits, axis=-1, where=ok)
         if "sink_logits" in numbers:

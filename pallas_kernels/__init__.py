@@ -15,10 +15,13 @@ from pallas_kernels.choice import SlowerKernelsWarning as SlowerKernelsWarning
 from pallas_kernels.choice import find as find
 from pallas_kernels.choice import resolve as resolve
 from pallas_kernels.dropout import Dropout as Dropout
+from pallas_kernels.inputs import AttentionInputs as AttentionInputs
+from pallas_kernels.inputs import GlobalIndices as GlobalIndices
+from pallas_kernels.inputs import KVSide as KVSide
+from pallas_kernels.inputs import QuerySide as QuerySide
+from pallas_kernels.inputs import SharedInputs as SharedInputs
 from pallas_kernels.mask import Mask as Mask
 from pallas_kernels.merge import merge as merge
-from pallas_kernels.operands import Operands as Operands
-from pallas_kernels.operands import Tokens as Tokens
 from pallas_kernels.pallas_mosaic.implementation import MOSAIC_SM90 as MOSAIC_SM90
 from pallas_kernels.pallas_mosaic.implementation import mosaic_sm90 as mosaic_sm90
 from pallas_kernels.pallas_triton.implementation import TRITON as TRITON

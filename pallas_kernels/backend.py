@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Carry, Operands, PerHead
+from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.spec import AttentionSpec
 
 Dkv = tuple[jax.Array, jax.Array]
@@ -24,9 +24,10 @@ class ForwardFunction(Protocol):
     """``o = softmax(mask(logits)) v`` over the given keys, merged into ``carry``.
 
     Args:
-      operands: queries, keys, values, tokens, and the bounds that ``forward_bounds`` made.
+      inputs: the query side, the KV side, and what both share.
+      bounds: tile bounds, from ``forward_bounds`` of the same inputs.
       carry: float32 ``(o [B, T, N, Hv], lse [B, N, T])`` over other keys, or None to start fresh.
-        The operands' sink logits, if there are any, count at a fresh start only: a carry has them.
+        Sink logits count without a carry only: a carry includes them.
       spec: the mask and the score.
       out_dtype: o's dtype; None is float32, which a carry must have.
 
@@ -37,7 +38,8 @@ class ForwardFunction(Protocol):
 
     def __call__(
         self,
-        operands: Operands,
+        inputs: AttentionInputs,
+        bounds: Any,
         carry: Carry | None = None,
         *,
         spec: AttentionSpec,
@@ -55,8 +57,8 @@ class BackwardFunction(Protocol):
     K's and V's summed over the query heads that share them.
 
     Args:
-      operands: as forward's, with ``do``, ``stats``, and the bounds that ``backward_bounds``
-        made.
+      inputs: as forward's, with ``do`` and ``stats``.
+      bounds: tile bounds, from ``backward_bounds`` of the same inputs.
       dq: float32 ``[B, T, N, H]`` to add into, or None to start from zero.
       dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add into, or None to start
         from zero.
@@ -67,12 +69,13 @@ class BackwardFunction(Protocol):
     Returns:
       ``(dq, (dk, dv), per_head)``, float32, or in ``out_dtype`` what a kernel rounds as it writes
       it, which moves fewer bytes than a cast behind it. ``per_head`` holds this call's part of the
-      gradients of those arrays of ``operands.per_head`` that ``spec.score.differentiated`` names.
+      gradients of the per-head parameters that ``spec.score.differentiated`` names.
     """
 
     def __call__(
         self,
-        operands: Operands,
+        inputs: AttentionInputs,
+        bounds: Any,
         dq: jax.Array | None = None,
         dkv: Dkv | None = None,
         *,
@@ -88,19 +91,19 @@ def runs_anywhere(platform: str, compute_capability: float | None) -> None:
     del platform, compute_capability
 
 
-def takes_anything(operands: Operands) -> None:
-    """``Implementation.unsupported`` of one that takes all arrays."""
-    del operands
+def supports_all_inputs(inputs: AttentionInputs) -> None:
+    """``Implementation.unsupported`` of one that supports all shapes and dtypes."""
+    del inputs
 
 
-def runs_any_function(spec: AttentionSpec, operands: Operands, *, backward: bool) -> None:
-    """``Implementation.unsupported_functions`` of one that runs all of the caller's functions."""
-    del spec, operands, backward
+def supports_all_functions(spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool) -> None:
+    """``Implementation.unsupported_functions`` of one that runs any ``score_mod``, ``mask_mod``."""
+    del spec, inputs, backward
 
 
-def no_bounds(operands: Operands, *, spec: AttentionSpec) -> None:
-    """``Implementation.forward_bounds`` of one that visits everything."""
-    del operands, spec
+def no_bounds(inputs: AttentionInputs, *, spec: AttentionSpec) -> None:
+    """``Implementation.forward_bounds`` of one that visits every tile."""
+    del inputs, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +114,22 @@ class Implementation:
       name: what users call it.
       forward: see :class:`ForwardFunction`.
       backward: see :class:`BackwardFunction`; None if it has none.
-      backward_dq: ``(operands, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
+      backward_dq: ``(inputs, bounds, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
         ``backward`` that makes dQ. An implementation has the two halves if dQ and dK, dV come from
         different kernels: a ring then moves one gradient while the kernel of the other one runs.
         None if one kernel makes all gradients.
-      backward_dkv: ``(operands, dkv, *, spec, out_dtype) -> dkv``, the other half.
-      forward_bounds: ``(operands, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
+      backward_dkv: ``(inputs, bounds, dkv, *, spec, out_dtype) -> dkv``, the other half.
+      forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
       split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
         gradients add up to those of one call with ``bounds``. A ring keeps one of the calls for the
         travelling gradient's last hop. None if the work cannot be cut.
-      unsupported: ``operands -> reason`` why it cannot take such arrays, or None if it can.
-      backward_unsupported: the same for the backward pass; None: ``unsupported`` says it for both.
-      unsupported_functions: ``(spec, operands, *, backward) -> reason`` why it cannot run the
-        caller's functions of scores, or None if it can.
+      unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
+        if it does. Nothing else is read, so the leaves may be ``jax.ShapeDtypeStruct``.
+      backward_unsupported: the same for the backward pass; None uses ``unsupported`` for both.
+      unsupported_functions: ``(spec, inputs, *, backward) -> reason``: why it cannot run the spec's
+        ``score_mod`` or ``mask_mod``, or None if it can.
       unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
       deterministic: whether ``backward`` gives the same bits at every run; False where programs add
         to an array in the order in which they come. (``forward`` must give the same bits.)
@@ -140,13 +144,13 @@ class Implementation:
     backward: BackwardFunction | None
     forward_bounds: Callable[..., Any]
     backward_bounds: Callable[..., Any]
-    unsupported: Callable[[Operands], str | None]
-    unsupported_functions: Callable[..., str | None] = runs_any_function
+    unsupported: Callable[[AttentionInputs], str | None]
+    unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
     backward_dq: Callable[..., tuple[jax.Array, PerHead]] | None = None
     backward_dkv: Callable[..., Dkv] | None = None
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
-    backward_unsupported: Callable[[Operands], str | None] | None = None
+    backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True
     checks_vma: bool = True
     second_derivatives: Literal["any", "forward", "none"] = "none"

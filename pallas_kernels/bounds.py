@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_mask import BlockMask
+from pallas_kernels.inputs import KVSide, QuerySide, Side
 from pallas_kernels.mask import Mask, TileSummary, both
-from pallas_kernels.operands import Tokens
 from pallas_kernels.spec import Tiles
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -38,8 +38,8 @@ _INT32 = jnp.iinfo(jnp.int32)
 
 def query_bounds(
     mask: Mask,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
+    query: QuerySide,
+    kv: KVSide,
     tiles: Tiles,
     block_mask: BlockMask | None = None,
 ) -> jax.Array:
@@ -50,14 +50,14 @@ def query_bounds(
       of keys, else 1. With a mask by blocks lists, int32 ``[R, N or 1, query tiles, 2 + key
       tiles]``.
     """
-    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    possible, full = _tiles(mask, query, kv, tiles, block_mask)
     return _ranges(possible, full) if block_mask is None else _lists(possible, full)
 
 
 def key_bounds(
     mask: Mask,
-    q_tokens: Tokens,
-    kv_tokens: Tokens,
+    query: QuerySide,
+    kv: KVSide,
     tiles: Tiles,
     block_mask: BlockMask | None = None,
     groups: int = 1,
@@ -71,7 +71,7 @@ def key_bounds(
       of keys, else 1. With a mask by blocks lists, int32 ``[R, K or 1, key tiles, 2 + query
       tiles]``: of the tiles that one of the query heads visits which share the key head.
     """
-    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    possible, full = _tiles(mask, query, kv, tiles, block_mask)
     possible, full = possible.swapaxes(-1, -2), full.swapaxes(-1, -2)
     if block_mask is None:
         return _ranges(possible, full)
@@ -82,14 +82,14 @@ def key_bounds(
 
 
 def lists_for_all(
-    mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles, block_mask: BlockMask
+    mask: Mask, query: QuerySide, kv: KVSide, tiles: Tiles, block_mask: BlockMask
 ) -> jax.Array:
     """Lists of the key tiles that some head of some row of the batch needs, for every query tile.
 
     Returns:
       int32 ``[1, 1, query tiles, 2 + key tiles]``.
     """
-    possible, full = _tiles(mask, q_tokens, kv_tokens, tiles, block_mask)
+    possible, full = _tiles(mask, query, kv, tiles, block_mask)
     return _lists(possible.any((0, 1), keepdims=True), full.all((0, 1), keepdims=True))
 
 
@@ -118,30 +118,31 @@ def halves_of_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
 
 
 def _tiles(
-    mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, tiles: Tiles, block_mask: BlockMask | None
+    mask: Mask, query: QuerySide, kv: KVSide, tiles: Tiles, block_mask: BlockMask | None
 ) -> tuple[jax.Array, jax.Array]:
     """``(possible, full)`` of every tile of scores: ``[R, q, kv]``, or ``[R, N or 1, q, kv]``."""
-    q, kv = _summary(q_tokens, tiles.block_q), _summary(kv_tokens, tiles.block_kv)
-    possible, full = mask.tiles(q, kv)
+    sides = _summary(query, tiles.block_q), _summary(kv, tiles.block_kv)
+    possible, full = mask.tiles(*sides)
     if block_mask is None:
         return possible, full
-    by_blocks = block_mask.tiles(q, kv)
+    by_blocks = block_mask.tiles(*sides)
     possible, full = (both(x[:, None], y) for x, y in zip((possible, full), by_blocks, strict=True))
     return possible, full
 
 
-def _summary(tokens: Tokens, block: int) -> TileSummary:
-    length = tokens.positions.shape[0]
+def _summary(side: Side, block: int) -> TileSummary:
+    assert side.positions is not None
+    length = side.positions.shape[0]
     count = -(-length // block)
     extra = count * block - length
-    pos = jnp.pad(tokens.positions, (0, extra), mode="edge").reshape(1, count, block)
+    pos = jnp.pad(side.positions, (0, extra), mode="edge").reshape(1, count, block)
     pos_first, pos_last = _reduce((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
     whole = jnp.arange(count, dtype=jnp.int32)[None] < length // block
     summary = TileSummary(pos_first, pos_last, whole, None, None, None)
-    if tokens.segment_ids is not None:
-        summary = summary._replace(**_segments(tokens.segment_ids, count, block))
-    if tokens.key_ranges:
-        summary = summary._replace(**_key_ranges(tokens, count, block))
+    if side.segment_ids is not None:
+        summary = summary._replace(**_segments(side.segment_ids, count, block))
+    if isinstance(side, QuerySide) and side.kv_bounds:
+        summary = summary._replace(**_kv_bounds(side.kv_bounds, count, block))
     return summary
 
 
@@ -158,16 +159,15 @@ def _segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, jax.A
     return {"segment_low": low, "segment_high": high, "segment": only}
 
 
-def _key_ranges(tokens: Tokens, count: int, block: int) -> dict[str, jax.Array]:
-    """What :class:`TileSummary` has of the ranges of keys that queries see."""
-    ranges = tokens.key_ranges
-    rows = max(x.shape[0] for x in ranges.values())
+def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str, jax.Array]:
+    """The fields of :class:`TileSummary` about per-query KV bounds."""
+    rows = max(x.shape[0] for x in bounds.values())
 
     def tiles(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, count * block - x.shape[1])), mode="edge")
         return jnp.broadcast_to(x.reshape(-1, count, block), (rows, count, block))
 
-    starts, ends = (tiles(ranges[n]) if n in ranges else None for n in ("key_starts", "key_ends"))
+    starts, ends = (tiles(bounds[n]) if n in bounds else None for n in ("kv_starts", "kv_ends"))
     sees = True if starts is None or ends is None else starts < ends
     parts = {}
     if starts is not None:

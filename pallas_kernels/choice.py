@@ -7,7 +7,7 @@ import warnings
 import jax
 
 from pallas_kernels.backend import Implementation
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_mosaic.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
@@ -54,7 +54,7 @@ def resolve(
     *,
     platform: str,
     compute_capability: float | None,
-    operands: Operands,
+    inputs: AttentionInputs,
     backward: bool = False,
     deterministic: bool = False,
     spec: AttentionSpec | None = None,
@@ -69,10 +69,11 @@ def resolve(
       implementation: a name, an :class:`Implementation`, or None.
       platform: "gpu", "cpu", ...
       compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
-      operands: what it would run on; only shapes and dtypes are read.
+      inputs: what it would run on. Only shapes and dtypes are read, so the leaves may be
+        ``jax.ShapeDtypeStruct``, and positions may be None.
       backward: choose for the gradient.
       deterministic: choose one whose gradient has the same bits at every run.
-      spec: what it would compute; None has no functions of the caller's.
+      spec: what it would compute; None has no ``score_mod`` and no ``mask_mod``.
 
     Raises:
       ValueError: there is no such implementation.
@@ -80,7 +81,7 @@ def resolve(
         functions.
     """
     chosen = find(implementation)
-    where = platform, compute_capability, operands, backward, deterministic, spec
+    where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
         reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
         chosen = _CANDIDATES[reasons.index(None)]
@@ -102,7 +103,7 @@ def _obstacle(
     candidate: Implementation,
     platform: str,
     compute_capability: float | None,
-    operands: Operands,
+    inputs: AttentionInputs,
     backward: bool,
     deterministic: bool,
     spec: AttentionSpec | None,
@@ -119,11 +120,11 @@ def _obstacle(
             "run; use None or 'triton', or leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
-        unsupported = candidate.backward_unsupported(operands)
+        unsupported = candidate.backward_unsupported(inputs)
     else:
-        unsupported = candidate.unsupported(operands)
+        unsupported = candidate.unsupported(inputs)
     if unsupported is None and spec is not None and spec.calls_functions:
-        return candidate.unsupported_functions(spec, operands, backward=backward)
+        return candidate.unsupported_functions(spec, inputs, backward=backward)
     return unsupported
 
 
@@ -131,13 +132,13 @@ def _reason_against(
     candidate: Implementation,
     platform: str,
     compute_capability: float | None,
-    operands: Operands,
+    inputs: AttentionInputs,
     backward: bool,
     deterministic: bool,
     spec: AttentionSpec | None,
 ) -> str | None:
     """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
-    where = platform, compute_capability, operands, backward, deterministic, spec
+    where = platform, compute_capability, inputs, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
     if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:
         return (

@@ -6,23 +6,19 @@
 They are functions of numbers, so they are traced with scalars. Plain JAX then runs them on every
 score of a tile by ``jnp.vectorize``, whatever they do. A kernel runs the traced operations one by
 one on whole tiles. It has only operations that make each number of a tile from the numbers at the
-same place, and only some of those (:func:`unsupported`).
+same place, and only some of those (:func:`pallas_kernels.spec.unsupported_functions`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-
-if TYPE_CHECKING:
-    from pallas_kernels.operands import Operands
-    from pallas_kernels.spec import AttentionSpec
 
 # Operations that leave a scalar as it is.
 _NOTHING = (
@@ -31,23 +27,6 @@ _NOTHING = (
 # The parameters that have the function which an operation calls.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CONTROL_FLOW = ("cond", "scan", "while")
-
-
-class Numbering(NamedTuple):
-    """Which rows of the batch and which query heads of a call a device has.
-
-    Attributes:
-      batch: int32 ``[B]``, the number of each row in the whole batch.
-      head: int32 ``[N]``, the number of each query head among all heads.
-    """
-
-    batch: Any
-    head: Any
-
-    @classmethod
-    def of(cls, query: jax.Array) -> Numbering:
-        """That of a device that has all rows and heads; ``query`` is ``[B, T, N, H]``."""
-        return cls(*(jnp.arange(query.shape[axis], dtype=jnp.int32) for axis in (0, 2)))
 
 
 class Variable:
@@ -222,7 +201,7 @@ def on_tiles(
     """``function`` of tiles and of what broadcasts against them, inside a kernel.
 
     Args:
-      function: one that :func:`unsupported` has no reason against.
+      function: one that a kernel supports (:func:`pallas_kernels.spec.unsupported_functions`).
       *arguments: four of them, or five with a score in front.
       replaced: what runs instead of an operation of this name; it takes its parameters, too.
     """
@@ -244,49 +223,3 @@ def on_tiles(
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arguments))
     results = tuple(jnp.broadcast_to(x, shape) for x in results)
     return results[0] if len(results) == 1 else results
-
-
-def unsupported(
-    spec: AttentionSpec,
-    operands: Operands | None = None,
-    *,
-    backward: bool,
-    operations: Collection[str],
-    dtypes: Collection[str],
-) -> str | None:
-    """Why kernels cannot run a spec's functions, or None if they can.
-
-    Args:
-      spec: the mask and the score.
-      operands: nothing is read of them.
-      backward: whether the derivative is needed, too.
-      operations: names of the operations that the kernels have.
-      dtypes: names of the dtypes that they have them for.
-    """
-    del operands
-    score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
-    if score_mod is not None:
-        of_score = with_slope if backward else modified
-        runs["score_mod"] = trace(functools.partial(of_score, score_mod), takes_score=True)
-    if mask_mod is not None:
-        runs["mask_mod"] = trace(mask_mod, takes_score=False)
-    for name, traced in runs.items():
-        for operation in traced.operations:
-            if operation.name not in operations:
-                return (
-                    f"{name} does {operation.name!r}, which its kernels cannot do with tiles of "
-                    "scores; write it by elementwise arithmetic, or use None or 'xla'"
-                )
-            for variable in operation.outputs:
-                if str(variable.dtype) not in dtypes:
-                    return (
-                        f"{name} computes in {variable.dtype}; its kernels have "
-                        f"{', '.join(sorted(dtypes))}: cast to one of them, or use None or 'xla'"
-                    )
-        if traced.captured:
-            shape = np.shape(traced.captured[0])
-            return (
-                f"{name} captures an array of shape {shape}, and its kernels take numbers alone; "
-                "compute it from positions and heads, or use None or 'xla'"
-            )
-    return None

@@ -97,8 +97,8 @@ class Mask:
         kv_positions: jax.Array | None,
         q_segment_ids: jax.Array | None = None,
         kv_segment_ids: jax.Array | None = None,
-        key_starts: jax.Array | None = None,
-        key_ends: jax.Array | None = None,
+        kv_starts: jax.Array | None = None,
+        kv_ends: jax.Array | None = None,
         places: Places | None = None,
     ) -> jax.Array | None:
         """Which scores count; None if all do.
@@ -123,12 +123,12 @@ class Mask:
         if q_segment_ids is not None:
             assert kv_segment_ids is not None
             tests.append((q_segment_ids == kv_segment_ids) & (q_segment_ids != 0))
-        if key_starts is not None:
+        if kv_starts is not None:
             assert kv_positions is not None
-            tests.append(operator.ge(*_of_one_rank(kv_positions, key_starts)))
-        if key_ends is not None:
+            tests.append(operator.ge(*_of_one_rank(kv_positions, kv_starts)))
+        if kv_ends is not None:
             assert kv_positions is not None
-            tests.append(operator.lt(*_of_one_rank(kv_positions, key_ends)))
+            tests.append(operator.lt(*_of_one_rank(kv_positions, kv_ends)))
         if self.mask_mod is not None:
             assert places is not None
             tests.append(places.apply(self.mask_mod))

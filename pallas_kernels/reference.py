@@ -10,27 +10,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backend import Dkv, Implementation, no_bounds, takes_anything
+from pallas_kernels.backend import Dkv, Implementation, no_bounds, supports_all_inputs
 from pallas_kernels.dropout import column_numbers
 from pallas_kernels.elementwise import Places
+from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
-from pallas_kernels.operands import Carry, Operands, PerHead
 from pallas_kernels.spec import AttentionSpec
 
 
 def forward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: None,
     carry: Carry | None = None,
     *,
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
 ) -> Carry:
-    """See :class:`pallas_kernels.backend.ForwardFunction`; ``bounds`` are not needed."""
-    scores = _Scores(operands, spec)
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``bounds`` is None."""
+    del bounds
+    scores = _Scores(inputs, spec)
     logits = scores.masked_logits()
     m = logits.max(-1, keepdims=True)
-    sink = operands.sink if carry is None else None
+    sink = inputs.shared.sink_logits if carry is None else None
     if sink is not None:
         sink = scores.of_heads(sink)
         m = jnp.maximum(m, sink)
@@ -41,8 +43,8 @@ def forward(
     p = p / jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, m + jnp.log(jnp.where(total == 0, 1, total)))
     p = scores.dropped(p)
-    o = _einsum("bkgts,bskh->btkgh", p, _wide(operands.v)).reshape(operands.out_shape)
-    batch, length, heads, _ = operands.q.shape
+    o = _einsum("bkgts,bskh->btkgh", p, _wide(inputs.kv.v)).reshape(inputs.out_shape)
+    batch, length, heads, _ = inputs.query.q.shape
     lse = lse.reshape(batch, heads, length)
     if carry is not None:
         o, lse_rows = merge(carry[0], carry[1].swapaxes(1, 2), o, lse.swapaxes(1, 2))
@@ -51,18 +53,19 @@ def forward(
 
 
 def backward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: None,
     dq: jax.Array | None = None,
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`; ``bounds`` are not needed."""
-    del out_dtype
-    scores = _Scores(operands, spec)
-    do, stats = operands.cotangents()
-    q, k, v, do = (_wide(x) for x in (operands.q, operands.k, operands.v, do))
+    """See :class:`pallas_kernels.backend.BackwardFunction`; ``bounds`` is None."""
+    del bounds, out_dtype
+    scores = _Scores(inputs, spec)
+    do, stats = inputs.cotangents()
+    q, k, v, do = (_wide(x) for x in (inputs.query.q, inputs.kv.k, inputs.kv.v, do))
     logits = scores.masked_logits()
     lse, delta = (scores.by_group(x)[..., None] for x in stats)
     p = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
@@ -75,7 +78,7 @@ def backward(
         for name, x in spec.score.per_head_gradients(ds, *scores.positions).items()
     }
     ds = spec.score.to_products(scores.raw, p, ds, scores.places) * spec.score.scale
-    new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(operands.q.shape)
+    new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(inputs.query.q.shape)
     dk = _einsum("bkgts,btkgh->bskh", ds, q)
     if dkv is not None:
         dk, dv = dkv[0] + dk, dkv[1] + dv
@@ -85,60 +88,60 @@ def backward(
 class _Scores:
     """All scores at once, ``[B, K, G, T, S]``."""
 
-    def __init__(self, operands: Operands, spec: AttentionSpec):
-        self._operands, self._spec = operands, spec
-        q, k = self.grouped(_wide(operands.q)), _wide(operands.k)
+    def __init__(self, inputs: AttentionInputs, spec: AttentionSpec):
+        self._inputs, self._spec = inputs, spec
+        q, k = self.grouped(_wide(inputs.query.q)), _wide(inputs.kv.k)
         self.raw = spec.score.raw(_einsum("btkgh,bskh->bkgts", q, k))
         self.positions = (
-            operands.q_tokens.positions[None, None, None, :, None],
-            operands.kv_tokens.positions[None, None, None, None, :],
+            inputs.q_positions[None, None, None, :, None],
+            inputs.kv_positions[None, None, None, None, :],
         )
 
     @property
     def places(self) -> Places | None:
         """Where the scores are, for functions of the caller's."""
-        return self._operands.places(*self.positions)
+        return self._inputs.places(*self.positions)
 
     def of_heads(self, per_head: jax.Array) -> jax.Array:
         """``[N]`` to what broadcasts against all scores, ``[1, K, G, 1, 1]``."""
-        return per_head.reshape(1, -1, self._operands.groups, 1, 1)
+        return per_head.reshape(1, -1, self._inputs.groups, 1, 1)
 
     def grouped(self, x: jax.Array) -> jax.Array:
         """``[B, T, N, H]`` to ``[B, T, K, G, H]``."""
-        return x.reshape(*x.shape[:2], -1, self._operands.groups, x.shape[-1])
+        return x.reshape(*x.shape[:2], -1, self._inputs.groups, x.shape[-1])
 
     def by_group(self, x: jax.Array) -> jax.Array:
         """``[B, N, T]`` to ``[B, K, G, T]``."""
-        return x.reshape(x.shape[0], -1, self._operands.groups, x.shape[-1])
+        return x.reshape(x.shape[0], -1, self._inputs.groups, x.shape[-1])
 
     def dropped(self, x: jax.Array) -> jax.Array:
         """``x`` of all scores, 0 for weights that are dropped, and so much larger for others."""
         dropout = self._spec.dropout
         if dropout is None:
             return x
-        rows = self.by_group(self._operands.dropout_rows)[..., None]
+        rows = self.by_group(self._inputs.dropout_rows)[..., None]
         kept = dropout.kept(rows, column_numbers(self.positions[1]))
         return jnp.where(kept, x * dropout.unit, 0)
 
     def masked_logits(self) -> jax.Array:
         """Logits, -inf where the mask forbids."""
-        q_tokens, kv_tokens = self._operands.q_tokens, self._operands.kv_tokens
-        q_ids, kv_ids = q_tokens.segment_ids, kv_tokens.segment_ids
+        query, kv, shared = self._inputs
+        q_ids, kv_ids = query.segment_ids, kv.segment_ids
         mask = self._spec.mask.allowed(
-            q_tokens.positions[:, None],
-            kv_tokens.positions[None, :],
+            self._inputs.q_positions[:, None],
+            self._inputs.kv_positions[None, :],
             None if q_ids is None else q_ids[:, None, None, :, None],
             None if kv_ids is None else kv_ids[:, None, None, None, :],
-            **{name: x[:, None, None, :, None] for name, x in q_tokens.key_ranges.items()},
+            **{name: x[:, None, None, :, None] for name, x in query.kv_bounds.items()},
             places=self.places,
         )
-        blocks = self._operands.block_mask
+        blocks = shared.block_mask
         if blocks is not None:
-            at = q_tokens.positions, kv_tokens.positions
-            by_blocks = blocks.allowed(*at, self._operands.groups)
+            at = self._inputs.q_positions, self._inputs.kv_positions
+            by_blocks = blocks.allowed(*at, self._inputs.groups)
             mask = by_blocks if mask is None else both(mask, by_blocks)
         logits = self._spec.score.modified(self.raw, self.places)
-        per_head = {name: self.of_heads(x) for name, x in self._operands.logits_per_head.items()}
+        per_head = {name: self.of_heads(x) for name, x in shared.score_parameters.items()}
         bias = self._spec.score.bias(*self.positions, per_head)
         logits = logits if bias is None else logits + bias
         return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
@@ -158,6 +161,6 @@ REFERENCE = Implementation(
     backward=backward,
     forward_bounds=no_bounds,
     backward_bounds=no_bounds,
-    unsupported=takes_anything,
+    unsupported=supports_all_inputs,
     second_derivatives="any",
 )

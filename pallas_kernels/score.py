@@ -8,7 +8,7 @@ caller's (``score_mod``), and without the last term where there are no ALiBi slo
 these hooks, at trace time and on a tile of products: what a score does not have emits nothing.
 
 A per-head array has one number for each query head, and goes by the public argument's name
-(:data:`pallas_kernels.operands.PerHead`). A hook takes the numbers of the tile's heads as
+(:data:`pallas_kernels.inputs.PerHead`). A hook takes the numbers of the tile's heads as
 ``per_head``, shaped to broadcast against the tile.
 """
 
@@ -33,11 +33,8 @@ _LARGEST = 2.0**127
 # A bias is divided by a scale only if that is larger: then float32 holds the quotient of every bias
 # below 2^64.
 _SMALLEST_DIVISOR = 2.0**-64
-# The names of the per-head arrays: those that make a bias, which reads positions; all that logits
-# are made with; and the one that a softmax starts with.
-BIAS_NUMBERS = ("alibi_slopes",)
-LOGITS_NUMBERS = BIAS_NUMBERS
-START_NUMBER = "sink_logits"
+# The per-head parameters that logits are computed from, by the public argument's name.
+SCORE_PARAMETERS = ("alibi_slopes",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,22 +257,19 @@ class Score:
         return {"alibi_slopes": -ds * _distance(q_positions, kv_positions, ds.dtype)}
 
 
-def start_gradients(
-    per_head: Mapping[str, jax.Array], lse: jax.Array, delta: jax.Array
-) -> dict[str, jax.Array]:
-    """The gradient of what the softmax starts with.
+def sink_gradient(sink_logits: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of the sink logits, float32 ``[N]``.
 
     A sink has the weight ``exp(sink - lse)`` and the value 0, so its logit's gradient is minus the
     weight times delta.
 
     Args:
-      per_head: float32 ``[N]`` each; the sink logits are among them.
+      sink_logits: float32 ``[N]``.
       lse: float32 ``[B, N, T]``, over all keys and the sink.
-      delta: float32 ``[B, N, T]``, ``rowsum(dO * O)`` less the gradient of lse.
+      delta: float32 ``[B, N, T]``, ``rowsum(dO * O)`` minus the gradient of lse.
     """
-    sink = per_head[START_NUMBER][None, :, None]
-    weight = jnp.exp(sink - jnp.where(lse == -jnp.inf, 0, lse))
-    return {START_NUMBER: -jnp.sum(weight * delta, axis=(0, 2))}
+    weight = jnp.exp(sink_logits[None, :, None] - jnp.where(lse == -jnp.inf, 0, lse))
+    return -jnp.sum(weight * delta, axis=(0, 2))
 
 
 def _distance(q_positions: jax.Array, kv_positions: jax.Array, dtype: Any) -> jax.Array:

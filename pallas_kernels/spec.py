@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Collection
 
+import numpy as np
+
+from pallas_kernels import elementwise
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
@@ -51,3 +56,48 @@ class Tiles:
         for name in ("block_q", "block_kv"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+
+
+def unsupported_functions(
+    spec: AttentionSpec,
+    *,
+    backward: bool,
+    operations: Collection[str],
+    dtypes: Collection[str],
+) -> str | None:
+    """Why kernels cannot run the spec's ``score_mod`` or ``mask_mod``, or None if they can.
+
+    Args:
+      spec: the mask and the score.
+      backward: whether the derivative is needed, too.
+      operations: names of the operations that the kernels have.
+      dtypes: names of the dtypes that they have them for.
+    """
+    score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
+    if score_mod is not None:
+        of_score = elementwise.with_slope if backward else elementwise.modified
+        runs["score_mod"] = elementwise.trace(
+            functools.partial(of_score, score_mod), takes_score=True
+        )
+    if mask_mod is not None:
+        runs["mask_mod"] = elementwise.trace(mask_mod, takes_score=False)
+    for name, traced in runs.items():
+        for operation in traced.operations:
+            if operation.name not in operations:
+                return (
+                    f"{name} does {operation.name!r}, which its kernels cannot do with tiles of "
+                    "scores; write it by elementwise arithmetic, or use None or 'xla'"
+                )
+            for variable in operation.outputs:
+                if str(variable.dtype) not in dtypes:
+                    return (
+                        f"{name} computes in {variable.dtype}; its kernels have "
+                        f"{', '.join(sorted(dtypes))}: cast to one of them, or use None or 'xla'"
+                    )
+        if traced.captured:
+            shape = np.shape(traced.captured[0])
+            return (
+                f"{name} captures an array of shape {shape}, and its kernels take numbers alone; "
+                "compute it from positions and heads, or use None or 'xla'"
+            )
+    return None

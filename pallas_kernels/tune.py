@@ -19,10 +19,11 @@ import numpy as np
 
 from pallas_kernels import (
     XLA,
+    AttentionInputs,
     AttentionSpec,
     Implementation,
-    Operands,
-    Tokens,
+    KVSide,
+    QuerySide,
     mosaic_sm90,
     resolve,
     triton,
@@ -143,8 +144,8 @@ class Problem:
             jax.random.normal(key, (batch, length, *shape), dtype)
             for key, shape in zip(keys, shapes, strict=True)
         )
-        tokens = Tokens(jnp.arange(length, dtype=jnp.int32))
-        self.operands = Operands(q, k, v, tokens, tokens)
+        positions = jnp.arange(length, dtype=jnp.int32)
+        self.inputs = AttentionInputs(QuerySide(q, positions), KVSide(k, v, positions))
         self.spec = AttentionSpec.of(
             dim**-0.5, left=args.window, right=0 if args.causal else args.window
         )
@@ -154,7 +155,8 @@ class Problem:
         self.scores = batch * heads * int((last - first + 1).sum())
         o, lse = self._compile(XLA, "forward")()
         delta = jnp.einsum("btnh,btnh->bnt", do.astype(jnp.float32), o)
-        self.operands = self.operands.replace(do=do, stats=jnp.stack([lse, delta]))
+        query = self.inputs.query._replace(do=do, stats=jnp.stack([lse, delta]))
+        self.inputs = self.inputs._replace(query=query)
         self.want: dict[str, Any] = {"forward": (o, lse)}
         if set(args.kernels) != {"forward"}:
             dq, dkv, _ = self._compile(XLA, "backward")()
@@ -166,11 +168,11 @@ class Problem:
         """A call of one kernel, compiled."""
         forward = what == "forward"
         bounds_of = implementation.forward_bounds if forward else implementation.backward_bounds
-        bounds = jax.jit(functools.partial(bounds_of, spec=self.spec))(self.operands)
-        operands = self.operands.replace(bounds=bounds)
+        bounds = jax.jit(functools.partial(bounds_of, spec=self.spec))(self.inputs)
+        arrays = self.inputs, bounds
         name = what if what in ("forward", "backward") else f"backward_{what}"
         run = jax.jit(functools.partial(getattr(implementation, name), spec=self.spec))
-        return functools.partial(run.lower(operands).compile(compiler_options=options), operands)
+        return functools.partial(run.lower(*arrays).compile(compiler_options=options), *arrays)
 
     def measure(self, kernel: str, config: Any, limit: float) -> float:
         """Seconds a call.
@@ -257,7 +259,7 @@ def main() -> None:
     try:
         resolve(
             args.implementation, platform="gpu", compute_capability=compute_capability(),
-            operands=problem.operands, backward=set(args.kernels) != {"forward"},
+            inputs=problem.inputs, backward=set(args.kernels) != {"forward"},
         )  # fmt: skip
     except NotImplementedError as error:
         raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error

@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
-from pallas_kernels.backend import Dkv, Implementation, takes_anything
+from pallas_kernels.backend import Dkv, Implementation, supports_all_inputs
 from pallas_kernels.bounds import halves_of_tiles, lists_for_all, over_batch, query_bounds
 from pallas_kernels.dropout import column_numbers
 from pallas_kernels.elementwise import Places
+from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
-from pallas_kernels.operands import Carry, Operands, PerHead
 from pallas_kernels.spec import AttentionSpec, Tiles
 
 # Empirical, on CPU: large enough that the matmuls dominate, small enough that a causal diagonal
@@ -31,20 +31,21 @@ from pallas_kernels.spec import AttentionSpec, Tiles
 _BLOCK_Q, _BLOCK_KV = 256, 512
 
 
-def even_tiles(operands: Operands) -> Tiles:
+def even_tiles(inputs: AttentionInputs) -> Tiles:
     """Tiles of at most 256 x 512, all of one size but for a few tokens."""
 
     def even(length, most):
         count = -(-length // most)
         return -(-length // count)
 
-    return Tiles(even(operands.q_length, _BLOCK_Q), even(operands.kv_length, _BLOCK_KV))
+    return Tiles(even(inputs.q_length, _BLOCK_Q), even(inputs.kv_length, _BLOCK_KV))
 
 
 # Profiles call the pass as they call the kernels for GPUs.
 @jax.named_scope("burst_forward")
 def forward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: jax.Array,
     carry: Carry | None = None,
     *,
     spec: AttentionSpec,
@@ -55,21 +56,21 @@ def forward(
 
     ``tiles``: None is :func:`even_tiles`.
     """
-    tiles = tiles or even_tiles(operands)
-    keys, groups, q = _KeyTiles(spec, operands, tiles), operands.groups, operands.q
-    query_tiles = _query_tiles(operands, tiles)
+    tiles = tiles or even_tiles(inputs)
+    keys, groups, q = _KeyTiles(spec, inputs, tiles), inputs.groups, inputs.query.q
+    query_tiles = _query_tiles(inputs, bounds, tiles)
     if carry is not None:
         query_tiles["o"] = _split_queries(carry[0], groups, tiles.block_q)
         query_tiles["lse"] = _split_stats(carry[1], groups, tiles.block_q)
-    axes = varying_axes(operands, carry)
+    axes = varying_axes(inputs, bounds, carry)
     sink = None
-    if carry is None and operands.sink is not None:
-        sink = operands.sink.reshape(1, -1, groups, 1)
+    if carry is None and inputs.shared.sink_logits is not None:
+        sink = inputs.shared.sink_logits.reshape(1, -1, groups, 1)
 
     def query_tile(queries):
         rows = queries["q"].shape[:-1]
         m, total = softmax.start(rows, sink, base="e")
-        start = jnp.zeros((*rows, operands.value_dim), jnp.float32), total, m
+        start = jnp.zeros((*rows, inputs.value_dim), jnp.float32), total, m
         first, end, visit = _walk(queries, functools.partial(_visit_keys, keys, queries))
         acc, total, m = lax.fori_loop(first, end, visit, vary(start, axes))
         divisor, lse = softmax.finish(m, total, base="e")
@@ -84,7 +85,8 @@ def forward(
 
 @jax.named_scope("burst_backward")
 def backward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: jax.Array,
     dq: jax.Array | None = None,
     dkv: Dkv | None = None,
     *,
@@ -98,16 +100,16 @@ def backward(
     tile, dK and dV grow in place, in float32 whatever ``out_dtype`` is.
     """
     del out_dtype
-    tiles = tiles or even_tiles(operands)
-    keys, groups, q = _KeyTiles(spec, operands, tiles), operands.groups, operands.q
-    do, (lse, delta) = operands.cotangents()
-    query_tiles = _query_tiles(operands, tiles) | {
+    tiles = tiles or even_tiles(inputs)
+    keys, groups, q = _KeyTiles(spec, inputs, tiles), inputs.groups, inputs.query.q
+    do, (lse, delta) = inputs.cotangents()
+    query_tiles = _query_tiles(inputs, bounds, tiles) | {
         "do": _split_queries(do, groups, tiles.block_q),
         # Makes the weights beyond the last query 0. With a bias they could overflow.
         "lse": _split_stats(lse, groups, tiles.block_q, beyond=jnp.inf),
         "delta": _split_stats(delta, groups, tiles.block_q),
     }
-    axes = varying_axes(operands, dq, dkv)
+    axes = varying_axes(inputs, bounds, dq, dkv)
 
     def query_tile(dkv_sum, queries):
         queries["lse"] = jnp.where(queries["lse"] == -jnp.inf, 0, queries["lse"])
@@ -189,21 +191,21 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
 class _KeyTiles:
     """K and V, heads before tokens, cut into tiles on demand."""
 
-    def __init__(self, spec: AttentionSpec, operands: Operands, tiles: Tiles):
+    def __init__(self, spec: AttentionSpec, inputs: AttentionInputs, tiles: Tiles):
         self.spec, self.block = spec, tiles.block_kv
-        self.length = operands.kv_length
+        self.length = inputs.kv_length
         self.padded = -(-self.length // self.block) * self.block
         self.k, self.v = (
-            pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (operands.k, operands.v)
+            pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (inputs.kv.k, inputs.kv.v)
         )
-        self.positions = pad_axis(operands.kv_tokens.positions, 0, self.padded)
-        self.block_mask, self.groups = operands.block_mask, operands.groups
-        self._places = operands.places if operands.numbering is not None else None
-        ids = operands.kv_tokens.segment_ids
+        self.positions = pad_axis(inputs.kv_positions, 0, self.padded)
+        self.block_mask, self.groups = inputs.shared.block_mask, inputs.groups
+        self._places = inputs.places
+        ids = inputs.kv.segment_ids
         self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
-            name: x.reshape(1, -1, operands.groups, 1, 1)
-            for name, x in operands.logits_per_head.items()
+            name: x.reshape(1, -1, inputs.groups, 1, 1)
+            for name, x in inputs.shared.score_parameters.items()
         }
 
     def _tile(self, x: jax.Array, j: jax.Array, axis: int) -> jax.Array:
@@ -238,7 +240,7 @@ class _KeyTiles:
 
     def places(self, queries: dict[str, jax.Array], j: jax.Array) -> Places | None:
         """Where the scores of a query tile and key tile j are; None if no function reads that."""
-        return None if self._places is None else self._places(*self.positions_of(queries, j))
+        return self._places(*self.positions_of(queries, j))
 
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:
         """``x`` of a tile's scores, 0 for weights that are dropped, and larger for the others."""
@@ -263,7 +265,7 @@ class _KeyTiles:
             None if ids is None else self._tile(ids, j, 1)[:, None, None, None, :],
             **{
                 name: queries[name][:, None, None, :, None]
-                for name in ("key_starts", "key_ends")
+                for name in ("kv_starts", "kv_ends")
                 if name in queries
             },
             places=places,
@@ -313,36 +315,38 @@ def _join_stats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(shape[0], shape[2], -1)[:, :, : shape[1]]
 
 
-def _query_tiles(operands: Operands, tiles: Tiles) -> dict[str, jax.Array]:
+def _query_tiles(inputs: AttentionInputs, bounds: jax.Array, tiles: Tiles) -> dict[str, jax.Array]:
     """What belongs to each query tile, stacked along a new first axis: q, tokens, bounds."""
-    tokens, block = operands.q_tokens, tiles.block_q
-    count = -(-operands.q_length // block)
-    positions = pad_axis(tokens.positions, 0, count * block).reshape(count, block)
+    query, block = inputs.query, tiles.block_q
+    count = -(-inputs.q_length // block)
+    positions = pad_axis(inputs.q_positions, 0, count * block).reshape(count, block)
     stacked = {
-        "q": _split_queries(operands.q, operands.groups, block),
+        "q": _split_queries(inputs.query.q, inputs.groups, block),
         "positions": positions,
     }
-    if operands.block_mask is None:
-        stacked["bounds"] = over_batch(operands.bounds)
+    if inputs.shared.block_mask is None:
+        stacked["bounds"] = over_batch(bounds)
     else:
-        stacked["tile_list"] = operands.bounds[0, 0]
-    if operands.dropout_seeds is not None:
-        stacked["dropout_rows"] = _split_stats(operands.dropout_rows, operands.groups, block)
-    by_row = tokens.key_ranges
-    if tokens.segment_ids is not None:
-        by_row["segment_ids"] = tokens.segment_ids
+        stacked["tile_list"] = bounds[0, 0]
+    if inputs.shared.dropout_seeds is not None:
+        stacked["dropout_rows"] = _split_stats(inputs.dropout_rows, inputs.groups, block)
+    by_row = query.kv_bounds
+    if query.segment_ids is not None:
+        by_row["segment_ids"] = query.segment_ids
     for name, x in by_row.items():
         x = pad_axis(x, 1, count * block)
         stacked[name] = x.reshape(x.shape[0], count, block).swapaxes(0, 1)
     return stacked
 
 
-def _bounds(operands: Operands, *, spec: AttentionSpec, tiles: Tiles | None = None) -> jax.Array:
-    tokens = operands.q_tokens, operands.kv_tokens
-    tiles = tiles or even_tiles(operands)
-    if operands.block_mask is not None:
-        return lists_for_all(spec.mask, *tokens, tiles, operands.block_mask)
-    return query_bounds(spec.mask, *tokens, tiles)
+def _bounds(
+    inputs: AttentionInputs, *, spec: AttentionSpec, tiles: Tiles | None = None
+) -> jax.Array:
+    sides, blocks = (inputs.query, inputs.kv), inputs.shared.block_mask
+    tiles = tiles or even_tiles(inputs)
+    if blocks is not None:
+        return lists_for_all(spec.mask, *sides, tiles, blocks)
+    return query_bounds(spec.mask, *sides, tiles)
 
 
 def in_tiles(tiles: Tiles | None = None) -> Implementation:
@@ -358,7 +362,7 @@ def in_tiles(tiles: Tiles | None = None) -> Implementation:
         forward_bounds=functools.partial(_bounds, tiles=tiles),
         backward_bounds=functools.partial(_bounds, tiles=tiles),
         split_backward=halves_of_tiles,
-        unsupported=takes_anything,
+        unsupported=supports_all_inputs,
         second_derivatives="forward",
     )
 

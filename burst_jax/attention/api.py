@@ -32,9 +32,9 @@ from burst_jax.attention.shardings import (
 from burst_jax.attention.validation import check_bool
 from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
 from burst_jax.parallel.platform import Target, target_of
-from burst_jax.ring.local import Shard
 from burst_jax.ring.request import Request
 from burst_jax.ring.vjp import attend_shard
+from pallas_kernels import AttentionInputs
 
 Attention = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -247,7 +247,7 @@ def ring_attention(
 
 def ring_call(
     query: jax.Array, key: jax.Array, value: jax.Array, axis_name: AxisNames, **options: Any
-) -> tuple[Request, Shard]:
+) -> tuple[Request, AttentionInputs]:
     """A checked call of :func:`ring_attention`: its static request and its inputs.
 
     Arguments and errors are those of :func:`ring_attention`.

@@ -53,6 +53,9 @@ class LocalArguments:
         ``is_causal`` the right side is 0. A side may be a JAX integer scalar, so that one
         ``lax.scan`` runs layers with different windows; its value is not checked, and a ring skips
         no hop by it.
+      attention_chunk_size: C of chunked attention (Llama 4): the query at position p attends to
+        keys at positions with ``p_k // C == p // C``, combined with all other masks. None is no
+        chunks. A ring skips hops by it.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
       query_segment_ids: integers ``[B, T]`` that int32 can hold. A query attends to keys of its own
         segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
@@ -102,6 +105,7 @@ class LocalArguments:
     is_causal: bool = False
     scale: float | None = None
     local_window_size: WindowSize = None
+    attention_chunk_size: int | None = None
     logits_soft_cap: float | None = None
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
@@ -282,6 +286,11 @@ class MaskArrays(TypedDict, total=False):
 
 
 MASK_ARRAYS: tuple[str, ...] = tuple(MaskArrays.__annotations__)
+# Where one of these is given, the order of the tokens changes the result.
+POSITION_READERS = (
+    "is_causal", "local_window_size", "attention_chunk_size", *MASK_ARRAYS, "alibi_slopes",
+    "score_mod", "mask_mod",
+)  # fmt: skip
 
 
 class LocalOptions(MaskArrays, total=False):
@@ -293,6 +302,7 @@ class LocalOptions(MaskArrays, total=False):
     is_causal: bool
     scale: float | None
     local_window_size: WindowSize
+    attention_chunk_size: int | None
     logits_soft_cap: float | None
     query_segment_ids: jax.Array | None
     key_value_segment_ids: jax.Array | None

@@ -30,11 +30,12 @@ from burst_jax.attention.validation import (
     positions_per_sequence,
     to_int32,
 )
+from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import check_layout
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
 
@@ -109,7 +110,7 @@ def parse_call(
         made["dropout_seeds"] = lax.bitcast_convert_type(bits, jnp.int32)
     if request.spec.calls_functions:
         names = ("batch_indices", "head_indices")
-        made |= dict(zip(names, Numbering.of(query), strict=True))
+        made |= dict(zip(names, GlobalIndices.of(query), strict=True))
     return Call(request, arrays, made)
 
 
@@ -147,6 +148,10 @@ def make_request(
     if positions_per_sequence(arrays) is not None:
         # Per-query KV bounds are the whole mask then.
         spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
+    chunk_size = arguments.attention_chunk_size
+    if chunk_size is not None:
+        # Below 2^30, as positions are: a chunk's end then fits int32.
+        chunk_size = min(check_integer("attention_chunk_size", chunk_size, 1), 2**30)
     own_positions = any(name in arrays for name in _ARRAYS_OF_POSITIONS)
     return Request(
         spec=spec,
@@ -157,6 +162,7 @@ def make_request(
         ulysses_size=ulysses_size,
         implementation=find(arguments.implementation),
         rotation=ring.backward,
+        chunk_size=chunk_size,
         deterministic=check_bool("deterministic", arguments.deterministic),
         query_offset=None if own_positions else check_query_offset(arguments.query_offset),
     )

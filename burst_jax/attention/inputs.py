@@ -5,6 +5,7 @@ differ between sequences become the same two numbers per query. A query at posit
 keys at positions ``kv_start <= p_k < kv_end``, the largest start and the smallest end of::
 
     local_window_size = (left, right), traced     p - left  ..  p + right + 1
+    attention_chunk_size = C              p // C * C        ..  p // C * C + C
     is_causal with prefix_lengths                           ..  max(p + 1, prefix)
     query positions that differ between sequences:
         local_window_size = (left, right)         p - left  ..  p + right + 1
@@ -24,13 +25,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.attention.validation import PER_HEAD, WINDOW_SIDES
-from burst_jax.ring.local import Keys, Queries, Shard
 from burst_jax.ring.request import Request
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    GlobalIndices,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+)
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 
-def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Shard:
+def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
     """One device's inputs of the ring.
 
     Args:
@@ -50,25 +57,24 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Shard:
         return request.positions_here(key.shape[1])[None] if own_kv is None else own_kv
 
     q_ids, kv_ids = _segment_ids(arrays, q_positions, kv_positions)
-    queries = Queries(
+    query_side = QuerySide(
         query,
-        q_ids,
-        key_starts=_kv_starts(arrays, q_positions),
-        key_ends=_kv_ends(arrays, q_positions),
         # Positions that differ between sequences are read by the bounds alone.
-        positions=own_q if own_q is not None and own_q.shape[0] == 1 else None,
+        own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
+        q_ids,
+        kv_starts=_kv_starts(request, arrays, q_positions),
+        kv_ends=_kv_ends(request, arrays, q_positions),
     )
-    numbering = None
+    indices = None
     if "batch_indices" in arrays:
-        numbering = Numbering(arrays["batch_indices"], arrays["head_indices"])
-    return Shard(
-        queries,
-        Keys(key, arrays["value"], kv_ids, own_kv),
-        {name: arrays[name] for name in PER_HEAD if name in arrays},
-        arrays.get("dropout_seeds"),
-        _block_table(arrays.get("block_mask")),
-        numbering,
-    )
+        indices = GlobalIndices(arrays["batch_indices"], arrays["head_indices"])
+    shared = SharedInputs(
+        dropout_seeds=arrays.get("dropout_seeds"),
+        block_mask=_block_mask(request, arrays.get("block_mask")),
+        indices=indices,
+    ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
+    kv_side = KVSide(key, arrays["value"], arrays.get("key_value_positions"), kv_ids)
+    return AttentionInputs(query_side, kv_side, shared)
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
@@ -87,15 +93,17 @@ def _per_sequence(x: jax.Array) -> jax.Array:
     return x[None] if x.ndim == 1 else x
 
 
-def _block_table(block_mask: jax.Array | None) -> jax.Array | None:
-    """A block-sparse mask as bool ``[N or 1, rows, columns]``.
+def _block_mask(request: Request, table: jax.Array | None) -> BlockMask | None:
+    """A block-sparse mask with a table bool ``[N or 1, rows, columns]``.
 
     A NumPy table is a constant of the program, and XLA folds what follows from constants: seconds
     for the sums over a large table. The barrier leaves them to the device.
     """
-    if block_mask is None:
+    if table is None:
         return None
-    return lax.optimization_barrier(block_mask if block_mask.ndim == 3 else block_mask[None])
+    assert request.blocks is not None
+    table = lax.optimization_barrier(table if table.ndim == 3 else table[None])
+    return BlockMask(table, request.blocks.q_block, request.blocks.kv_block)
 
 
 def _segment_ids(
@@ -128,7 +136,7 @@ def _segment_ids(
 
 
 def _kv_starts(
-    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+    request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
 ) -> jax.Array | None:
     """Each query's first allowed key position, int32 ``[B or 1, T]``; None without a bound."""
     starts = []
@@ -136,11 +144,13 @@ def _kv_starts(
         starts.append(_per_sequence(arrays["key_starts"]))
     if WINDOW_SIDES[0] in arrays:
         starts.append(first_key_in_window(positions(), arrays[WINDOW_SIDES[0]]))
+    if request.chunk_size is not None:
+        starts.append(_chunk_start(positions(), request.chunk_size))
     return functools.reduce(jnp.maximum, starts) if starts else None
 
 
 def _kv_ends(
-    arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
+    request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
 ) -> jax.Array | None:
     """Each query's end of allowed key positions, ``[B or 1, T]``; None without a bound."""
     ends = []
@@ -150,4 +160,12 @@ def _kv_ends(
         ends.append(end_of_keys_in_window(positions(), arrays[WINDOW_SIDES[1]]))
     if "prefix_lengths" in arrays:
         ends.append(jnp.maximum(positions() + 1, arrays["prefix_lengths"][:, None]))
+    if request.chunk_size is not None and request.spec.mask.right != 0:
+        ends.append(_chunk_start(positions(), request.chunk_size) + jnp.int32(request.chunk_size))
     return functools.reduce(jnp.minimum, ends) if ends else None
+
+
+def _chunk_start(positions: jax.Array, chunk_size: int) -> jax.Array:
+    """The first position of each query's chunk; chunk 0 starts at position 0."""
+    size = jnp.int32(chunk_size)
+    return jnp.floor_divide(positions, size) * size

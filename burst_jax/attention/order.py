@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.attention.arguments import MASK_ARRAYS
+from burst_jax.attention.arguments import POSITION_READERS
 from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length
 from burst_jax.layouts.permutation import positions as layout_positions
 from burst_jax.parallel.mesh import (
@@ -53,7 +53,6 @@ from burst_jax.parallel.mesh import (
     token_spec,
 )
 from pallas_kernels.arrays import as_int32
-from pallas_kernels.score import BIAS_NUMBERS
 
 Array = jax.Array | np.ndarray
 # The largest ring size that is tried to identify the layout of given positions.
@@ -89,10 +88,8 @@ def refuse_wrong_order(
       ValueError: known positions contradict the layout.
     """
     layout = options.get("layout", "contiguous")
-    reads_positions = options.get("is_causal", False) or any(
-        options.get(name) is not None for name in ("local_window_size", *MASK_ARRAYS, *BIAS_NUMBERS)
-    )
-    if not reads_positions:
+    given = (options.get(name) for name in POSITION_READERS)
+    if all(value is None or value is False for value in given):
         return x
     if layout == "contiguous":
         refuse_other_layout(positions, options)

@@ -1,1 +1,1 @@
-"""Attention for Flax: functions for its own layers, and a layer with RoPE."""
+"""Flax: attention functions for its own layers, attention layers, RoPE, norms and LoRA."""

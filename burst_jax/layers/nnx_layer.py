@@ -1,4 +1,4 @@
-"""An nnx attention layer for models whose sequences are sharded and permuted."""
+"""An nnx attention layer for models with sharded, permuted sequences (context parallelism)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from burst_jax.attention.api import burst_attention, ring_attention
 from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays, WindowSize
 from burst_jax.attention.order import refuse_wrong_order
 from burst_jax.attention.score_mod import refuse_rows_and_heads
-from burst_jax.layers.low_rank import add_adapter, cut_outputs
+from burst_jax.layers.attention_fn import check_options
+from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
-from burst_jax.layers.options import check_options
-from burst_jax.layers.rope import RopeTable, apply_rope, rope_table
-from burst_jax.layers.rope_variants import DynamicRope, Rope
+from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
 from burst_jax.parallel.collectives import sum_over
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -33,10 +32,13 @@ from burst_jax.parallel.mesh import (
     sequence_axes,
 )
 
-REFUSED = {
+# (query, key, value, axis, **options of ring_attention) -> (out, anything else that it computes)
+AttentionFn = Callable[..., tuple[jax.Array, Any]]
+
+REJECTED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
-    **dict.fromkeys(MASK_ARRAYS, "pass it to the call, beside segment_ids"),
+    **dict.fromkeys(MASK_ARRAYS, "pass it to the call, next to segment_ids"),
     **dict.fromkeys(
         ("query_offset", "query_positions", "key_value_positions"),
         "queries and keys are the same tokens; call burst_attention on projections of your own",
@@ -44,13 +46,12 @@ REFUSED = {
     "sink_logits": "sinks=True makes it a parameter of the layer",
     "alibi_slopes": "options hold no arrays: pass it to burst_attention or nnx_attention_fn",
     "pad": "pad tokens once, where batches are made, with pad_to_layout",
-    "dropout_key": "pass rngs to the call, which takes the key from them",
+    "dropout_key": "pass rngs to the call, which draws the key from them",
     "return_residual": "the layer returns one array; call burst_attention for (out, lse)",
 }
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
-# That of gpt-oss in transformers.
-SINK_INIT = nnx.initializers.normal(0.02)
+SINK_INIT = nnx.initializers.normal(0.02)  # As gpt-oss in transformers.
 
 
 class BurstAttention(nnx.Module):
@@ -65,43 +66,38 @@ class BurstAttention(nnx.Module):
     B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
     Hv head dim of values.
 
-    Inside the caller's own ``shard_map`` over the sequence axes (over any axis, if no axis splits
-    the sequence) the layer takes one device's tokens and weights, and calls
-    :func:`ring_attention`. Along ``tensor_axis`` the weights are this device's
-    heads; key and value weights may have all heads there. The outputs of all heads are summed.
+    Inside a ``shard_map`` over the sequence axes (over any axis, if the sequence is not sharded)
+    the layer's input and weights are one device's, and it calls :func:`ring_attention`. Along
+    ``tensor_axis`` a device has the weights of its own heads; key and value weights may have all
+    heads. The outputs of all heads are summed.
 
     Args:
       in_features: number of features of the input, D.
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N; None is N.
-      head_dim: number of features of a query's and a key's head, H, even with RoPE; None is
-        ``in_features // num_heads``.
-      value_head_dim: number of features of a value's head, Hv; None is H.
-      out_features: number of features of the output; None is ``in_features``.
-      use_bias: whether the projections to query, key and value have biases.
+      head_dim: number of features of a query and key head, H, even with RoPE; None is D / N.
+      value_head_dim: number of features of a value head, Hv; None is H.
+      out_features: number of features of the output; None is D.
+      use_bias: whether the query, key and value projections have biases.
       out_bias: whether the output projection has one; None is ``use_bias``.
-      rope_theta: RoPE's base, or a variant of RoPE (:class:`burst_jax.models.YarnRope`, ...); None
-        applies no RoPE.
-      sinks: whether there is one more logit in each query head's softmax, a parameter ``sinks``,
-        float32 ``[N]``, as in gpt-oss: it takes weight that no token gets. See ``sink_logits`` of
-        :func:`burst_attention`.
-      qk_norm: whether every query and key head is RMS-normalised over H, before RoPE.
+      rope_theta: RoPE's base, or a :class:`burst_jax.models.Rope`; None applies no RoPE.
+      sinks: whether each query head's softmax has one more logit, a parameter ``sinks``, float32
+        ``[N]``, as in gpt-oss. See ``sink_logits`` of :func:`burst_attention`.
+      qk_norm: whether every query and key head is RMS-normalized over H, before RoPE.
       norm_epsilon: epsilon of these norms.
-      norm_offset: what these norms add to their scales, see :class:`burst_jax.layers.norm.RMSNorm`.
+      norm_offset: added to the scales of these norms, see :class:`burst_jax.layers.norm.RMSNorm`.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights.
       kernel_init: initializer of the query, key and value kernels.
       out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
       rngs: random numbers for the initializers (stream "params").
       **options: keyword arguments of :func:`burst_attention`, like mesh, seq_axis, layout,
-        is_causal and dropout_rate, but not ``return_residual``, not ``sink_logits``, which is the
-        parameter ``sinks``, not ``alibi_slopes``, not ``dropout_key``, which the call takes from
-        its ``rngs``, and not segment ids, lengths, prefixes, ranges of keys and masks by blocks,
-        which are arguments of the call.
+        is_causal and dropout_rate. Masks given as arrays are arguments of the call; ``sink_logits``
+        is the parameter ``sinks``, and ``dropout_key`` is drawn from the call's ``rngs``.
 
     Raises:
       TypeError: an unknown option.
-      ValueError: sizes that do not fit together, or an option that the layer does not take.
+      ValueError: sizes that do not fit together, or an option that the layer does not accept.
       NotImplementedError: a :class:`burst_jax.models.DynamicRope`.
     """
 
@@ -129,12 +125,12 @@ class BurstAttention(nnx.Module):
         **options: Unpack[AttentionOptions],
     ) -> None:
         own = inspect.signature(BurstAttention.__init__).parameters
-        check_options("BurstAttention", options, REFUSED, own)
+        check_options("BurstAttention", options, REJECTED, own)
         if options.get("deterministic") and options.get("dropout_rate"):
             raise ValueError(
-                f"deterministic is True and dropout_rate {options['dropout_rate']}: as an option "
-                "it asks for gradients of the same bits at every run, and weights are dropped; "
-                "to drop none pass deterministic to the call, for the same bits implementation="
+                f"deterministic is True and dropout_rate {options['dropout_rate']}: the option "
+                "deterministic requests bitwise reproducible gradients; to disable dropout pass "
+                "deterministic to the call, and for reproducible gradients use implementation="
                 "'triton' or 'xla'"
             )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -154,8 +150,8 @@ class BurstAttention(nnx.Module):
             raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
         if isinstance(rope_theta, DynamicRope):
             raise NotImplementedError(
-                f"rope_theta is {rope_theta}, whose frequencies depend on the longest row of the "
-                "whole batch, which one device's layer does not know: make the table with "
+                f"rope_theta is {rope_theta}: its frequencies depend on the longest sequence of "
+                "the whole batch; compute the table with "
                 "burst_jax.layers.rope.rope_table(positions, head_dim, rope, length=...) and pass "
                 "it to attend"
             )
@@ -166,7 +162,7 @@ class BurstAttention(nnx.Module):
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = tuple(sorted(options.items()))
-        # What nnx's train() and eval() set in a whole model.
+        # Set by nnx's train() and eval().
         self.deterministic = False
 
         def linear(
@@ -206,7 +202,7 @@ class BurstAttention(nnx.Module):
             )
 
         self.query_norm, self.key_norm = norm(), norm()
-        # Drawn last, so that the layer's other weights are the same with sinks and without.
+        # Last, so that the other weights do not depend on it.
         self.sinks = (
             nnx.Param(SINK_INIT(rngs.params(), (num_heads,), jnp.float32)) if sinks else None
         )
@@ -224,28 +220,24 @@ class BurstAttention(nnx.Module):
         """Attends over the whole sequence.
 
         Args:
-          x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
-          positions: integers ``[B, T]`` or ``[T]``, the place in its sequence of each token, in the
-            order of the tokens (:func:`burst_jax.positions` makes them). Required with RoPE,
-            refused without.
-          segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend inside their
-            segment. 0 is padding, which attends to nothing and is attended by nothing, so documents
-            count from 1. None is one segment.
-          deterministic: whether nothing is dropped although there is a ``dropout_rate``; None is
-            the layer's attribute of this name, which ``model.eval()`` and ``model.train()`` set.
-          rngs: random numbers of dropout (stream "dropout"); needed where weights are dropped.
-          **masks: :func:`burst_attention`'s ``query_seq_lengths``, ``key_value_seq_lengths``,
-            ``prefix_lengths``, ``key_starts``, ``key_ends`` and ``block_mask``.
+          x: ``[B, T, D]``, tokens in the order of the option ``layout``.
+          positions: integers ``[B, T]`` or ``[T]``: each token's position in its sequence, in the
+            order of the tokens (:func:`burst_jax.positions`). Required with RoPE, rejected without.
+          segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend within their
+            segment. 0 is padding, documents count from 1; None is one segment.
+          deterministic: whether dropout is disabled; None is the attribute of this name, which
+            ``model.eval()`` and ``model.train()`` set.
+          rngs: random numbers for dropout (stream "dropout"); required with dropout.
+          **masks: ``query_seq_lengths``, ``key_value_seq_lengths``, ``prefix_lengths``,
+            ``key_starts``, ``key_ends`` and ``block_mask`` of :func:`burst_attention`.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
 
         Raises:
-          ValueError: positions missing or not used, other shapes or dtypes than these, or positions
-            in another order than the tokens (:mod:`burst_jax.attention.order`), like an ``arange``
-            of
-            permuted tokens. Under ``jit`` the values of positions are not known, so nothing raises;
-            a row with such positions becomes NaN instead.
+          ValueError: positions missing or unused, wrong shapes or dtypes, or positions in another
+            order than the tokens, like an ``arange`` for permuted tokens. Under ``jit`` the values
+            of positions are unknown: a sequence with such positions becomes NaN instead.
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
@@ -253,13 +245,13 @@ class BurstAttention(nnx.Module):
         if self.rope_theta is None:
             if positions is not None:
                 raise ValueError(
-                    "positions are given but rope_theta is None: the layer would ignore them"
+                    "positions are given and rope_theta is None: the layer would ignore them"
                 )
             return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)
         if positions is None:
             raise ValueError(
-                "positions are missing: RoPE needs the position of every token, in the order that "
-                "the tokens are in; burst_jax.positions(layout, length, num_shards) makes them"
+                "positions are missing: RoPE needs every token's position, in the order of the "
+                "tokens; use burst_jax.positions(layout, length, num_shards)"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
         out = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
@@ -272,55 +264,71 @@ class BurstAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         *,
         local_window_size: WindowSize = None,
-        attention_fn: Callable[..., jax.Array] | None = None,
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> jax.Array:
-        """Attends as the call does, with a RoPE table that layers can share.
-
-        Nothing checks that the positions behind the table are in the tokens' order.
+        """The call with a RoPE table that layers can share. The positions' order is not checked.
 
         Args:
-          x: ``[B, T, D]``, its tokens in the order of the option ``layout``.
-          rope: the table of the tokens' positions, made once for all layers by
-            ``burst_jax.layers.rope.rope_table``; None applies no RoPE.
+          x: ``[B, T, D]``, tokens in the order of the option ``layout``.
+          rope: table of :func:`burst_jax.layers.rope.rope_table`; None applies no RoPE.
           segment_ids: integers ``[B, T]`` as in the call, or None.
-          local_window_size: the window of this call, for layers that share their weights' stack but
-            not their windows; None is the layer's option.
-          attention_fn: what is called instead of :func:`burst_attention`, or inside a ``shard_map``
-            instead of :func:`ring_attention`, with the same arguments; None is that function.
-          dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None drops nothing.
+          local_window_size: this call's window, for layers that run in one scan with different
+            windows; None is the option.
+          dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None disables dropout.
           **masks: as in the call.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation.
         """
+        options: Any = {"local_window_size": local_window_size, "dropout_key": dropout_key}
+        return self.attend_with(None, x, rope, segment_ids, **options, **masks)[0]
+
+    def attend_with(
+        self,
+        attention_fn: AttentionFn | None,
+        x: jax.Array,
+        rope: RopeTable | None,
+        segment_ids: jax.Array | None = None,
+        *,
+        local_window_size: WindowSize = None,
+        dropout_key: jax.Array | None = None,
+        **masks: Unpack[MaskArrays],
+    ) -> tuple[jax.Array, Any]:
+        """:meth:`attend` with another attention function.
+
+        Args:
+          attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
+            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, ``aux``
+            being anything else that it computes, like an updated cache. None is that function.
+          x: and all other arguments, as in :meth:`attend`.
+
+        Returns:
+          ``(out, aux)``, with ``aux`` None without an ``attention_fn``.
+        """
         if others := masks.keys() - set(MASK_ARRAYS):
             raise TypeError(
-                f"BurstAttention's call got {', '.join(sorted(others))}: beside segment_ids it "
-                f"takes {', '.join(MASK_ARRAYS)}; other arguments of burst_attention are options "
+                f"BurstAttention's call got {', '.join(sorted(others))}: next to segment_ids it "
+                f"accepts {', '.join(MASK_ARRAYS)}; other arguments of burst_attention are options "
                 "of the layer"
             )
-        inside = inside_shard_map(sequence_axes(dict(self.options)))
+        options: Any = dict(self.options)
+        inside = inside_shard_map(sequence_axes(options))
         if not inside:
-            self._refuse_explicit_heads()
+            self._check_explicit_heads()
         layer = gathered(self)
         if inside:
             query = project(layer.query, x)
-            self._refuse_heads_twice(query.shape[2])
-            mine = (self._of_my_heads(linear, query.shape[2]) for linear in (self.key, self.value))
-            key, value = (project(linear, x) for linear in mine)
+            self._check_local_heads(query.shape[2])
+            local = (self._local_kv(linear, query.shape[2]) for linear in (self.key, self.value))
+            key, value = (project(linear, x) for linear in local)
         else:
             query, key, value = layer.query(x), layer.key(x), layer.value(x)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
         if rope is not None:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
-        segments: AttentionOptions = {
-            "query_segment_ids": segment_ids,
-            "key_value_segment_ids": segment_ids,
-        }
-        options: Any = dict(self.options) | segments | masks
+        options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids, **masks}
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
         if layer.sinks is not None:
@@ -329,30 +337,36 @@ class BurstAttention(nnx.Module):
         if dropout_key is None:
             options["dropout_rate"] = 0.0
         if not inside:
-            return layer.out((attention_fn or burst_attention)(query, key, value, **options))
-        others = flat_names(*(options.pop(name, None) for name in ("batch_axis", "tensor_axis")))
+            fn = attention_fn or _without_aux(burst_attention)
+            out, aux = fn(query, key, value, **options)
+            return layer.out(out), aux
+        tensor_axis = options.pop("tensor_axis", None)
+        batch_and_heads = flat_names(options.pop("batch_axis", None), tensor_axis)
         options.pop("mesh", None)
-        refuse_rows_and_heads(others, options)
-        if dropout_key is not None and others:
-            # Devices along these axes have other rows or heads, which drop weights of their own.
-            options["dropout_key"] = jax.random.fold_in(dropout_key, lax.axis_index(others))
+        refuse_rows_and_heads(batch_and_heads, options)
+        if dropout_key is not None and batch_and_heads:
+            # Devices along these axes have other sequences or heads: their weights are dropped
+            # independently.
+            index = lax.axis_index(batch_and_heads)
+            options["dropout_key"] = jax.random.fold_in(dropout_key, index)
         axis = options.pop("seq_axis", "seq")
-        out = (attention_fn or ring_attention)(query, key, value, axis, **options)
-        return project(self.out, out, summed_over=dict(self.options).get("tensor_axis"))
+        fn = attention_fn or _without_aux(ring_attention)
+        out, aux = fn(query, key, value, axis, **options)
+        return project(self.out, out, summed_over=tensor_axis), aux
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
-        """The key of a call's dropout; None if it drops nothing."""
+        """The dropout key of a call; None without dropout."""
         rate = dict(self.options).get("dropout_rate", 0.0)
         if not rate or (self.deterministic if deterministic is None else deterministic):
             return None
         if rngs is None:
             raise ValueError(
                 f"dropout_rate is {rate} and rngs is None: call the layer with "
-                "rngs=nnx.Rngs(dropout=seed), or with deterministic=True where nothing is dropped"
+                "rngs=nnx.Rngs(dropout=seed), or with deterministic=True to disable dropout"
             )
         return rngs.dropout()
 
-    def _refuse_heads_twice(self, num_heads: int) -> None:
+    def _check_local_heads(self, num_heads: int) -> None:
         """Raises if devices along ``tensor_axis`` have the same heads: all would be summed."""
         axes = flat_names(dict(self.options).get("tensor_axis"))
         all_heads = self.query.out_features[0]
@@ -360,57 +374,57 @@ class BurstAttention(nnx.Module):
         if num_heads * devices != all_heads:
             raise ValueError(
                 f"tensor_axis is {axes}, {devices} devices, and each has the weights of "
-                f"{num_heads} of {all_heads} query heads: inside a shard_map split the heads of "
+                f"{num_heads} of {all_heads} query heads: inside a shard_map shard the heads of "
                 "the query and out weights over it, or leave tensor_axis out"
             )
 
-    def _of_my_heads(self, linear: nnx.LinearGeneral, num_heads: int) -> nnx.LinearGeneral:
-        """The projection to the key/value heads that ``num_heads`` query heads need.
+    def _local_kv(self, linear: nnx.LinearGeneral, num_heads: int) -> nnx.LinearGeneral:
+        """The projection to the key/value heads of this device's ``num_heads`` query heads.
 
-        Inside a ``shard_map`` over ``tensor_axis`` a device has a part of the query heads, N'. If
-        its
-        key/value weights are whole, as they are where there are fewer key heads than devices, only
-        the heads that its query heads need are projected.
+        With fewer key/value heads than devices along ``tensor_axis`` their weights are replicated,
+        and a device projects to the heads that its query heads use.
         """
-        (n, _), (k, lanes) = self.query.out_features, linear.out_features
+        (n, _), (k, features) = self.query.out_features, linear.out_features
         needed = max(1, k * num_heads // n)
         if linear.kernel.shape[-2] == needed:
             return linear
-        first = (
-            lax.axis_index(flat_names(dict(self.options)["tensor_axis"])) * num_heads // (n // k)
-        )
+        device = lax.axis_index(flat_names(dict(self.options)["tensor_axis"]))
+        first = device * num_heads // (n // k)
         graphdef, adapter, state = nnx.split(linear, nnx.LoRAParam, ...)
-        mine = jax.tree.map(
+        local = jax.tree.map(
             lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
         )
-        adapter = cut_outputs(adapter, first * lanes, needed * lanes)
-        return nnx.merge(graphdef, adapter, mine)
+        adapter = slice_outputs(adapter, first * features, needed * features)
+        return nnx.merge(graphdef, adapter, local)
 
-    def _refuse_explicit_heads(self) -> None:
-        """Raises if heads are split over an Explicit axis.
+    def _check_explicit_heads(self) -> None:
+        """Raises if heads are sharded over an Explicit axis.
 
-        The projections would have to be split over it too, but their weights are made whole.
+        The projections would need the same sharding, and their weights are gathered.
         """
         options = dict(self.options)
         names = flat_names(options.get("tensor_axis"))
         if not names:
             return
-        explicit = set(resolve_mesh(options.get("mesh")).explicit_axes).intersection(names)
-        if explicit:
+        if set(resolve_mesh(options.get("mesh")).explicit_axes).intersection(names):
             raise NotImplementedError(
                 f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: BurstAttention "
-                "makes its weights whole over Explicit axes; make the axis Auto "
+                "gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
+
+
+def _without_aux(attention: Callable[..., jax.Array]) -> AttentionFn:
+    return lambda *arrays, **options: (attention(*arrays, **options), None)
 
 
 def project(
     linear: nnx.LinearGeneral | nnx.Linear, x: jax.Array, summed_over: AxisNames = None
 ) -> jax.Array:
-    """``linear(x)`` with whichever features ``linear`` has here, inside a ``shard_map``.
+    """``linear(x)`` inside a ``shard_map``, with this device's features of the weights.
 
-    Its adapter, if it has one, is added. The bias is added apart: nnx adds one of all devices'
-    features only, and where devices' products are summed over mesh axes it counts once.
+    A LoRA adapter is included. The bias is added separately: nnx expects that of all features, and
+    where products are summed over mesh axes it counts once.
     """
     kernel = linear
     if linear.bias is not None:
@@ -423,7 +437,7 @@ def project(
 def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
     """``out + bias`` in the dtype of ``out``, added in float32.
 
-    The gradient of a bias is a sum over all tokens. It has the dtype of this addition, and in
-    bfloat16 a sum of some hundred terms stops growing.
+    A bias's gradient is a sum over all tokens in the dtype of this addition, and in bfloat16 a sum
+    of some hundred terms stops growing.
     """
     return (out.astype(jnp.float32) + bias.astype(jnp.float32)).astype(out.dtype)

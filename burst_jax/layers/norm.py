@@ -1,4 +1,4 @@
-"""Root mean square normalisation, computed in float32 whatever the dtype of the activations."""
+"""Root mean square normalization, computed in float32 whatever the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RMSNorm(nnx.Module):
     Args:
       features: length of the last axis.
       epsilon: added to the mean square.
-      offset: added to ``scale``; with 1 the weights are differences from 1, as Gemma's are.
-      param_dtype: floating dtype of ``scale``, ``[features]``, which starts at ``1 - offset``.
+      offset: added to ``scale``; 1 for weights stored as differences from 1, as in Gemma.
+      param_dtype: floating dtype of ``scale``, ``[features]``, initialized to ``1 - offset``.
     """
 
     def __init__(
@@ -33,14 +33,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.full((features,), 1 - offset, param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis of ``x``.
-
-        Args:
-          x: ``[..., features]``, any floating dtype; computed in float32.
-
-        Returns:
-          ``[..., features]`` in the dtype of ``x``.
-        """
+        """Normalizes the last axis of ``x``, ``[..., features]``; the result has its dtype."""
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)

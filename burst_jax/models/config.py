@@ -1,4 +1,4 @@
-"""Sizes and dtypes of a decoder."""
+"""``DecoderConfig``: sizes, dtypes and variants of a decoder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from burst_jax.layers.rope_variants import Rope
-from burst_jax.models.lora_config import Lora
+from burst_jax.layers.lora import Lora
+from burst_jax.layers.rope import Rope
+from burst_jax.models.feed_forward import FeedForward, GatedMLP
 from burst_jax.models.remat import Remat
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -17,11 +18,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What may differ from layer to layer; layers of one kind run in one scan.
+    """What may differ between layers; consecutive layers of one kind run in one scan.
 
     Attributes:
-      window: number of tokens that a token attends to at most, itself and those before it, or None
-        for all. (``local_window_size`` is ``(window - 1, 0)`` then.)
+      window: number of tokens that a token attends to, itself and those before it, or None for all.
+        (``local_window_size`` is ``(window - 1, 0)``.)
       rope: the layer's RoPE; None is the decoder's.
 
     Raises:
@@ -40,8 +41,8 @@ class LayerKind:
 class DecoderConfig:
     """Sizes and dtypes of a :class:`Decoder`.
 
-    The defaults make a decoder like Qwen 3. From ``rope`` on the fields say what other families of
-    models do in another way.
+    The defaults are Qwen 3's architecture. The fields from ``rope`` on are the differences of other
+    model families.
 
     Attributes:
       vocab_size: number of token ids, V.
@@ -50,44 +51,41 @@ class DecoderConfig:
       num_heads: number of query heads, N.
       num_kv_heads: number of key/value heads, K, a divisor of N.
       head_dim: number of features of a head, H, even; N H need not equal D.
-      mlp_dim: number of hidden features of the feed-forward part.
+      mlp_dim: number of hidden features of the feed-forward, M.
       rope_theta: RoPE's base.
       logits_soft_cap: soft cap of the attention logits, or None.
-      qk_norm: whether every query and key head is RMS-normalised.
+      qk_norm: whether every query and key head is RMS-normalized.
       dtype: floating dtype of the computation and of the residual stream.
       param_dtype: floating dtype of the weights.
-      remat: what a layer keeps for its backward pass, and what it recomputes there: one of "none",
-        "selective", "attention", "half", "full" and "offload" (:mod:`burst_jax.models.remat`).
-      remat_layers: how many layers are "selective", the last ones; the others are "attention". None
-        is all of them. With the other values of ``remat`` all layers are the same.
-      mlp_chunks: in how many chunks of tokens the feed-forward runs. Only one chunk's hidden
-        features are in memory at a time, but for those that "none" and "selective" keep. It must
-        divide the tokens of a row that a device has.
-      rope: a variant of RoPE for the layers whose kind has none; None is ``Rope(rope_theta)``.
-      layer_pattern: the kinds of the layers, repeated as often as there are layers: layer i has
-        kind ``i % len(layer_pattern)``. The last repetition may be cut off.
+      remat: what a layer stores for its backward pass: "none", "selective", "attention", "half",
+        "full" or "offload" (:mod:`burst_jax.models.remat`).
+      remat_layers: number of "selective" layers, the last ones; the others are "attention". None is
+        all of them. Only with remat="selective".
+      mlp_chunks: number of chunks of tokens in which the feed-forward runs, to hold one chunk's
+        hidden features at a time. It must divide a device's tokens per sequence.
+      rope: RoPE of the layers whose kind has none; None is ``Rope(rope_theta)``.
+      layer_pattern: the kinds of the layers, repeated: layer i has kind ``i % len(layer_pattern)``.
       norm_epsilon: epsilon of all norms.
-      norm_offset: what norms add to their scales, which start at ``1 - norm_offset``: 0, or 1 for
-        weights that are differences from 1.
-      post_norms: whether the outputs of attention and feed-forward part are normalised, too.
-      qkv_bias: whether the projections to query, key and value have biases.
+      norm_offset: added to the norms' scales, which are initialized to ``1 - norm_offset``.
+      post_norms: whether the outputs of attention and feed-forward are normalized, too.
+      qkv_bias: whether the query, key and value projections have biases.
       out_bias: whether the attention's output projection has one.
-      mlp_bias: whether the three projections of the feed-forward part have biases.
-      activation: of the feed-forward part's gate: "silu" (SwiGLU), "gelu" or, with the tanh
-        approximation, "gelu_tanh" (GeGLU).
-      attention_scale: factor on the attention's logits; None is ``1 / sqrt(head_dim)``.
-      final_soft_cap: c of ``c * tanh(logits / c)`` of the output logits, or None.
+      mlp_bias: whether the projections of the feed-forward have biases.
+      activation: of the feed-forward's gate: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU, exact
+        or with the tanh approximation).
+      attention_scale: factor on the attention logits; None is ``1 / sqrt(head_dim)``.
+      final_soft_cap: soft cap c of the output logits, ``c * tanh(logits / c)``, or None.
       tie_embeddings: whether the output projection is the embedding's transpose.
       scale_embeddings: whether embeddings are multiplied by ``sqrt(embed_dim)``, rounded to
         ``dtype``.
-      attention_sinks: whether there is one more logit in each query head's softmax, a weight of
-        each layer, float32 whatever ``param_dtype`` is (``sinks`` of
-        :class:`burst_jax.BurstAttention`).
-      hub_config: the text of the ``config.json`` that :func:`burst_jax.models.load` has read, with
-        which :func:`burst_jax.models.save` keeps what no field here says, like token ids.
-      lora: the low-rank adapters of the layers' projections, or None. With adapters all other
-        weights are frozen: they have no gradients and no optimizer state
-        (:func:`burst_jax.models.add_lora`).
+      attention_sinks: whether each query head's softmax has one more logit, a float32 weight
+        (``sinks`` of :class:`burst_jax.BurstAttention`).
+      hf_config: text of the ``config.json`` that :func:`burst_jax.models.load` read, from which
+        :func:`burst_jax.models.save` restores what has no field here, like token ids.
+      lora: the low-rank adapters of the layers' projections, or None. All other weights are then
+        frozen: no gradients, no optimizer state (:func:`burst_jax.models.add_lora`).
+      feed_forward: the class of the layers' feed-forwards, a
+        :class:`burst_jax.models.feed_forward.FeedForward`. Default: the gated MLP.
 
     Raises:
       ValueError: sizes that do not fit together, an unknown remat or activation.
@@ -122,8 +120,9 @@ class DecoderConfig:
     tie_embeddings: bool = False
     scale_embeddings: bool = False
     attention_sinks: bool = False
-    hub_config: str | None = None
+    hf_config: str | None = None
     lora: Lora | None = None
+    feed_forward: type[FeedForward] = GatedMLP
 
     def __post_init__(self) -> None:
         for name in (
@@ -150,8 +149,8 @@ class DecoderConfig:
             raise ValueError(f"rope_theta is {self.rope_theta}: it must be positive")
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
-                f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has a theta of its own; "
-                "leave rope_theta out"
+                f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has its own theta; leave "
+                "rope_theta out"
             )
         for name in ("logits_soft_cap", "final_soft_cap", "attention_scale"):
             value = getattr(self, name)
@@ -160,14 +159,19 @@ class DecoderConfig:
         if not self.norm_epsilon > 0:
             raise ValueError(f"norm_epsilon is {self.norm_epsilon}: it must be positive")
         if not self.layer_pattern:
-            raise ValueError("layer_pattern is empty: it must have a LayerKind, or several")
+            raise ValueError("layer_pattern is empty: it must have at least one LayerKind")
         if self.lora is not None and not isinstance(self.lora, Lora):
             raise ValueError(f"lora is a {type(self.lora).__name__}: it must be a Lora, or None")
+        if not (isinstance(self.feed_forward, type) and issubclass(self.feed_forward, FeedForward)):
+            raise ValueError(
+                f"feed_forward is {self.feed_forward!r}: it must be a subclass of "
+                "burst_jax.models.feed_forward.FeedForward"
+            )
         for name in ("dtype", "param_dtype"):
             dtype = getattr(self, name)
             try:
                 floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-            except TypeError:  # NumPy knows no dtype of this name.
+            except TypeError:  # Not a dtype's name.
                 floating = False
             if not floating:
                 raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
@@ -184,19 +188,19 @@ class DecoderConfig:
             return
         if self.remat != "selective":
             raise ValueError(
-                f"remat_layers is {count!r}, remat {self.remat!r}: it is the number of layers that "
-                "are 'selective'; use that remat, or leave remat_layers out"
+                f"remat_layers is {count!r}, remat {self.remat!r}: it is the number of 'selective' "
+                "layers; use that remat, or leave remat_layers out"
             )
         whole = isinstance(count, int) and not isinstance(count, bool)
         if not whole or not 1 <= count <= self.num_layers:
             raise ValueError(
                 f"remat_layers is {count!r}, num_layers {self.num_layers}: it must be an integer "
-                "from 1 to num_layers, or None for all; without such layers use remat='attention'"
+                "from 1 to num_layers, or None for all; for none use remat='attention'"
             )
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, whose RoPE is never None."""
+        """The kind of each layer, with its RoPE."""
         kinds, ropes = self._given_kinds, self.layer_ropes
         return tuple(LayerKind(kind.window, rope) for kind, rope in zip(kinds, ropes, strict=True))
 
@@ -213,36 +217,34 @@ class DecoderConfig:
 
     @property
     def num_matmul_params(self) -> int:
-        """Number of weights that multiply every token, the output projection included."""
-        attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.embed_dim * self.mlp_dim
+        """Number of weights that multiply each token, including the output projection."""
+        attention = sum(inputs * outputs for inputs, outputs in self._attention_sizes.values())
+        mlp = self.feed_forward.num_matmul_params(self)
         return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
 
     @property
     def num_adapter_params(self) -> int:
-        """Number of weights of the low-rank adapters; 0 if there are none."""
+        """Number of weights of the low-rank adapters; 0 without any."""
         if self.lora is None:
             return 0
-        sizes = {
-            "query": (self.embed_dim, self.num_heads * self.head_dim),
-            "key": (self.embed_dim, self.num_kv_heads * self.head_dim),
-            "value": (self.embed_dim, self.num_kv_heads * self.head_dim),
-            "out": (self.num_heads * self.head_dim, self.embed_dim),
-            "gate": (self.embed_dim, self.mlp_dim),
-            "up": (self.embed_dim, self.mlp_dim),
-            "down": (self.mlp_dim, self.embed_dim),
-        }
+        sizes = self._attention_sizes | self.feed_forward.projections(self)
         features = sum(sum(sizes[name]) for name in self.lora.projections)
         return self.num_layers * self.lora.rank * features
+
+    @property
+    def _attention_sizes(self) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of attention's projections."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        d = self.embed_dim
+        return {"query": (d, query), "key": (d, kv), "value": (d, kv), "out": (query, d)}
 
     def train_flops_per_token(self, length: int) -> float:
         """Floating point operations per token of one forward and backward pass.
 
-        Each weight takes 6: a multiplication and an addition forward, twice that backward. Beside
-        adapters, which take 6, frozen weights take 4, as they have no gradient. The attention of a
-        layer takes ``12 N H keys``: two products of ``2 N H keys`` forward, twice
-        that backward, where ``keys`` is the mean number of keys of a token: ``length / 2``, and
-        less if the layer has a window. Recomputed work does not count.
+        Each weight costs 6: a multiplication and an addition forward, twice that backward; frozen
+        weights have no gradient and cost 4. Attention costs ``12 N H keys`` per layer: two products
+        of ``2 N H keys`` forward, twice that backward. ``keys`` is a token's mean number of keys:
+        ``length / 2``, or less with a window. Recomputation does not count.
 
         Args:
           length: number of tokens in a sequence.

@@ -1,12 +1,12 @@
-"""A decoder language model whose attention is a ring: RMSNorm, RoPE, gated MLP, GQA.
+"""A decoder language model with context parallelism: RMSNorm, RoPE, GQA, ring attention, gated MLP.
 
-The weights of all layers are stacked, and one ``lax.scan`` runs the layers, each under
-``jax.checkpoint``. The results of a layer's ring are kept, so the backward pass recomputes the
-layer's matrix products but does not send keys and values around the ring a second time.
+The weights of all layers are stacked, and one ``lax.scan`` runs the layers, each rematerialized.
+By default a layer's attention outputs are stored, so the backward pass recomputes matrix products
+but does not run the forward ring again.
 
-All of it runs in one ``shard_map``: a device sees its own rows and tokens, gathers the weights of
-one layer after the other, and makes every sum over devices itself. So the compiler decides nothing
-about what travels, and a mesh with Auto axes and one with Explicit axes run the same program.
+The whole model runs in one ``shard_map``: a device has its own sequences and tokens, gathers the
+weights of one layer after the other, and sums over devices explicitly. The compiler inserts no
+collectives, and meshes with Auto and with Explicit axes run the same program.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.attention.order import refuse_other_layout, refuse_wrong_order
 from burst_jax.errors import check_integer
-from burst_jax.layers.rope import rope_table
-from burst_jax.layers.rope_variants import DynamicRope, Rope
+from burst_jax.layers.nnx_layer import AttentionFn
+from burst_jax.layers.rope import DynamicRope, Rope, rope_table
 from burst_jax.models.config import DecoderConfig, LayerKind
-from burst_jax.models.layers import DecoderLayer, norm_of
+from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.pipeline import pipelined
-from burst_jax.models.remat import AttentionFn, Remat, remat_of_layers, rematerialised
-from burst_jax.models.shardings import Parts, embed, parts_of, refuse_split
+from burst_jax.models.remat import Remat, remat_of_layers, rematerialized
+from burst_jax.models.shardings import DecoderShardings, decoder_shardings, embed, reject_sharded
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
@@ -47,33 +47,29 @@ from pallas_kernels.arrays import as_int32, vary
 
 
 class Decoder(nnx.Module):
-    """Token ids to final hidden states; tokens stay sharded over a mesh from first to last layer.
+    """Token ids to final hidden states; the sequence stays sharded from first to last layer.
 
-    The output projection is a method of its own, :meth:`unembed`, because a loss over long
-    sequences applies it to one chunk of tokens at a time.
+    The output projection is a separate method, :meth:`unembed`, because a loss over long sequences
+    applies it to one chunk of tokens at a time.
 
     Args:
       config: sizes and dtypes.
       rngs: random numbers for the initializers (stream "params").
-      rules: the mesh axes that split weights and activations, see
-        :class:`burst_jax.ShardingRules`. None: the options ``batch_axis``, ``seq_axis`` and
-        ``tensor_axis`` split the activations, and weights are whole but for their heads, hidden
-        features and vocabulary, which ``tensor_axis`` splits. Weights that lie split over other
-        Auto
-        axes are refused where that can be seen (:meth:`refuse_split_weights`); inside ``jit`` it
-        cannot, and they are made whole, all layers at once: pass rules instead. Over Explicit axes
-        that split rows or tokens weights may be split as they are; they stay so, and one layer's
-        are gathered at a time. Over other Explicit axes they are made whole, too.
-      microbatches: with a pipeline the number of microbatches in which each device's rows pass
-        through the stages; None is the number of stages.
+      rules: the mesh axes that shard weights and activations (:class:`burst_jax.ShardingRules`).
+        With None the options ``batch_axis``, ``seq_axis`` and ``tensor_axis`` shard activations,
+        and ``tensor_axis`` alone shards weights: weights sharded over other Auto axes are rejected
+        where that is visible (:meth:`refuse_split_weights`), and gathered as a whole stack inside
+        ``jit``. Weights sharded over Explicit axes of the batch or the sequence are gathered layer
+        by layer; over other Explicit axes, as a whole stack.
+      microbatches: number of microbatches of the pipeline; None is the number of stages.
       **options: keyword arguments of :func:`burst_attention` (mesh, seq_axis, batch_axis, layout,
-        implementation, ...) but is_causal and logits_soft_cap, which the decoder sets itself, those
-        that ``rules`` say, and those that :class:`burst_jax.BurstAttention` does not take.
+        implementation, ...), except for is_causal and logits_soft_cap, which the decoder sets,
+        those that ``rules`` set, and those that :class:`burst_jax.BurstAttention` does not accept.
 
     Raises:
       TypeError: an unknown option, or one that the decoder sets itself.
-      ValueError: an option that :class:`burst_jax.BurstAttention` does not take, or that ``rules``
-        say.
+      ValueError: an option that :class:`burst_jax.BurstAttention` does not accept, or that
+        ``rules`` set.
     """
 
     def __init__(
@@ -87,14 +83,14 @@ class Decoder(nnx.Module):
     ) -> None:
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"config is a {type(config).__name__}: it must be a DecoderConfig")
-        _refuse_own_options(config, options)
+        _reject_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
         if microbatches is not None:
             microbatches = check_integer("microbatches", microbatches, 1)
             if rules is None or rules.stage is None:
                 raise ValueError(
-                    f"microbatches is {microbatches}: they are a pipeline's; pass rules with a "
+                    f"microbatches is {microbatches}: only a pipeline has them; pass rules with a "
                     "stage"
                 )
         self.config = config
@@ -139,87 +135,90 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: int32 ``[B, T]`` in the order of the option ``layout``.
-          positions: int32 ``[B, T]`` or ``[T]`` in the order of the tokens. Make them with
-            :func:`burst_jax.positions`; an ``arange`` is right for the contiguous layout only.
-          segment_ids: int32 ``[B, T]`` in the order of the tokens, or None for one segment per row.
-            0 is padding; documents count from 1.
-          prefix_lengths: int32 ``[B]``, or None: tokens at places below their row's number, counted
-            from the row's start in its natural order, are seen by every token of the row
-            (:func:`burst_jax.burst_attention`). The layers' windows still hide them.
+          positions: int32 ``[B, T]`` or ``[T]`` in the order of the tokens
+            (:func:`burst_jax.positions`); an ``arange`` is right for the contiguous layout only.
+          segment_ids: int32 ``[B, T]`` in the order of the tokens; 0 is padding, documents count
+            from 1. None is one segment per sequence.
+          prefix_lengths: int32 ``[B]``: the number of tokens at the start of each sequence, in
+            natural order, that all its tokens attend to, within the layers' windows
+            (:func:`burst_jax.burst_attention`). None is no prefix.
 
         Returns:
-          Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``. The hidden states
-          of padding mean nothing. A token id of V or more gives NaN. Under ``jit`` a row whose
-          positions are in another order than its tokens (:mod:`burst_jax.attention.order`) is NaN
-          too.
+          Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``; undefined for
+          padding. A token id of V or more gives NaN, and under ``jit`` so do sequences with
+          positions in another order than their tokens.
 
         Raises:
-          ValueError: arrays of other shapes or dtypes than these; positions in another order than
-            the tokens, if their values are known: outside ``jit``, or in NumPy;
-            :meth:`refuse_split_weights`.
+          ValueError: arrays of other shapes or dtypes; outside ``jit``, or for NumPy arrays,
+            positions in another order than the tokens; see :meth:`refuse_split_weights`.
         """
-        options = dict(self.options)
         graphdef, weights = nnx.split(self)
-        parts = self.parts(weights)
+        shardings = self.shardings(weights)
         if self.rules is None:
-            refuse_split(weights, parts)
-        parts.check_rows(tokens, positions, segment_ids, prefix_lengths)
-        _check_stacked(weights["layers"], parts)
+            reject_sharded(weights, shardings)
+        shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
+        _check_stacked(weights["layers"], shardings)
         positions_in = jnp.asarray(as_int32("positions", positions))
         if prefix_lengths is not None:
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
         arrays = tokens, positions_in, segment_ids, prefix_lengths
-        given = [
-            None if array is None or spec is None else place_explicit(array, parts.mesh, spec)
-            for array, spec in zip(arrays, parts.of_arrays(arrays), strict=True)
+        placed = [
+            None if array is None or spec is None else place_explicit(array, shardings.mesh, spec)
+            for array, spec in zip(arrays, shardings.input_specs(arrays), strict=True)
         ]
         weights = jax.tree.map(
-            lambda w, spec: place_explicit(w, parts.mesh, spec), weights, parts.tree(weights)
+            lambda w, spec: place_explicit(w, shardings.mesh, spec),
+            weights,
+            shardings.weight_specs(weights),
         )
-        hidden = _run(graphdef, parts, weights, *given)
-        options |= {"is_causal": True, "batch_axis": parts.out_batch_axes}
+        hidden = _run(graphdef, shardings, weights, *placed)
+        options = dict(self.options) | {
+            "is_causal": True,
+            "batch_axis": shardings.out_batch_axes,
+        }
         return refuse_wrong_order(hidden, positions, segment_ids, options)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a decoder like this one is made with, beside its config and ``rngs``."""
-        said = {} if self.rules is None else _said_by(self.rules)
-        options = {name: value for name, value in self.options if name not in said}
+        """The constructor's arguments, except for ``config`` and ``rngs``."""
+        from_rules = {} if self.rules is None else _options_of_rules(self.rules)
+        options = {name: value for name, value in self.options if name not in from_rules}
         return {"rules": self.rules, "microbatches": self.microbatches, **options}
 
-    def parts(self, weights: Any = None) -> Parts:
-        """How this decoder's arrays are split.
+    def shardings(self, weights: Any = None) -> DecoderShardings:
+        """How this decoder's arrays are sharded.
 
         Args:
           weights: its state; None reads it.
         """
         if weights is None:
             weights = nnx.state(self)
-        return parts_of(weights, self.config, dict(self.options), self.rules, self.microbatches)
+        options = dict(self.options)
+        return decoder_shardings(weights, self.config, options, self.rules, self.microbatches)
 
     def refuse_split_weights(self) -> None:
-        """Raises if each device would silently gather the weights of all layers first.
+        """Raises if each device would silently gather the weights of all layers at once.
 
-        That is so without rules if weights lie split over Auto mesh axes, see :class:`Decoder`.
-        Inside ``jit`` nobody sees how an array lies on them, so nothing raises there.
+        This is so without rules for weights sharded over Auto mesh axes (:class:`Decoder`). Inside
+        ``jit`` shardings over Auto axes are invisible, so nothing raises there.
 
         Raises:
-          ValueError: there are no rules, and a weight is split so.
+          ValueError: there are no rules, and a weight is sharded in this way.
         """
         if self.rules is None:
             weights = nnx.state(self)
-            refuse_split(weights, self.parts(weights))
+            reject_sharded(weights, self.shardings(weights))
 
     def refuse_other_layout(self, positions: jax.Array | np.ndarray) -> None:
         """Raises if positions are those of another layout, or of another number of shards.
 
-        A traced call can see neither, and its loss would be wrong without being NaN.
+        A traced call cannot see this; its loss would be wrong without being NaN.
 
         Args:
-          positions: int32 ``[B, T]`` or ``[T]``; outside ``jit``, as inside it nothing is checked.
+          positions: int32 ``[B, T]`` or ``[T]``, outside of ``jit``.
 
         Raises:
-          ValueError: positions of another order than the option ``layout`` and the mesh say.
+          ValueError: positions in another order than that of ``layout`` on the mesh.
         """
         refuse_other_layout(positions, dict(self.options))
 
@@ -227,64 +226,63 @@ class Decoder(nnx.Module):
         """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
-    def head_parts(self) -> tuple[Parts, P]:
-        """How this decoder's arrays are split, and how :meth:`head_kernel` is."""
+    def head_sharding(self) -> tuple[DecoderShardings, P]:
+        """:meth:`shardings`, and the sharding of :meth:`head_kernel`."""
         weights = nnx.state(self)
-        parts = self.parts(weights)
-        specs = parts.tree(weights)
+        shardings = self.shardings(weights)
+        specs = shardings.weight_specs(weights)
         if self.head is None:
             vocab, features = specs["embedding"].get_value()
-            return parts, P(features, vocab)
-        return parts, specs["head"]["kernel"].get_value()
+            return shardings, P(features, vocab)
+        return shardings, specs["head"]["kernel"].get_value()
 
     def local(
         self,
-        parts: Parts,
+        shardings: DecoderShardings,
         tokens: jax.Array,
         positions: jax.Array,
         segment_ids: jax.Array | None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """One device's part of the call, inside a ``shard_map``; this decoder has its weights.
+        """One device's part of the call, inside a ``shard_map``, with this device's weights.
 
         Args:
-          parts: how the arrays are split.
-          tokens: int32, this device's tokens ``[B, T]``.
+          shardings: of the decoder.
+          tokens: int32 ``[B, T]``, this device's tokens.
           positions: int32 ``[B, T]`` or ``[T]``.
           segment_ids: int32 ``[B, T]``, or None.
           prefix_lengths: int32 ``[B]``, or None.
 
         Returns:
-          ``[B, T, D]``; with a pipeline the rows of this device's stage.
+          ``[B, T, D]``; with a pipeline, this stage's part of the batch.
         """
-        config = self.config
-        specs = parts.tree(nnx.state(self))
-        whole = partial(gather_weights, over=parts.over, keep=parts.tensor_axes, dtype=config.dtype)
+        config, varying = self.config, shardings.varying_axes
+        specs = shardings.weight_specs(nnx.state(self))
+        whole = partial(
+            gather_weights, over=varying, keep=shardings.tensor_axes, dtype=config.dtype
+        )
         table = whole(self.embedding[...], specs["embedding"].get_value(), widen=True)
-        x = embed(table, tokens, parts.tensor_axes).astype(config.dtype)
+        x = embed(table, tokens, shardings.tensor_axes).astype(config.dtype)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        # Adapters are trained alone.
+        # With adapters nothing else is trained.
         trained = nnx.Param if config.lora is None else nnx.LoRAParam
         graphdef, stacked, frozen = nnx.split(self.layers, trained, ...)
-        # The scan takes the first dimension off, which counts the layers.
+        # Without the leading dimension, which the scan over the layers removes.
         layer_specs = {
             path: P(*spec[1:])
             for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
         }
-
-        kinds = _kinds_of_a_stage(config, parts)
+        kinds = _kinds_of_a_stage(config, shardings)
         ropes = list(dict.fromkeys(config.layer_ropes))
         table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
         length = None
         if any(isinstance(rope, DynamicRope) for rope in ropes):
-            # Of the whole batch, wherever its rows and tokens are, padding left out.
-            here = True if segment_ids is None else segment_ids != 0
-            present = jnp.where(here, positions, 0)
-            length = vary(jnp.max(present) + 1, frozenset(parts.over))
-            length = lax.pmax(length, parts.over) if parts.over else length
-
-        ahead = parts.gathers(list(layer_specs.values()))
+            # The longest sequence of the global batch, without padding.
+            present = True if segment_ids is None else segment_ids != 0
+            length = vary(jnp.max(jnp.where(present, positions, 0)) + 1, frozenset(varying))
+            length = lax.pmax(length, varying) if varying else length
+        ahead = shardings.are_gathered(list(layer_specs.values()))
 
         def gather(weights: nnx.State) -> nnx.State:
             return jax.tree_util.tree_map_with_path(
@@ -296,13 +294,13 @@ class Decoder(nnx.Module):
                 x: jax.Array,
                 weights: nnx.State,
                 frozen: nnx.State,
-                sides: Any,
-                attention_fn: AttentionFn | None = None,
-            ) -> jax.Array:
-                tables, segment_ids, prefix_lengths = sides
+                shared: Any,
+                attention_fn: AttentionFn | None,
+            ) -> tuple[jax.Array, Any]:
+                tables, segment_ids, prefix_lengths = shared
                 rope = tables[table_of[kind.rope]]
-                # Weights that are whole already are marked here, where the backward pass does it
-                # again. Marked outside they would be kept for it, in a second stack.
+                # Casts inside the rematerialized layer: outside, the backward pass would store
+                # their results as a second stack.
                 if not ahead:
                     weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
@@ -310,33 +308,30 @@ class Decoder(nnx.Module):
                     x, rope, segment_ids, kind.window, attention_fn, prefix_lengths, remat=remat
                 )
 
-            return rematerialised(layer, remat)
+            return rematerialized(layer, remat)
 
         layers = {kind: layer_of(*kind) for kind in kinds}
 
-        def run(x: jax.Array, sides: Any) -> jax.Array:
-            positions, *masks = sides
+        def run(x: jax.Array, shared: Any) -> jax.Array:
+            positions, *masks = shared
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
+            run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda w: w)
             in_order = [layers[kind] for kind in kinds]
-            run_stack, gathered_by = (
-                (run_ahead, gather) if ahead else (run_layers, lambda weights: weights)
-            )
-            return run_stack(in_order, gathered_by, x, stacked, frozen, (tables, *masks))
+            return run_stack(in_order, gather_one, x, stacked, frozen, (tables, *masks))
 
-        x = vary(x, frozenset(parts.over))
-        sides = positions, segment_ids, prefix_lengths
-        if parts.stage_axis is None:
-            x = run(x, sides)
+        x = vary(x, frozenset(varying))
+        if shardings.stage_axis is None:
+            x = run(x, (positions, segment_ids, prefix_lengths))
         else:
-            sides = jnp.broadcast_to(positions, tokens.shape), *sides[1:]
-            x = pipelined(run, x, sides, parts.stage_axis, parts.microbatches)
+            shared = jnp.broadcast_to(positions, tokens.shape), segment_ids, prefix_lengths
+            x = pipelined(run, x, shared, shardings.stage_axis, shardings.microbatches)
         norm, scale = nnx.split(self.final_norm)
         return nnx.merge(norm, whole(scale, specs["final_norm"]))(x)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Logits ``[..., V]``, float32, of hidden states ``[..., D]``, soft-capped if they are.
+        """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``, with the final soft cap.
 
-        With rules V is split as they split the vocabulary.
+        With rules V is sharded as the vocabulary.
         """
         kernel = self.head_kernel().astype(hidden.dtype)
         if self.rules is not None:
@@ -359,17 +354,16 @@ class Decoder(nnx.Module):
         microbatches: int | None = None,
         **options: Unpack[AttentionOptions],
     ) -> Decoder:
-        """A decoder with the weights of this one, and other attention options or another dtype.
+        """A decoder with the weights of this one and other attention options, dtypes or remat.
 
-        The weights are shared, not copied. If the new mesh has other devices, put the weights on
-        them with ``jax.device_put``.
+        The weights are shared, not copied. If the new mesh has other devices, move the weights with
+        ``jax.device_put``.
 
         Args:
-          config: sizes and dtypes of the new decoder, which may differ in dtypes and remat, not in
-            sizes; None is the config of this one.
-          rules: the mesh axes of the new decoder, or None.
-          microbatches: of the new decoder's pipeline, or None.
-          **options: all attention options of the new decoder; none of this decoder is kept.
+          config: of the new decoder, with the same sizes; None is the config of this one.
+          rules: of the new decoder.
+          microbatches: of the new decoder's pipeline.
+          **options: all attention options of the new decoder; none of this one are kept.
         """
         config = self.config if config is None else config
         graphdef, _ = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
@@ -387,14 +381,14 @@ def abstract_decoder(
 
     Args:
       config: sizes and dtypes.
-      rules: the mesh axes that split weights and activations, or None, see :class:`Decoder`.
-      microbatches: of a pipeline, see :class:`Decoder`.
+      rules: see :class:`Decoder`.
+      microbatches: see :class:`Decoder`.
       **options: attention options, see :class:`Decoder`.
 
     Returns:
-      ``(graphdef, shapes)``: the graph definition, and a ``jax.ShapeDtypeStruct`` for each weight.
+      ``(graphdef, shapes)``, with a ``jax.ShapeDtypeStruct`` for each weight.
       ``nnx.merge(graphdef, params)`` is the model. Graph definitions that differ in options only
-      take the same ``params``.
+      accept the same ``params``.
     """
     model = nnx.eval_shape(
         lambda: Decoder(config, rngs=nnx.Rngs(0), rules=rules, microbatches=microbatches, **options)
@@ -405,26 +399,26 @@ def abstract_decoder(
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _run(
     graphdef: nnx.GraphDef,
-    parts: Parts,
+    shardings: DecoderShardings,
     weights: nnx.State,
     *arrays: jax.Array | None,
 ) -> jax.Array:
-    """The decoder on every device's part of the arrays, which :meth:`Decoder.local` takes."""
+    """:meth:`Decoder.local` on every device."""
 
     def local(weights: nnx.State, *arrays: jax.Array | None) -> jax.Array:
-        return nnx.merge(graphdef, weights).local(parts, *arrays)
+        return nnx.merge(graphdef, weights).local(shardings, *arrays)
 
     return jax.shard_map(
         local,
-        mesh=parts.mesh,
-        in_specs=(parts.tree(weights), *parts.of_arrays(arrays)),
-        out_specs=P(parts.out_batch_axes or None, parts.token_axes or None),
-        check_vma=parts.check_vma,
+        mesh=shardings.mesh,
+        in_specs=(shardings.weight_specs(weights), *shardings.input_specs(arrays)),
+        out_specs=P(shardings.out_batch_axes or None, shardings.token_axes or None),
+        check_vma=shardings.check_vma,
     )(weights, *arrays)
 
 
-def _refuse_own_options(config: DecoderConfig, options: AttentionOptions) -> None:
-    """Raises TypeError for options that the decoder sets itself, or the config of this one does."""
+def _reject_own_options(config: DecoderConfig, options: AttentionOptions) -> None:
+    """Raises TypeError for options that the decoder or its config sets."""
     for name in ("is_causal", "logits_soft_cap"):
         if name in options:
             raise TypeError(
@@ -437,42 +431,41 @@ def _refuse_own_options(config: DecoderConfig, options: AttentionOptions) -> Non
         ("local_window_size", windows, "layer_pattern"),
     ):
         if given and name in options:
-            raise TypeError(f"{name} is given, and DecoderConfig's {field} says it, too: give one")
+            raise TypeError(f"{name} is given, and DecoderConfig's {field} sets it, too: pass one")
 
 
-def _kinds_of_a_stage(config: DecoderConfig, parts: Parts) -> list[tuple[LayerKind, Remat]]:
-    """The kinds of the layers of one stage of the pipeline; all layers' where there is none.
-
-    Returns:
-      ``(kind, what it keeps)`` of each layer.
+def _kinds_of_a_stage(
+    config: DecoderConfig, shardings: DecoderShardings
+) -> list[tuple[LayerKind, Remat]]:
+    """``(kind, remat)`` of each layer of one pipeline stage, or of all layers without a pipeline.
 
     Raises:
-      NotImplementedError: stages differ. All devices run one program.
+      NotImplementedError: stages differ, and all devices run one program.
     """
-    kinds, stages = config.layer_kinds, axes_size(parts.mesh, parts.stage_axis)
-    each = len(kinds) // stages
-    if any(kinds[stage * each : (stage + 1) * each] != kinds[:each] for stage in range(stages)):
+    kinds, stages = config.layer_kinds, axes_size(shardings.mesh, shardings.stage_axis)
+    count = len(kinds) // stages
+    if any(kinds[stage * count : (stage + 1) * count] != kinds[:count] for stage in range(stages)):
         raise NotImplementedError(
             f"{len(kinds)} layers in {stages} stages: each stage must have layers of the same "
-            "kinds in the same order, as all devices run one program; use a number of layers a "
+            "kinds in the same order, as all devices run one program; use a number of layers per "
             "stage that is a multiple of layer_pattern's length, or no stage axis"
         )
-    some = None if config.remat_layers is None else config.remat_layers // stages
-    return list(zip(kinds[:each], remat_of_layers(config.remat, some, each), strict=True))
+    selective = None if config.remat_layers is None else config.remat_layers // stages
+    return list(zip(kinds[:count], remat_of_layers(config.remat, selective, count), strict=True))
 
 
 def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
-    """The attention options with the mesh axes that the rules say."""
+    """The attention options with the mesh axes of the rules."""
     check_rules(rules)
-    said = _said_by(rules)
-    for name in said:
+    from_rules = _options_of_rules(rules)
+    for name in from_rules:
         if name in options:
-            raise ValueError(f"{name} is given beside rules: the rules say it; leave it out")
-    return options | said  # pyrefly: ignore
+            raise ValueError(f"{name} is given together with rules, which set it: leave it out")
+    return options | from_rules  # pyrefly: ignore
 
 
-def _said_by(rules: ShardingRules) -> dict[str, AxisNames]:
-    """The attention options that the rules say."""
+def _options_of_rules(rules: ShardingRules) -> dict[str, AxisNames]:
+    """The attention options that the rules set."""
     return {
         "seq_axis": rules.seq,
         "batch_axis": rules.batch_axes or None,
@@ -480,13 +473,14 @@ def _said_by(rules: ShardingRules) -> dict[str, AxisNames]:
     }
 
 
-def _check_stacked(stacked: nnx.State, parts: Parts) -> None:
-    """Raises ValueError if a weight's first axis, which counts the layers, is split wrongly."""
+def _check_stacked(stacked: nnx.State, shardings: DecoderShardings) -> None:
+    """Raises ValueError if a weight's leading dimension, that of the layers, is sharded wrongly."""
     for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
         spec = jax.typeof(weight).sharding.spec
-        if set(flat_names(*spec[:1])) - set(flat_names(parts.stage_axis)):
+        if set(flat_names(*spec[:1])) - set(flat_names(shardings.stage_axis)):
             raise ValueError(
-                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is split as {spec} "
-                "over Explicit mesh axes: the first axis counts the layers, which run one after "
-                "the other; split another axis, like PartitionSpec(None, ...), or use Auto axes"
+                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is sharded as {spec} "
+                "over Explicit mesh axes: dimension 0 is that of the layers, which run one after "
+                "the other; shard another dimension, like PartitionSpec(None, ...), or use Auto "
+                "axes"
             )

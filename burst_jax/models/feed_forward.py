@@ -1,15 +1,14 @@
-"""The feed-forward of a layer, SwiGLU or GeGLU, in chunks of tokens.
+"""The feed-forward of a decoder layer: the interface, and the gated MLP (SwiGLU, GeGLU).
 
-The hidden features are some four times as wide as the residual stream, so over a long shard the
-arrays ``[T, M]`` are the largest of a layer. In chunks of tokens only one chunk's are there at a
-time, forward and backward.
+``DecoderConfig.feed_forward`` is the class that the decoder's layers construct. Another one, like a
+mixture of experts, is a subclass of :class:`FeedForward` in a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,16 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_jax.layers.low_rank import adapter_of
+from burst_jax.layers.lora import scaled_adapter
 from burst_jax.layers.nnx_layer import add_bias
-from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import MLP_PRODUCTS
 from burst_jax.parallel.collectives import sum_over
 from burst_jax.parallel.mesh import AxisNames
+from burst_jax.parallel.rules import LogicalAxes
 from pallas_kernels.arrays import vary, varying_axes
+
+if TYPE_CHECKING:
+    from burst_jax.models.config import DecoderConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -32,31 +34,91 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class GatedMLP(nnx.Module):
-    """``(activation(x Wgate) * x Wup) Wdown``: SwiGLU or GeGLU (Shazeer 2020), with biases or none.
-
-    With adapters (:mod:`burst_jax.layers.low_rank`) the three matrices are constants.
+class FeedForward(nnx.Module):
+    """A layer's feed-forward, ``[B, T, D]`` to ``[B, T, D]``. It runs inside a ``shard_map``.
 
     Args:
-      config: sizes and dtypes, the activation, whether there are biases, the number of chunks.
-      down_init: initializer of ``Wdown``.
-      hidden_axis: mesh axis, or axes, that split the hidden features, or None. Inside a
-        ``shard_map`` each device has its features of the three matrices; the results are summed.
+      config: sizes and dtypes.
+      out_init: initializer of the output matrix, whose result is added to the residual stream.
+      hidden_axis: mesh axis, or axes, that shard the dimensions named "mlp" in ``weight_axes``, or
+        None; the results must be summed over them. Serving may reassign it, and may pad these
+        dimensions with zeros.
       rngs: random numbers for the initializers (stream "params").
+
+    Attributes:
+      weight_axes: logical names (:class:`burst_jax.ShardingRules`) of each weight's dimensions, by
+        the weight's path in the module, without the leading dimension of the stacked layers. A
+        dimension named None is not sharded.
+      hidden_axis: as in the arguments.
     """
+
+    weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]]
+    hidden_axis: AxisNames
 
     def __init__(
         self,
         config: DecoderConfig,
         *,
-        down_init: nnx.Initializer,
+        out_init: nnx.Initializer,
         hidden_axis: AxisNames = None,
         rngs: nnx.Rngs,
     ) -> None:
-        def linear(features: int, out: int, init: nnx.Initializer) -> nnx.Linear:
+        raise NotImplementedError
+
+    def __call__(self, x: jax.Array, *, keeps_products: bool) -> jax.Array:
+        """Runs it.
+
+        Args:
+          x: ``[B, T, D]``, the normalized residual stream.
+          keeps_products: whether the gradient reads large intermediates from the forward pass,
+            which are then named :data:`burst_jax.models.remat.MLP_PRODUCTS`, or recomputes them
+            (:func:`burst_jax.models.remat.keeps_mlp_products`).
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def projections(cls, config: DecoderConfig) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of the ``nnx.Linear`` attributes that LoRA adapters may extend."""
+        del config
+        return {}
+
+    @classmethod
+    def num_matmul_params(cls, config: DecoderConfig) -> int:
+        """Number of weights that multiply each token, for counts of floating point operations."""
+        return sum(inputs * outputs for inputs, outputs in cls.projections(config).values())
+
+
+class GatedMLP(FeedForward):
+    """``(activation(x Wgate) * x Wup) Wdown``: SwiGLU or GeGLU (Shazeer 2020), optional biases.
+
+    The arguments are those of :class:`FeedForward`. With LoRA adapters the three matrices are
+    constants.
+
+    The hidden features are about four times as wide as the residual stream, so with long sequences
+    the arrays ``[T, M]`` are a layer's largest. With ``config.mlp_chunks`` the MLP runs in chunks
+    of tokens, forward and backward, and holds one chunk's hidden features at a time.
+    """
+
+    weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]] = {
+        ("gate", "kernel"): ("embed", "mlp"),
+        ("up", "kernel"): ("embed", "mlp"),
+        ("down", "kernel"): ("mlp", "embed"),
+        ("gate", "bias"): ("mlp",),
+        ("up", "bias"): ("mlp",),
+        ("down", "bias"): (None,),
+    }
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        out_init: nnx.Initializer,
+        hidden_axis: AxisNames = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        def linear(name: str, init: nnx.Initializer) -> nnx.Linear:
             return nnx.Linear(
-                features,
-                out,
+                *self.projections(config)[name],
                 use_bias=config.mlp_bias,
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
@@ -64,19 +126,20 @@ class GatedMLP(nnx.Module):
                 rngs=rngs,
             )
 
-        self.gate = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.up = linear(config.embed_dim, config.mlp_dim, nnx.initializers.lecun_normal())
-        self.down = linear(config.mlp_dim, config.embed_dim, down_init)
+        self.gate = linear("gate", nnx.initializers.lecun_normal())
+        self.up = linear("up", nnx.initializers.lecun_normal())
+        self.down = linear("down", out_init)
         self.hidden_axis = hidden_axis
         self.config = config
 
-    def __call__(self, x: jax.Array, *, keeps_products: bool) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, D]``.
+    @classmethod
+    def projections(cls, config: DecoderConfig) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of gate, up and down."""
+        d, m = config.embed_dim, config.mlp_dim
+        return {"gate": (d, m), "up": (d, m), "down": (m, d)}
 
-        Args:
-          x: the normed residual stream.
-          keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward
-            pass, see :func:`burst_jax.models.remat.keeps_mlp_products`.
+    def __call__(self, x: jax.Array, *, keeps_products: bool) -> jax.Array:
+        """See :class:`FeedForward`.
 
         Raises:
           ValueError: ``config.mlp_chunks`` does not divide T.
@@ -84,23 +147,20 @@ class GatedMLP(nnx.Module):
         config = self.config
         if x.shape[1] % config.mlp_chunks:
             raise ValueError(
-                f"mlp_chunks is {config.mlp_chunks}: it must divide the {x.shape[1]} tokens of a "
-                "row that each device has"
+                f"mlp_chunks is {config.mlp_chunks}: it must divide the {x.shape[1]} tokens per "
+                "sequence on each device"
             )
-        how = _How(
-            config.activation,
-            config.mlp_chunks,
-            keeps_products,
-            frozen=config.lora is not None,
+        static = _Static(
+            config.activation, config.mlp_chunks, keeps_products, frozen=config.lora is not None
         )
         weights = {
             "gate": self._projection(self.gate),
             "up": self._projection(self.up),
-            # The bias of the results counts once, whoever sums them.
+            # The output's bias is added once, after the sum over devices.
             "down": self._projection(self.down)._replace(bias=None),
         }
         x = x.astype(config.dtype)
-        out = _feed_forward(how, *vary((x, weights), varying_axes(x, weights)))
+        out = _mlp(static, *vary((x, weights), varying_axes(x, weights)))
         out = sum_over(out, self.hidden_axis)
         bias = self.down.bias
         return out if bias is None else add_bias(out, bias[...])
@@ -108,11 +168,11 @@ class GatedMLP(nnx.Module):
     def _projection(self, linear: nnx.Linear) -> Projection:
         dtype = self.config.dtype
         bias = None if linear.bias is None else linear.bias[...].astype(dtype)
-        return Projection(linear.kernel[...].astype(dtype), bias, adapter_of(linear, dtype))
+        return Projection(linear.kernel[...].astype(dtype), bias, scaled_adapter(linear, dtype))
 
 
 class Projection(NamedTuple):
-    """``x W + bias + (x A) B``, of which bias and adapter may be missing.
+    """``x W + bias + (x A) B``, bias and adapter being optional.
 
     Attributes:
       kernel: W, ``[inputs, outputs]``.
@@ -125,7 +185,7 @@ class Projection(NamedTuple):
     adapter: Any
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The product of ``[B, T, inputs]``."""
+        """The output for ``[B, T, inputs]``."""
         out = x @ self.kernel
         if self.bias is not None:
             out += self.bias
@@ -135,7 +195,7 @@ class Projection(NamedTuple):
         return out
 
     def input_gradient(self, dout: jax.Array) -> jax.Array:
-        """The gradient of x, from that of the product."""
+        """The gradient of x, from that of the output."""
         dx = dout @ self.kernel.T
         if self.adapter is not None:
             a, b = self.adapter
@@ -143,11 +203,11 @@ class Projection(NamedTuple):
         return dx
 
     def gradients(self, x: jax.Array, dout: jax.Array, frozen: bool) -> Projection:
-        """The float32 gradients of the weights; of what is frozen and of what is missing None."""
+        """The float32 gradients of the trained weights; None for all others."""
         kernel = bias = adapter = None
         if not frozen:
             kernel = _outer(x, dout)
-            bias = None if self.bias is None else _total(dout)
+            bias = None if self.bias is None else dout.sum((0, 1), dtype=jnp.float32)
         if self.adapter is not None:
             a, b = self.adapter
             adapter = _outer(x, dout @ b.T), _outer(x @ a, dout)
@@ -158,15 +218,15 @@ class Projection(NamedTuple):
         return Projection(None, None, self.adapter) if frozen else self
 
 
-class _How(NamedTuple):
-    """What is static about a call.
+class _Static(NamedTuple):
+    """The static arguments of an MLP.
 
     Attributes:
       activation: name of the activation.
       chunks: number of chunks of tokens.
-      keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward pass.
-        Else it makes them again, a chunk at a time.
-      frozen: whether kernels and biases are constants, so that adapters alone have gradients.
+      keeps_products: whether the gradient reads ``x Wgate`` and ``x Wup`` from the forward pass;
+        otherwise it recomputes them, one chunk at a time.
+      frozen: whether kernels and biases are constants, so that only adapters have gradients.
     """
 
     activation: str
@@ -178,71 +238,71 @@ class _How(NamedTuple):
         return ACTIVATIONS[self.activation](gate) * up
 
 
-# "gate", "up" and "down"; the last one without its bias.
+# "gate", "up" and "down", the last one without its bias.
 Weights = dict[str, Projection]
 
 
-def _cut(x: jax.Array, chunks: int) -> jax.Array:
+def _split(x: jax.Array, chunks: int) -> jax.Array:
     """``[B, T, ...]`` to ``[chunks, B, T / chunks, ...]``."""
     batch, tokens, *rest = x.shape
     return x.reshape(batch, chunks, tokens // chunks, *rest).swapaxes(0, 1)
 
 
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of :func:`_cut`."""
+def _merge(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`_split`."""
     chunks, batch, tokens, *rest = x.shape
     return x.swapaxes(0, 1).reshape(batch, chunks * tokens, *rest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feed_forward(how: _How, x: jax.Array, weights: Weights) -> jax.Array:
+def _mlp(static: _Static, x: jax.Array, weights: Weights) -> jax.Array:
     """All arrays have one dtype and vary over the same mesh axes."""
-    return _forward(how, x, weights)[0]
+    return _forward(static, x, weights)[0]
 
 
-def _forward(how: _How, x: jax.Array, weights: Weights) -> Any:
+def _forward(static: _Static, x: jax.Array, weights: Weights) -> Any:
     def chunk(x: jax.Array) -> Any:
         products = weights["gate"](x), weights["up"](x)
-        out = weights["down"](how.hidden(*products))
-        return out, products if how.keeps_products else None
+        out = weights["down"](static.hidden(*products))
+        return out, products if static.keeps_products else None
 
-    if how.chunks == 1:
+    if static.chunks == 1:
         out, products = chunk(x)
     else:
-        out, products = jax.tree.map(_joined, lax.map(chunk, _cut(x, how.chunks)))
+        out, products = jax.tree.map(_merge, lax.map(chunk, _split(x, static.chunks)))
     products = jax.tree.map(lambda product: checkpoint_name(product, MLP_PRODUCTS), products)
     return out, (x, weights, products)
 
 
-def _backward(how: _How, residuals: Any, dout: jax.Array) -> Any:
+def _backward(static: _Static, residuals: Any, dout: jax.Array) -> Any:
     x, weights, products = residuals
     gate, up, down = (weights[name] for name in ("gate", "up", "down"))
 
     def chunk(x: jax.Array, dout: jax.Array, products: Any) -> tuple[jax.Array, Weights]:
         """dx, and the float32 gradients of the weights."""
-        made = (gate(x), up(x)) if products is None else products
-        hidden, vjp = jax.vjp(how.hidden, *made)
+        inputs = (gate(x), up(x)) if products is None else products
+        hidden, vjp = jax.vjp(static.hidden, *inputs)
         dgate, dup = vjp(down.input_gradient(dout))
         dx = gate.input_gradient(dgate) + up.input_gradient(dup)
         pairs = {"gate": (x, dgate), "up": (x, dup), "down": (hidden, dout)}
         return dx, {
-            name: weights[name].gradients(*pair, how.frozen) for name, pair in pairs.items()
+            name: weights[name].gradients(*pair, static.frozen) for name, pair in pairs.items()
         }
 
-    if how.chunks == 1:
-        # XLA would leave the weights' gradients for later, and what they are made of in memory.
+    if static.chunks == 1:
+        # Without the barrier XLA delays the weights' gradients and keeps their inputs in memory.
         dx, dweights = lax.optimization_barrier(chunk(x, dout, products))
     else:
 
         def step(sums: Any, inputs: Any) -> tuple[Any, jax.Array]:
-            dx, parts = chunk(*inputs)
-            return jax.tree.map(jnp.add, sums, parts), dx
+            dx, terms = chunk(*inputs)
+            return jax.tree.map(jnp.add, sums, terms), dx
 
-        trained = {name: weights[name].trained(how.frozen) for name in weights}
+        trained = {name: weights[name].trained(static.frozen) for name in weights}
         zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), trained)
-        cut = jax.tree.map(partial(_cut, chunks=how.chunks), (x, dout, products))
-        dweights, dx = lax.scan(step, vary(zeros, varying_axes(x)), cut)
-        dx = _joined(dx)
+        chunks = jax.tree.map(partial(_split, chunks=static.chunks), (x, dout, products))
+        dweights, dx = lax.scan(step, vary(zeros, varying_axes(x)), chunks)
+        dx = _merge(dx)
     return dx, jax.tree.map(lambda gradient: gradient.astype(x.dtype), dweights)
 
 
@@ -251,9 +311,4 @@ def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum("bti,btj->ij", x, y, preferred_element_type=jnp.float32)
 
 
-def _total(y: jax.Array) -> jax.Array:
-    """The sum of all tokens in float32."""
-    return y.sum((0, 1), dtype=jnp.float32)
-
-
-_feed_forward.defvjp(_forward, _backward)
+_mlp.defvjp(_forward, _backward)

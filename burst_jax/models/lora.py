@@ -1,4 +1,4 @@
-"""Decoders with low-rank adapters (LoRA, Hu et al. 2021), and what becomes of them."""
+"""Adding low-rank adapters (LoRA, Hu et al. 2021) to a decoder, and merging them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from burst_jax.errors import check_seed
-from burst_jax.layers.low_rank import LORA_A, LORA_B
+from burst_jax.layers.lora import LORA_A, LORA_B, Lora
 from burst_jax.models.decoder import Decoder, abstract_decoder
-from burst_jax.models.hf.weights import flat, tree_of
-from burst_jax.models.lora_config import Lora
+from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import place_explicit
 
 
@@ -30,12 +29,13 @@ def add_lora(
     targets: str | Sequence[str] = ".*",
     seed: int = 0,
 ) -> Decoder:
-    """The decoder with low-rank adapters: ``x W + (alpha / rank) (x A) B`` in place of ``x W``.
+    """Adds low-rank adapters to a decoder: ``x W + (alpha / rank) (x A) B`` in place of ``x W``.
 
-    A is drawn at random and B is zero, by the library qwix, so the new decoder computes what the
-    given one does until it is trained. :func:`burst_jax.training.init_train_state` and
-    :func:`burst_jax.training.make_train_step` then train A and B alone: the other weights have no
-    gradients and no optimizer state, and may be in bfloat16. They are shared, not copied::
+    A is random and B is zero, initialized by the library qwix, so the outputs do not change before
+    training. :func:`burst_jax.training.init_train_state` and
+    :func:`burst_jax.training.make_train_step` train A and B only: all other weights are frozen,
+    have no optimizer state, and may be bfloat16. They are shared with the given decoder, not
+    copied::
 
         model = load(folder, mesh=mesh, rules=rules, dtype=jnp.bfloat16)
         model = add_lora(model, rank=16, targets="query|value")
@@ -43,56 +43,62 @@ def add_lora(
             model.config, optimizer, mesh, 0, rules=rules, params=nnx.state(model)
         )
 
-    Adapters are float32. They are split as the inputs and outputs of their W are, the rank is not.
+    Adapters are float32, and sharded as the inputs and outputs of their W; the rank is not sharded.
 
     Args:
       model: a decoder without adapters, on any mesh.
       rank: rank of the adapters.
-      alpha: numerator of their factor; None is ``rank``, so that the factor is 1.
-      targets: which of a layer's projections (query, key, value, out, gate, up, down, or
-        transformers' names of them, q_proj, ...) have adapters: a regular expression that matches
-        the whole name, or names. The default is all seven.
-      seed: seed of the random A, the same on every mesh.
+      alpha: numerator of their scale; None is ``rank``, a scale of 1.
+      targets: names of the projections with adapters (query, key, value, out, gate, up, down, or
+        q_proj, ... as in transformers): a regular expression that matches the whole name, or a
+        sequence of names. Default: all seven.
+      seed: seed of A; the same values on every mesh.
+
+    Returns:
+      A new decoder.
 
     Raises:
       ImportError: the library qwix is missing.
-      ValueError: the decoder has adapters already; a rank below 1, an alpha that is not positive,
-        or targets that no projection has.
+      ValueError: the decoder already has adapters; a rank below 1, an alpha that is not positive,
+        or targets that match no projection.
     """
     if model.config.lora is not None:
         raise ValueError(
-            f"model has adapters already, {model.config.lora}: merge_lora adds them up"
+            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
         )
     check_seed(seed)
     lora = Lora(rank, alpha, targets if isinstance(targets, str) else tuple(targets))
     graphdef, shapes = abstract_like(model, lora=lora)
-    parts = nnx.merge(graphdef, shapes).parts(shapes)
-    adapters, _ = nnx.split_state(parts.tree(shapes), nnx.LoRAParam, ...)
-    shardings = jax.tree.map(lambda spec: NamedSharding(parts.mesh, spec), adapters)
+    shardings = nnx.merge(graphdef, shapes).shardings(shapes)
+    specs, _ = nnx.split_state(shardings.weight_specs(shapes), nnx.LoRAParam, ...)
+    placed = jax.tree.map(lambda spec: NamedSharding(shardings.mesh, spec), specs)
 
-    @partial(jax.jit, out_shardings=shardings)
-    def draw() -> nnx.State:
-        # The weights that are drawn beside the adapters are not used, so they are never computed.
+    @partial(jax.jit, out_shardings=placed)
+    def initial_adapters() -> nnx.State:
+        # The decoder's other weights are unused here, so XLA removes them.
         config = dataclasses.replace(model.config, lora=lora)
-        drawn = Decoder(config, rngs=nnx.Rngs(params=seed), **model.arguments)
-        return nnx.state(drawn, nnx.LoRAParam)
+        decoder = Decoder(config, rngs=nnx.Rngs(params=seed), **model.arguments)
+        return nnx.state(decoder, nnx.LoRAParam)
 
-    return nnx.merge(graphdef, draw(), nnx.state(model))
+    return nnx.merge(graphdef, initial_adapters(), nnx.state(model))
 
 
 def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decoder:
-    """The decoder without adapters that computes the same: ``W + (alpha / rank) A B`` is its W.
+    """Merges a decoder's adapters: ``W + (alpha / rank) A B`` replaces W.
 
-    The sum is made in float32. Weights that have no adapters are shared with the given decoder, if
-    their dtype stays.
+    The sum is computed in float32. Weights without adapters are shared with the given decoder,
+    unless their dtype changes.
 
     Args:
       model: a decoder with adapters.
-      param_dtype: of the new decoder's weights; None is that of the given one's. In bfloat16 a sum
-        loses what is small beside W.
+      param_dtype: of the new decoder's weights; None is that of the given one's. In bfloat16
+        updates much smaller than W are lost.
+
+    Returns:
+      A new decoder without adapters.
 
     Raises:
-      ValueError: it has none.
+      ValueError: the decoder has no adapters.
     """
     lora = model.config.lora
     if lora is None:
@@ -100,22 +106,23 @@ def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decod
     param_dtype = jnp.dtype(model.config.param_dtype if param_dtype is None else param_dtype)
     graphdef, shapes = abstract_like(model, lora=None, param_dtype=param_dtype)
     state = nnx.state(model)
-    parts = model.parts(state)
-    specs, arrays = flat(parts.tree(state)), flat(state)
+    shardings = model.shardings(state)
+    mesh = shardings.mesh
+    specs, arrays = flat_weights(shardings.weight_specs(state)), flat_weights(state)
     merged = {}
-    for path, shape in flat(shapes).items():
-        three = [path, (*path[:-1], LORA_A), (*path[:-1], LORA_B)]
-        if path[-1] != "kernel" or three[1] not in arrays:
+    for path, shape in flat_weights(shapes).items():
+        paths = [path, (*path[:-1], LORA_A), (*path[:-1], LORA_B)]
+        if path[-1] != "kernel" or paths[1] not in arrays:
             merged[path] = arrays[path].astype(shape.dtype)
             continue
-        weights = [place_explicit(arrays[each], parts.mesh, specs[each]) for each in three]
-        of_three = tuple(specs[each] for each in three)
-        merged[path] = _sum(*weights, lora.scale, param_dtype, parts.mesh, of_three)
-    return nnx.merge(graphdef, tree_of(shapes, merged))
+        weights = [place_explicit(arrays[each], mesh, specs[each]) for each in paths]
+        weight_specs = tuple(specs[each] for each in paths)
+        merged[path] = _merged(*weights, lora.scale, param_dtype, mesh, weight_specs)
+    return nnx.merge(graphdef, with_weights(shapes, merged))
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _sum(
+def _merged(
     kernel: jax.Array,
     a: jax.Array,
     b: jax.Array,
@@ -124,20 +131,20 @@ def _sum(
     mesh: Mesh | AbstractMesh,
     specs: tuple[PartitionSpec, ...],
 ) -> jax.Array:
-    """``W + scale A B`` of all layers, each device its own part of it."""
+    """``W + scale A B`` of all layers, each device computing its own part."""
 
-    def of_layer(weights: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def layer(weights: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         kernel, a, b = (weight.astype(jnp.float32) for weight in weights)
         product = jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
         return (kernel + scale * product).astype(dtype)
 
-    # A layer at a time, because the product is float32.
+    # One layer at a time, because the product is float32.
     def local(*weights: jax.Array) -> jax.Array:
-        return lax.map(of_layer, weights)
+        return lax.map(layer, weights)
 
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])(kernel, a, b)
 
 
 def abstract_like(model: Decoder, **changes: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    """A decoder like this one without weights, with changes in its config."""
+    """``abstract_decoder`` of this decoder's arguments, with changes to its config."""
     return abstract_decoder(dataclasses.replace(model.config, **changes), **model.arguments)

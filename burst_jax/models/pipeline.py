@@ -1,15 +1,15 @@
-"""A pipeline inside one program: the layers are split over a mesh axis, rows travel through it.
+"""A pipeline inside one program, with the layers sharded over a mesh axis (GPipe, Huang 2019).
 
-The rows of a device are cut into microbatches. In each tick every stage runs its layers on one
-microbatch and passes the result on to the next stage::
+A device's batch is split into microbatches. In each tick every stage runs its layers on one
+microbatch and sends the result to the next stage::
 
     3 microbatches a b c, 2 stages      tick     0   1   2   3
                                         stage 0  a   b   c   -
                                         stage 1  -   a   b   c
 
-In the first and the last ticks some stages have nothing to do. They compute on rows whose results
-nobody reads, because all devices must make the same collectives: a ``lax.cond`` around a ring's
-permutes would hang, as the devices that skip it never send (GPipe, Huang et al. 2019).
+In the first and last ticks some stages are idle. They compute on data whose results are unused,
+because all devices must run the same collectives: a ``lax.cond`` around a ring's permutes would
+deadlock, as the devices that skip it never send.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from pallas_kernels.arrays import vary
 def pipelined(
     run: Callable[[jax.Array, Any], jax.Array],
     x: jax.Array,
-    sides: Any,
+    shared: Any,
     axis: str,
     microbatches: int,
 ) -> jax.Array:
-    """Runs all stages' layers on one device's rows, inside a ``shard_map`` over ``axis``.
+    """Runs all stages' layers on one device's batch, inside a ``shard_map`` over ``axis``.
 
     Args:
-      run: ``(x, sides) -> x``, this stage's layers on the rows of one microbatch.
-      x: ``[B, T, D]``, the input of the first layer, the same on all stages.
-      sides: pytree of arrays ``[B, ...]`` which all layers read, like positions.
+      run: ``(x, shared) -> x``, this stage's layers on one microbatch.
+      x: ``[B, T, D]``, the first layer's input, the same on all stages.
+      shared: pytree of arrays ``[B, ...]`` that all layers read, like positions.
       axis: the mesh axis of the stages.
       microbatches: number of microbatches, which divides B.
 
     Returns:
-      ``[B / stages, T, D]``: of the last layer's rows those of this stage, the first stage's first.
-      Each stage goes on with a part of the rows, so that all have the same work.
+      ``[B / stages, T, D]``: this stage's part of the last layer's batch, in the order of the
+      stages, so that all stages have the same work afterwards.
     """
     stages, stage = lax.axis_size(axis), lax.axis_index(axis)
-    x, sides = vary((x, sides), frozenset((axis,)))
-    cut = jax.tree.map(
-        lambda a: a.reshape(microbatches, a.shape[0] // microbatches, *a.shape[1:]), (x, sides)
+    x, shared = vary((x, shared), frozenset((axis,)))
+    inputs = jax.tree.map(
+        lambda a: a.reshape(microbatches, a.shape[0] // microbatches, *a.shape[1:]), (x, shared)
     )
 
-    def of(tree: Any, index: jax.Array) -> Any:
+    def microbatch(tree: Any, index: jax.Array) -> Any:
         index = jnp.clip(index, 0, microbatches - 1)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
 
     def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, these_sides = of(cut[0], time), of(cut[1], time - stage)
-        out = run(jnp.where(stage == 0, rows, received), these_sides)
-        sent = lax.ppermute(out, axis, [(here, here + 1) for here in range(stages - 1)])
+        first_input = microbatch(inputs[0], time)
+        out = run(jnp.where(stage == 0, first_input, received), microbatch(inputs[1], time - stage))
+        sent = lax.ppermute(out, axis, [(index, index + 1) for index in range(stages - 1)])
         return sent, out
 
-    # Zeros are finite in every layer. What is not finite would make 0 times NaN of a zero gradient.
-    first = jnp.zeros_like(cut[0][0])
+    # Zeros, because idle stages must stay finite: their zero gradients would turn NaN into NaN.
+    first = jnp.zeros_like(inputs[0][0])
     _, outs = lax.scan(tick, first, jnp.arange(microbatches + stages - 1, dtype=jnp.int32))
     last = outs[stages - 1 :].reshape(x.shape)
-    mine = jnp.where(stage == stages - 1, last, 0)
-    return lax.psum_scatter(mine, axis, scatter_dimension=0, tiled=True)
+    from_last_stage = jnp.where(stage == stages - 1, last, 0)
+    return lax.psum_scatter(from_last_stage, axis, scatter_dimension=0, tiled=True)

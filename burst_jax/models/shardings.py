@@ -1,4 +1,4 @@
-"""``Parts``: how a decoder's arrays are split over a mesh, and what follows for one device."""
+"""``DecoderShardings``: how a decoder's arrays are sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.validation import check_is_array
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.weight_axes import name_of, weight_specs
+from burst_jax.models.weights import name_of, weight_specs
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -31,21 +31,23 @@ from pallas_kernels import find
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """How the arrays of a decoder are split over a mesh.
+class DecoderShardings:
+    """How the arrays of a decoder are sharded over a mesh.
 
     Attributes:
       mesh: the devices.
-      batch_axes: the mesh axes that rows are split over.
-      token_axes: the mesh axes that a row's tokens are split over.
-      tensor_axes: the mesh axes that heads, hidden features and the vocabulary are split over.
-      stage_axis: the mesh axis that the layers are split over, or None.
-      microbatches: the number of microbatches in which rows go through the stages.
-      specs: how each weight is split, in the order of the leaves of the decoder's state.
+      config: the decoder's.
+      batch_axes: the mesh axes of the batch dimension.
+      token_axes: the mesh axes of the sequence dimension.
+      tensor_axes: the mesh axes of heads, hidden features and vocabulary.
+      stage_axis: the mesh axis of the layers, or None.
+      microbatches: number of microbatches of the pipeline.
+      specs: sharding of each weight, in the order of the leaves of the decoder's state.
       check_vma: whether JAX checks which values vary from device to device.
     """
 
     mesh: Mesh | AbstractMesh
+    config: DecoderConfig
     batch_axes: tuple[str, ...]
     token_axes: tuple[str, ...]
     tensor_axes: tuple[str, ...]
@@ -55,42 +57,43 @@ class Parts:
     check_vma: bool
 
     @property
-    def over(self) -> tuple[str, ...]:
-        """The mesh axes that a layer's input varies over."""
+    def varying_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a layer's input varies."""
         return flat_names(self.batch_axes, self.token_axes, self.stage_axis)
 
     @property
     def out_batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the rows of hidden states are split over: a stage keeps its part."""
+        """The mesh axes of the hidden states' batch dimension, which a pipeline's stages share."""
         return flat_names(self.batch_axes, self.stage_axis)
 
-    def tokens(self, ndim: int) -> P:
-        """How ``[T]``, ``[B, T]`` or ``[B, T, ...]`` of ``ndim`` dimensions is split."""
-        rows = (self.batch_axes or None,) if ndim > 1 else ()
-        return P(*rows, self.token_axes or None, *[None] * (ndim - 2))
+    def token_spec(self, ndim: int) -> P:
+        """Sharding of ``[T]``, ``[B, T]`` or ``[B, T, ...]`` with ``ndim`` dimensions."""
+        batch = (self.batch_axes or None,) if ndim > 1 else ()
+        return P(*batch, self.token_axes or None, *[None] * (ndim - 2))
 
-    def of_arrays(self, arrays: tuple[jax.Array | None, ...]) -> list[P | None]:
-        """How tokens, positions, segment ids and prefix lengths, in this order, are split."""
-        *of_tokens, prefix_lengths = arrays
-        found = [None if array is None else self.tokens(array.ndim) for array in of_tokens]
-        return [*found, None if prefix_lengths is None else P(self.batch_axes or None)]
+    def input_specs(self, arrays: tuple[jax.Array | None, ...]) -> list[P | None]:
+        """Shardings of tokens, positions, segment ids and prefix lengths, in this order."""
+        *tokens, prefix_lengths = arrays
+        specs = [None if array is None else self.token_spec(array.ndim) for array in tokens]
+        return [*specs, None if prefix_lengths is None else P(self.batch_axes or None)]
 
-    def tree(self, weights: Any) -> Any:
+    def weight_specs(self, weights: Any) -> Any:
         """``specs`` as a tree like ``weights``, the decoder's state."""
         return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
 
-    def gathers(self, specs: Any) -> bool:
-        """Whether weights that are split so are gathered where they are used."""
+    def are_gathered(self, specs: Any) -> bool:
+        """Whether weights with these shardings are gathered for use."""
         leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
-        split = {name for spec in leaves for name in flat_names(*spec)}
-        return bool(split.difference(self.tensor_axes))
+        axes = {name for spec in leaves for name in flat_names(*spec)}
+        return bool(axes.difference(self.tensor_axes))
 
-    def check_rows(
+    def check_inputs(
         self, tokens: Any, positions: Any, segment_ids: Any, prefix_lengths: Any
     ) -> None:
-        """Raises ValueError unless they are ``[B, T]`` and the mesh can split them.
+        """Raises ValueError for wrong shapes, or sizes that the mesh does not divide.
 
-        ``positions`` may be ``[T]``, ``segment_ids`` None; ``prefix_lengths`` are ``[B]`` or None.
+        ``tokens`` are ``[B, T]``, ``positions`` may be ``[T]``, ``segment_ids`` None;
+        ``prefix_lengths`` are ``[B]`` or None.
         """
         for name, array in (("tokens", tokens), ("positions", positions)):
             if not isinstance(array, (jax.Array, np.ndarray)):
@@ -116,34 +119,34 @@ class Parts:
                     f"prefix_lengths has shape {prefix_lengths.shape}, tokens {tokens.shape}: it "
                     "needs [B]"
                 )
-        check_divides("tokens", tokens.shape, self.tokens(2), self.mesh)
-        rows = tokens.shape[0] // axes_size(self.mesh, self.batch_axes)
-        stages = axes_size(self.mesh, self.stage_axis)
+        check_divides("tokens", tokens.shape, self.token_spec(2), self.mesh)
+        devices = axes_size(self.mesh, self.batch_axes)
+        batch, stages = tokens.shape[0] // devices, axes_size(self.mesh, self.stage_axis)
         for name, count in (("stages", stages), ("microbatches", self.microbatches)):
-            if rows % count:
+            if batch % count:
                 raise ValueError(
-                    f"tokens has shape {tokens.shape}, {rows} rows a device, which {count} {name} "
-                    f"do not divide: use a batch of a multiple of "
-                    f"{count * axes_size(self.mesh, self.batch_axes)} rows"
+                    f"tokens has shape {tokens.shape}, {batch} sequences per device, which {count} "
+                    f"{name} do not divide: use a batch size that is a multiple of "
+                    f"{count * devices}"
                 )
 
 
-def parts_of(
+def decoder_shardings(
     weights: Any,
     config: DecoderConfig,
     options: Mapping[str, Any],
     rules: ShardingRules | None,
     microbatches: int | None,
-) -> Parts:
-    """How a decoder's arrays are split.
+) -> DecoderShardings:
+    """How a decoder's arrays are sharded.
 
     Args:
       weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      config: its sizes.
+      config: the decoder's.
       options: its attention options.
-      rules: which mesh axes split the weights; None splits them over ``tensor_axis`` alone, but for
-        weights that are split over Explicit axes, which stay so.
-      microbatches: the number of microbatches; None is the number of stages.
+      rules: the mesh axes of the weights; with None ``tensor_axis`` shards them, and weights that
+        are sharded over Explicit axes keep these, too.
+      microbatches: number of microbatches; None is the number of stages.
 
     Raises:
       ValueError: no mesh, axes that it lacks, sizes that do not divide.
@@ -165,8 +168,9 @@ def parts_of(
         pairs = zip(jax.tree.leaves(weights), specs, strict=True)
         specs = [_with_explicit(weight, spec, over) for weight, spec in pairs]
     implementation = find(options.get("implementation"))
-    return Parts(
+    return DecoderShardings(
         mesh=mesh,
+        config=config,
         batch_axes=axes.batch_axes,
         token_axes=token_axes,
         tensor_axes=flat_names(axes.tensor),
@@ -177,45 +181,45 @@ def parts_of(
     )
 
 
-def refuse_split(weights: Any, parts: Parts) -> None:
-    """Raises ValueError for a weight that lies split over Auto axes that ``parts`` does not name.
+def reject_sharded(weights: Any, shardings: DecoderShardings) -> None:
+    """Raises ValueError for a weight that is sharded over Auto axes which its own spec lacks.
 
     Args:
-      weights: a decoder's state. How an array lies is known outside of ``jit``, and of a
-        ``jax.ShapeDtypeStruct`` with a sharding.
-      parts: how the decoder splits it.
+      weights: a decoder's state. An array's sharding is known outside of ``jit``; a
+        ``jax.ShapeDtypeStruct`` may have one.
+      shardings: the decoder's.
     """
     paths = jax.tree_util.tree_leaves_with_path(weights)
-    for (path, weight), spec in zip(paths, parts.specs, strict=True):
+    for (path, weight), spec in zip(paths, shardings.specs, strict=True):
         sharding = getattr(weight, "sharding", None)
         if isinstance(weight, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
             continue
-        mesh, lies = sharding.mesh, sharding.spec
+        mesh, actual = sharding.mesh, sharding.spec
         wide = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-        for given, own in zip(lies, spec, strict=False):
+        for given, own in zip(actual, spec, strict=False):
             if wide.intersection(flat_names(given)) - set(flat_names(own)):
                 raise ValueError(
-                    f"{name_of(path)} is split as {lies} over Auto mesh axes, and the decoder has "
-                    "no rules: each device would gather the weights of all layers first; pass "
-                    "rules=ShardingRules(...), or make the weights whole: "
+                    f"{name_of(path)} is sharded as {actual} over Auto mesh axes, and the decoder "
+                    "has no rules: each device would gather the weights of all layers first; pass "
+                    "rules=ShardingRules(...), or replicate the weights: "
                     "jax.device_put(params, jax.NamedSharding(mesh, jax.P()))"
                 )
 
 
 def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
-    """``spec``, and where it names no axis the Explicit axes that are gathered layer by layer.
+    """``spec`` with the weight's own Explicit axes in ``over`` where it names no axis.
 
-    These are the axes in ``over``. They split rows or tokens, so gradients are summed over them.
-    Over other axes the whole stack is gathered before the first layer.
+    Gradients are summed over these axes of the batch and the sequence, so the weights are gathered
+    layer by layer. Over other axes the whole stack is gathered before the first layer.
     """
-    as_it_is = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
-    return P(*(rule or given for rule, given in zip(spec, as_it_is, strict=True)))
+    own = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
+    return P(*(by_rule or explicit for by_rule, explicit in zip(spec, own, strict=True)))
 
 
 def _check_axes(
     mesh: Mesh | AbstractMesh, options: Mapping[str, Any], rules: ShardingRules | None
 ) -> None:
-    """Raises ValueError for a mesh axis that is not there, or that two arguments name."""
+    """Raises ValueError for an unknown mesh axis, or one in two arguments."""
     names = ("ulysses_axis",)
     used: dict[str, str] = {}
     if rules is None:
@@ -230,33 +234,33 @@ def _check_axes(
 def _check_remat_layers(
     mesh: Mesh | AbstractMesh, config: DecoderConfig, rules: ShardingRules | None
 ) -> None:
-    """Raises ValueError if the stages of a pipeline cannot keep the same."""
+    """Raises ValueError if the selective layers do not divide among the stages."""
     stages = 1 if rules is None else axes_size(mesh, rules.stage)
     if (config.remat_layers or 0) % stages:
         raise ValueError(
-            f"remat_layers is {config.remat_layers}, and the layers are in {stages} stages, of "
-            f"which each has as many of them: use a multiple of {stages}"
+            f"remat_layers is {config.remat_layers}, and each of the {stages} stages has the same "
+            f"number of them: use a multiple of {stages}"
         )
 
 
 def embed(table: jax.Array, tokens: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
-    """``table[tokens]`` inside a ``shard_map``, the rows of the table split over ``vocab_axes``.
+    """``table[tokens]`` inside a ``shard_map``, with the vocabulary sharded over ``vocab_axes``.
 
     Args:
-      table: ``[V / devices, D]``, this device's rows.
-      tokens: int32 ``[B, T]``, ids of the whole vocabulary.
+      table: ``[V / devices, D]``, this device's part.
+      tokens: int32 ``[B, T]``, token ids.
       vocab_axes: mesh axes.
 
     Returns:
-      ``[B, T, D]``; NaN where an id is negative, or V or more.
+      ``[B, T, D]``; NaN for an id that is negative, or V or more.
     """
-    here = table.shape[0]
-    size = here * lax.axis_size(vocab_axes) if vocab_axes else here
+    local = table.shape[0]
+    size = local * lax.axis_size(vocab_axes) if vocab_axes else local
     if not vocab_axes:
         index = jnp.where((tokens >= 0) & (tokens < size), tokens, size)
         return table.at[index].get(mode="fill", fill_value=jnp.nan)
-    index = tokens - here * lax.axis_index(vocab_axes)
-    present = (index >= 0) & (index < here)
-    rows = jnp.where(present[..., None], table[jnp.clip(index, 0, here - 1)], 0)
+    index = tokens - local * lax.axis_index(vocab_axes)
+    present = (index >= 0) & (index < local)
+    vectors = jnp.where(present[..., None], table[jnp.clip(index, 0, local - 1)], 0)
     known = (tokens >= 0) & (tokens < size)
-    return jnp.where(known[..., None], lax.psum(rows, vocab_axes), jnp.nan)
+    return jnp.where(known[..., None], lax.psum(vectors, vocab_axes), jnp.nan)

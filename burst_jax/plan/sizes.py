@@ -94,8 +94,13 @@ def sizes_of(config: DecoderConfig, shapes: Any, way: Way, *, length: int, batch
     Raises:
       ValueError: a weight, or the rows, that the mesh does not divide.
     """
-    from burst_jax.models.weight_axes import name_of, weight_specs
+    from burst_jax.models.feed_forward import GatedMLP
+    from burst_jax.models.weights import name_of, weight_specs
 
+    if config.feed_forward is not GatedMLP:
+        raise NotImplementedError(
+            f"feed_forward is {config.feed_forward.__name__}: the planner knows GatedMLP only"
+        )
     rules, mesh, tensor = way.weight_rules, way.abstract_mesh, way.tensor
     for name, size in (("num_heads", config.num_heads), ("mlp_dim", config.mlp_dim)):
         if size % tensor:

@@ -127,7 +127,8 @@ class TrainingPlan:
         config = dataclasses.asdict(self.config)
         names = ("dtype", "param_dtype")
         config |= {name: jnp.dtype(config[name]).name for name in names}
-        del config["hub_config"]
+        config["feed_forward"] = self.config.feed_forward.__name__
+        del config["hf_config"]
         return {
             "config": config,
             "length": self.length,

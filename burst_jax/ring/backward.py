@@ -9,17 +9,17 @@ from typing import Any
 import jax
 from jax import lax
 
-from burst_jax.ring.local import Block, LocalBackward, Shard
+from burst_jax.ring.local import LocalBackward
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Pieces, Stop
 from burst_jax.ring.schedule import Launch, Send, Step, backward_schedule, step_name
-from pallas_kernels import Implementation
-from pallas_kernels.operands import PerHead
+from pallas_kernels import AttentionInputs, Implementation
+from pallas_kernels.inputs import PerHead, Side
 
 
 def backward(
-    request: Request, implementation: Implementation, shard: Shard, rotation: Rotation
+    request: Request, implementation: Implementation, inputs: AttentionInputs, rotation: Rotation
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], PerHead]:
     """``(dq, (dk, dv), per_head)``, float32, each with the shape of what it is the gradient of.
 
@@ -38,11 +38,11 @@ def backward(
     Args:
       request: what the call asks for. Its spec says which numbers of each head get a gradient.
       implementation: the local attention.
-      shard: this device's arrays. The gradients of ``per_head`` are this device's part, which is
+      inputs: this device's arrays. The gradients of per-head parameters are this device's part,
         still to be summed over the ring.
       rotation: "rotate_kv" or "rotate_query": which side travels.
     """
-    kernels = LocalBackward(request, implementation, shard, rotation)
+    kernels = LocalBackward(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(
         kernels.route, fused=kernels.fused, cuts_home=kernels.cuts_home
     )
@@ -72,7 +72,7 @@ class _Run:
         self.staying: Any = None
         self.sums: dict[Stop, Any] = {}
         # What is on its way: the block of the next step, and what goes ahead to the next turn.
-        self._next_block: Block | None = None
+        self._next_block: Side | None = None
         self._ahead: dict[tuple[str, Stop], Pieces] = {}
 
     def step(self, step: Step) -> None:

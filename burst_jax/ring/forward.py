@@ -5,21 +5,21 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from burst_jax.ring.local import LocalForward, Shard
+from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Pieces
 from burst_jax.ring.schedule import forward_schedule, step_name
-from pallas_kernels import Implementation, vary, varying_axes
-from pallas_kernels.operands import Carry
+from pallas_kernels import AttentionInputs, Implementation, vary, varying_axes
+from pallas_kernels.inputs import Carry
 
 
-def forward(request: Request, implementation: Implementation, shard: Shard) -> Carry:
+def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
     """Attention of this device's queries over all keys: out in the query's dtype, lse [B, N, T].
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
-    kernel = LocalForward(request, implementation, shard)
-    block = shard.keys
+    kernel = LocalForward(request, implementation, inputs)
+    block = inputs.kv
     route, schedule = kernel.route, forward_schedule(kernel.route)
     carry: Carry | None = None
     ahead = None  # The block that begins the next turn, on its way.
@@ -56,4 +56,4 @@ def forward(request: Request, implementation: Implementation, shard: Shard) -> C
     # Mosaic kernels' results are not marked as varying from device to device, nor may what they
     # change in place be. So they are marked here. Without it the transpose of whatever reads out
     # would sum its gradient over the ring.
-    return vary((out, lse), varying_axes(shard))
+    return vary((out, lse), varying_axes(inputs))

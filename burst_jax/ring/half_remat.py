@@ -32,7 +32,7 @@ from jax import lax
 
 from burst_jax.layouts.permutation import stripe_of
 from burst_jax.parallel.platform import Target, current_target
-from burst_jax.ring.local import Shard
+from burst_jax.ring.local import with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Route
 from burst_jax.ring.vjp import (
@@ -45,7 +45,8 @@ from burst_jax.ring.vjp import (
     ring_gradient,
 )
 from burst_jax.ring.work import scores_by_stop
-from pallas_kernels.operands import Carry
+from pallas_kernels import AttentionInputs
+from pallas_kernels.inputs import Carry
 
 
 class SecondHalf(NamedTuple):
@@ -60,7 +61,9 @@ class SecondHalf(NamedTuple):
     lse: jax.Array
 
 
-def attend_keeping_half(request: Request, shard: Shard) -> tuple[jax.Array, jax.Array, SecondHalf]:
+def attend_keeping_half(
+    request: Request, inputs: AttentionInputs
+) -> tuple[jax.Array, jax.Array, SecondHalf]:
     """:func:`burst_jax.ring.vjp.attend_shard`, and what :func:`attend_again` needs of it.
 
     It is for the forward rule of a ``jax.custom_vjp``, and has no gradient of its own.
@@ -72,64 +75,66 @@ def attend_keeping_half(request: Request, shard: Shard) -> tuple[jax.Array, jax.
       ValueError: the mask is not causal, or there are more keys than queries or fewer.
       NotImplementedError: the layout is contiguous, over several devices.
     """
-    shard = for_ring(request, shard)
-    ran_on = exchanged(request, shard)
+    inputs = for_ring(request, inputs)
+    ran_on = exchanged(request, inputs)
     _check(request, ran_on)
     out, lse = attend_exchanged(request, current_target(), ran_on)
     first = _first_tokens(request, ran_on)
     kept = SecondHalf(out[:, first:], lse[:, :, first:])
-    (out, lse), _ = given_back(request, shard, ran_on, (out, lse), None)
+    (out, lse), _ = given_back(request, inputs, ran_on, (out, lse), None)
     return out, lse.swapaxes(1, 2), kept
 
 
-def attend_again(request: Request, shard: Shard, kept: SecondHalf) -> tuple[jax.Array, jax.Array]:
+def attend_again(
+    request: Request, inputs: AttentionInputs, kept: SecondHalf
+) -> tuple[jax.Array, jax.Array]:
     """:func:`burst_jax.ring.vjp.attend_shard`, which computes the first half of the sequence only.
 
     Args:
       request: the one of :func:`attend_keeping_half`.
-      shard: the same arrays again. They have gradients, those of the whole attention.
+      inputs: the same arrays again. They have gradients, those of the whole attention.
       kept: what :func:`attend_keeping_half` kept. It has no gradient.
 
     Returns:
       ``(out, lse)``.
     """
-    shard = for_ring(request, shard)
-    out, lse = _again(request, current_target(), shard.keys.k.shape[2], shard, kept)
+    inputs = for_ring(request, inputs)
+    out, lse = _again(request, current_target(), inputs.kv.k.shape[2], inputs, kept)
     return out, lse.swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _again(
-    request: Request, target: Target, kv_heads: int, shard: Shard, kept: SecondHalf
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, kept: SecondHalf
 ) -> tuple[jax.Array, jax.Array]:
-    return _again_fwd(request, target, kv_heads, shard, kept)[0]
+    return _again_fwd(request, target, kv_heads, inputs, kept)[0]
 
 
 def _again_fwd(
-    request: Request, target: Target, kv_heads: int, shard: Shard, kept: SecondHalf
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, kept: SecondHalf
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     del kv_heads
-    ran_on = exchanged(request, shard)
+    ran_on = exchanged(request, inputs)
     out, lse = _attend_first(request, target, ran_on)
     whole = jnp.concatenate([out, kept.out], 1), jnp.concatenate([lse, kept.lse], 2)
     # Without the barriers XLA gives the two halves to an all-to-all that splits the whole in the
     # middle. They lie in memory in different ways, and its own verifier then refuses the program.
     out, lse = (lax.optimization_barrier(x) for x in whole)
-    numbers = shard.per_head
+    numbers = inputs.shared.per_head
     differentiated = marked_numbers(numbers, numbers) if numbers else None
-    return given_back(request, shard, ran_on, (out, lse), differentiated)
+    return given_back(request, inputs, ran_on, (out, lse), differentiated)
 
 
 def _again_bwd(
     request: Request, target: Target, kv_heads: int, residuals: Residuals, cotangents: Any
-) -> tuple[Shard, None]:
+) -> tuple[AttentionInputs, None]:
     return *ring_gradient(request, target, kv_heads, residuals, cotangents), None
 
 
 _again.defvjp(_again_fwd, _again_bwd)
 
 
-def _check(request: Request, shard: Shard) -> None:
+def _check(request: Request, inputs: AttentionInputs) -> None:
     """Raises unless the first half of the queries sees the first half of the keys alone."""
     instead = 'keep all of it (remat="attention")'
     if request.spec.mask.right != 0:
@@ -143,7 +148,7 @@ def _check(request: Request, shard: Shard) -> None:
             "query_offset, query_positions or key_value_positions are given: half of an attention "
             f"can be kept where queries and keys are at the layout's own positions; {instead}"
         )
-    queries, keys = shard.queries.length, shard.keys.length
+    queries, keys = inputs.q_length, inputs.kv_length
     if queries != keys:
         raise ValueError(
             f"query has {queries} tokens per shard, key {keys}: half of an attention can be kept "
@@ -157,10 +162,10 @@ def _check(request: Request, shard: Shard) -> None:
         )
 
 
-def _first_tokens(request: Request, shard: Shard) -> int:
+def _first_tokens(request: Request, inputs: AttentionInputs) -> int:
     """How many tokens of a shard are made again: half of them, or half a stripe more."""
     stripe = stripe_of(request.layout) or 1
-    return -(-shard.queries.length // (2 * stripe)) * stripe
+    return -(-inputs.q_length // (2 * stripe)) * stripe
 
 
 def first_half(request: Request, tokens: int) -> Request:
@@ -185,17 +190,17 @@ def _busiest(request: Request, tokens: int) -> float:
     return sum(most for most, _ in scores.values())
 
 
-def _attend_first(request: Request, target: Target, shard: Shard) -> Carry:
+def _attend_first(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
     """Out and lse of the first half of every shard, by a ring over these halves."""
-    tokens = _first_tokens(request, shard)
-    queries, keys = jax.tree.map(lambda x: x[:, :tokens], (shard.queries, shard.keys))
+    tokens = _first_tokens(request, inputs)
+    query, kv = jax.tree.map(lambda x: x[:, :tokens], (inputs.query, inputs.kv))
     ring = first_half(request, tokens)
     route = ring.route(tokens, tokens)
     dealt = ring.layout == "zigzag"
     if dealt:
-        queries, keys = deal(route, (queries, keys))
-    shard = shard._replace(queries=queries, keys=keys)
-    out, lse = attend_exchanged(ring, target, shard)
+        query, kv = deal(route, (query, kv))
+    inputs = with_block_runs(ring, AttentionInputs(query, kv, inputs.shared))
+    out, lse = attend_exchanged(ring, target, inputs)
     if dealt:
         out, lse = deal_back(route, (out, lse.swapaxes(1, 2)))
         lse = lse.swapaxes(1, 2)

@@ -2,112 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from burst_jax.parallel.platform import Target
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route, Stop
 from burst_jax.ring.schedule import Kernel, Part
-from pallas_kernels import Implementation, Operands
-from pallas_kernels.elementwise import Numbering
-from pallas_kernels.operands import Carry, PerHead
+from pallas_kernels import AttentionInputs, Implementation, KVSide, resolve
+from pallas_kernels.inputs import Carry, PerHead, Side
 
 
-class Queries(NamedTuple):
-    """The queries of one shard, and in the backward the arrays that travel with them.
-
-    Attributes:
-      q: ``[B, T, N, H]``.
-      segment_ids: int32 ``[B, T]``, or None.
-      key_starts: int32 ``[B or 1, T]``, or None: see :class:`pallas_kernels.Tokens`.
-      key_ends: int32 ``[B or 1, T]``, or None.
-      positions: int32 ``[1, T]``; None where they are the layout's.
-      do: the gradient of out, ``[B, T, N, Hv]``; None in the forward.
-      stats: float32 lse and delta, ``[2, B, N, T]``; None in the forward. They are one array, so
-        that they travel by one permute.
-    """
-
-    q: jax.Array
-    segment_ids: jax.Array | None = None
-    key_starts: jax.Array | None = None
-    key_ends: jax.Array | None = None
-    positions: jax.Array | None = None
-    do: jax.Array | None = None
-    stats: jax.Array | None = None
-
-    @property
-    def length(self) -> int:
-        """T."""
-        return self.q.shape[1]
-
-    @property
-    def token_arrays(self) -> dict[str, jax.Array]:
-        """What masks read of the queries, by name; positions only where there is no layout's."""
-        return _given(self, ("segment_ids", "key_starts", "key_ends", "positions"))
+def local_implementation(
+    request: Request, target: Target, inputs: AttentionInputs, *, backward: bool = False
+) -> Implementation:
+    """The local attention that runs on ``target`` for inputs of these shapes and dtypes."""
+    return resolve(
+        request.implementation,
+        platform=target.platform,
+        compute_capability=target.compute_capability,
+        inputs=inputs,
+        backward=backward,
+        deterministic=request.deterministic,
+        spec=request.spec,
+    )
 
 
-class Keys(NamedTuple):
-    """The keys and values of one shard.
-
-    Attributes:
-      k: ``[B, S, K, H]``.
-      v: ``[B, S, K, Hv]``.
-      segment_ids: int32 ``[B, S]``, or None.
-      positions: int32 ``[1, S]``; None where they are the layout's.
-    """
-
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array | None = None
-    positions: jax.Array | None = None
-
-    @property
-    def length(self) -> int:
-        """S."""
-        return self.k.shape[1]
-
-    @property
-    def token_arrays(self) -> dict[str, jax.Array]:
-        """What masks read of the keys, by name; positions only where there is no layout's."""
-        return _given(self, ("segment_ids", "positions"))
+def with_block_runs(request: Request, inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs, with the runs of their block-sparse mask in shards of these lengths."""
+    blocks = inputs.shared.block_mask
+    if blocks is None:
+        return inputs
+    q_run, kv_run = request.block_runs(inputs.q_length, inputs.kv_length)
+    blocks = dataclasses.replace(blocks, q_run=q_run, kv_run=kv_run)
+    return inputs._replace(shared=inputs.shared._replace(block_mask=blocks))
 
 
-def _given(block: Queries | Keys, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """The arrays of these names that there are."""
-    arrays = {name: getattr(block, name) for name in names}
-    return {name: x for name, x in arrays.items() if x is not None}
-
-
-# What travels: either side of the attention.
-Block = Queries | Keys
-
-
-class Shard(NamedTuple):
-    """All arrays of one device.
-
-    Attributes:
-      queries: its queries.
-      keys: its keys and values.
-      per_head: float32 ``[N]`` each, by the name of the public argument: the numbers of each head.
-      dropout_seeds: int32 ``[B, N]``, where weights are dropped.
-      block_table: bool ``[N or 1, rows, columns]``, the whole table of a mask by blocks; None
-        without one. Every device has all of it, and it does not travel.
-      numbering: which rows of the batch and which heads these are, where functions of the caller's
-        read that; else None.
-    """
-
-    queries: Queries
-    keys: Keys
-    per_head: PerHead
-    dropout_seeds: jax.Array | None = None
-    block_table: jax.Array | None = None
-    numbering: Numbering | None = None
+def _positioned(request: Request, route: Route, stop: Stop | jax.Array, side: Any) -> Any:
+    """The side that is here at ``stop``, with the layout's positions if it has none of its own."""
+    if side.positions is not None:
+        return side
+    return side._replace(positions=request.layout_positions(route, side.length, stop))
 
 
 class LocalForward:
@@ -117,38 +59,35 @@ class LocalForward:
       route: the way of K and V.
     """
 
-    def __init__(self, request: Request, implementation: Implementation, shard: Shard):
-        queries, keys, per_head, seeds, table, numbering = shard
-        self.route = route = request.route(queries.length, keys.length)
-        blocks = request.block_mask(table, queries.length, keys.length)
-        q_tokens = request.tokens(route, queries.length, route.home, queries.token_arrays)
+    def __init__(self, request: Request, implementation: Implementation, inputs: AttentionInputs):
+        self.route = route = request.route(inputs.q_length, inputs.kv_length)
+        query = _positioned(request, route, route.home, inputs.query)
 
-        def operands(stop: Stop | jax.Array, keys: Keys) -> Operands:
-            kv_tokens = request.tokens(route, keys.length, stop, keys.token_arrays)
-            arrays = queries.q, keys.k, keys.v, q_tokens, kv_tokens, per_head, seeds
-            return Operands(*arrays, block_mask=blocks, numbering=numbering)
+        def inputs_at(stop: Stop | jax.Array, kv: KVSide) -> AttentionInputs:
+            kv = _positioned(request, route, stop, kv)
+            return AttentionInputs(query, kv, inputs.shared)
 
-        def bounds(stop: Stop | jax.Array, block: Block) -> Any:
-            assert isinstance(block, Keys)
-            return implementation.forward_bounds(operands(stop, block), spec=request.spec)
+        def bounds(stop: Stop | jax.Array, kv: KVSide) -> Any:
+            return implementation.forward_bounds(inputs_at(stop, kv), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, keys, bounds, blocks is not None)
+        made_late = inputs.shared.block_mask is not None
+        self._bounds_at = _bounds_by_stop(route, inputs.kv, bounds, made_late)
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
-        self._spec, self._operands, self._dtype = request.spec, operands, queries.q.dtype
+        self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
 
-    def __call__(self, stop: Stop, keys: Keys, carry: Carry | None, *, last: bool) -> Carry:
+    def __call__(self, stop: Stop, kv: KVSide, carry: Carry | None, *, last: bool) -> Carry:
         """``(out, lse)`` over these keys and those that ``carry`` is over already.
 
         Args:
           stop: where the keys are on their way.
-          keys: those that are here.
+          kv: those that are here.
           carry: ``(out, lse)`` so far, float32; None starts it.
           last: whether no keys come after these: then out has the query's dtype.
         """
-        operands = self._operands(stop, keys)
         return self._forward(
-            operands.replace(bounds=self._bounds_at(stop, keys)),
+            self._inputs_at(stop, kv),
+            self._bounds_at(stop, kv),
             carry,
             spec=self._spec,
             out_dtype=self._dtype if last else None,
@@ -171,30 +110,27 @@ class LocalBackward:
     """
 
     def __init__(
-        self, request: Request, implementation: Implementation, shard: Shard, rotation: Rotation
+        self,
+        request: Request,
+        implementation: Implementation,
+        inputs: AttentionInputs,
+        rotation: Rotation,
     ):
-        queries, keys, per_head, seeds, table, numbering = shard
         rotate_kv = rotation == "rotate_kv"
-        lengths = queries.length, keys.length
+        lengths = inputs.q_length, inputs.kv_length
         self.route = route = request.route(*lengths, queries_travel=not rotate_kv)
-        blocks = request.block_mask(table, *lengths)
-        staying: Block
-        travelling: Block
-        staying, travelling = _swap(rotate_kv, queries, keys)
-        here = request.tokens(route, staying.length, route.home, staying.token_arrays)
+        staying, travelling = _swap(rotate_kv, inputs.query, inputs.kv)
+        staying = _positioned(request, route, route.home, staying)
 
-        def operands(stop: Stop | jax.Array, block: Block) -> Operands:
-            arriving = request.tokens(route, block.length, stop, block.token_arrays)
-            queries, keys = _swap(rotate_kv, staying, block)
-            tokens = _swap(rotate_kv, here, arriving)
-            arrays = queries.q, keys.k, keys.v, *tokens, per_head, seeds
-            of_queries = {"do": queries.do, "stats": queries.stats}
-            return Operands(*arrays, blocks, **of_queries, numbering=numbering)
+        def inputs_at(stop: Stop | jax.Array, block: Side) -> AttentionInputs:
+            block = _positioned(request, route, stop, block)
+            return AttentionInputs(*_swap(rotate_kv, staying, block), inputs.shared)
 
-        def bounds(stop: Stop | jax.Array, block: Block) -> Any:
-            return implementation.backward_bounds(operands(stop, block), spec=request.spec)
+        def bounds(stop: Stop | jax.Array, block: Side) -> Any:
+            return implementation.backward_bounds(inputs_at(stop, block), spec=request.spec)
 
-        self._bounds_at = _bounds_by_stop(route, travelling, bounds, blocks is not None)
+        made_late = inputs.shared.block_mask is not None
+        self._bounds_at = _bounds_by_stop(route, travelling, bounds, made_late)
         at_home = self._bounds_at(route.home, travelling)
         self._bounds_at_home: dict[Part, Any] = {"whole": at_home}
         split = implementation.split_backward
@@ -205,23 +141,23 @@ class LocalBackward:
         self.fused = implementation.backward_dq is None
         self.travelling = travelling
         self.per_head: PerHead = {}
-        self._operands, self._rotate_kv = operands, rotate_kv
+        self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
         # Where nothing travels, the sums are the gradients, unless heads were copied and the sums
         # of the copies are added. A kernel that rounds them as it writes them spares XLA a cast.
         alone = len(route.stops) == 1 and request.ulysses_axis is None
-        out_dtype = queries.q.dtype if alone else None
+        out_dtype = inputs.query.q.dtype if alone else None
         options: Any = {"spec": request.spec, "out_dtype": out_dtype}
         # Traced and lowered once for all steps whose arrays are alike, not once a step.
         gradients = functools.partial(_gradients, implementation, options, rotate_kv)
         self._gradients = jax.jit(gradients, static_argnums=0)
 
-    def bounds(self, stop: Stop, part: Part, block: Block) -> Any:
+    def bounds(self, stop: Stop, part: Part, block: Side) -> Any:
         """The tiles that a step visits, for the kernels of that step."""
         if stop == self.route.home:
             return self._bounds_at_home[part]
         return self._bounds_at(stop, block)
 
-    def __call__(self, kernel: Kernel, stop: Stop, bounds: Any, block: Block, *sums: Any) -> Any:
+    def __call__(self, kernel: Kernel, stop: Stop, bounds: Any, block: Side, *sums: Any) -> Any:
         """Runs a kernel of the backward.
 
         Args:
@@ -236,8 +172,7 @@ class LocalBackward:
           The sums with this step's gradients; a pair of them for "both". Float32, or in the dtype
           of the queries where nothing will be added to them.
         """
-        operands = self._operands(stop, block).replace(bounds=bounds)
-        result, per_head = self._gradients(kernel, operands, *sums)
+        result, per_head = self._gradients(kernel, self._inputs_at(stop, block), bounds, *sums)
         for name, part in per_head.items():
             self.per_head[name] = self.per_head[name] + part if name in self.per_head else part
         return result
@@ -257,7 +192,8 @@ def _gradients(
     options: dict[str, Any],
     rotate_kv: bool,
     kernel: Kernel,
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: Any,
     *sums: Any,
 ) -> tuple[Any, PerHead]:
     """The local backward, by the sides that stay and travel instead of by queries and keys.
@@ -266,21 +202,23 @@ def _gradients(
     """
     if kernel == "both":
         assert implementation.backward is not None  # resolve(backward=True) sees to it
-        dq, dkv, per_head = implementation.backward(operands, *_swap(rotate_kv, *sums), **options)
+        dq, dkv, per_head = implementation.backward(
+            inputs, bounds, *_swap(rotate_kv, *sums), **options
+        )
         return _swap(rotate_kv, dq, dkv), per_head
     if (kernel == "stays") == rotate_kv:
         assert implementation.backward_dq is not None
-        return implementation.backward_dq(operands, *sums, **options)
+        return implementation.backward_dq(inputs, bounds, *sums, **options)
     assert implementation.backward_dkv is not None
-    return implementation.backward_dkv(operands, *sums, **options), {}
+    return implementation.backward_dkv(inputs, bounds, *sums, **options), {}
 
 
 def _bounds_by_stop(
     route: Route,
-    block: Block,
-    bounds_of: Callable[[Any, Block], Any],
-    made_late: bool = False,
-) -> Callable[[Stop, Block], Any]:
+    block: Side,
+    bounds_of: Callable[[Any, Any], Any],
+    made_late: bool,
+) -> Callable[[Stop, Any], Any]:
     """``bounds_of(stop, block) -> bounds``, made once for all stops where that is possible.
 
     Tables that depend on positions and on the side that stays are made for all stops at once, by
@@ -301,7 +239,7 @@ def _bounds_by_stop(
     stops = jnp.asarray(np.array(route.stops, np.int32))
     tables = jax.vmap(lambda stop: bounds_of(stop, block))(stops)
 
-    def made_before(stop: Stop, block: Block) -> Any:
+    def made_before(stop: Stop, block: Side) -> Any:
         del block
         index = route.stops.index(stop)
         return jax.tree.map(lambda table: table[index], tables)

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container
 
 import jax
-import numpy as np
 from jax import lax
 
 from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions
 from burst_jax.parallel.mesh import flat_names
-from burst_jax.parallel.platform import Target
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.rotation import RotationChoice
-from burst_jax.ring.route import RingMask, Route, Stop, make_route
-from pallas_kernels import (
-    AttentionSpec,
-    BlockMask,
-    Implementation,
-    Operands,
-    Tokens,
-    resolve,
-)
+from burst_jax.ring.route import Chunks, RingMask, Route, Stop, make_route
+from pallas_kernels import AttentionSpec, Implementation
 from pallas_kernels.mask import Mask
-from pallas_kernels.score import LOGITS_NUMBERS
-
-if TYPE_CHECKING:
-    from burst_jax.ring.local import Shard
-
-# What an implementation can do depends on no tokens, and the choice comes before there are any.
-_NO_POSITIONS: Any = np.zeros(0, np.int32)
-_NO_TOKENS = Tokens(_NO_POSITIONS)
+from pallas_kernels.score import SCORE_PARAMETERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +41,8 @@ class Request:
       query_offset: what comes onto the queries' positions in the layout; None where only arrays say
         what the positions are.
       blocks: what is static of a mask by blocks; None without one.
+      chunk_size: C of chunked attention; None without chunks. Per-query KV bounds mask the scores;
+        routes skip hops between chunks.
     """
 
     spec: AttentionSpec
@@ -71,6 +56,7 @@ class Request:
     deterministic: bool = False
     query_offset: int | None = 0
     blocks: Blocks | None = None
+    chunk_size: int | None = None
 
     @property
     def ring_size(self) -> int:
@@ -92,32 +78,9 @@ class Request:
         """Whether the implementation can be traced inside ``shard_map(check_vma=True)``."""
         return self.implementation is None or self.implementation.checks_vma
 
-    def resolve(
-        self,
-        target: Target,
-        shard: Shard,
-        *,
-        backward: bool = False,
-    ) -> Implementation:
-        """The local attention that runs on ``target`` for these arrays."""
-        queries, keys, per_head, seeds, table, _ = shard
-        q_tokens = Tokens(**queries.token_arrays | {"positions": _NO_POSITIONS})
-        blocks = self.block_mask(table, queries.length, keys.length)
-        return resolve(
-            self.implementation,
-            platform=target.platform,
-            compute_capability=target.compute_capability,
-            operands=Operands(
-                queries.q, keys.k, keys.v, q_tokens, _NO_TOKENS, per_head, seeds, blocks
-            ),
-            backward=backward,
-            deterministic=self.deterministic,
-            spec=self.spec,
-        )
-
     def differentiating(self, names: Container[str]) -> Request:
         """The request whose backward also makes the gradients of these numbers of each head."""
-        wanted = tuple(name for name in LOGITS_NUMBERS if name in names)
+        wanted = tuple(name for name in SCORE_PARAMETERS if name in names)
         score = dataclasses.replace(self.spec.score, differentiated=wanted)
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, score=score))
 
@@ -126,7 +89,11 @@ class Request:
 
         Positions that only arrays say are not known before the program runs: all scores are kept.
         """
-        blocks = self.blocks
+        blocks: Blocks | Chunks | None = None
+        if self.blocks is not None and self.blocks.bits is not None:
+            blocks = self.blocks
+        elif self.chunk_size is not None and self.query_offset is not None:
+            blocks = Chunks(self.chunk_size)
         return RingMask(
             self.ring_sizes,
             self.layout,
@@ -135,7 +102,7 @@ class Request:
             Mask() if self.query_offset is None else self.spec.mask,
             queries_travel,
             self.query_offset or 0,
-            None if blocks is None or blocks.bits is None else blocks,
+            blocks,
         )
 
     def route(self, q_length: int, kv_length: int, *, queries_travel: bool = False) -> Route:
@@ -143,38 +110,21 @@ class Request:
         mask = self.ring_mask(q_length, kv_length, queries_travel=queries_travel)
         return make_route(self.ring_axes, mask)
 
-    def block_mask(
-        self, table: jax.Array | None, q_length: int, kv_length: int
-    ) -> BlockMask | None:
-        """A table ``[N or 1, rows, columns]`` as a local attention of such shards takes it."""
-        if table is None:
-            return None
+    def block_runs(self, q_length: int, kv_length: int) -> tuple[int, int]:
+        """``(q_run, kv_run)`` of :class:`pallas_kernels.BlockMask`, for shards of these lengths."""
         assert self.blocks is not None
-        sizes = self.blocks.q_block, self.blocks.kv_block
-        runs = (
+        q_run, kv_run = (
             run_in_blocks(self.layout, length, self.ring_size, block)
-            for length, block in zip((q_length, kv_length), sizes, strict=True)
+            for length, block in (
+                (q_length, self.blocks.q_block),
+                (kv_length, self.blocks.kv_block),
+            )
         )
-        return BlockMask(table, *sizes, *runs)
+        return q_run, kv_run
 
-    def tokens(
-        self,
-        route: Route,
-        length: int,
-        stop: Stop | jax.Array,
-        token_arrays: Mapping[str, jax.Array],
-    ) -> Tokens:
-        """The tokens of the block that is here at ``stop``.
-
-        ``token_arrays`` are the fields of :class:`pallas_kernels.Tokens`, which the block brought
-        along: positions ``[1, length]``, if they are not the layout's.
-        """
-        arrays = dict(token_arrays)
-        own = arrays.pop("positions", None)
-        if own is not None:
-            return Tokens(own[0], **arrays)
-        shard = route.source(stop)
-        return Tokens(shard_positions(self.layout, length, route.size, shard), **arrays)
+    def layout_positions(self, route: Route, length: int, stop: Stop | jax.Array) -> jax.Array:
+        """Positions int32 ``[length]`` of the tokens that are here at ``stop``, by the layout."""
+        return shard_positions(self.layout, length, route.size, route.source(stop))
 
     def positions_here(self, length: int) -> jax.Array:
         """Positions int32 ``[length]`` of this device's tokens, before any exchange of heads.

@@ -175,6 +175,32 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Chunked attention: queries attend to keys of their own chunk of ``size`` positions.
+
+    Attributes:
+      size: positions per chunk.
+    """
+
+    size: int
+
+    @property
+    def q_block(self) -> int:
+        """Positions of the queries' blocks."""
+        return self.size
+
+    @property
+    def kv_block(self) -> int:
+        """Positions of the keys' blocks."""
+        return self.size
+
+    def sees(self, q: Runs, kv: Runs) -> np.ndarray:
+        """As :meth:`burst_jax.ring.block_mask.Blocks.sees`: runs of the same chunk."""
+        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
+        return (q.blocks[:, :, None] == kv.blocks[:, None, :]) & some
+
+
+@dataclasses.dataclass(frozen=True)
 class RingMask:
     """Which scores a mask keeps on each device of a ring, at each stop: what a route depends on.
 
@@ -189,7 +215,7 @@ class RingMask:
       mask: which keys a query sees, by their positions.
       queries_travel: whether blocks of queries go around and keys stay, not the other way.
       query_offset: what comes onto the queries' positions in the layout.
-      blocks: a mask by blocks whose table is known before the program runs, or None.
+      blocks: a block-sparse mask whose table is static, or chunks, or None.
     """
 
     ring_sizes: tuple[int, ...]
@@ -199,7 +225,7 @@ class RingMask:
     mask: Mask
     queries_travel: bool = False
     query_offset: int = 0
-    blocks: Blocks | None = None
+    blocks: Blocks | Chunks | None = None
 
     @property
     def size(self) -> int:
@@ -229,6 +255,7 @@ class RingMask:
             shard_runs, self.layout, num_shards=self.size, across_stripes=across
         )
         q_start, stride, q_count = runs_of(self.q_length)
+        q_start = q_start + self.query_offset
         kv_start, _, kv_count = runs_of(self.kv_length)
         q, kv = (
             Runs(*(x[shards] for x in cut_runs(starts, stride, count, block)))
@@ -239,7 +266,7 @@ class RingMask:
         )
         # A query's position minus a key's is base + stride * (i - j), where i - j lies between
         # -(kv_count - 1) and q_count - 1. The mask keeps differences from -right to left.
-        base = q.starts[:, :, None] + self.query_offset - kv.starts[:, None, :]
+        base = q.starts[:, :, None] - kv.starts[:, None, :]
         q_counts, kv_counts = q.counts[:, :, None], kv.counts[:, None, :]
         low, high = (np.broadcast_to(x, base.shape) for x in (1 - kv_counts, q_counts - 1))
         low, high = self.mask.shards(base, stride, low, high)

@@ -100,12 +100,12 @@ def own_heads(x: jax.Array, axis_name: str | None, *, heads: int = -1) -> jax.Ar
 
 
 def all_tokens(x: jax.Array, axis_name: str | None) -> jax.Array:
-    """Segment ids, or another number of each token, ``[B, c]``, of all the axis' devices.
+    """Segment ids, positions or KV bounds ``[B, c]`` or ``[c]``, of all the axis' devices.
 
     Returns:
-      ``[B, h c]``.
+      ``[B, h c]`` or ``[h c]``.
     """
-    return x if axis_name is None else lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return x if axis_name is None else lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
 
 
 def _copies(heads: int, axis_name: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,15 +17,15 @@ from burst_jax.parallel.platform import Target, current_target
 from burst_jax.ring.backward import backward
 from burst_jax.ring.derivatives import into_kernels, out_of_loops, reverse_mode_only
 from burst_jax.ring.forward import forward
-from burst_jax.ring.local import Keys, Queries, Shard
+from burst_jax.ring.local import local_implementation, with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
 from burst_jax.ring.ulysses import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
-from pallas_kernels import vary, varying_axes
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, SharedInputs, vary, varying_axes
 from pallas_kernels.arrays import row_major
-from pallas_kernels.operands import Carry, PerHead
-from pallas_kernels.score import START_NUMBER, start_gradients
+from pallas_kernels.inputs import Carry, PerHead
+from pallas_kernels.score import sink_gradient
 
 # The names under which a remat policy can keep a ring's results, so that no ring runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
@@ -31,79 +33,81 @@ CHECKPOINT_NAMES = ("burst_out", "burst_lse")
 
 
 def attend_shard(
-    request: Request, shard: Shard, target: Target | None = None
+    request: Request, inputs: AttentionInputs, target: Target | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """What a request asks for, on one device's arrays; inside a ``shard_map`` if there is a ring.
 
     Args:
       request: checked, as the arrays are.
-      shard: the arrays.
+      inputs: the arrays.
       target: what it will run on; None is what the code being traced will run on.
 
     Returns:
       ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
-    shard = for_ring(request, shard)
-    queries, keys, per_head, *_ = shard
-    query, key, value, *numbers = reverse_mode_only(queries.q, keys.k, keys.v, *per_head.values())
-    per_head = dict(zip(per_head, numbers, strict=True))
-    queries, keys = queries._replace(q=query), keys._replace(k=key, v=value)
-    shard = shard._replace(queries=queries, keys=keys, per_head=per_head)
-    ring = _ring_with_numbers if per_head else _ring
-    out, lse = ring(request, target or current_target(), key.shape[2], shard)
+    inputs = for_ring(request, inputs)
+    per_head = inputs.shared.per_head
+    q, k, v, *values = reverse_mode_only(
+        inputs.query.q, inputs.kv.k, inputs.kv.v, *per_head.values()
+    )
+    inputs = AttentionInputs(
+        inputs.query._replace(q=q),
+        inputs.kv._replace(k=k, v=v),
+        inputs.shared.with_per_head(dict(zip(per_head, values, strict=True))),
+    )
+    ring = _ring_with_parameters if per_head else _ring
+    out, lse = ring(request, target or current_target(), k.shape[2], inputs)
     return out, lse.swapaxes(1, 2)
 
 
-def for_ring(request: Request, shard: Shard) -> Shard:
-    """The arrays of a call as the ring takes them, with the numbers of this device's heads alone.
+def for_ring(request: Request, inputs: AttentionInputs) -> AttentionInputs:
+    """The arrays of a call as the ring takes them: of what has heads, this device's heads alone.
 
     Every array is marked as varying over the ring's axes, and over each further manual axis that
     one of them varies over. The mark's transpose sums the gradient of an array that was the same on
     all devices of such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
-    marked = vary(shard, varying_axes(shard, manual))
-    queries, keys, per_head, seeds, table, numbering = marked
-    axis = request.ulysses_axis
-    per_head = {name: own_heads(x, axis) for name, x in per_head.items()}
-    if seeds is not None:
-        seeds = own_heads(seeds, axis)
-    if table is not None and table.shape[0] > 1:
-        table = own_heads(table, axis, heads=0)
-    if numbering is not None:
-        numbering = numbering._replace(head=own_heads(numbering.head, axis))
-    return Shard(queries, keys, per_head, seeds, table, numbering)
+    inputs = vary(inputs, varying_axes(inputs, manual))
+    own = functools.partial(own_heads, axis_name=request.ulysses_axis)
+    sinks, slopes, seeds, blocks, indices = inputs.shared
+    sinks, slopes, seeds = jax.tree.map(own, (sinks, slopes, seeds))
+    if blocks is not None and blocks.heads > 1:
+        blocks = dataclasses.replace(blocks, table=own(blocks.table, heads=0))
+    if indices is not None:
+        indices = indices._replace(head=own(indices.head))
+    return inputs._replace(shared=SharedInputs(sinks, slopes, seeds, blocks, indices))
 
 
 def _run_ring(
-    request: Request, target: Target, kv_heads: int, shard: Shard
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`attend_shard` on marked arrays, with lse ``[B, N, T]``.
 
-    ``kv_heads`` is K, which the gradient has to know. ``shard.per_head`` has the heads that this
-    device has after the exchange.
+    ``kv_heads`` is K, which the gradient has to know. Per-head parameters are those of the heads
+    that this device has after the exchange.
     """
-    return _ring_fwd(request, target, kv_heads, shard)[0]
+    return _ring_fwd(request, target, kv_heads, inputs)[0]
 
 
-def exchanged(request: Request, shard: Shard) -> Shard:
+def exchanged(request: Request, inputs: AttentionInputs) -> AttentionInputs:
     """What the ring runs on: the tokens and heads that this device has after the exchange."""
-    axis, (queries, keys, *_) = request.ulysses_axis, shard
-    query = _without_padding(queries.q, queries.segment_ids)
-    key, value = (_without_padding(x, keys.segment_ids) for x in (keys.k, keys.v))
-    query, key, value = (to_heads(x, axis, tokens=1, heads=2) for x in (query, key, value))
+    axis, (query, kv, shared) = request.ulysses_axis, inputs
+    q = _without_padding(query.q, query.segment_ids)
+    k, v = (_without_padding(x, kv.segment_ids) for x in (kv.k, kv.v))
+    q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (q, k, v))
     q_arrays, kv_arrays = (
-        {name: all_tokens(x, axis) for name, x in side.token_arrays.items()}
-        for side in (queries, keys)
+        {name: all_tokens(x, axis) for name, x in side.token_arrays.items()} for side in (query, kv)
     )
-    sides = Queries(query, **q_arrays), Keys(key, value, **kv_arrays)
-    return shard._replace(queries=sides[0], keys=sides[1])
+    sides = query._replace(q=q, **q_arrays), kv._replace(k=k, v=v, **kv_arrays)
+    inputs = AttentionInputs(*sides, shared)
+    return with_block_runs(request, inputs)
 
 
-def attend_exchanged(request: Request, target: Target, shard: Shard) -> Carry:
-    """The ring's forward: out and lse ``[B, N, T]`` of the tokens and heads that the shard has."""
-    implementation = request.resolve(target, shard)
-    results = forward(request, implementation, into_kernels(implementation, shard))
+def attend_exchanged(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
+    """The ring's forward: out and lse ``[B, N, T]`` of the tokens and heads of these inputs."""
+    implementation = local_implementation(request, target, inputs)
+    results = forward(request, implementation, into_kernels(implementation, inputs))
     return out_of_loops(implementation, results)
 
 
@@ -134,7 +138,7 @@ class Residuals(NamedTuple):
         numbers.
     """
 
-    exchanged: Shard
+    exchanged: AttentionInputs
     out: jax.Array
     lse: jax.Array
     q_segment_ids: jax.Array | None
@@ -145,19 +149,19 @@ def _ring_fwd(
     request: Request,
     target: Target,
     kv_heads: int,
-    shard: Shard,
+    inputs: AttentionInputs,
     differentiated: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     del kv_heads
-    ran_on = exchanged(request, shard)
+    ran_on = exchanged(request, inputs)
     carry = attend_exchanged(request, target, ran_on)
-    return given_back(request, shard, ran_on, carry, differentiated)
+    return given_back(request, inputs, ran_on, carry, differentiated)
 
 
 def given_back(
     request: Request,
-    shard: Shard,
-    ran_on: Shard,
+    inputs: AttentionInputs,
+    ran_on: AttentionInputs,
     carry: Carry,
     differentiated: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
@@ -165,7 +169,7 @@ def given_back(
 
     Args:
       request: the call.
-      shard: its arrays.
+      inputs: its arrays.
       ran_on: :func:`exchanged` of them.
       carry: :func:`attend_exchanged` of that.
       differentiated: see :class:`Residuals`.
@@ -174,18 +178,18 @@ def given_back(
     out = checkpoint_name(to_tokens(out, axis, tokens=1, heads=2), CHECKPOINT_NAMES[0])
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
     lse_here = to_tokens(lse, axis, tokens=2, heads=1)
-    ids = shard.queries.segment_ids
+    ids = inputs.query.segment_ids
     return (out, lse_here), Residuals(ran_on, out, lse, ids, differentiated)
 
 
-def _ring_with_numbers_fwd(
+def _ring_with_parameters_fwd(
     request: Request, target: Target, kv_heads: int, primals: Any
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """:func:`_ring_fwd` on a shard of primals that know which of them are differentiated."""
-    differentiated = [name for name, x in primals.per_head.items() if x.perturbed]
-    shard = custom_vjp_primal_tree_values(primals)
-    marked = marked_numbers(differentiated, shard.per_head)
-    return _ring_fwd(request, target, kv_heads, shard, marked)
+    """:func:`_ring_fwd` on primals that know which of them are differentiated."""
+    differentiated = [name for name, x in primals.shared.per_head.items() if x.perturbed]
+    inputs = custom_vjp_primal_tree_values(primals)
+    marked = marked_numbers(differentiated, inputs.shared.per_head)
+    return _ring_fwd(request, target, kv_heads, inputs, marked)
 
 
 def marked_numbers(differentiated: Iterable[str], per_head: PerHead) -> jax.Array:
@@ -214,10 +218,11 @@ def ring_gradient(
     kv_heads: int,
     residuals: Residuals,
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
-) -> tuple[Shard]:
+) -> tuple[AttentionInputs]:
     """The gradients of a ring's arrays, by the backward ring."""
     ran_on, out, lse, segment_ids_here, marked = residuals
-    queries, keys, per_head = ran_on.queries, ran_on.keys, ran_on.per_head
+    query, kv, shared = ran_on
+    per_head = shared.per_head
     differentiated = _names_of(marked, per_head)
     do, dlse = (_instantiated(x, out) for x in cotangents)
     do = _without_padding(do, segment_ids_here)
@@ -235,52 +240,47 @@ def ring_gradient(
     delta = jnp.where(lse == -jnp.inf, 0, delta)
     # The backward ring starts when all of its inputs are there. XLA would otherwise hoist a permute
     # of it into the forward ring, where it takes the link from one that the forward waits for.
-    query, kv = queries.q, (keys.k, keys.v)
-    query, do, kv, lse, delta = lax.optimization_barrier((query, do, kv, lse, delta))
-    lengths = query.shape[1], kv[0].shape[1]
+    q, do, (k, v), lse, delta = lax.optimization_barrier((query.q, do, (kv.k, kv.v), lse, delta))
+    lengths = query.length, kv.length
     rotation = choose_rotation(
         request.rotation,
         ShardShape(
             *lengths,
-            heads=query.shape[2],
-            kv_heads=kv[0].shape[2],
-            head_dim=query.shape[3],
-            itemsize=query.dtype.itemsize,
-            value_dim=kv[1].shape[3],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            itemsize=q.dtype.itemsize,
+            value_dim=v.shape[3],
         ),
         kv_hops=count_hops(request.route(*lengths)),
         query_hops=count_hops(request.route(*lengths, queries_travel=True)),
     )
     request = request.differentiating(differentiated)
-    shard = ran_on._replace(
-        queries=queries._replace(q=query, do=do, stats=jnp.stack([lse, delta])),
-        keys=keys._replace(k=kv[0], v=kv[1]),
+    inputs = AttentionInputs(
+        query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )
-    implementation = request.resolve(target, shard, backward=True)
-    results = backward(request, implementation, into_kernels(implementation, shard), rotation)
+    implementation = local_implementation(request, target, inputs, backward=True)
+    results = backward(request, implementation, into_kernels(implementation, inputs), rotation)
     dq, dkv, gradients = out_of_loops(implementation, results)
-    dq, dkv = vary(dq, varying_axes(query)), vary(dkv, varying_axes(kv))
-    dq = gradient_to_tokens(dq, query.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
+    dq, dkv = vary(dq, varying_axes(q)), vary(dkv, varying_axes(k, v))
+    dq = gradient_to_tokens(dq, q.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
     dk, dv = (
-        gradient_to_tokens(x, query.dtype, axis, heads_before=kv_heads, tokens=1, heads=2)
-        for x in dkv
+        gradient_to_tokens(x, q.dtype, axis, heads_before=kv_heads, tokens=1, heads=2) for x in dkv
     )
-    if START_NUMBER in per_head:
+    if shared.sink_logits is not None:
         # The lse of padding is its head's sink, so its gradient is a part of the sink's.
         of_all = to_heads(products - dlse, axis, tokens=2, heads=1)
-        gradients |= start_gradients(per_head, lse, of_all)
-    wanted: dict[str, Any] = dict.fromkeys(per_head)
-    for name in differentiated:
-        wanted[name] = vary(gradients[name], varying_axes(per_head[name]))
-    return (Shard(Queries(dq), Keys(dk, dv), wanted),)
+        gradients["sink_logits"] = sink_gradient(shared.sink_logits, lse, of_all)
+    wanted = {name: vary(gradients[name], varying_axes(per_head[name])) for name in differentiated}
+    return (AttentionInputs(QuerySide(dq), KVSide(dk, dv), SharedInputs().with_per_head(wanted)),)
 
 
 _ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
 _ring.defvjp(_ring_fwd, ring_gradient)
 
-# The gradients of the numbers of each head cost time, so they are made only if somebody takes them.
+# The gradients of per-head parameters cost time, so they are made only if somebody takes them.
 # Symbolic zeros tell. In a shard_map outside of any jax.jit, JAX cannot call a custom_vjp that has
 # them, but it can call a jax.jit around one.
 _differentiated = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
-_differentiated.defvjp(_ring_with_numbers_fwd, ring_gradient, symbolic_zeros=True)
-_ring_with_numbers = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)
+_differentiated.defvjp(_ring_with_parameters_fwd, ring_gradient, symbolic_zeros=True)
+_ring_with_parameters = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.models.layers import DecoderLayer
+from burst_jax.models.decoder_layer import DecoderLayer
 
 NAMES = ("query", "key", "value")
 

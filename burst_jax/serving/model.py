@@ -13,11 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.layers.rope import RopeTable, rope_table
-from burst_jax.layers.rope_variants import DynamicRope, Rope
+from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
 from burst_jax.models.decoder import Decoder
-from burst_jax.models.shardings import Parts, embed
-from burst_jax.models.weight_axes import name_of
+from burst_jax.models.shardings import DecoderShardings, embed
+from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.joined import NAMES, join, use_joined
@@ -30,8 +29,8 @@ _TAKEN = (
     "implementation", "backward", "deterministic", "dropout_rate",
 )  # fmt: skip
 
-# (index of the layer, query, key, value, the layer's options) -> out.
-Attend = Callable[..., jax.Array]
+# (index of the layer, query, key, value, the layer's options) -> (out, (keys, values)).
+Attend = Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]
 
 
 class ServedModel:
@@ -64,7 +63,7 @@ class ServedModel:
         _refuse_options(dict(model.options))
         self.scale: Any = dict(model.options).get("scale")
         state = nnx.state(model)
-        self.config, self.parts = model.config, model.parts(state)
+        self.config, self.parts = model.config, model.shardings(state)
         if axes_size(self.parts.mesh, self.parts.stage_axis) > 1:
             raise NotImplementedError(
                 f"the model's rules have a stage axis, {self.parts.stage_axis!r}: serving has no "
@@ -83,7 +82,7 @@ class ServedModel:
         mesh, count = mesh_with_devices(self.parts.mesh), self.config.num_layers
         specs = jax.tree_util.tree_map_with_path(
             lambda path, spec: spec_of(path, spec, self.parts, self.split),
-            self.parts.tree(state),
+            self.parts.weight_specs(state),
             is_leaf=_is_spec,
         )
 
@@ -168,7 +167,7 @@ class ServedModel:
         present: jax.Array | None,
         attend: Attend,
         gather: bool,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """One device's hidden states after the final norm, inside a ``shard_map``.
 
         Args:
@@ -182,7 +181,7 @@ class ServedModel:
             layer ahead. Else all have the same tokens, and compute with their parts.
 
         Returns:
-          ``[B, T, D]``.
+          ``(hidden [B, T, D], each layer's keys and values)``.
         """
         config, axes, split_over = self.config, self.parts.tensor_axes, self.parts.token_axes
         table = weights["embedding"]
@@ -203,6 +202,7 @@ class ServedModel:
             for rope in dict.fromkeys(config.layer_ropes)
         }
         layers, specs = list(weights["layers"]), self.specs["layers"]
+        stored = []
         for index, kind in enumerate(config.layer_kinds):
             if self.split and gather:
                 if index == 0:
@@ -217,8 +217,9 @@ class ServedModel:
             if self._joins:
                 use_joined(layer, config.num_heads // axes_size(self.parts.mesh, axes))
             fn = partial(attend, index)
-            x = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
-        return nnx.merge(self._norm, weights["final_norm"])(x)
+            x, key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
+            stored.append(key_value)
+        return nnx.merge(self._norm, weights["final_norm"])(x), stored
 
     def _whole(self, weights: Any, specs: Any) -> Any:
         """Weights as they are without a split over the sequence axes."""
@@ -253,6 +254,6 @@ def _refuse_options(options: dict[str, Any]) -> None:
             )
 
 
-def split_of(parts: Parts) -> tuple[Any, Any]:
+def split_of(parts: DecoderShardings) -> tuple[Any, Any]:
     """``(rows, tokens)``: the mesh axes of each, as a ``PartitionSpec`` names them."""
     return parts.batch_axes or None, parts.token_axes or None

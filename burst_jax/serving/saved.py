@@ -27,7 +27,7 @@ from burst_jax.training import checkpoint_files as files
 from burst_jax.training.checkpoints import CheckpointError, Checkpoints
 
 # Fields of a DecoderConfig that say how a model is trained or stored, not what it computes.
-_OF_TRAINING = ("remat", "remat_layers", "mlp_chunks", "param_dtype", "hub_config", "lora")
+_OF_TRAINING = ("remat", "remat_layers", "mlp_chunks", "param_dtype", "hf_config", "lora")
 
 
 class Kept(NamedTuple):
@@ -265,6 +265,8 @@ def _facts(steps: Steps) -> dict[str, Any]:
         field.name: repr(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in _OF_TRAINING
+        # Caches saved before the field existed lack it.
+        and (field.name != "feed_forward" or config.feed_forward is not field.default)
     }
     return fields | {
         "dtype": jnp.dtype(config.dtype).name,

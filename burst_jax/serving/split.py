@@ -27,13 +27,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.models.layers import DecoderLayer
-from burst_jax.models.shardings import Parts
-from burst_jax.models.weight_axes import logical_axes
+from burst_jax.models.decoder_layer import DecoderLayer
+from burst_jax.models.shardings import DecoderShardings
+from burst_jax.models.weights import logical_axes
 from burst_jax.parallel.mesh import axes_size, only
 
 
-def spec_of(path: tuple[Any, ...], spec: P, parts: Parts, split: bool) -> P:
+def spec_of(path: tuple[Any, ...], spec: P, parts: DecoderShardings, split: bool) -> P:
     """How serving splits a weight of a decoder.
 
     Args:
@@ -44,28 +44,28 @@ def spec_of(path: tuple[Any, ...], spec: P, parts: Parts, split: bool) -> P:
     """
     if not split:
         return only(spec, parts.tensor_axes)
-    axes = logical_axes(path)
+    axes = logical_axes(path, parts.config)
     if "mlp" not in axes:
         return only(spec, (*parts.tensor_axes, *parts.token_axes))
     return P(*(_hidden_axes(parts) if name == "mlp" else None for name in axes))
 
 
-def padded(path: tuple[Any, ...], weight: jax.Array, parts: Parts) -> jax.Array:
+def padded(path: tuple[Any, ...], weight: jax.Array, parts: DecoderShardings) -> jax.Array:
     """A weight whose hidden features are a multiple of the devices that they are split over."""
     devices = axes_size(parts.mesh, _hidden_axes(parts))
     widths = [
         (0, -size % devices if name == "mlp" else 0)
-        for name, size in zip(logical_axes(path), weight.shape, strict=True)
+        for name, size in zip(logical_axes(path, parts.config), weight.shape, strict=True)
     ]
     return jnp.pad(weight, widths) if any(after for _, after in widths) else weight
 
 
-def _hidden_axes(parts: Parts) -> tuple[str, ...]:
+def _hidden_axes(parts: DecoderShardings) -> tuple[str, ...]:
     """The mesh axes that split the hidden features; the tensor axes' blocks are the larger ones."""
     return (*parts.tensor_axes, *parts.token_axes)
 
 
-def use_parts(layer: DecoderLayer, parts: Parts) -> None:
+def use_parts(layer: DecoderLayer, parts: DecoderShardings) -> None:
     """Lets a layer compute with a device's part of its weights, inside a ``shard_map``."""
     attention, axes = layer.attention, parts.token_axes
     for name in ("query", "key", "value", "out"):

@@ -170,7 +170,6 @@ class Steps:
         into: Into,
     ) -> tuple[Cache, jax.Array]:
         """One device's part of a prompt."""
-        keys, values = list(cache.keys), list(cache.values)
         last = lax.pmax(places.max(), self.axes) if self.axes else places.max()
         first = lax.pmin(places.min(), self.axes) if self.axes else places.min()
         # Places count from the start of the longest row; a row's own positions from its own.
@@ -190,13 +189,15 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             room, number = self.rooms[self.room_of[index]], self.room_of[index]
-            old = keys[index], values[index]
-            for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = self._after(room, arrays[index], new, places, into, last)
+            old = cache.keys[index], cache.values[index]
+            keys, values = (
+                self._after(room, before, new, places, into, last)
+                for before, new in zip(old, (key, value), strict=True)
+            )
             if reach == 0:
-                return ring_attention(query, key, value, axis, **options)
+                return ring_attention(query, key, value, axis, **options), (keys, values)
             if room.is_ring:
                 key, value = (
                     jnp.concatenate([kept, new], 1)
@@ -206,26 +207,28 @@ class Steps:
                 at = jnp.concatenate([seen.places, places])
                 ids = jnp.concatenate([seen.present, present], 1)
             else:
-                key, value = keys[index][:, :reach], values[index][:, :reach]
+                key, value = keys[:, :reach], values[:, :reach]
                 at, ids = slots[number].places[:reach], slots[number].present[:, :reach]
             for name in _OF_ROWS:
                 options.pop(name, None)
             window = self.model.windows[index]
-            return ring_attention(
+            out = ring_attention(
                 query, key, value, axis, is_causal=True,
                 local_window_size=None if window is None else (window - 1, 0),
                 query_positions=places, key_value_positions=at,
                 query_segment_ids=present, key_value_segment_ids=ids, **options,
             )  # fmt: skip
+            return out, (keys, values)
 
-        hidden = self.model.hidden(
+        hidden, stored = self.model.hidden(
             weights, tokens, positions, into.longest, present, attend, gather=True
         )
         index = jnp.argmax(places == last)
         mine = (places[index] == last).astype(hidden.dtype)
         at_last = _total(hidden[:, index] * mine, self.axes)
         logits = self._of_all_rows(self.model.logits(weights, at_last))
-        return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
+        keys, values = zip(*stored, strict=True)
+        return Cache(keys, values, tuple(slots), lengths), logits
 
     def _after(
         self,
@@ -289,7 +292,6 @@ class Steps:
         first = lax.axis_index(batch_axes) * rows if batch_axes else 0
         tokens, present = (lax.dynamic_slice_in_dim(x, first, rows) for x in (tokens, present))
         me = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
-        keys, values = list(cache.keys), list(cache.values)
         homes = [room.slot(at.place) if room.is_ring else at[1:3] for room in self.rooms]
         slots = [
             Slots(
@@ -306,26 +308,28 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> jax.Array:
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             del axis
             number = self.room_of[index]
             device, slot = homes[number]
-            for arrays, new in ((keys, key), (values, value)):
-                arrays[index] = write_token(arrays[index], new[:, 0], slot, device == me)
+            keys = write_token(cache.keys[index], key[:, 0], slot, device == me)
+            values = write_token(cache.values[index], value[:, 0], slot, device == me)
             room = self.rooms[number]
-            return decode_attention(
-                query, keys[index], values[index], slots[number], at.place,
+            out = decode_attention(
+                query, keys, values, slots[number], at.place,
                 jnp.int32(room.slots) if room.is_ring else at.slot + 1, self.axes,
                 window=self.model.windows[index],
                 **{name: options.get(name) for name in _OF_SCORES},
             )  # fmt: skip
+            return out, (keys, values)
 
-        hidden = self.model.hidden(
+        hidden, stored = self.model.hidden(
             weights, tokens[:, None], cache.lengths[:, None], at.longest, None, attend, gather=False
         )
         logits = self._of_all_rows(self.model.logits(weights, hidden[:, 0]))
         lengths = cache.lengths + present
-        return Cache(tuple(keys), tuple(values), tuple(slots), lengths), logits
+        keys, values = zip(*stored, strict=True)
+        return Cache(keys, values, tuple(slots), lengths), logits
 
     def _of_all_rows(self, logits: jax.Array) -> jax.Array:
         """Logits of all rows, on every device: tokens are chosen alike on any mesh."""

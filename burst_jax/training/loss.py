@@ -138,7 +138,7 @@ def next_token_loss(
     Returns:
       ``(sum of losses in nats, number of targets)``, float32 scalars.
     """
-    parts, kernel_spec = model.head_parts()
+    parts, kernel_spec = model.head_sharding()
     hidden = model(batch["inputs"], batch["positions"], batch["segment_ids"])
     return chunked_cross_entropy(
         hidden,

@@ -167,7 +167,7 @@ def _shapes_and_specs(
 ) -> tuple[nnx.GraphDef, nnx.State, Any]:
     """The graph definition of a decoder, its weights' shapes, and how each weight is split."""
     graphdef, params = abstract_decoder(config, **options)
-    return graphdef, params, nnx.merge(graphdef, params).parts(params).tree(params)
+    return graphdef, params, nnx.merge(graphdef, params).shardings(params).weight_specs(params)
 
 
 def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from burst_jax.errors import check_integer
-from burst_jax.models.shardings import Parts
+from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.platform import compiler_options as default_compiler_options
 from burst_jax.training.batches import Batch
@@ -118,13 +118,13 @@ class TrainStep:
         if self._accumulate == 1:
             (total, count), grads = gradient(trained, batch)
         else:
-            parts = nnx.merge(self._graphdef, trained, frozen).parts()
+            parts = nnx.merge(self._graphdef, trained, frozen).shardings()
             total, count, grads = self._accumulated(gradient, trained, batch, parts)
         count = jnp.where(count == 0, 1.0, count)  # A batch without targets has the loss 0.
         return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
     def _accumulated(
-        self, gradient: Any, trained: Any, batch: Batch[jax.Array], parts: Parts
+        self, gradient: Any, trained: Any, batch: Batch[jax.Array], parts: DecoderShardings
     ) -> tuple[jax.Array, jax.Array, Any]:
         """The sums of loss, targets and gradient over parts of the batch, one after the other."""
         rows = batch["inputs"].shape[0]
@@ -140,7 +140,7 @@ class TrainStep:
                 + pipeline
                 * (microbatches > 1)
             )
-        rows_and_tokens = parts.tokens(2)
+        rows_and_tokens = parts.token_spec(2)
 
         # Each device cuts its own rows, so nothing moves.
         def cut(x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import depending_on, gradient_dtype, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
-from pallas_kernels.operands import Operands, PerHead
+from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.pallas_mosaic.backward_compute import compute_items
 from pallas_kernels.pallas_mosaic.backward_copy import copy_item
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
@@ -64,7 +64,8 @@ def log2_stats(lse: jax.Array, delta: jax.Array, scale: float) -> tuple[jax.Arra
 
 
 def backward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: jax.Array,
     dq: jax.Array | None = None,
     dkv: Dkv | None = None,
     *,
@@ -76,9 +77,9 @@ def backward(
 
     dQ is summed in device memory, so it is float32 whatever ``out_dtype`` is.
     """
-    config = config or _shipped_config(operands)
+    config = config or _shipped_config(inputs)
     static = BackwardStatic.of(
-        operands, spec, config, adds_dkv=dkv is not None,
+        inputs, spec, config, adds_dkv=dkv is not None,
         dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)),
     )  # fmt: skip
     if not static.can_write_dkv:
@@ -88,9 +89,9 @@ def backward(
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel takes {most}")
     if config.cluster != 1:
         raise ValueError(f"cluster is {config.cluster}: the backward kernel takes 1")
-    q, k, v = operands.q, operands.k, operands.v
-    tokens = token_operands(static, operands)
-    do, (lse, delta) = operands.cotangents()
+    q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
+    tokens = token_operands(static, inputs)
+    do, (lse, delta) = inputs.cotangents()
     lse, delta = log2_stats(lse, delta, spec.score.scale if static.scale_in_ds else 1.0)
     if dq is None:
         # The zeros depend on an operand, so that they are made only when the queries are there: in
@@ -104,7 +105,7 @@ def backward(
         lse = pad_axis(lse, 2, static.q_tiles * config.block_q, _NO_KEYS)
     q_bases = None
     if static.bias_is_line:
-        q_bases, lse = _bases_and_lse(static, operands, lse)
+        q_bases, lse = _bases_and_lse(static, inputs, lse)
     by_key = (static.batch, static.heads, static.kv_tiles * config.block_kv)
     per_head_sums = {
         name: depending_on(jnp.zeros(by_key, jnp.float32), lse)
@@ -119,9 +120,9 @@ def backward(
         warpgroups=static.warpgroups, results=BackwardResults(dq, dk, dv, per_head_sums),
         memory=static.memory,
         operands=BackwardOperands(
-            operands.bounds, q, do, k, v, lse, delta, *tokens, q_bases, operands.logits_per_head,
-            DropoutNumbers.padded(operands, config), BlockEntries.of(operands, config),
-            operands.numbering,
+            bounds, q, do, k, v, lse, delta, *tokens, q_bases, inputs.shared.score_parameters,
+            DropoutNumbers.padded(inputs, config), BlockEntries.of(inputs, config),
+            inputs.shared.indices,
         ),
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}
@@ -129,31 +130,31 @@ def backward(
 
 
 def _bases_and_lse(
-    static: BackwardStatic, operands: Operands, lse: jax.Array
+    static: BackwardStatic, inputs: AttentionInputs, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """``(q_bases, lse)`` of :class:`BackwardOperands`, from lse in base 2, of whole tiles."""
-    positions = operands.q_tokens.positions
+    positions = inputs.q_positions
     # Beyond the last query are copies of it, which leave the smallest position what it is.
     positions = jnp.pad(positions, (0, lse.shape[2] - positions.shape[0]), mode="edge")
     positions = positions.reshape(static.q_tiles, static.config.block_q)
     bases = positions.min(1)
     from_base = (positions - bases[:, None]).astype(jnp.float32).reshape(-1)
-    numbers = {name: x[:, None] for name, x in operands.logits_per_head.items()}
+    numbers = {name: x[:, None] for name, x in inputs.shared.score_parameters.items()}
     _, start = static.spec.score.bias_line(from_base, numbers, LOG2_E)
     return bases, jnp.stack([lse, lse - start])
 
 
 def backward_bounds(
-    operands: Operands, *, spec: AttentionSpec, config: MosaicConfig | None = None
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
 ) -> jax.Array:
     """The tables that :func:`backward` reads with the same config."""
-    tiles = (config or _shipped_config(operands)).tiles
-    tokens, blocks = (operands.q_tokens, operands.kv_tokens), operands.block_mask
-    return key_bounds(spec.mask, *tokens, tiles, blocks, operands.groups)
+    tiles = (config or _shipped_config(inputs)).tiles
+    sides, blocks = (inputs.query, inputs.kv), inputs.shared.block_mask
+    return key_bounds(spec.mask, *sides, tiles, blocks, inputs.groups)
 
 
-def _shipped_config(operands: Operands) -> MosaicConfig:
-    return backward_config(max(operands.head_dim, operands.value_dim))
+def _shipped_config(inputs: AttentionInputs) -> MosaicConfig:
+    return backward_config(max(inputs.head_dim, inputs.value_dim))
 
 
 def _kernel(static: BackwardStatic, operands, results, memory, count) -> None:

@@ -192,7 +192,7 @@ def mask_scores(
     window = dataclasses.replace(static.mask, mask_mod=None)
     tests = [("positions", window)]
     if static.has_key_ranges:
-        tests = [(name, Mask()) for name in ("key_starts", "key_ends")]
+        tests = [(name, Mask()) for name in ("kv_starts", "kv_ends")]
         tests = [test for test in tests if not of_queries.only(test[0]).is_empty]
     if static.has_segments:
         tests.append(("segment_ids", Mask()))

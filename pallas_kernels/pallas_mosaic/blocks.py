@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS, MosaicConfig
 from pallas_kernels.pallas_mosaic.tiles import TILE, i32
 
 
-def unsupported_blocks(operands: Operands) -> str | None:
-    """Why the kernels cannot take the operands' mask by blocks, or None."""
-    mask = operands.block_mask
+def unsupported_blocks(inputs: AttentionInputs) -> str | None:
+    """Why the kernels cannot take the inputs' mask by blocks, or None."""
+    mask = inputs.shared.block_mask
     if mask is None or not mask.tests_scores(WARPGROUP_ROWS, WARPGROUP_ROWS):
         return None
     return (
@@ -46,21 +46,21 @@ class BlockEntries(NamedTuple):
     kv_columns: Any
 
     @classmethod
-    def of(cls, operands: Operands, config: MosaicConfig) -> BlockEntries | None:
-        """Those of the operands, for whole tiles; None without a mask by blocks."""
-        mask = operands.block_mask
+    def of(cls, inputs: AttentionInputs, config: MosaicConfig) -> BlockEntries | None:
+        """Those of the inputs, for whole tiles; None without a mask by blocks."""
+        mask = inputs.shared.block_mask
         if mask is None:
             return None
 
         def padded(places: jax.Array, length: int, block: int) -> jax.Array:
             return pad_axis(places, 0, -(-length // block) * block // WARPGROUP_ROWS)
 
-        rows = mask.rows(operands.q_tokens.positions[::WARPGROUP_ROWS])
-        columns = mask.columns(operands.kv_tokens.positions[::WARPGROUP_ROWS])
+        rows = mask.rows(inputs.q_positions[::WARPGROUP_ROWS])
+        columns = mask.columns(inputs.kv_positions[::WARPGROUP_ROWS])
         return cls(
             mask.table.astype(jnp.int32),
-            padded(rows, operands.q_length, config.tiles.block_q),
-            padded(columns, operands.kv_length, config.block_kv),
+            padded(rows, inputs.q_length, config.tiles.block_q),
+            padded(columns, inputs.kv_length, config.block_kv),
         )
 
     def seen(self, head: Any, q_part: Any, kv_part: Any) -> jax.Array:

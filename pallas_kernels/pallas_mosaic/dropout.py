@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.dropout import column_numbers
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 
 
@@ -25,15 +25,15 @@ class DropoutNumbers(NamedTuple):
     columns: Any
 
     @classmethod
-    def padded(cls, operands: Operands, config: MosaicConfig) -> DropoutNumbers | None:
+    def padded(cls, inputs: AttentionInputs, config: MosaicConfig) -> DropoutNumbers | None:
         """Arrays padded to whole tiles; None if nothing is dropped."""
-        if operands.dropout_seeds is None:
+        if inputs.shared.dropout_seeds is None:
             return None
         block_q = config.tiles.block_q
-        q_length = -(-operands.q_length // block_q) * block_q
-        kv_length = -(-operands.kv_length // config.block_kv) * config.block_kv
-        columns = column_numbers(operands.kv_tokens.positions)
-        rows = pad_axis(operands.dropout_rows, 2, q_length)
+        q_length = -(-inputs.q_length // block_q) * block_q
+        kv_length = -(-inputs.kv_length // config.block_kv) * config.block_kv
+        columns = column_numbers(inputs.kv_positions)
+        rows = pad_axis(inputs.dropout_rows, 2, q_length)
         return cls(rows, pad_axis(columns, 0, kv_length))
 
     def load_rows(self, batch_row: Any, head: Any, queries: Any, layout: Any) -> jax.Array:

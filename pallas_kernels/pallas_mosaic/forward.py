@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
-from pallas_kernels.operands import Carry, Operands
+from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.configs import (
     REGISTERS,
@@ -48,7 +48,8 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def forward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: jax.Array,
     carry: Carry | None = None,
     *,
     spec: AttentionSpec,
@@ -56,25 +57,26 @@ def forward(
     config: MosaicConfig | None = None,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the table's."""
-    config = config or _shipped_config(operands, spec)
+    config = config or _shipped_config(inputs, spec)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     carried = carry is not None
-    static = ForwardStatic.of(operands, spec, config, out_dtype=out_dtype, carried=carried)
+    static = ForwardStatic.of(inputs, spec, config, out_dtype=out_dtype, carried=carried)
     if static.warpgroups not in REGISTERS:
         raise ValueError(f"block_q is {config.block_q}: the forward kernel takes 128 or 192")
-    q_tokens, kv_tokens = token_operands(static, operands)
+    q_tokens, kv_tokens = token_operands(static, inputs)
     k_positions = kv_tokens.positions.astype(jnp.float32) if static.bias_in_products else None
-    inputs = ForwardOperands(
-        operands.bounds, operands.q, operands.k, operands.v, q_tokens, kv_tokens, k_positions,
-        per_head=operands.logits_per_head, sink=None if carried else operands.sink, carry=None,
-        dropout=DropoutNumbers.padded(operands, config), blocks=BlockEntries.of(operands, config),
-        numbering=operands.numbering,
+    operands = ForwardOperands(
+        bounds, inputs.query.q, inputs.kv.k, inputs.kv.v, q_tokens, kv_tokens, k_positions,
+        per_head=inputs.shared.score_parameters,
+        sink=None if carried else inputs.shared.sink_logits, carry=None,
+        dropout=DropoutNumbers.padded(inputs, config), blocks=BlockEntries.of(inputs, config),
+        numbering=inputs.shared.indices,
     )  # fmt: skip
     # The copy engine writes lse of a whole tile, also of one that is cut off at the last query.
     # Without padding it would overwrite the lse of the next head.
     padded = static.items.tiles * config.tiles.block_q
     results = ForwardResults(
-        o=jax.ShapeDtypeStruct(operands.out_shape, out_dtype),
+        o=jax.ShapeDtypeStruct(inputs.out_shape, out_dtype),
         lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
     )
     if carry is not None:
@@ -82,38 +84,37 @@ def forward(
         if static.in_place:
             results = given
         else:
-            inputs = inputs._replace(carry=given)
+            operands = operands._replace(carry=given)
     o, lse = call(
         functools.partial(_kernel, static), "burst_forward", items=static.items,
-        warpgroups=static.warpgroups, operands=inputs, results=results, memory=static.memory,
+        warpgroups=static.warpgroups, operands=operands, results=results, memory=static.memory,
     )  # fmt: skip
     return o, lse[..., : static.q_length]
 
 
 def forward_bounds(
-    operands: Operands, *, spec: AttentionSpec, config: MosaicConfig | None = None
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
 ) -> jax.Array:
     """The tables that :func:`forward` reads with the same config."""
-    tiles = (config or _shipped_config(operands, spec)).tiles
-    tokens = operands.q_tokens, operands.kv_tokens
-    return query_bounds(spec.mask, *tokens, tiles, operands.block_mask)
+    tiles = (config or _shipped_config(inputs, spec)).tiles
+    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
 
 
-def _shipped_config(operands: Operands, spec: AttentionSpec) -> MosaicConfig:
+def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfig:
     score = spec.score
     # A bias that the products start from takes too many registers only beside segment ids or a
     # window.
-    other_tests = operands.has_segments or spec.mask.left is not None
-    bias_counts = operands.has_bias and (other_tests or not score.starts_products)
+    other_tests = inputs.has_segments or spec.mask.left is not None
+    bias_counts = inputs.has_bias and (other_tests or not score.starts_products)
     others_count = score.logits_soft_cap is not None or spec.dropout is not None
     others_count = others_count or spec.calls_functions
     # Ranges of keys are two more numbers of each query.
-    others_count = others_count or operands.has_key_ranges or operands.block_mask is not None
-    head_dim = max(operands.head_dim, operands.value_dim)
+    others_count = others_count or inputs.has_kv_bounds or inputs.shared.block_mask is not None
+    head_dim = max(inputs.head_dim, inputs.value_dim)
     config = forward_config(head_dim, bias_counts or others_count)
-    if other_tests or operands.has_bias or others_count:
+    if other_tests or inputs.has_bias or others_count:
         return config
-    length = min(operands.q.shape[1], operands.k.shape[1])
+    length = min(inputs.query.q.shape[1], inputs.kv.k.shape[1])
     cluster = forward_cluster(head_dim, spec.mask.right is not None, length)
     return dataclasses.replace(config, cluster=cluster)
 

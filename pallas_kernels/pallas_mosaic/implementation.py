@@ -8,14 +8,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import halves_of_tiles
-from pallas_kernels.elementwise import unsupported
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_mosaic.backward import backward, backward_bounds
 from pallas_kernels.pallas_mosaic.blocks import unsupported_blocks
 from pallas_kernels.pallas_mosaic.configs import SLOPED_HEAD_DIM, MosaicConfig
 from pallas_kernels.pallas_mosaic.forward import forward, forward_bounds
 from pallas_kernels.pallas_mosaic.functions import DTYPES, OPERATIONS
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
 
 def mosaic_sm90(
@@ -42,46 +41,46 @@ def mosaic_sm90(
     )
 
 
-def _unsupported(operands: Operands, *, multiple_of: int, most: int) -> str | None:
+def _unsupported(inputs: AttentionInputs, *, multiple_of: int, most: int) -> str | None:
     """Why a kernel cannot take these, or None; the arguments are about both head dims."""
-    q, k = operands.q, operands.k
+    q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16 or float16"
-    for what, dim in (("", operands.head_dim), (" of values", operands.value_dim)):
+    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim % multiple_of or dim > most:
             return f"the head dim{what} is {dim}; it takes multiples of {multiple_of} up to {most}"
-    for name, length in (("query", operands.q_length), ("key", operands.kv_length)):
+    for name, length in (("query", inputs.q_length), ("key", inputs.kv_length)):
         if length % 8:
             return f"the {name} length per device is {length}; it takes multiples of 8"
-    return unsupported_blocks(operands)
+    return unsupported_blocks(inputs)
 
 
-def _backward_unsupported(operands: Operands) -> str | None:
+def _backward_unsupported(inputs: AttentionInputs) -> str | None:
     """Why the backward kernel cannot take these, or None.
 
     Head dims end at 128. Of (192, 128), say, dK, dV and a warpgroup's half of dQ alone would take
     208 of a thread's 240 registers, and the smallest number of stages 258 KiB of shared memory.
     """
-    reason = _unsupported(operands, multiple_of=32, most=128)
-    if reason is None and operands.value_dim % (operands.head_dim // 2):
+    reason = _unsupported(inputs, multiple_of=32, most=128)
+    if reason is None and inputs.value_dim % (inputs.head_dim // 2):
         # dV is written by as many lanes at a time as dK: half of H.
         return (
-            f"the head dim of values is {operands.value_dim}, of keys {operands.head_dim}; the "
-            f"backward takes multiples of {operands.head_dim // 2} beside it"
+            f"the head dim of values is {inputs.value_dim}, of keys {inputs.head_dim}; the "
+            f"backward takes multiples of {inputs.head_dim // 2} beside it"
         )
     return reason
 
 
 def _unsupported_functions(
-    spec: AttentionSpec, operands: Operands, *, backward: bool
+    spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool
 ) -> str | None:
     """Why the kernels cannot run a spec's functions, or None.
 
     A tile of scores and one of their slopes, beside dK and dV, are more than a thread's registers
     where heads are wide.
     """
-    reason = unsupported(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
-    widest = max(operands.head_dim, operands.value_dim)
+    reason = unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
+    widest = max(inputs.head_dim, inputs.value_dim)
     if reason is None and backward and spec.score.has_slope and widest > SLOPED_HEAD_DIM:
         return (
             f"the head dim is {widest}, and the derivative of score_mod depends on the score; the "

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pallas_kernels.elementwise import Numbering
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs, GlobalIndices
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.memory import BackwardBarriers, BackwardMemory, ForwardMemory
@@ -62,7 +61,7 @@ class ForwardOperands(NamedTuple):
     carry: ForwardResults | None
     dropout: DropoutNumbers | None
     blocks: BlockEntries | None
-    numbering: Numbering | None
+    numbering: GlobalIndices | None
 
 
 class ForwardRefs(NamedTuple):
@@ -108,7 +107,7 @@ class BackwardOperands(NamedTuple):
     per_head: dict[str, Any]
     dropout: DropoutNumbers | None
     blocks: BlockEntries | None
-    numbering: Numbering | None
+    numbering: GlobalIndices | None
 
 
 class BackwardResults(NamedTuple):
@@ -137,15 +136,15 @@ class BackwardRefs(NamedTuple):
     barriers: BackwardBarriers
 
 
-def token_operands(static: MosaicStatic, operands: Operands) -> tuple[SideTokens, SideTokens]:
+def token_operands(static: MosaicStatic, inputs: AttentionInputs) -> tuple[SideTokens, SideTokens]:
     """What is read of the queries' and of the keys' tokens; empty if nothing is."""
     if not static.needs_tokens:
         return SideTokens(), SideTokens()
-    _, ranges = operands.tested(static.spec.mask)
+    _, ranges = inputs.folded(static.spec.mask)
     functions = static.spec.calls_functions
-    q_tokens = operands.q_tokens._replace(**ranges)
+    q_tokens = inputs.query._replace(**ranges)
     queries = SideTokens.padded(q_tokens, static.config.tiles.block_q, functions)
     if ranges and not static.has_bias and not functions:
         # Ranges stand for the positions of their queries, but where something else reads those.
         queries = queries._replace(positions=None)
-    return queries, SideTokens.padded(operands.kv_tokens, static.config.block_kv, functions)
+    return queries, SideTokens.padded(inputs.kv, static.config.block_kv, functions)

@@ -8,8 +8,8 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mask import Mask
-from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -30,7 +30,7 @@ class MosaicStatic:
 
     Attributes:
       spec: the mask and the score.
-      mask: the mask that scores are tested by: :meth:`pallas_kernels.operands.Operands.tested`.
+      mask: the mask that scores are tested by, :meth:`.inputs.AttentionInputs.folded`.
       config: the kernel's tiles.
       batch: B, rows of the batch.
       q_length: T, queries.
@@ -63,26 +63,28 @@ class MosaicStatic:
     has_blocks: bool
 
     @classmethod
-    def of(cls, operands: Operands, spec: AttentionSpec, config: MosaicConfig, **own: Any) -> Self:
-        """Read off the operands; ``own`` are the fields of the one kernel."""
-        batch, q_length, heads, dim = operands.q.shape
-        mask, _ = operands.tested(spec.mask)
+    def of(
+        cls, inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig, **own: Any
+    ) -> Self:
+        """Read off the inputs; ``own`` are the fields of the one kernel."""
+        batch, q_length, heads, dim = inputs.query.q.shape
+        mask, _ = inputs.folded(spec.mask)
         return cls(
             spec=spec,
             mask=mask,
             config=config,
             batch=batch,
             q_length=q_length,
-            kv_length=operands.kv_length,
+            kv_length=inputs.kv_length,
             heads=heads,
-            kv_heads=operands.k.shape[2],
+            kv_heads=inputs.kv.k.shape[2],
             dim=dim,
-            value_dim=operands.value_dim,
-            dtype=operands.q.dtype,
-            has_segments=operands.has_segments,
-            has_key_ranges=operands.has_key_ranges,
-            has_bias=operands.has_bias,
-            has_blocks=operands.block_mask is not None,
+            value_dim=inputs.value_dim,
+            dtype=inputs.query.q.dtype,
+            has_segments=inputs.has_segments,
+            has_key_ranges=inputs.has_kv_bounds,
+            has_bias=inputs.has_bias,
+            has_blocks=inputs.shared.block_mask is not None,
             **own,
         )
 

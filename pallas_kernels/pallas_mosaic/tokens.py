@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis
+from pallas_kernels.inputs import QuerySide, Side
 from pallas_kernels.mask import Mask
-from pallas_kernels.operands import Tokens
 
 
 class SideTokens(NamedTuple):
@@ -20,31 +20,32 @@ class SideTokens(NamedTuple):
     Attributes:
       positions: int32 ``[length]``; None if neither mask nor bias needs them.
       segment_ids: int32 ``[B, length]``, of a tile ``[length]``; None if there are none.
-      key_starts: of queries, int32 ``[B or 1, length]``, of a tile ``[length]``; None without.
-      key_ends: the same.
+      kv_starts: of queries, int32 ``[B or 1, length]``, of a tile ``[length]``; None without.
+      kv_ends: the same.
     """
 
     positions: Any = None
     segment_ids: Any = None
-    key_starts: Any = None
-    key_ends: Any = None
+    kv_starts: Any = None
+    kv_ends: Any = None
 
     @classmethod
-    def padded(cls, tokens: Tokens, block: int, known: bool = False) -> SideTokens:
+    def padded(cls, side: Side, block: int, known: bool = False) -> SideTokens:
         """Arrays padded to whole tiles of ``block`` tokens. Segment 0 hides the padding.
 
         ``known``: behind the last token come copies of its position, for functions that may be
         undefined at others.
         """
-        length = -(-tokens.positions.shape[0] // block) * block
-        by_row = tokens.key_ranges
-        if tokens.segment_ids is not None:
-            by_row["segment_ids"] = tokens.segment_ids
+        assert side.positions is not None
+        length = -(-side.positions.shape[0] // block) * block
+        by_row = side.kv_bounds if isinstance(side, QuerySide) else {}
+        if side.segment_ids is not None:
+            by_row["segment_ids"] = side.segment_ids
         by_row = {name: pad_axis(x, 1, length) for name, x in by_row.items()}
-        extra = length - tokens.positions.shape[0]
+        extra = length - side.positions.shape[0]
         if known and extra:
-            return cls(jnp.pad(tokens.positions, (0, extra), mode="edge"), **by_row)
-        return cls(pad_axis(tokens.positions, 0, length), **by_row)
+            return cls(jnp.pad(side.positions, (0, extra), mode="edge"), **by_row)
+        return cls(pad_axis(side.positions, 0, length), **by_row)
 
     def load(self, batch_row: Any, tokens: Any, layout: Any) -> SideTokens:
         """Those of ``tokens``, a slice of the length, in registers."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import pad_axis
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.spec import Tiles
 
@@ -41,20 +41,20 @@ class BlockWords(NamedTuple):
     block_kv: int
 
     @classmethod
-    def of(cls, operands: Operands, tiles: Tiles, together: int) -> BlockWords | None:
+    def of(cls, inputs: AttentionInputs, tiles: Tiles, together: int) -> BlockWords | None:
         """The test in tiles of this size; None if none is needed (``BlockMask.tests_scores``)."""
-        mask = operands.block_mask
+        mask = inputs.shared.block_mask
         if mask is None or not mask.tests_scores(tiles.block_q, tiles.block_kv, together):
             return None
         run = math.gcd(mask.kv_run, tiles.block_kv)
         words = -(-tiles.block_kv // (run * _BITS))
-        return cls(run, words, -(-operands.kv_length // tiles.block_kv), tiles.block_kv)
+        return cls(run, words, -(-inputs.kv_length // tiles.block_kv), tiles.block_kv)
 
-    def packed(self, operands: Operands) -> jax.Array:
+    def packed(self, inputs: AttentionInputs) -> jax.Array:
         """The words, int32 ``[N or 1, rows * tiles * words]``."""
-        mask = operands.block_mask
+        mask = inputs.shared.block_mask
         assert mask is not None
-        columns = mask.columns(operands.kv_tokens.positions[:: self.run])
+        columns = mask.columns(inputs.kv_positions[:: self.run])
         heads, rows, _ = mask.table.shape
         bits = mask.table.at[:, :, columns].get(mode="clip")
         per_tile = self.block_kv // self.run

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_mask import BlockMask
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.spec import AttentionSpec, Tiles
 
 
@@ -257,21 +257,21 @@ class Build:
     compute_capability: float | None
     interpret: bool
 
-    def configs(self, operands: Operands, spec: AttentionSpec) -> TritonConfigs:
-        """The tiles for these operands."""
+    def configs(self, inputs: AttentionInputs, spec: AttentionSpec) -> TritonConfigs:
+        """The tiles for these inputs."""
         if self.fixed is not None:
             return self.fixed
         return triton_configs(
             self.compute_capability,
-            operands.head_dim,
-            operands.q.dtype,
-            operands.q_length,
-            operands.kv_length,
+            inputs.head_dim,
+            inputs.query.q.dtype,
+            inputs.q_length,
+            inputs.kv_length,
             spec,
-            operands.has_segments,
-            operands.has_bias,
-            operands.value_dim,
-            operands.has_key_ranges,
-            operands.block_mask,
-            operands.groups,
+            inputs.has_segments,
+            inputs.has_bias,
+            inputs.value_dim,
+            inputs.has_kv_bounds,
+            inputs.shared.block_mask,
+            inputs.groups,
         )

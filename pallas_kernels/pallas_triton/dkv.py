@@ -7,13 +7,14 @@ the incoming dK and dV, in place.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import gradient_dtype
 from pallas_kernels.backend import Dkv
-from pallas_kernels.operands import Operands
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import Build
 from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
@@ -36,7 +37,8 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def backward_dkv(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: tuple[jax.Array, jax.Array],
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
@@ -45,15 +47,13 @@ def backward_dkv(
 ) -> Dkv:
     """The dK, dV half of :class:`pallas_kernels.backend.BackwardFunction`.
 
-    The second of the pair ``operands.bounds`` is this kernel's, made by
-    :func:`pallas_kernels.bounds.key_bounds`.
+    The second of the pair ``bounds`` is this kernel's (:func:`pallas_kernels.bounds.key_bounds`).
     """
-    operands = operands.replace(bounds=operands.bounds[1])
-    config = build.configs(operands, spec).dkv
-    do, stats = operands.cotangents()
-    static = TritonStatic.of("keys", operands, spec, config, build.interpret)
+    config = build.configs(inputs, spec).dkv
+    do, stats = inputs.cotangents()
+    static = TritonStatic.of("keys", inputs, spec, config, build.interpret)
     q_length, groups = static.q_length, static.groups
-    arguments = Arguments(static, operands)
+    arguments = Arguments(static, inputs, bounds[1])
     query_block, do_block = (
         arguments.block((None, q_length, groups, lanes), lambda b, h, j: (b, 0, h, 0))
         for lanes in (static.lanes, static.value_lanes)
@@ -63,10 +63,10 @@ def backward_dkv(
         for lanes in (static.lanes, static.value_lanes)
     )
     for array, block in (
-        (operands.q, query_block),
+        (inputs.query.q, query_block),
         (do, do_block),
-        (operands.k, key_block),
-        (operands.v, value_block),
+        (inputs.kv.k, key_block),
+        (inputs.kv.v, value_block),
         (stats, arguments.block((2, None, groups, q_length), lambda b, h, j: (0, b, h, 0))),
     ):
         arguments.add(array, block)
@@ -75,7 +75,7 @@ def backward_dkv(
             arguments.add(gradient, block, result=result)
     results = [
         (x.shape, gradient_dtype(dkv, out_dtype), block)
-        for x, block in zip((operands.k, operands.v), kv_blocks, strict=True)
+        for x, block in zip((inputs.kv.k, inputs.kv.v), kv_blocks, strict=True)
     ]
     return tuple(arguments.call(_kernel, "burst_dkv", results))
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import gradient_dtype
-from pallas_kernels.operands import Operands, PerHead
+from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import Build
 from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
@@ -35,7 +35,8 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def backward_dq(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: tuple[jax.Array, jax.Array],
     dq: jax.Array | None = None,
     *,
     spec: AttentionSpec,
@@ -44,15 +45,13 @@ def backward_dq(
 ) -> tuple[jax.Array, PerHead]:
     """The dQ half of :class:`pallas_kernels.backend.BackwardFunction`.
 
-    The first of the pair ``operands.bounds`` is this kernel's, made by
-    :func:`pallas_kernels.bounds.query_bounds`.
+    The first of the pair ``bounds`` is this kernel's (:func:`pallas_kernels.bounds.query_bounds`).
     """
-    operands = operands.replace(bounds=operands.bounds[0])
-    config = build.configs(operands, spec).dq
-    do, stats = operands.cotangents()
-    static = TritonStatic.of("queries", operands, spec, config, build.interpret)
+    config = build.configs(inputs, spec).dq
+    do, stats = inputs.cotangents()
+    static = TritonStatic.of("queries", inputs, spec, config, build.interpret)
     block_q, groups = config.block_q, static.groups
-    arguments = Arguments(static, operands)
+    arguments = Arguments(static, inputs, bounds[0])
     query_block, do_block = (
         arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
         for lanes in (static.lanes, static.value_lanes)
@@ -64,10 +63,10 @@ def backward_dq(
         for lanes in (static.lanes, static.value_lanes)
     )
     for array, block in (
-        (operands.q, query_block),
+        (inputs.query.q, query_block),
         (do, do_block),
-        (operands.k, key_block),
-        (operands.v, value_block),
+        (inputs.kv.k, key_block),
+        (inputs.kv.v, value_block),
         (stats, arguments.block((2, None, None, block_q), lambda b, h, i: (0, b, h, i))),
     ):
         arguments.add(array, block)
@@ -81,7 +80,7 @@ def backward_dq(
     )
     names = spec.score.differentiated
     dtype = gradient_dtype(dq, out_dtype)
-    results = [(operands.q.shape, dtype, query_block), *[per_head_sums] * len(names)]
+    results = [(inputs.query.q.shape, dtype, query_block), *[per_head_sums] * len(names)]
     dq, *per_head = arguments.call(_kernel, "burst_dq", results)
     return dq, {name: x.sum((0, 2)) for name, x in zip(names, per_head, strict=True)}
 

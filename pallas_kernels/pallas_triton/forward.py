@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
+from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.merge import merge_weights
-from pallas_kernels.operands import Carry, Operands
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.configs import Build
 from pallas_kernels.pallas_triton.launch import Arguments, TritonStatic
@@ -38,7 +39,8 @@ _Start = Literal["carry", "sink", "nothing"]
 
 
 def forward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: jax.Array,
     carry: Carry | None = None,
     *,
     spec: AttentionSpec,
@@ -47,10 +49,10 @@ def forward(
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`."""
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
-    config = build.configs(operands, spec).forward
-    static = TritonStatic.of("queries", operands, spec, config, build.interpret)
+    config = build.configs(inputs, spec).forward
+    static = TritonStatic.of("queries", inputs, spec, config, build.interpret)
     block_q, groups = config.block_q, static.groups
-    arguments = Arguments(static, operands)
+    arguments = Arguments(static, inputs, bounds)
     query_block, o_block = (
         arguments.block((None, block_q, None, lanes), lambda b, h, i: (b, i, h, 0))
         for lanes in (static.lanes, static.value_lanes)
@@ -62,20 +64,20 @@ def forward(
         )
         for lanes in (static.lanes, static.value_lanes)
     )
-    arguments.add(operands.q, query_block)
-    arguments.add(operands.k, key_block)
-    arguments.add(operands.v, value_block)
+    arguments.add(inputs.query.q, query_block)
+    arguments.add(inputs.kv.k, key_block)
+    arguments.add(inputs.kv.v, value_block)
     start: _Start = "nothing"
     if carry is not None:
         start = "carry"
         arguments.add(carry[0], o_block, result=0 if out_dtype == jnp.float32 else None)
         arguments.add(carry[1], lse_block, result=1)
-    elif operands.sink is not None:
+    elif inputs.shared.sink_logits is not None:
         start = "sink"
-        arguments.add(operands.sink, arguments.per_head_block())
-    batch, q_length, heads, _ = operands.q.shape
+        arguments.add(inputs.shared.sink_logits, arguments.per_head_block())
+    batch, q_length, heads, _ = inputs.query.q.shape
     results = [
-        (operands.out_shape, out_dtype, o_block),
+        (inputs.out_shape, out_dtype, o_block),
         ((batch, heads, q_length), jnp.float32, lse_block),
     ]
     return tuple(arguments.call(functools.partial(_kernel, start), "burst_forward", results))

@@ -11,13 +11,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, runs_anywhere
 from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
-from pallas_kernels.elementwise import unsupported
-from pallas_kernels.operands import Operands, PerHead
+from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.pallas_triton.configs import Build, TritonConfig, TritonConfigs
 from pallas_kernels.pallas_triton.dkv import backward_dkv
 from pallas_kernels.pallas_triton.dq import backward_dq
 from pallas_kernels.pallas_triton.forward import forward
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
 # Operations that Triton has for tiles, in JAX's Pallas lowering; those on single numbers are in all
 # of these dtypes.
@@ -56,16 +55,15 @@ def triton(
         backward_bounds=functools.partial(_backward_bounds, build=build),
         split_backward=halves_of_tiles,
         unsupported=_unsupported,
-        unsupported_functions=functools.partial(
-            unsupported, operations=_OPERATIONS, dtypes=_DTYPES
-        ),
+        unsupported_functions=_unsupported_functions,
         unavailable=runs_anywhere if interpret else _needs_ampere,
         checks_vma=not interpret,
     )
 
 
 def _backward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: tuple[jax.Array, jax.Array],
     dq: jax.Array | None = None,
     dkv: Dkv | None = None,
     *,
@@ -75,36 +73,42 @@ def _backward(
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`."""
     options: Any = {"spec": spec, "build": build, "out_dtype": out_dtype}
-    dq, per_head = backward_dq(operands, dq, **options)
-    return dq, backward_dkv(operands, dkv, **options), per_head
+    dq, per_head = backward_dq(inputs, bounds, dq, **options)
+    return dq, backward_dkv(inputs, bounds, dkv, **options), per_head
 
 
-def _forward_bounds(operands: Operands, *, spec: AttentionSpec, build: Build) -> jax.Array:
-    tiles = build.configs(operands, spec).forward.tiles
-    tokens = operands.q_tokens, operands.kv_tokens
-    return query_bounds(spec.mask, *tokens, tiles, operands.block_mask)
+def _forward_bounds(inputs: AttentionInputs, *, spec: AttentionSpec, build: Build) -> jax.Array:
+    tiles = build.configs(inputs, spec).forward.tiles
+    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
 
 
 def _backward_bounds(
-    operands: Operands, *, spec: AttentionSpec, build: Build
+    inputs: AttentionInputs, *, spec: AttentionSpec, build: Build
 ) -> tuple[jax.Array, jax.Array]:
     """The tables of :func:`backward_dq` and of :func:`backward_dkv`."""
-    configs = build.configs(operands, spec)
-    tokens, blocks = (operands.q_tokens, operands.kv_tokens), operands.block_mask
+    configs = build.configs(inputs, spec)
+    sides, blocks = (inputs.query, inputs.kv), inputs.shared.block_mask
     return (
-        query_bounds(spec.mask, *tokens, configs.dq.tiles, blocks),
-        key_bounds(spec.mask, *tokens, configs.dkv.tiles, blocks, operands.groups),
+        query_bounds(spec.mask, *sides, configs.dq.tiles, blocks),
+        key_bounds(spec.mask, *sides, configs.dkv.tiles, blocks, inputs.groups),
     )
 
 
-def _unsupported(operands: Operands) -> str | None:
-    q, k = operands.q, operands.k
+def _unsupported(inputs: AttentionInputs) -> str | None:
+    q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16, float16 or float32"
-    for what, dim in (("", operands.head_dim), (" of values", operands.value_dim)):
+    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim > 256:
             return f"the head dim{what} is {dim}; it takes 256 at most"
     return None
+
+
+def _unsupported_functions(
+    spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool
+) -> str | None:
+    del inputs
+    return unsupported_functions(spec, backward=backward, operations=_OPERATIONS, dtypes=_DTYPES)
 
 
 def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:

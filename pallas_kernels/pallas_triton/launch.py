@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
 from pallas_kernels.dropout import column_numbers
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mask import Mask
-from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.pallas_triton.blocks import BlockWords
 from pallas_kernels.pallas_triton.configs import TritonConfig, padded_lanes
@@ -68,7 +68,7 @@ class TritonStatic:
     Attributes:
       split: the side over whose tiles the programs are split.
       spec: the mask and the score.
-      mask: the mask that scores are tested by: :meth:`pallas_kernels.operands.Operands.tested`.
+      mask: the mask that scores are tested by, :meth:`.inputs.AttentionInputs.folded`.
       config: how the kernel is cut into tiles.
       interpret: run it on any platform, slowly.
       grid: its programs.
@@ -129,23 +129,23 @@ class TritonStatic:
     def of(
         cls,
         split: Literal["queries", "keys"],
-        operands: Operands,
+        inputs: AttentionInputs,
         spec: AttentionSpec,
         config: TritonConfig,
         interpret: bool,
     ) -> TritonStatic:
         """The launch of a kernel whose programs are split over the tiles of one side."""
-        batch, q_length, heads, dim = operands.q.shape
-        kv_length, kv_heads = operands.k.shape[1:3]
+        batch, q_length, heads, dim = inputs.query.q.shape
+        kv_length, kv_heads = inputs.kv.k.shape[1:3]
         if split == "queries":
             grid = Grid(batch, heads, -(-q_length // config.block_q), last_first=True)
         else:
             grid = Grid(batch, kv_heads, -(-kv_length // config.block_kv), last_first=False)
-        sizes = q_length, kv_length, operands.groups
-        lanes = dim, padded_lanes(dim), operands.value_dim, padded_lanes(operands.value_dim)
-        mask, _ = operands.tested(spec.mask)
-        together = 1 if split == "queries" else operands.groups
-        blocks = operands.block_mask is not None, BlockWords.of(operands, config.tiles, together)
+        sizes = q_length, kv_length, inputs.groups
+        lanes = dim, padded_lanes(dim), inputs.value_dim, padded_lanes(inputs.value_dim)
+        mask, _ = inputs.folded(spec.mask)
+        together = 1 if split == "queries" else inputs.groups
+        blocks = inputs.shared.block_mask is not None, BlockWords.of(inputs, config.tiles, together)
         return cls(split, spec, mask, config, interpret, grid, *sizes, *lanes, *blocks)
 
 
@@ -158,56 +158,60 @@ class Arguments:
 
     Args:
       static: what is static about the launch.
-      operands: the arrays; their bounds, tokens and per-head arrays are added here.
+      inputs: the arrays. Those that all kernels read are added here, apart from q, k and v.
+      bounds: the kernel's tile bounds.
     """
 
-    def __init__(self, static: TritonStatic, operands: Operands):
+    def __init__(self, static: TritonStatic, inputs: AttentionInputs, bounds: jax.Array):
         self._static = static
         self._arrays: list[Any] = []
         self._specs: list[pl.BlockSpec] = []
         self._aliases: dict[int, int] = {}
-        self._has_segments = operands.has_segments
-        self._per_head_names = tuple(operands.logits_per_head)
-        self._add_bounds(operands.bounds)
+        self._has_segments = inputs.has_segments
+        self._per_head_names = tuple(inputs.shared.score_parameters)
+        self._add_bounds(bounds)
         # Of one side a program has a tile, of the other one all tokens.
         by_query = static.split == "queries"
         q_size = static.config.block_q if by_query else static.q_length
         kv_size = static.kv_length if by_query else static.config.block_kv
-        sides = (operands.q_tokens, q_size, by_query), (operands.kv_tokens, kv_size, not by_query)
-        for tokens, size, is_tile in sides:
+        sides = (
+            (inputs.q_positions, inputs.query.segment_ids, q_size, by_query),
+            (inputs.kv_positions, inputs.kv.segment_ids, kv_size, not by_query),
+        )
+        for positions, _, size, is_tile in sides:
             index = (lambda b, h, i: (i,)) if is_tile else (lambda b, h, i: (0,))
-            self.add(tokens.positions, self.block((size,), index))
-        for tokens, size, is_tile in sides:
-            if tokens.segment_ids is not None:
+            self.add(positions, self.block((size,), index))
+        for _, segment_ids, size, is_tile in sides:
+            if segment_ids is not None:
                 index = self._by_row(by_batch=True, is_tile=is_tile)
-                self.add(tokens.segment_ids, self.block((None, size), index))
-        _, ranges = operands.tested(static.spec.mask)
+                self.add(segment_ids, self.block((None, size), index))
+        _, ranges = inputs.folded(static.spec.mask)
         self._range_names = tuple(ranges)
         for x in ranges.values():
             self.add(x, self.block((None, q_size), self._by_row(x.shape[0] != 1, by_query)))
-        for array in operands.logits_per_head.values():
+        for array in inputs.shared.score_parameters.values():
             self.add(array, self.per_head_block())
-        self._has_dropout = operands.dropout_seeds is not None
+        self._has_dropout = inputs.shared.dropout_seeds is not None
         if self._has_dropout:
             # Made once for all programs: each of them would make the numbers of all its columns.
             rows = self.stat_block() if by_query else self.all_stats_block()
-            self.add(operands.dropout_rows, rows)
+            self.add(inputs.dropout_rows, rows)
             index = (lambda b, h, i: (0,)) if by_query else (lambda b, h, i: (i,))
-            columns = column_numbers(operands.kv_tokens.positions)
+            columns = column_numbers(inputs.kv_positions)
             self.add(columns, self.block((kv_size,), index))
         if static.block_words is not None:
-            assert operands.block_mask is not None
-            rows = operands.block_mask.rows(operands.q_tokens.positions)
+            assert inputs.shared.block_mask is not None
+            rows = inputs.shared.block_mask.rows(inputs.q_positions)
             self.add(rows, self.block((q_size,), (lambda b, h, i: (i if by_query else 0,))))
-            words = static.block_words.packed(operands)
+            words = static.block_words.packed(inputs)
             # Of a table for all heads there is one.
             heads = 1 if by_query or len(words) == 1 else static.groups
             which = (lambda b, h, i: (h, 0)) if len(words) > 1 else (lambda b, h, i: (0, 0))
             self.add(words, self.block((heads, words.shape[1]), which))
-        self._has_functions = operands.numbering is not None
-        if operands.numbering is not None:
-            self.add(operands.numbering.batch, self.block((1,), lambda b, h, i: (b,)))
-            self.add(operands.numbering.head, self.per_head_block())
+        self._has_functions = inputs.shared.indices is not None
+        if inputs.shared.indices is not None:
+            self.add(inputs.shared.indices.batch, self.block((1,), lambda b, h, i: (b,)))
+            self.add(inputs.shared.indices.head, self.per_head_block())
 
     def _add_bounds(self, bounds: jax.Array) -> None:
         """Adds the table of bounds, or the lists of tiles."""

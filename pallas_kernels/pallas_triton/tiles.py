@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.elementwise import Numbering, Places, on_tiles
+from pallas_kernels.elementwise import Places, on_tiles
+from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
 from pallas_kernels.score import Score
@@ -79,7 +80,7 @@ class TileTokens(NamedTuple):
       positions: int32; None where neither mask nor score read them.
       segment_ids: int32, or None.
       inside: which tokens are inside the array; None if all are.
-      key_ranges: of queries, ``key_starts`` and ``key_ends`` by name, those that there are.
+      key_ranges: of queries, ``kv_starts`` and ``kv_ends`` by name, those that there are.
     """
 
     positions: Any
@@ -96,7 +97,7 @@ class SideRefs(NamedTuple):
       kv_positions: int32 positions of the keys.
       q_segment_ids: int32 segment ids of the queries, or None.
       kv_segment_ids: int32 segment ids of the keys, or None.
-      key_ranges: int32 ``key_starts`` and ``key_ends`` of the queries, those that there are.
+      key_ranges: int32 ``kv_starts`` and ``kv_ends`` of the queries, those that there are.
       per_head: the per-head arrays that logits are made with, one number for each query head of the
         program.
       dropout_rows: int32, the number of each query's row of weights; None without dropout.
@@ -118,7 +119,7 @@ class SideRefs(NamedTuple):
     dropout_columns: Any = None
     block_rows: Any = None
     block_words: Any = None
-    numbering: Numbering | None = None
+    numbering: GlobalIndices | None = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -209,7 +210,7 @@ def split_sides(
         *blocks, rest = *rest[:2], rest[2:]
     numbering = None
     if has_functions:
-        numbering, rest = Numbering(*rest[:2]), rest[2:]
+        numbering, rest = GlobalIndices(*rest[:2]), rest[2:]
     numbers = rows, columns, *blocks
     of_tokens = q_positions, kv_positions, q_ids, kv_ids, ranges, per_head
     sides = SideRefs(*of_tokens, *numbers, numbering=numbering)

@@ -24,11 +24,21 @@ from ring_cases import Ring, a_case, assert_exact, case_id, lengths
 from rings import forward_and_gradients, make_inputs
 
 import burst_jax
-from burst_jax.layers.adapters import nnx_attention_fn
+from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.route import RingMask, make_route
 from burst_jax.ring.work import scores_by_stop
-from pallas_kernels import BlockMask, Mask, Operands, Tiles, Tokens, resolve, xla
+from pallas_kernels import (
+    AttentionInputs,
+    BlockMask,
+    KVSide,
+    Mask,
+    QuerySide,
+    SharedInputs,
+    Tiles,
+    resolve,
+    xla,
+)
 
 
 def attend(arrays, mesh, **options):
@@ -316,12 +326,12 @@ def test_a_layer_takes_it_in_its_call():
 
 def test_hoppers_kernels_say_which_blocks_they_take():
     query: Any = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    nobody = Tokens(jnp.zeros(0, jnp.int32))
 
     def named(run: int, name: str | None = "mosaic_sm90") -> str:
         blocks = BlockMask(jnp.ones((1, 2, 2), bool), 64, 64, 64, run)
-        operands = Operands(query, query, query, nobody, nobody, block_mask=blocks)
-        where = {"platform": "gpu", "compute_capability": 9.0, "operands": operands}
+        sides = QuerySide(query), KVSide(query, query)
+        inputs = AttentionInputs(*sides, SharedInputs(block_mask=blocks))
+        where = {"platform": "gpu", "compute_capability": 9.0, "inputs": inputs}
         return resolve(name, **where, backward=True).name
 
     assert named(64) == "mosaic_sm90"

@@ -1,4 +1,4 @@
-"""``score_mod`` and ``mask_mod``: users' own functions of single scores."""
+"""``score_mod`` and ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -7,38 +7,30 @@ import re
 from typing import Any
 
 import compare
+import dense
 import functions
 import jax
 import jax.numpy as jnp
 import local_cases
 import numpy as np
 import pytest
-from cases import in_tiers
 from flax import nnx
 from implementations import IMPLEMENTATIONS, QUICK
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
 import burst_jax
-from pallas_kernels import AttentionSpec, Mask, Operands, Score, Tokens, resolve
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, Mask, QuerySide, Score, resolve
 
 CASES = [
-    a_case(1, "contiguous", "full"),
-    a_case(2, "zigzag", "causal", backward="rotate_query"),
-    a_case(3, "striped", "packed_causal", shard="63"),
-    a_case(5, "contiguous", "window40_17", backward="rotate_query", shard="longer_keys"),
-    a_case(8, "zigzag", "packed_window_cap"),
-    a_case("2x3", "striped", "causal", backward="rotate_query"),
-    a_case("2+h4", "zigzag", "causal"),
+    a_case(3, "striped", "packed_causal", shard="63") | {"numbers": "both", "dropout": 0.3},
+    a_case("2+h4", "zigzag", "causal", backward="rotate_query"),
 ]
-CASES = [case | {"functions": True} for case in CASES]
-CASES[2]["numbers"] = CASES[5]["numbers"] = "both"
-CASES[3]["dropout"] = CASES[4]["dropout"] = 0.3
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[2:7:2]))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_ring_is_as_exact_as_one_device(case):
-    assert_exact(case)
+    assert_exact(case | {"functions": True})
 
 
 # Every kernel, in each of its forms: whole tiles and parts, ranges, a bias, a soft cap, dropout,
@@ -64,11 +56,19 @@ def local_oracle(index):
     return inputs, *local_cases.oracle(inputs)
 
 
-@pytest.mark.parametrize("name", ["xla", "reference", "triton"])
+QUICK_CASES = {("triton", 0), ("triton", 1), ("triton", 2), ("triton", 3), ("xla", 1), ("xla", 3)}
+QUICK_CASES |= {("reference", 2)}
+
+
 @pytest.mark.parametrize(
-    "index", range(len(LOCAL_CASES)), ids=map(local_cases.case_id, LOCAL_CASES)
+    ("name", "index"),
+    [
+        pytest.param(name, index, marks=() if (name, index) in QUICK_CASES else pytest.mark.slow)
+        for name in ("xla", "reference", "triton")
+        for index in range(len(LOCAL_CASES))
+    ],
 )
-def test_one_device_is_as_exact_as_dense(index, name):
+def test_one_device_is_as_exact_as_dense(name, index):
     inputs, truth, one_device = local_oracle(index)
     attend = jax.jit(local_cases.attend, static_argnums=(0, 1), compiler_options=QUICK)
     arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
@@ -80,28 +80,37 @@ def test_one_device_is_as_exact_as_dense(index, name):
 
 
 B, T, N, K, H = 2, 48, 4, 2, 8
-SLOPES = (0.3, -0.1, 0.05, 0.0)
-
-
-@functools.lru_cache
-def arrays():
-    rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K)]
+SLOPES = np.asarray((0.3, -0.1, 0.05, 0.0), np.float32)
+DOCUMENT = 20
+SEGMENTS = 1 + np.broadcast_to(np.arange(T) // DOCUMENT, (B, T))
+RNG = np.random.default_rng(3)
+ARRAYS = [RNG.normal(size=(B, T, n, H)).astype(np.float32) for n in (N, K, K)]
+DO = RNG.normal(size=(B, T, N, H)).astype(np.float32)
 
 
 def results(mesh, **options):
     """``(out, dq, dk, dv)`` of a call, under a random cotangent."""
-    rng = np.random.default_rng(4)
-    do = jnp.asarray(rng.normal(size=(B, T, N, H)), jnp.float32)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(*arrays):
+    def run(do, *arrays):
         attend = functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
         out, vjp = jax.vjp(attend, *arrays)
         cotangent = jax.reshard(do, jax.typeof(out).sharding) if mesh.explicit_axes else do
         return out, *vjp(cotangent)
 
-    return run(*arrays())
+    return run(DO, *ARRAYS)
+
+
+def wanted(keep=None, **options):
+    """The same by dense attention in float64."""
+    keep = np.ones((B, T, T), bool) if keep is None else keep
+    out, _, *gradients = dense.truth(*ARRAYS, keep, DO, np.zeros((B, T, N)), **options)
+    return out, *gradients
+
+
+def assert_close(got, want):
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 def number(x):
@@ -113,77 +122,75 @@ def alibi(score, batch, head, q_position, kv_position):
     return score - sum(slopes) * number(jnp.abs(q_position - kv_position))
 
 
-TABLE = np.asarray(SLOPES, np.float32)
-DOCUMENT = 20
-SEGMENTS = 1 + np.broadcast_to(np.arange(T) // DOCUMENT, (B, T))
+CAUSAL = dense.Mask(is_causal=True)
+BY_ARGUMENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alibi-table": (
+        {"score_mod": lambda s, b, h, q, k: s - jnp.asarray(SLOPES)[h] * number(jnp.abs(q - k))},
+        {"numbers": {"alibi_slopes": SLOPES}, "distance": dense.distances(T, T)},
+    ),
+    "cap": ({"score_mod": lambda s, b, h, q, k: 1.5 * jnp.tanh(s / 1.5)}, {"soft_cap": 1.5}),
+    "prefix": (
+        {"mask_mod": lambda b, h, q, k: (q >= k) | (k < 8 + 4 * b)},
+        {"keep": CAUSAL.dense(None, None, T, T, prefix_lengths=np.array([8, 12]))},
+    ),
+    "documents": (
+        {"mask_mod": lambda b, h, q, k: q // DOCUMENT == k // DOCUMENT},
+        {"keep": dense.Mask().dense(SEGMENTS, SEGMENTS, T, T)},
+    ),
+    "score-as-mask": (
+        {"score_mod": lambda s, b, h, q, k: jnp.where(q >= k, s, -jnp.inf)},
+        {"keep": CAUSAL.dense(None, None, T, T)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "argument"), BY_ARGUMENT.values(), ids=BY_ARGUMENT)
+def test_a_function_computes_what_an_argument_does(function, argument):
+    assert_close(
+        results(mesh_of(jax.sharding.AxisType.Auto, seq=2), **function), wanted(**argument)
+    )
 
 
 @pytest.mark.parametrize(
-    ("function", "argument"),
-    [
-        ({"score_mod": alibi}, {"alibi_slopes": TABLE}),
-        (
-            {"score_mod": lambda s, b, h, q, k: s - jnp.asarray(TABLE)[h] * number(jnp.abs(q - k))},
-            {"alibi_slopes": TABLE},
-        ),
-        ({"score_mod": lambda s, b, h, q, k: 1.5 * jnp.tanh(s / 1.5)}, {"logits_soft_cap": 1.5}),
-        ({"mask_mod": lambda b, h, q, k: q >= k}, {"is_causal": True}),
-        pytest.param(
-            {"mask_mod": lambda b, h, q, k: jnp.abs(q - k) <= 7},
-            {"local_window_size": 7},
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"mask_mod": lambda b, h, q, k: (q >= k) | (k < 8 + 4 * b)},
-            {"is_causal": True, "prefix_lengths": np.array([8, 12])},
-        ),
-        (
-            {"mask_mod": lambda b, h, q, k: q // DOCUMENT == k // DOCUMENT},
-            {"query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
-        ),
-        (
-            {"score_mod": lambda s, b, h, q, k: jnp.where(q >= k, s, -jnp.inf)},
-            {"is_causal": True},
-        ),
-    ],
-    ids=["alibi", "alibi-table", "cap", "causal", "window", "prefix", "documents", "score-as-mask"],
+    ("kind", "axis"), [("Auto", "tensor_axis"), ("Explicit", "ulysses_axis")], ids=str
 )
-def test_a_function_is_what_the_argument_says(function, argument):
-    mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
-    for got, want in zip(results(mesh, **function), results(mesh, **argument), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2], ids=lambda kind: kind.name)
-def test_rows_and_heads_are_those_of_the_whole_call(kind):
-    """The same as on one device, with batch, heads and sequence split, and with heads exchanged."""
-    mods = {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
-    want = results(mesh_of(jax.sharding.AxisType.Auto, seq=1), **mods)
-    mesh = mesh_of(kind, data=2, seq=2, tensor=2)
+def test_batch_and_head_indices_are_global(kind, axis):
+    """The same as on one device, with batch, heads and sequence sharded."""
+    score, keep = functions.on_all(B, N, range(T), range(T))
+    mesh = mesh_of(jax.sharding.AxisType[kind], data=2, seq=2, tensor=2)
     with jax.set_mesh(mesh):
-        for axes in ({"tensor_axis": "tensor"}, {"ulysses_axis": "tensor"}):
-            got = results(mesh, batch_axis="data", **axes, **mods)
-            for x, y in zip(got, want, strict=True):
-                np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        got = results(mesh, batch_axis="data", **{axis: "tensor"}, **functions.called(True))
+    assert_close(got, wanted(keep, score=score))
 
 
-def test_rows_that_a_function_hides_pass_no_gradient():
-    """Their scores are all -inf: out is 0, and nothing of it is NaN."""
-    mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
+@pytest.mark.parametrize("name", ["xla", "triton", "reference"])
+def test_masked_scores_pass_no_gradient(name):
+    """Not even where the derivative of score_mod is NaN or infinite: at the masked keys."""
 
     def score_mod(score, batch, head, q_position, kv_position):
-        return jnp.where(q_position > 30, score / number(q_position - 30), -jnp.inf)
+        ahead = number(q_position - kv_position)
+        # The mask hides the keys where this divides by 0.
+        bent = jnp.where(ahead == 7.0, score / (ahead - 7.0), 1.5 * score)
+        return jnp.where(q_position > 30, bent, -jnp.inf)
 
-    out, dq, dk, dv = results(mesh, score_mod=score_mod, implementation=IMPLEMENTATIONS["triton"])
-    for x in (out, dq):
+    def mask_mod(batch, head, q_position, kv_position):
+        ahead = q_position - kv_position
+        return (ahead > 0) & (ahead != 7)
+
+    got = results(
+        mesh_of(jax.sharding.AxisType.Auto, seq=1),
+        score_mod=score_mod, mask_mod=mask_mod, implementation=IMPLEMENTATIONS[name],
+    )  # fmt: skip
+    for x in got:
+        assert np.isfinite(x).all()
+        assert (np.abs(x) > 0).any()
+    for x in got[:2]:
         assert (x[:, :31] == 0).all()
         assert (np.abs(x[:, 31:]) > 0).any()
-    assert np.isfinite(dk).all()
-    assert np.isfinite(dv).all()
 
 
 def mistaken(**options):
-    return burst_jax.local_attention(*arrays(), **options)
+    return burst_jax.local_attention(*map(jnp.asarray, ARRAYS), **options)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +214,7 @@ def test_mistakes_are_named(options, message):
     ("options", "message"),
     [
         (
-            {"score_mod": lambda s, b, h, q, k: s + jnp.asarray(TABLE)[h]},
+            {"score_mod": lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h]},
             "score_mod does 'dynamic_slice', which its kernels cannot do",
         ),
         (
@@ -256,13 +263,10 @@ def test_a_table_of_blocks_of_a_function(by_head):
     heads = N if by_head else None
     table = burst_jax.block_mask_of(mask_mod, T, T, 4, 8, num_heads=heads, batch=B)
     grid = np.ix_(range(B), range(heads or 1), range(T), range(T))
-    dense = np.asarray(mask_mod(*grid)).any(0).reshape(-1, T // 4, 4, T // 8, 8).any((2, 4))
-    np.testing.assert_array_equal(table, dense if by_head else dense[0])
-    mesh = mesh_of(jax.sharding.AxisType.Auto, seq=2)
-    want = results(mesh, mask_mod=mask_mod)
-    got = results(mesh, mask_mod=mask_mod, block_mask=table)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    blocks = np.asarray(mask_mod(*grid)).any(0).reshape(-1, T // 4, 4, T // 8, 8).any((2, 4))
+    np.testing.assert_array_equal(table, blocks if by_head else blocks[0])
+    got = results(mesh_of(jax.sharding.AxisType.Auto, seq=2), mask_mod=mask_mod, block_mask=table)
+    assert_close(got, wanted(np.broadcast_to(np.asarray(mask_mod(*grid)), (B, heads or 1, T, T))))
 
 
 @pytest.mark.parametrize(
@@ -291,12 +295,12 @@ def test_hoppers_own_backward_takes_what_it_has_registers_and_instructions_for(
     dim, score_mod, chosen
 ):
     x: Any = jax.ShapeDtypeStruct((1, 128, 2, dim), jnp.bfloat16)
-    tokens = Tokens(jnp.arange(128, dtype=jnp.int32))
+    inputs = AttentionInputs(QuerySide(x), KVSide(x, x))
     spec = AttentionSpec(Mask(), Score(1.0, score_mod=score_mod))
 
     def choose(name):
         where = {"platform": "gpu", "compute_capability": 9.0, "backward": True, "spec": spec}
-        return resolve(name, operands=Operands(x, x, x, tokens, tokens), **where).name
+        return resolve(name, inputs=inputs, **where).name
 
     if chosen == "mosaic_sm90":
         assert choose("mosaic_sm90") == chosen

@@ -20,7 +20,7 @@ from ring_cases import MASKS, Ring, a_case, assert_exact, case_id, lengths
 from rings import forward_and_gradients, make_inputs
 
 import burst_jax
-from burst_jax.layers.adapters import nnx_attention_fn
+from burst_jax.layers.attention_fn import nnx_attention_fn
 
 BATCH = 2
 

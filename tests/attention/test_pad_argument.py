@@ -142,5 +142,5 @@ def test_what_cannot_be_padded_is_refused():
     x = x[:, :9]
     with pytest.raises(ValueError, match=r"block_mask is given, and lengths 9 and 9 are padded to"):
         burst_jax.burst_attention(x, x, x, block_mask=np.ones((3, 3), bool), **options)
-    with pytest.raises(ValueError, match="BurstAttention does not take pad: pad tokens once"):
+    with pytest.raises(ValueError, match="BurstAttention does not accept pad: pad tokens once"):
         burst_jax.BurstAttention(8, 2, rngs=None, pad=True)  # pyrefly: ignore

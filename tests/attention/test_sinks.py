@@ -173,7 +173,7 @@ def hidden_and_gradients(mesh, layout, prefixes=PREFIXES, config=CONFIG, **optio
     with jax.set_mesh(mesh):
         replicated = jax.device_put(weights(), jax.NamedSharding(mesh, jax.P()))
         if "rules" in options:
-            specs = nnx.merge(graphdef, replicated).parts().tree(replicated)
+            specs = nnx.merge(graphdef, replicated).shardings().weight_specs(replicated)
             replicated = jax.tree.map(
                 lambda w, spec: jax.device_put(w, jax.NamedSharding(mesh, spec)), replicated, specs
             )
@@ -248,7 +248,9 @@ def test_what_cannot_be_is_refused(tmp_path):
         model(ROWS, at, prefix_lengths=[1, 2, 3, 4])
     with pytest.raises(NotImplementedError, match=r"no family of models .*attention_sinks=True"):
         save(model, tmp_path, max_length=64)
-    with pytest.raises(ValueError, match="does not take sink_logits: sinks=True makes it a param"):
+    with pytest.raises(
+        ValueError, match="does not accept sink_logits: sinks=True makes it a param"
+    ):
         burst_jax.BurstAttention(D, N, rngs=nnx.Rngs(0), sink_logits=jnp.zeros(N, jnp.float32))
     with pytest.raises(NotImplementedError, match=r"rope_theta is DynamicRope.* pass it to attend"):
         burst_jax.BurstAttention(D, N, rngs=nnx.Rngs(0), rope_theta=DynamicRope())

@@ -353,6 +353,6 @@ def test_the_remedy_for_rows_of_their_own():
 @pytest.mark.parametrize("name", ["query_offset", "query_positions", "key_value_positions"])
 def test_layers_take_none(name):
     with pytest.raises(
-        ValueError, match=f"BurstAttention does not take {name}: queries and keys a"
+        ValueError, match=f"BurstAttention does not accept {name}: queries and keys a"
     ):
         burst_jax.BurstAttention(16, 2, rngs=None, **{name: 3})  # pyrefly: ignore

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels, truth
-from pallas_kernels import AttentionSpec, Tokens
+from pallas_kernels import AttentionSpec
 
 SMALL = kernels.Case("small", 2, 128, 4, 2, 16, is_causal=True)
 PACKED = kernels.Case("packed", 1, 128, 4, 2, 16, is_causal=True, documents=3)
@@ -47,9 +47,9 @@ def test_truth_is_dense_attention(case, monkeypatch):
     left, right = case.options["local_window_size"] or (None, None)
     spec = AttentionSpec.of(case.head_dim**-0.5, left, 0 if case.is_causal else right)
     ids = case.segment_ids()
-    tokens = Tokens(jnp.arange(case.length, dtype=jnp.int32), None if ids is None else ids[:1])
+    tokens = jnp.arange(case.length, dtype=jnp.int32), None if ids is None else ids[:1]
     numbers = {name: x[:groups] for name, x in case.per_head().items()}
-    got = truth.attention_and_gradients(spec, tokens, q, k, v, do, numbers)
+    got = truth.attention_and_gradients(spec, *tokens, q, k, v, do, numbers)
     dlse = np.zeros((1, case.length, groups), np.float32)
     args = q[None], k[None, :, None], v[None, :, None], kept(case)[None], do[None], dlse, None
     distance = dense.distances(case.length, case.length)
@@ -61,9 +61,9 @@ def test_truth_is_dense_attention(case, monkeypatch):
 
 def test_truth_needs_whole_blocks_of_rows():
     x = jnp.zeros((1500, 1, 16))
-    tokens = Tokens(jnp.arange(1500, dtype=jnp.int32))
+    at = jnp.arange(1500, dtype=jnp.int32)
     with pytest.raises(ValueError, match="the length is 1500: it must be a multiple of 1024"):
-        truth.attention_and_gradients(AttentionSpec.of(1.0), tokens, x, x[:, 0], x[:, 0], x)
+        truth.attention_and_gradients(AttentionSpec.of(1.0), at, None, x, x[:, 0], x[:, 0], x)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ HOPPER = 228 * 1024
 def test_the_kernel_of_a_call_makes_what_the_call_makes(kernel, monkeypatch):
     monkeypatch.setattr(ampere, "triton", lambda config: triton(interpret=True, config=config))
     candidate = ampere.Candidate(CASE, kernel, CONFIG)
-    operands = candidate.with_bounds(ampere.operands_of(CASE))
-    want = jax.tree.leaves(candidate.run()(operands))
-    given, results, call = ampere.kernel_call(candidate.run(), operands)
+    arguments = candidate.with_bounds(ampere.inputs_of(CASE))
+    want = jax.tree.leaves(candidate.run()(*arguments))
+    given, results, call = ampere.kernel_call(candidate.run(), *arguments)
     got = jax.tree.leaves(call(*given))
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in results]
     for x, y in zip(got, want, strict=True):

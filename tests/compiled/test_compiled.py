@@ -17,7 +17,7 @@ from routes import hops_of_turns
 
 import burst_jax
 from burst_jax.ring.rotation import ShardShape, backward_bytes, choose_rotation, forward_bytes
-from pallas_kernels import AttentionSpec, Operands, Tokens, resolve, triton
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide, resolve, triton
 from pallas_kernels.pallas_triton.configs import SHARED_MEMORY, TritonConfig, triton_configs
 
 pytestmark = pytest.mark.cuda_compiler
@@ -414,18 +414,17 @@ def test_computed_shared_memory_is_what_xla_says(kernel, stages):
     config = TritonConfig(128, 128, 8, 2 + stages)
     arrays = compiled.inputs(mesh, 1024, 2, 2, dim)
     local = triton(config=config)
-    spec, tokens = AttentionSpec.of(0.1, right=0), Tokens(jnp.arange(1024, dtype=jnp.int32))
+    spec, positions = AttentionSpec.of(0.1, right=0), jnp.arange(1024, dtype=jnp.int32)
     stats = jnp.zeros((2, 1, 2, 1024), jnp.float32)
 
     def run(q, k, v):
-        operands = Operands(q, k, v, tokens, tokens)
+        query = QuerySide(q, positions, do=q, stats=stats)
+        inputs = AttentionInputs(query, KVSide(k, v, positions))
         if kernel == "forward":
-            bounds = local.forward_bounds(operands, spec=spec)
-            return local.forward(operands.replace(bounds=bounds), spec=spec)[0]
-        bounds = local.backward_bounds(operands, spec=spec)
+            return local.forward(inputs, local.forward_bounds(inputs, spec=spec), spec=spec)[0]
         half = {"dq": local.backward_dq, "dkv": local.backward_dkv}[kernel]
         assert half is not None
-        return half(operands.replace(bounds=bounds, do=q, stats=stats), spec=spec)[0]
+        return half(inputs, local.backward_bounds(inputs, spec=spec), spec=spec)[0]
 
     run = jax.shard_map(run, mesh=mesh, in_specs=(P(),) * 3, out_specs=P(), check_vma=False)
     with pytest.raises(Exception, match="Shared memory size limit exceeded") as caught:
@@ -442,11 +441,11 @@ def test_spilling_tiles_are_refused():
     config = TritonConfig(block_q=128, block_kv=128, num_warps=4, num_stages=2)
 
     def local(query, key, value):
-        tokens = Tokens(jnp.arange(512, dtype=jnp.int32))
+        positions = jnp.arange(512, dtype=jnp.int32)
         bounds = jnp.zeros((1, 4, 4), jnp.int32)
         spec = AttentionSpec.of(0.1, right=0)
-        operands = Operands(query, key, value, tokens, tokens, bounds=bounds)
-        return triton(config=config).forward(operands, spec=spec)
+        inputs = AttentionInputs(QuerySide(query, positions), KVSide(key, value, positions))
+        return triton(config=config).forward(inputs, bounds, spec=spec)
 
     specs = (jax.P(None, "seq"),) * 3
     outs = (jax.P(None, "seq"), jax.P(None, None, "seq"))
@@ -473,7 +472,7 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     )
     assert seen[0] == ("gpu", capability)
     query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
-    operands = Operands(query, query, query, Tokens(jnp.arange(8)), Tokens(jnp.arange(8)))
-    where = {"platform": "gpu", "compute_capability": capability, "operands": operands}
+    inputs = AttentionInputs(QuerySide(query), KVSide(query, query))
+    where = {"platform": "gpu", "compute_capability": capability, "inputs": inputs}
     hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
     assert resolve(None, **where).name == ("mosaic_sm90" if hopper else "triton")

@@ -10,11 +10,11 @@ import compiled_programs as compiled
 import functions
 import jax
 import jax.numpy as jnp
+import local as local_calls
 import pytest
 
 from burst_jax import burst_attention
-from pallas_kernels import AttentionSpec, BlockMask, Dropout, Operands, Tokens, mosaic_sm90
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels import AttentionSpec, BlockMask, Dropout, mosaic_sm90
 from pallas_kernels.pallas_mosaic.configs import (
     SHARED_MEMORY,
     MosaicConfig,
@@ -90,7 +90,7 @@ def compile_one(
     stats = array(2, BATCH, HEADS, length)
     ids = array(BATCH, length, dtype=jnp.int32) if full or segments else None
     of_queries = dict.fromkeys(
-        ("key_starts", "key_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
+        ("kv_starts", "kv_ends") if ranges else (), array(BATCH, length, dtype=jnp.int32)
     )
     seeds = array(BATCH, HEADS, dtype=jnp.int32) if dropout else None
     per_head = dict.fromkeys(("sink_logits", "alibi_slopes") if numbers else (), array(HEADS))
@@ -101,26 +101,25 @@ def compile_one(
     sums = sums if carried else None
     out_dtype = dtype if rounded else None
 
-    def operands_of(q, k, v, ids, ranges, per_head, seeds, table):
-        tokens = Tokens(jnp.arange(length, dtype=jnp.int32), ids)
+    def inputs_of(q, k, v, ids, ranges, per_head, seeds, table):
+        tokens = local_calls.tokens(jnp.arange(length, dtype=jnp.int32), ids)
         mask = None if table is None else BlockMask(table, 64, 64, 64, 64)
-        numbering = Numbering.of(q) if mods else None
         arrays = q, k, v, tokens._replace(**ranges), tokens, per_head, seeds, mask
-        return Operands(*arrays, numbering=numbering)
+        return local_calls.inputs_of(*arrays, functions=bool(mods))
 
     def forward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
         del do, stats
-        operands = operands_of(q, k, v, ids, ranges, *of_heads)
-        operands = operands.replace(bounds=local.forward_bounds(operands, spec=spec))
-        return local.forward(operands, sums, spec=spec, out_dtype=out_dtype)
+        inputs = inputs_of(q, k, v, ids, ranges, *of_heads)
+        bounds = local.forward_bounds(inputs, spec=spec)
+        return local.forward(inputs, bounds, sums, spec=spec, out_dtype=out_dtype)
 
     def backward(q, k, v, do, stats, ids, ranges, sums, *of_heads):
-        operands = operands_of(q, k, v, ids, ranges, *of_heads)
-        bounds = local.backward_bounds(operands, spec=spec)
-        operands = operands.replace(bounds=bounds, do=do, stats=stats)
+        inputs = inputs_of(q, k, v, ids, ranges, *of_heads)
+        bounds = local.backward_bounds(inputs, spec=spec)
+        inputs = local_calls.with_cotangents(inputs, do, stats)
         assert local.backward is not None
         sums_or_none = sums or (None, None)
-        return local.backward(operands, *sums_or_none, spec=spec, out_dtype=out_dtype)
+        return local.backward(inputs, bounds, *sums_or_none, spec=spec, out_dtype=out_dtype)
 
     run = forward if half == "forward" else backward
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.

@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from jaxprs import equations
 from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
+from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import from_layout, to_layout
 from burst_jax.layouts.permutation import positions as burst_positions
 from burst_jax.models import (
@@ -35,38 +36,32 @@ from burst_jax.parallel.mesh import axes_size, flat_names, sequence_axes
 from burst_jax.training import make_batch, place_batch
 
 CONFIG = DecoderConfig(
-    vocab_size=40,
-    num_layers=2,
-    embed_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=24,
-    logits_soft_cap=5.0,
-)
+    vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24,
+    logits_soft_cap=5.0, rope_theta=300.0,
+)  # fmt: skip
 B, T = 2, 32
 ROWS = np.random.default_rng(0).integers(0, 40, (B, T + 1))
 SEGMENTS = np.ones((B, T + 1), np.int32)
 SEGMENTS[0, 10:], SEGMENTS[1, 27:] = 2, 0
+COTANGENT = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float32), 3)
 
 
 @functools.cache
 def params():
-    return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
+    """Weights whose norms have scales other than 1, which would hide a swap."""
+    state = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: x * rng.uniform(0.5, 2.0, x.shape).astype(np.float32), state)
 
 
-def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, weights=None, **axes):
-    """Hidden states in natural order and all weights' gradients for one random cotangent.
+def hidden_and_grads(mesh, layout, config=CONFIG, **axes):
+    """Hidden states in natural order, and all weights' gradients for :data:`COTANGENT`.
 
-    ``weights``: None for those of :func:`params`. ``axes``: seq_axis and ulysses_axis, if
-    they are not the defaults.
+    ``axes``: seq_axis and ulysses_axis, if they are not the defaults.
     """
-    ring = flat_names(axes.get("seq_axis", "seq"))
-    n = axes_size(mesh, ring)
+    n = axes_size(mesh, flat_names(axes.get("seq_axis", "seq")))
     graphdef, _ = abstract_decoder(config, mesh=mesh, batch_axis="data", layout=layout, **axes)
-    batch = make_batch(ROWS, layout=layout, num_shards=n, segment_ids=segments)
-    cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), config.dtype), 3)
-
+    batch = make_batch(ROWS, layout=layout, num_shards=n, segment_ids=SEGMENTS)
     with jax.set_mesh(mesh):
         placed = place_batch(batch, mesh, batch_axis="data", seq_axis=sequence_axes(axes))
 
@@ -79,13 +74,10 @@ def hidden_and_grads(mesh, layout, config=CONFIG, segments=SEGMENTS, weights=Non
             hidden, vjp = jax.vjp(f, params)
             return hidden, vjp(cotangent)[0]
 
-        spec = placed["inputs"].sharding.spec
-        sharded = jax.device_put(
-            to_layout(cotangent, layout, n), jax.NamedSharding(mesh, jax.P(*spec, None))
-        )
-        weights = params() if weights is None else weights
-        replicated = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
-        hidden, grads = jax.device_get(run(replicated, placed, sharded))
+        spec = jax.P(*placed["inputs"].sharding.spec, None)
+        cotangent = jax.device_put(to_layout(COTANGENT, layout, n), jax.NamedSharding(mesh, spec))
+        replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
+        hidden, grads = jax.device_get(run(replicated, placed, cotangent))
     return from_layout(hidden, layout, n), without_head(grads)
 
 
@@ -97,117 +89,67 @@ def without_head(grads):
 
 
 @functools.cache
-def one_device():
-    return hidden_and_grads(make_mesh(), "contiguous")
-
-
-@pytest.mark.parametrize(
-    "qk_norm",
-    [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="qk_norm")],
-)
-def test_one_device_equals_the_formula(qk_norm):
-    """What the rings are held to, itself held to the formula in float64."""
-    config = dataclasses.replace(CONFIG, qk_norm=qk_norm, rope_theta=300.0)
-    state = nnx.state(Decoder(config, rngs=nnx.Rngs(0), mesh=make_mesh()))
-    # Scales of 1 would hide one norm's in another's place.
-    rng = np.random.default_rng(1)
-    scaled = jax.tree.map(lambda x: x * rng.uniform(0.5, 2.0, x.shape).astype(np.float32), state)
-    hidden, grads = hidden_and_grads(make_mesh(), "contiguous", config, weights=scaled)
+def formula():
+    """By the formulas in float64, on one device."""
     tokens, segments = ROWS[:, :-1], SEGMENTS[:, :-1]
     keep = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
     keep &= np.tril(np.ones((T, T), bool))
     pos = np.tile(np.arange(T), (B, 1))
-    cotangent = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float32), 3)
 
-    def formula(params):
+    def hidden(params):
         return plain_model.decoder(params, tokens, pos, keep, 300.0, CONFIG.logits_soft_cap)
 
     with jax.enable_x64(True):
-        params64 = jax.tree.map(jnp.asarray, plain_model.float64(nnx.to_pure_dict(scaled)))
+        params64 = jax.tree.map(jnp.asarray, plain_model.float64(nnx.to_pure_dict(params())))
 
         @quick_jit
         def run(params, cotangent):
-            want, vjp = jax.vjp(formula, params)
-            return want, vjp(cotangent)[0]
+            out, vjp = jax.vjp(hidden, params)
+            return out, vjp(cotangent)[0]
 
-        want, want_grads = run(params64, jnp.asarray(cotangent, jnp.float64))
-        want, want_grads = jax.device_get((want, without_head(want_grads)))
-    assert relative_rms(hidden, want) < 1e-5
-    assert_close(grads, want_grads, 1e-5)
+        out, grads = jax.device_get(run(params64, jnp.asarray(COTANGENT, jnp.float64)))
+    return out, without_head(grads)
 
 
-@pytest.mark.parametrize(
-    ("data", "seq", "layout", "kind"),
-    [
-        pytest.param(1, 8, "zigzag", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param(2, 4, "striped", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param(1, 4, "contiguous", AxisType.Auto, marks=pytest.mark.slow),
-        (2, 4, "zigzag", AxisType.Explicit),
-    ],
-    ids=["zigzag-n8", "striped-data2-n4", "contiguous-n4", "zigzag-data2-n4-explicit"],
-)
-def test_ring_equals_one_device(data, seq, layout, kind):
-    hidden, grads = hidden_and_grads(make_mesh(data, seq, kind=kind), layout)
-    want_hidden, want_grads = one_device()
-    assert relative_rms(hidden, want_hidden) < 1e-5
-    assert_close(grads, want_grads, 1e-5)
+SLOW = pytest.mark.slow
+TWO_LEVELS = {"data": 2, "outer": 2, "inner": 2}, {"seq_axis": ("outer", "inner")}
+ULYSSES = {"data": 2, "seq": 2, "heads": 2}, {"ulysses_axis": "heads"}
 
 
 @pytest.mark.parametrize(
-    ("seq", "layout"),
+    ("sizes", "axes", "layout", "kind", "remat"),
     [
-        pytest.param(1, "contiguous", marks=pytest.mark.slow),
-        (4, "zigzag"),
-        pytest.param(8, "zigzag", marks=pytest.mark.slow),
-    ],
-)
-def test_half_of_the_attention_made_again_equals_one_device(seq, layout):
-    config = dataclasses.replace(CONFIG, remat="half")
-    hidden, grads = hidden_and_grads(make_mesh(1, seq), layout, config)
-    want_hidden, want_grads = one_device()
-    assert relative_rms(hidden, want_hidden) < 1e-5
-    assert_close(grads, want_grads, 1e-5)
-
-
-TWO_LEVELS = ("data", "outer", "inner"), {"seq_axis": ("outer", "inner")}
-EXCHANGED = ("data", "seq", "heads"), {"ulysses_axis": "heads"}
-
-
-@pytest.mark.parametrize(
-    ("names", "axes", "kind"),
-    [
-        pytest.param(*TWO_LEVELS, AxisType.Auto, id="two_levels-auto", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "seq": 4}, {}, "zigzag", AxisType.Explicit, "half", id="half"),
+        pytest.param(*ULYSSES, "zigzag", AxisType.Auto, "attention", id="ulysses"),
         pytest.param(
-            *TWO_LEVELS, AxisType.Explicit, id="two_levels-explicit", marks=pytest.mark.slow
+            {"data": 1, "seq": 8}, {}, "striped", AxisType.Auto, "attention", id="n8", marks=SLOW
         ),
-        pytest.param(*EXCHANGED, AxisType.Auto, id="heads_exchanged-auto", marks=pytest.mark.slow),
         pytest.param(
-            *EXCHANGED, AxisType.Explicit, id="heads_exchanged-explicit", marks=pytest.mark.slow
+            {"data": 2, "seq": 1}, {}, "contiguous", AxisType.Auto, "half", id="1", marks=SLOW
+        ),
+        pytest.param(
+            *TWO_LEVELS, "zigzag", AxisType.Explicit, "attention", id="two_levels", marks=SLOW
         ),
     ],
 )
-def test_other_rings_equal_one_device(names, axes, kind):
-    mesh = mesh_of(kind, **dict.fromkeys(names, 2))
-    hidden, grads = hidden_and_grads(mesh, "zigzag", **axes)
-    want_hidden, want_grads = one_device()
-    assert relative_rms(hidden, want_hidden) < 1e-5
-    assert_close(grads, want_grads, 1e-5)
+def test_rings_equal_the_formula(sizes, axes, layout, kind, remat):
+    config = dataclasses.replace(CONFIG, remat=remat)
+    got = hidden_and_grads(mesh_of(kind, **sizes), layout, config, **axes)
+    assert_close(got, formula(), 1e-5)
 
 
 def test_causal_and_segments_hide_what_they_should():
-    model = Decoder(
-        CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(seq=4), layout="zigzag", batch_axis="data"
-    )
+    options: Any = {"mesh": make_mesh(seq=4), "layout": "zigzag", "batch_axis": "data"}
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), **options)
 
     def hidden(rows):
         batch = make_batch(rows, layout="zigzag", num_shards=4, segment_ids=SEGMENTS)
         out = model(*(jnp.asarray(batch[k]) for k in ("inputs", "positions", "segment_ids")))
         return np.asarray(from_layout(out, "zigzag", 4))
 
-    before = hidden(ROWS)
     changed = ROWS.copy()
     changed[0, 5], changed[1, 20] = (changed[0, 5] + 1) % 40, (changed[1, 20] + 1) % 40
-    same = (hidden(changed) == before).all(-1)
+    same = (hidden(changed) == hidden(ROWS)).all(-1)
     assert same[0, :5].all()
     assert not same[0, 5:10].any()
     assert same[0, 10:].all()  # Another segment.
@@ -216,16 +158,13 @@ def test_causal_and_segments_hide_what_they_should():
 
 
 @pytest.mark.parametrize("remat", ["selective", "full"])
-def test_no_second_stack_of_whole_weights_is_kept(remat):
+def test_no_second_stack_of_gathered_weights_is_stored(remat):
     config = dataclasses.replace(CONFIG, remat=remat)
     graphdef, shapes = abstract_decoder(config, mesh=make_mesh(seq=4), layout="zigzag")
     positions = burst_positions("zigzag", T, 4)
 
     def gradient(params, tokens):
-        def total(params):
-            return nnx.merge(graphdef, params)(tokens, positions).sum()
-
-        return jax.grad(total)(params)
+        return jax.grad(lambda params: nnx.merge(graphdef, params)(tokens, positions).sum())(params)
 
     jaxpr = jax.make_jaxpr(gradient)(shapes, jax.ShapeDtypeStruct((B, T), jnp.int32)).jaxpr
     stacks = [
@@ -238,78 +177,54 @@ def test_no_second_stack_of_whole_weights_is_kept(remat):
     assert len(stacks) == 2  # The gradients of gate and up.
 
 
-def compiled_gradient(remat, remat_layers=None):
-    mesh = make_mesh(seq=4)
-    config = dataclasses.replace(CONFIG, remat=remat, remat_layers=remat_layers)
-    graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag")
-    placed = place_batch(make_batch(ROWS, layout="zigzag", num_shards=4), mesh)
-
-    def gradient(params, batch, cotangent):
-        def hidden(params):
-            return nnx.merge(graphdef, params)(batch["inputs"], batch["positions"])
-
-        return jax.vjp(hidden, params)[1](cotangent)[0]
-
-    cotangent = jax.device_put(
-        random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float32), 3),
-        jax.NamedSharding(mesh, jax.P(None, "seq", None)),
-    )
-    replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
-    compiled = jax.jit(gradient).lower(replicated, placed, cotangent).compile()
-    return compiled, compiled(replicated, placed, cotangent)
-
-
-# Of these four tests the first that runs compiles all programs, optimized as they ship.
-
-
-@functools.cache
-def compiled_gradients():
-    found = {remat: compiled_gradient(remat) for remat in get_args(Remat)}
-    return found | {"some": compiled_gradient("selective", 1)}
-
-
 @pytest.mark.slow
-def test_remat_runs_no_second_forward_ring():
-    permutes = {
-        remat: len(re.findall(r"= .* collective-permute(?:-start)?\(", text_of(program)))
-        for remat, (program, _) in compiled_gradients().items()
-    }
+def test_what_each_remat_recomputes_and_sends():
+    """In programs that are optimized as they ship."""
+    mesh = make_mesh(seq=4)
+    placed = place_batch(make_batch(ROWS, layout="zigzag", num_shards=4), mesh)
+    cotangent = jax.device_put(COTANGENT, jax.NamedSharding(mesh, jax.P(None, "seq", None)))
+    replicated = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
+
+    def compiled(remat, remat_layers=None):
+        config = dataclasses.replace(CONFIG, remat=remat, remat_layers=remat_layers)
+        graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag")
+
+        def gradient(params, batch, cotangent):
+            def hidden(params):
+                return nnx.merge(graphdef, params)(batch["inputs"], batch["positions"])
+
+            return jax.vjp(hidden, params)[1](cotangent)[0]
+
+        program = jax.jit(gradient).lower(replicated, placed, cotangent).compile()
+        return text_of(program), without_head(program(replicated, placed, cotangent))
+
+    found = {remat: compiled(remat) for remat in get_args(Remat)}
+    found["some"] = compiled("selective", 1)
+    grads = {remat: gradients for remat, (_, gradients) in found.items()}
+    texts = {remat: text for remat, (text, _) in found.items()}
+    for remat in found:
+        assert_close(grads[remat], grads["none"], 1e-6)
+        assert not re.search("all-gather|all-to-all", texts[remat])
+
+    pattern = re.compile(r"= .* collective-permute(?:-start)?\(")
+    permutes = {remat: len(pattern.findall(text)) for remat, text in texts.items()}
     # One scan forward and one backward over all layers, so each ring is in the program once.
     for remat in ("selective", "attention", "offload"):
         assert permutes[remat] == permutes["none"]
-    # K and V make three hops each; backward so do they and their gradient.
+    # K and V make three hops each; in the backward pass so do they and their gradient.
     assert permutes["full"] == permutes["none"] + 2 * 3
-    # The first half's ring, and Q, K, V, out and lse dealt out before and after it.
+    # The first half's ring, and q, k, v, out and lse redistributed before and after it.
     assert permutes["half"] == permutes["none"] + 2 * 3 + 2 * 5
     assert permutes["none"] >= 2 * 3 + 2 * 3 + 3
     # A scan over the layers of "attention", and one over those of "selective".
     assert permutes["some"] == 2 * permutes["none"]
 
-
-@pytest.mark.slow
-def test_some_layers_keep_more_than_the_others():
-    programs = {remat: program for remat, (program, _) in compiled_gradients().items()}
-    # Of the weights, in the backward pass: gradients and what is recomputed.
+    # Products with weights in the backward pass: gradients and what is recomputed.
     name = re.compile(r' dot\(.*op_name="[^"]*checkpoint/(?:rematted_computation/)?dot_general"')
-    products = {remat: len(name.findall(text_of(program))) for remat, program in programs.items()}
-    # The products of out, gate and up.
-    assert products["attention"] == products["selective"] + 3
-    # XLA merges nothing with the forward pass, though the loops over a single layer are none.
+    products = {remat: len(name.findall(text)) for remat, text in texts.items()}
+    assert products["attention"] == products["selective"] + 3  # Out, gate and up.
+    # XLA merges nothing with the forward pass, although it unrolls scans over a single layer.
     assert products["some"] == products["attention"] + products["selective"]
-
-
-@pytest.mark.slow
-def test_remat_changes_no_gradient():
-    grads = {remat: without_head(g) for remat, (_, g) in compiled_gradients().items()}
-    for remat in grads:
-        assert_close(grads[remat], grads["none"], 1e-6)
-
-
-@pytest.mark.slow
-def test_no_device_gathers_tokens():
-    for program, _ in compiled_gradients().values():
-        assert "all-gather" not in text_of(program)
-        assert "all-to-all" not in text_of(program)
 
 
 def test_other_attention_over_the_same_weights():
@@ -325,21 +240,27 @@ def test_other_attention_over_the_same_weights():
     assert ring.layers.mlp.up.kernel.dtype == jnp.float32
     want = ring.with_attention(mesh=make_mesh())(tokens, pos)
     assert 1e-4 < relative_rms(out, want) < 5e-2
+    # All arguments of a pipeline are those of the new decoder.
+    mesh = mesh_of(stage=2, seq=2)
+    staged = ring.with_attention(mesh=mesh, rules=ShardingRules.of(mesh), microbatches=4)
+    assert staged.microbatches == staged.shardings().microbatches == 4
+    assert staged.arguments["microbatches"] == 4
+    assert staged.with_attention(mesh=mesh, rules=ShardingRules.of(mesh)).microbatches is None
 
 
 def test_options_set_here_or_unknown_raise():
-    make: Any = Decoder
-    for name in ("is_causal", "logits_soft_cap"):
-        with pytest.raises(TypeError, match=f"Decoder sets {name} itself"):
-            make(CONFIG, rngs=nnx.Rngs(0), **{name: True})
     scaled = dataclasses.replace(CONFIG, attention_scale=0.5)
-    with pytest.raises(TypeError, match="scale is given, and DecoderConfig's attention_scale says"):
-        make(scaled, rngs=nnx.Rngs(0), scale=0.5)
     windowed = dataclasses.replace(CONFIG, layer_pattern=(LayerKind(3),))
-    with pytest.raises(TypeError, match=r"local_window_size is given, and .* layer_pattern says"):
-        make(windowed, rngs=nnx.Rngs(0), local_window_size=3)
-    with pytest.raises(TypeError, match="unknown option 'axis'"):
-        make(CONFIG, rngs=nnx.Rngs(0), axis="seq")
+    for config, option, message in (
+        (CONFIG, "is_causal", "Decoder sets is_causal itself"),
+        (CONFIG, "logits_soft_cap", "Decoder sets logits_soft_cap itself"),
+        (scaled, "scale", "scale is given, and DecoderConfig's attention_scale sets it"),
+        (windowed, "local_window_size", r"local_window_size is given, and .* layer_pattern sets"),
+        (CONFIG, "axis", "unknown option 'axis'"),
+    ):
+        options: Any = {option: True}
+        with pytest.raises(TypeError, match=message):
+            Decoder(config, rngs=nnx.Rngs(0), **options)
 
 
 @pytest.mark.parametrize(
@@ -357,10 +278,11 @@ def test_options_set_here_or_unknown_raise():
         ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0"),
         ({"layer_pattern": ()}, "layer_pattern is empty"),
         ({"activation": "relu"}, "activation is 'relu': use one of 'silu', 'gelu', 'gelu_tanh'"),
-        ({"rope": Rope(), "rope_theta": 2.0}, "rope_theta 2.0: rope has a theta of its own"),
+        ({"rope": Rope(), "rope_theta": 2.0}, "rope_theta 2.0: rope has its own theta"),
         ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
         ({"remat": "some"}, "remat is 'some': use one of 'none', 'selective'"),
         ({"remat_layers": 1}, "remat_layers is 1, remat 'attention': .* use that remat, or leave"),
+        ({"lora": 8}, "lora is a int: it must be a Lora, or None"),
         (
             {"remat": "selective", "remat_layers": 3},
             "remat_layers is 3, num_layers 2: it must be an integer from 1 to num_layers, or None",
@@ -375,23 +297,21 @@ def test_config_checks_itself(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
-def test_kinds_check_themselves():
-    with pytest.raises(ValueError, match="window is 0: it must be a positive integer, or None"):
-        LayerKind(window=0)
-    with pytest.raises(ValueError, match=r"LinearRope's factor is 0.0: it must be positive"):
-        LinearRope(factor=0.0)
-    with pytest.raises(ValueError, match=r"high_freq_factor is 1.0, low_freq_factor 1.0"):
-        Llama3Rope(high_freq_factor=1.0)
-
-
-def test_kinds_repeat_and_fall_back_to_the_decoder_s_rope():
+def test_kinds_check_themselves_and_repeat():
+    for make, message in (
+        (lambda: LayerKind(window=0), "window is 0: it must be a positive integer, or None"),
+        (lambda: LinearRope(factor=0.0), r"LinearRope's factor is 0.0: it must be positive"),
+        (lambda: Llama3Rope(high_freq_factor=1.0), "high_freq_factor is 1.0, low_freq_factor 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
     pattern = (LayerKind(3), LayerKind(None, Rope(7.0)))
     config = dataclasses.replace(CONFIG, num_layers=3, layer_pattern=pattern, rope_theta=5.0)
     assert [kind.window for kind in config.layer_kinds] == [3, None, 3]
     assert config.layer_ropes == (Rope(5.0), Rope(7.0), Rope(5.0))
 
 
-def test_flops_count_the_keys_in_windows():
+def test_flops_count_weights_and_the_keys_in_windows():
     length, window = 2048, 300
     base, windowed = (
         dataclasses.replace(CONFIG, num_layers=1, layer_pattern=(LayerKind(size),))
@@ -402,13 +322,6 @@ def test_flops_count_the_keys_in_windows():
     keys = np.mean(ages + 1 - np.minimum(ages + 1, window))
     want = 12 * CONFIG.num_heads * CONFIG.head_dim * keys
     assert saved == pytest.approx(want, rel=2e-3)
-
-
-def test_weights_of_layers_differ_and_are_counted():
-    layers = nnx.to_pure_dict(params())["layers"]
-    for kernel in (layers["mlp"]["up"]["kernel"], layers["attention"]["query"]["kernel"]):
-        assert kernel.shape[0] == CONFIG.num_layers
-        assert relative_rms(kernel[0], kernel[1]) > 0.5
     kernels = [
         leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params()))
@@ -417,6 +330,13 @@ def test_weights_of_layers_differ_and_are_counted():
     assert sum(kernels) == CONFIG.num_matmul_params
     attention = 6 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim * 100
     assert CONFIG.train_flops_per_token(100) == 6 * sum(kernels) + attention
+
+
+def test_initial_weights_of_layers_differ():
+    layers = nnx.to_pure_dict(params())["layers"]
+    for kernel in (layers["mlp"]["up"]["kernel"], layers["attention"]["query"]["kernel"]):
+        assert kernel.shape[0] == CONFIG.num_layers
+        assert relative_rms(kernel[0], kernel[1]) > 0.5
 
 
 def test_unembed_is_float32_and_a_token_outside_the_vocabulary_shows():

@@ -1,9 +1,10 @@
-"""The feed-forward of a layer, in chunks of tokens, with its own gradient."""
+"""Feed-forwards: the gated MLP in chunks with its own gradient, and one defined in this file."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from implementations import quick_jit
-from meshes import relative_rms
+from meshes import assert_close, relative_rms
+from split_runs import CONFIG as TRAINED
+from split_runs import ONE, losses, sized
 
-from burst_jax.layers.low_rank import set_adapter
+import burst_jax
+from burst_jax import ShardingRules
+from burst_jax.layers.lora import set_adapter
 from burst_jax.layers.nnx_layer import add_bias
-from burst_jax.models import DecoderConfig, Lora
+from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
+from burst_jax.models.hf.config import config_json
 from burst_jax.models.remat import keeps_mlp_products
+from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.rules import LogicalAxes
 
 B, T, D, M = 2, 12, 16, 24
 RANK = 4
@@ -30,8 +38,7 @@ def random(*shape, seed=0):
 
 def made(config):
     """The graph of a feed-forward, and weights without zeros."""
-    init = nnx.initializers.lecun_normal()
-    layer = GatedMLP(config, down_init=init, rngs=nnx.Rngs(0))
+    layer = GatedMLP(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
     if config.lora is not None:
         for linear in (layer.gate, layer.up, layer.down):
             a = jnp.zeros((linear.in_features, RANK))
@@ -55,15 +62,15 @@ def formula(weights, x, config):
 
 
 def results(config, dtype=jnp.float32):
-    """Output and gradients of the weights and of x, for a random cotangent."""
+    """Output, and the gradients of the weights and of x, for a random cotangent."""
     graphdef, state = made(config)
-
-    def feed_forward(state, x):
-        keeps = keeps_mlp_products(config.remat)
-        return nnx.merge(graphdef, state)(x, keeps_products=keeps)
 
     @quick_jit
     def run(state, x, cotangent):
+        def feed_forward(state, x):
+            keeps = keeps_mlp_products(config.remat)
+            return nnx.merge(graphdef, state)(x, keeps_products=keeps)
+
         out, vjp = jax.vjp(feed_forward, state, x)
         return out, *vjp(cotangent)
 
@@ -75,11 +82,8 @@ def dense(config):
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(made(config)[1]))
     with jax.enable_x64(True):
         x, cotangent = (jnp.asarray(random(B, T, D, seed=s)) for s in (7, 8))
-        out, vjp = jax.vjp(
-            lambda weights, x: formula(weights, x, config),
-            jax.tree.map(jnp.asarray, weights),
-            x,
-        )
+        arguments = jax.tree.map(jnp.asarray, weights), x
+        out, vjp = jax.vjp(lambda weights, x: formula(weights, x, config), *arguments)
         return jax.device_get((out, *vjp(cotangent)))
 
 
@@ -89,15 +93,13 @@ def dense(config):
         ("silu", False, "none", 1),
         ("gelu", True, "attention", 3),
         ("gelu_tanh", True, "selective", 4),
-        ("silu", False, "full", 6),
     ],
 )
 def test_values_and_gradients_are_the_formula(activation, bias, remat, chunks):
     config = dataclasses.replace(
         CONFIG, activation=activation, mlp_bias=bias, remat=remat, mlp_chunks=chunks
     )
-    got, want = results(config), dense(config)
-    jax.tree.map(lambda got, want: check(got, want, 1e-5), got, want)
+    assert_close(results(config), dense(config), 1e-5)
 
 
 @pytest.mark.parametrize(("bias", "remat", "chunks"), [(False, "none", 1), (True, "attention", 3)])
@@ -106,32 +108,27 @@ def test_adapters_are_the_formula_and_the_rest_is_frozen(bias, remat, chunks):
         CONFIG, mlp_bias=bias, remat=remat, mlp_chunks=chunks, lora=Lora(RANK, alpha=10.0)
     )
     (out, dweights, dx), want = results(config), dense(config)
-    check(out, want[0], 1e-5)
-    check(dx, want[2], 1e-5)
+    assert_close((out, dx), (want[0], want[2]), 1e-5)
     for name in ("gate", "up", "down"):
-        for adapter in ("kernel_lora_a", "kernel_lora_b"):
-            check(dweights[name][adapter], want[1][name][adapter], 1e-5)
         assert not np.any(dweights[name]["kernel"])
-
-
-def check(got, want, limit):
-    assert relative_rms(got, want) < limit
+        for adapter in ("kernel_lora_a", "kernel_lora_b"):
+            assert_close(dweights[name][adapter], want[1][name][adapter], 1e-5)
 
 
 def test_chunks_lose_nothing_in_bfloat16():
     """The gradients of the weights are summed over chunks in float32."""
     half: Any = {"dtype": jnp.bfloat16}
     whole = results(dataclasses.replace(CONFIG, **half), jnp.bfloat16)[1]
-    cut = results(dataclasses.replace(CONFIG, mlp_chunks=T, **half), jnp.bfloat16)[1]
+    chunked = results(dataclasses.replace(CONFIG, mlp_chunks=T, **half), jnp.bfloat16)[1]
     want = dense(CONFIG)[1]
     for name in ("gate", "up", "down"):
-        errors = [relative_rms(x[name]["kernel"], want[name]["kernel"]) for x in (whole, cut)]
+        errors = [relative_rms(x[name]["kernel"], want[name]["kernel"]) for x in (whole, chunked)]
         assert 1e-4 < errors[0] < 1e-2
         assert errors[1] < 1.2 * errors[0]
 
 
 def test_gradients_of_biases_are_summed_in_float32():
-    """On CPUs XLA widens a bfloat16 sum by itself, so the sum is looked for in the program."""
+    """In the program, because XLA on CPUs computes a bfloat16 sum in float32 anyway."""
     out, bias = jnp.zeros((2, 5, 3), jnp.bfloat16), jnp.zeros((3,), jnp.float32)
     jaxpr = jax.make_jaxpr(lambda bias: jax.vjp(lambda b: add_bias(out, b), bias)[1](out))(bias)
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
@@ -139,7 +136,66 @@ def test_gradients_of_biases_are_summed_in_float32():
     assert all(eqn.invars[0].aval.dtype == jnp.float32 for eqn in sums)  # pyrefly: ignore
 
 
-def test_chunks_that_do_not_divide_are_refused():
+def test_chunks_that_do_not_divide_raise():
     graphdef, state = made(dataclasses.replace(CONFIG, mlp_chunks=5))
-    with pytest.raises(ValueError, match="mlp_chunks is 5: it must divide the 12 tokens of a row"):
+    with pytest.raises(ValueError, match="mlp_chunks is 5: it must divide the 12 tokens per seque"):
         nnx.merge(graphdef, state)(jnp.zeros((B, T, D)), keeps_products=False)
+
+
+class Mixture(FeedForward):
+    """A mixture of three experts, each weighted by its router probability."""
+
+    weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]] = {
+        ("router", "kernel"): ("embed", None),
+        ("up",): (None, "embed", "mlp"),
+        ("down",): (None, "mlp", "embed"),
+    }
+
+    def __init__(self, config, *, out_init, hidden_axis=None, rngs):
+        del out_init
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        d, m = config.embed_dim, config.mlp_dim
+        self.router = nnx.Linear(d, 3, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(init(rngs.params(), (3, d, m)))
+        self.down = nnx.Param(init(rngs.params(), (3, m, d)))
+        self.hidden_axis = hidden_axis
+
+    def __call__(self, x, *, keeps_products):
+        del keeps_products
+        hidden = jax.nn.silu(jnp.einsum("btd,edm->btem", x, self.up[...]))
+        out = jnp.einsum("btem,emd->bted", hidden, self.down[...])
+        out = jnp.einsum("bted,bte->btd", out, jax.nn.softmax(self.router(x)))
+        return sum_over(out, self.hidden_axis)
+
+    @classmethod
+    def num_matmul_params(cls, config):
+        return 3 * config.embed_dim * (2 * config.mlp_dim + 1)
+
+
+MIXTURE = dataclasses.replace(TRAINED, num_layers=1, num_heads=2, feed_forward=Mixture)
+
+
+def test_a_feed_forward_of_ones_own_trains_sharded():
+    got = losses((1, 2, 1, 2, 2), steps=4, config=MIXTURE)
+    want = losses(ONE, steps=4, config=MIXTURE)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4)
+    assert got[0][-1] < 0.99 * got[0][0]
+    mesh = sized((1, 2, 1, 2, 2))
+    graphdef, shapes = abstract_decoder(MIXTURE, mesh=mesh, rules=ShardingRules.of(mesh))
+    specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
+    spec = specs["layers"]["mlp"]["down"].get_value()
+    assert spec == jax.P("stage", None, "tensor", ("fsdp", "seq"))
+
+
+def test_what_is_known_of_a_feed_forward_of_ones_own():
+    attention = 2 * 48 * 8 * (2 + 2)
+    assert MIXTURE.num_matmul_params == attention + 3 * 48 * 193 + 48 * 48
+    with pytest.raises(ValueError, match=r"no projection down, gate, up: choose among query, key"):
+        abstract_decoder(dataclasses.replace(MIXTURE, lora=Lora(RANK)))
+    with pytest.raises(NotImplementedError, match="no model family"):
+        config_json(MIXTURE, "float32", 64)
+    with pytest.raises(NotImplementedError, match="feed_forward is Mixture: the planner knows Gat"):
+        burst_jax.plan.training(MIXTURE, length=64, batch=8)
+    with pytest.raises(ValueError, match="feed_forward is 'moe': it must be a subclass of burst_"):
+        dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore

@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +55,7 @@ ROWS, LENGTH = 2, 48
 
 def rows(step):
     """Two packed rows of two documents, with padding at the end of one."""
-    tokens = np.random.default_rng(step).integers(0, hub_models.VOCAB, (ROWS, LENGTH + 1))
+    tokens = np.random.default_rng(step).integers(0, hf_models.VOCAB, (ROWS, LENGTH + 1))
     segments = np.ones((ROWS, LENGTH + 1), np.int32)
     segments[0, 17:], segments[1, 40:] = 2, 0
     return tokens, segments
@@ -120,14 +120,14 @@ def plain_losses(folder, steps):
     ids=["3-steps", "20-steps"],
 )
 def test_a_loaded_model_takes_the_steps_of_a_plain_one(tmp_path, steps, axes):
-    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
     got, want = ring_losses(folder, mesh_of(**axes), steps), plain_losses(folder, steps)
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
 def test_weights_of_another_decoder_are_refused(tmp_path):
     mesh = mesh_of(seq=2)
-    model = load(hub_models.write_folder("qwen3", tmp_path / "model"), mesh=mesh, dtype=jnp.float32)
+    model = load(hf_models.write_folder("qwen3", tmp_path / "model"), mesh=mesh, dtype=jnp.float32)
     other = dataclasses.replace(model.config, mlp_dim=2 * model.config.mlp_dim)
     weights = nnx.state(model)
     with pytest.raises(ValueError, match=r"params.*'mlp'.* is float32 .*, and config says float32"):
@@ -218,9 +218,9 @@ def arguments(folder, tmp_path, *more):
 
 @pytest.mark.slow
 def test_train_lm_fine_tunes_and_exports(tmp_path):
-    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
-    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     assert train_lm.main(arguments(folder, tmp_path, "--lr=1e-2")) == 0
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -239,9 +239,9 @@ LORA = ["--lora-rank=4", "--lora-alpha=8", "--lora-targets=query|up", "--lr=1e-2
 @pytest.mark.slow
 def test_train_lm_trains_adapters_and_goes_on_from_them(tmp_path, capsys):
     """Two steps in two runs are two steps in one; the base is as it was, and in no checkpoint."""
-    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
-    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     every = "--checkpoint-every=1"
     assert train_lm.main(arguments(folder, tmp_path, *LORA, every)) == 0
     assert "weights of adapters are trained, on query, up, and no others" in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_train_lm_trains_adapters_and_goes_on_from_them(tmp_path, capsys):
     )
     assert sum(change > 0 for change in jax.tree.leaves(moved)) == 2
 
-    weights = hub_models.tensors("qwen3")
+    weights = hf_models.tensors("qwen3")
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(SystemExit, match="2"):
@@ -314,8 +314,8 @@ def test_adapters_need_a_model(capsys):
     ],
 )
 def test_mistakes_with_a_model_are_said(tmp_path, capsys, more, message):
-    folder = hub_models.write_folder("qwen3", tmp_path / "model")
-    np.save(tmp_path / "ids.npy", np.tile(hub_models.TOKENS, 12))
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     with pytest.raises(SystemExit, match="2"):
         train_lm.main([each.format(tmp=tmp_path) for each in arguments(folder, tmp_path, *more)])
     assert message.format(tmp=tmp_path) in capsys.readouterr().err

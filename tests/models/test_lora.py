@@ -22,7 +22,7 @@ from meshes import assert_close, mesh_of, random_like
 
 import burst_jax
 from burst_jax import ShardingRules
-from burst_jax.layers.low_rank import LORA_A, LORA_B, add_adapter, set_adapter
+from burst_jax.layers.lora import LORA_A, LORA_B, add_adapter, set_adapter
 from burst_jax.models import DecoderConfig, Lora, abstract_decoder, add_lora, merge_lora
 from burst_jax.models.remat import Remat
 from burst_jax.training import (
@@ -47,7 +47,7 @@ def base(mesh, config=CONFIG, **options):
     """A decoder on the mesh with random weights, none of them zero."""
     options |= {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
     graphdef, shapes = abstract_decoder(config, **options)
-    specs = nnx.merge(graphdef, shapes).parts(shapes).tree(shapes)
+    specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
     weights = jax.tree.map(
         lambda x, spec: jax.device_put((0.2 * x).astype(x.dtype), NamedSharding(mesh, spec)),
         random_like(shapes, 1),

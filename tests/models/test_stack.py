@@ -1,28 +1,33 @@
-"""Stacks of layers of several kinds: how they are cut into scans, and what the scans compute."""
+"""Stacks of layers of several kinds: segments, what the scans compute, pipeline stages."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from implementations import quick_jit
+from jaxprs import count, equations
 from meshes import assert_close
+from split_runs import CONFIG, ONE, losses, sized
 
-from burst_jax.models.stack import Block, Run, blocks_of, run_ahead, run_layers
+from burst_jax import ShardingRules
+from burst_jax.models import abstract_decoder
+from burst_jax.models.stack import Block, Segment, blocks_of, run_ahead, run_layers
 
 
 @pytest.mark.parametrize(
     ("kinds", "blocks"),
     [
         ("LLLL", [(1, "L4")]),
-        ("LGLG", [(2, "L1 G1")]),
         ("LGLGL", [(2, "L1 G1"), (1, "L1")]),
         ("LLGLLGLL", [(2, "L2 G1"), (1, "L2")]),
         ("FFSSS", [(1, "F2 S3")]),
-        ("LLG", [(1, "L2 G1")]),
         ("G", [(1, "G1")]),
-        # Layers that keep something else are of another kind, written small here.
+        # Layers with another remat are of another kind, here in lower case.
         ("LLLll", [(1, "L3 l2")]),
         ("LGLGlglglg", [(2, "L1 G1"), (3, "l1 g1")]),
         ("LLGLlgllgl", [(1, "L2 G1 L1"), (2, "l1 g1 l1")]),
@@ -32,27 +37,35 @@ def test_blocks(kinds, blocks):
     found = blocks_of(kinds)
 
     def text(block: Block) -> tuple[int, str]:
-        return block.repeats, " ".join(f"{kinds[run.layer]}{run.count}" for run in block.runs)
+        names = (f"{kinds[segment.layer]}{segment.count}" for segment in block.segments)
+        return block.repeats, " ".join(names)
 
     assert [text(block) for block in found] == blocks
     assert sum(block.repeats * block.period for block in found) == len(kinds)
-    assert found[0].runs[0] == Run(0, int(blocks[0][1][1]))
+    assert found[0].segments[0] == Segment(0, int(blocks[0][1][1]))
 
 
 @pytest.mark.parametrize(
-    ("run", "kinds"),
-    [(run_ahead, "LLGLLGLL"), (run_ahead, "FFS"), (run_layers, "LGL"), (run_layers, "LL")],
+    ("run", "kinds", "barriers"),
+    [
+        (run_ahead, "LLGLLGLL", 0),
+        # XLA unrolls the scans of single layers that no block repeats, so their recomputation needs
+        # a barrier against the forward pass.
+        (run_ahead, "FFS", 1),
+        (run_layers, "LGS", 3),
+        (run_layers, "LL", 0),
+    ],
 )
-def test_values_and_gradients_are_those_of_a_loop(run, kinds):
-    count, width = len(kinds), 4
+def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
+    layers, width = len(kinds), 4
     rng = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    x, side = normal(3, width), normal(3, width)
-    stacked = {"w": normal(count, width, width), "b": normal(count, width)}
-    constant = {"scale": normal(count, width)}
+    x, side, cotangent = normal(3, width), normal(3, width), normal(3, width)
+    stacked = {"w": normal(layers, width, width), "b": normal(layers, width)}
+    constant = {"scale": normal(layers, width)}
     functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
 
     def layer_of(kind):
@@ -61,8 +74,8 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
 
         return layer
 
-    layers = {kind: layer_of(kind) for kind in kinds}
-    in_order = [layers[kind] for kind in kinds]
+    by_kind = {kind: layer_of(kind) for kind in kinds}
+    in_order = [by_kind[kind] for kind in kinds]
 
     # A gather with a derivative of its own, which each layer's gradient must pass.
     def gather(weights):
@@ -77,15 +90,69 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds):
     def scanned(x, stacked):
         return run(in_order, gather, x, stacked, constant, side)
 
-    cotangent = normal(3, width)
-
     def both(f):
-        @quick_jit
         def run(x, stacked, cotangent):
             out, vjp = jax.vjp(f, x, stacked)
             return out, vjp(cotangent)
 
-        return run(x, stacked, cotangent)
+        return run
 
-    got, want = both(scanned), both(loop)
+    arguments = x, stacked, cotangent
+    got, want = (quick_jit(both(f))(*arguments) for f in (scanned, loop))
     assert_close(got, want, 1e-5)
+    jaxpr = jax.make_jaxpr(both(scanned))(*arguments).jaxpr
+    assert count(jaxpr, "optimization_barrier") == barriers
+
+
+SIZES = (1, 1, 2, 2, 1)
+
+
+def selective(layers):
+    return dataclasses.replace(CONFIG, remat="selective", remat_layers=layers)
+
+
+def traced_gradient(config, microbatches=None):
+    mesh = sized(SIZES)
+    graphdef, shapes = abstract_decoder(
+        config, mesh=mesh, rules=ShardingRules.of(mesh), layout="zigzag", microbatches=microbatches
+    )
+
+    def gradient(params, tokens, positions):
+        return jax.grad(lambda params: nnx.merge(graphdef, params)(tokens, positions).sum())(params)
+
+    tokens = jax.ShapeDtypeStruct((4, 48), jnp.int32)
+    return jax.make_jaxpr(gradient)(shapes, tokens, tokens).jaxpr
+
+
+@pytest.mark.parametrize(
+    ("layers", "per_stage", "microbatches"), [(2, 1, None), (4, 2, None), (2, 1, 4)]
+)
+def test_each_stage_stores_the_products_of_its_selective_layers(layers, per_stage, microbatches):
+    """The outputs of gate and up of the feed-forward; a stage has two layers."""
+    stored = [
+        out.aval.shape
+        for equation, around in equations(traced_gradient(selective(layers), microbatches))
+        if equation.primitive.name == "scan" and "scan" not in around
+        for out in equation.outvars
+        if out.aval.ndim == 5 and out.aval.shape[-1] == CONFIG.mlp_dim
+    ]
+    # In each tick, for one microbatch of the four sequences and half of their tokens.
+    count = microbatches or 2
+    assert stored == [(count + 1, per_stage, 4 // count, 24, CONFIG.mlp_dim)] * 2
+
+
+def test_selective_layers_that_stages_cannot_share_raise():
+    message = (
+        r"remat_layers is 3, and each of the 2 stages has the same number of them: use a multiple "
+        r"of 2"
+    )
+    with pytest.raises(ValueError, match=message):
+        traced_gradient(selective(3))
+
+
+@pytest.mark.slow
+def test_selective_layers_in_stages_take_the_same_steps():
+    got = losses(SIZES, steps=3, config=selective(2))
+    want = losses(ONE, steps=3)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4)  # Rounding moves these more.

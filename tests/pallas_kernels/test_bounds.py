@@ -6,12 +6,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import local
 import numpy as np
 import pytest
 from cases import key_ranges
 
 from burst_jax import positions
-from pallas_kernels import AttentionSpec, Tiles, Tokens, key_bounds, query_bounds
+from pallas_kernels import AttentionSpec, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import halves_of_tiles, over_batch
 
 HUGE = 2**31 - 1
@@ -34,7 +35,7 @@ def for_the_batch(bounds):
 
 def tokens(at, segment_ids=None):
     ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-    return Tokens(jnp.asarray(at, jnp.int32), ids)
+    return local.tokens(jnp.asarray(at, jnp.int32), ids)
 
 
 def mask_of(spec, q_tokens, kv_tokens):
@@ -47,10 +48,10 @@ def mask_of(spec, q_tokens, kv_tokens):
     if spec.mask.right is not None:
         keep &= ahead <= spec.mask.right
     keep = keep[None]
-    if q_tokens.key_starts is not None:
-        keep = keep & (kv >= np.asarray(q_tokens.key_starts)[:, :, None])
-    if q_tokens.key_ends is not None:
-        keep = keep & (kv < np.asarray(q_tokens.key_ends)[:, :, None])
+    if q_tokens.kv_starts is not None:
+        keep = keep & (kv >= np.asarray(q_tokens.kv_starts)[:, :, None])
+    if q_tokens.kv_ends is not None:
+        keep = keep & (kv < np.asarray(q_tokens.kv_ends)[:, :, None])
     if q_tokens.segment_ids is not None:
         q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
         same = q_ids[:, :, None] == kv_ids[:, None, :]
@@ -284,9 +285,9 @@ def test_bounds_of_ranges_of_keys_cover_the_mask(window):
         # Beside tiles of random ranges: one that is full, and one whose queries see nothing.
         starts[:, 8:16], stops[:, 8:16] = 0, s
         starts[0, 16:24], stops[0, 16:24] = s, 0
-        q = q._replace(key_starts=jnp.asarray(starts[:, :t]))
+        q = q._replace(kv_starts=jnp.asarray(starts[:, :t]))
         if ends:
-            q = q._replace(key_ends=jnp.asarray(stops[:, :t]))
+            q = q._replace(kv_ends=jnp.asarray(stops[:, :t]))
         check(spec, q, kv, tiles)
 
 
@@ -294,7 +295,7 @@ def test_bounds_of_ranges_of_keys_cover_the_mask(window):
 def test_bounds_of_a_prefix_are_tight(prefix):
     """Every tile that a prefix or causality lets count is visited, and no other."""
     at = np.arange(40, dtype=np.int32)
-    q = tokens(at)._replace(key_ends=jnp.asarray(np.maximum(at + 1, prefix)[None]))
+    q = tokens(at)._replace(kv_ends=jnp.asarray(np.maximum(at + 1, prefix)[None]))
     check(AttentionSpec.of(1.0), q, tokens(at), Tiles(8, 8), tight=True)
 
 

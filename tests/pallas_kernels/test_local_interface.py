@@ -13,7 +13,17 @@ from implementations import IMPLEMENTATIONS, QUICK, SMALL
 from jax.experimental import pallas as pl
 from jaxprs import equations
 
-from pallas_kernels import REFERENCE, XLA, AttentionSpec, Operands, Tiles, Tokens, triton, xla
+from pallas_kernels import (
+    REFERENCE,
+    XLA,
+    AttentionInputs,
+    AttentionSpec,
+    KVSide,
+    QuerySide,
+    Tiles,
+    triton,
+    xla,
+)
 
 # Mosaic GPU takes no float32: tests/pallas_kernels/test_local_mosaic.py asks it the same.
 every_implementation = pytest.mark.parametrize(
@@ -35,7 +45,7 @@ def small(seed=0, t=40, s=50, heads=4, kv_heads=2, dim=16, batch=2):
 
 
 def tokens_at(at, segment_ids=None):
-    return Tokens(jnp.asarray(at, jnp.int32), segment_ids)
+    return local.tokens(jnp.asarray(at, jnp.int32), segment_ids)
 
 
 def forward(implementation, q, kv, q_tokens, kv_tokens, carry=None, spec=SPEC):
@@ -307,10 +317,8 @@ def test_float32_products_are_not_rounded_to_tf32(name, dtype):
     ids=str,
 )
 def test_xla_chooses_even_tiles(t, s, tiles):
-    shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32) for length in (t, s, s)]
-    nobody = tokens_at(np.arange(1))
-    operands = jax.eval_shape(lambda q, k, v: Operands(q, k, v, nobody, nobody), *shapes)
-    assert xla.even_tiles(operands) == tiles
+    q, k = (jnp.zeros((1, length, 1, 8)) for length in (t, s))
+    assert xla.even_tiles(AttentionInputs(QuerySide(q), KVSide(k, k))) == tiles
 
 
 def test_default_tiles_agree_with_small_ones():

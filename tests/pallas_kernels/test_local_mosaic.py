@@ -23,10 +23,12 @@ from conftest import IMPLEMENTATION
 from pallas_kernels import (
     MOSAIC_SM90,
     REFERENCE,
+    AttentionInputs,
     AttentionSpec,
-    Operands,
+    KVSide,
+    QuerySide,
     Score,
-    Tokens,
+    SharedInputs,
     mosaic_sm90,
     resolve,
 )
@@ -80,10 +82,11 @@ def test_long_plain_masks_share_key_tiles(dim, length, mask, segments, tile):
     x: Any = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
     ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     positions: Any = jax.ShapeDtypeStruct((length,), jnp.int32)
-    tokens = Tokens(positions, ids)
     spec = AttentionSpec.of(0.1, **mask)
     bounds = functools.partial(mosaic_sm90().forward_bounds, spec=spec)
-    table = jax.eval_shape(bounds, Operands(x, x, x, tokens, tokens))
+    table = jax.eval_shape(
+        bounds, AttentionInputs(QuerySide(x, positions, ids), KVSide(x, x, positions, ids))
+    )
     assert -(-length // tile) in table.shape
 
 
@@ -148,14 +151,18 @@ def test_which_products_start_from_the_bias(scale, soft_cap, expected):
     assert Score(scale, soft_cap).starts_products == expected
     _, q, _, kv, tokens = problem(t=64, s=64)
     per_head = {"alibi_slopes": jnp.ones(q.shape[2])}
-    operands = Operands(q, kv[0], kv[1], tokens[0], tokens[1], per_head)
+    inputs = local_calls.inputs_of(q, kv[0], kv[1], *tokens, numbers=per_head)
     spec = AttentionSpec.of(scale, right=0, logits_soft_cap=soft_cap)
     config = forward_config(64)
-    static = ForwardStatic.of(operands, spec, config, out_dtype=jnp.dtype("float32"), carried=False)
+    static = ForwardStatic.of(inputs, spec, config, out_dtype=jnp.dtype("float32"), carried=False)
     assert static.bias_in_products == expected
     assert static.adds_bias != expected
     without = ForwardStatic.of(
-        operands.replace(per_head={}), spec, config, out_dtype=static.out_dtype, carried=False
+        inputs._replace(shared=SharedInputs()),
+        spec,
+        config,
+        out_dtype=static.out_dtype,
+        carried=False,
     )
     assert not without.bias_in_products
     assert not without.adds_bias
@@ -208,10 +215,8 @@ def test_a_kernel_refuses_tiles_that_are_not_its_own():
 def test_what_it_does_not_take(shape, kv_length, dtype, backward, message):
     q: Any = jax.ShapeDtypeStruct(shape, dtype)
     k: Any = jax.ShapeDtypeStruct((1, kv_length, 2, shape[-1]), dtype)
-    positions: Any = jax.ShapeDtypeStruct(shape[1:2], "int32")
-    tokens = Tokens(positions)
-    operands = Operands(q, k, k, tokens, tokens)
-    where = {"platform": "gpu", "compute_capability": 9.0, "operands": operands}
+    inputs = AttentionInputs(QuerySide(q), KVSide(k, k))
+    where = {"platform": "gpu", "compute_capability": 9.0, "inputs": inputs}
     with pytest.raises(NotImplementedError, match=f"'mosaic_sm90' cannot run: .*{message}"):
         resolve("mosaic_sm90", **where, backward=backward)
     assert resolve(None, **where, backward=backward).name in ("triton", "xla")
@@ -222,7 +227,7 @@ def normal(rng, *shape, dtype=jnp.bfloat16):
 
 
 def tokens_at(start, length):
-    return Tokens(jnp.arange(start, start + length, dtype=jnp.int32))
+    return local_calls.tokens(jnp.arange(start, start + length, dtype=jnp.int32))
 
 
 def problem(dim=64, t=200, s=328, heads=4, kv_heads=2):

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import local
 import numpy as np
 import pytest
 
 from burst_jax import positions
-from pallas_kernels import Mask, Tiles, Tokens, query_bounds
+from pallas_kernels import Mask, Tiles, query_bounds
 from pallas_kernels.pallas_mosaic import items as mosaic_items
 from pallas_kernels.pallas_mosaic.items import Items, each_item
 from pallas_kernels.pallas_mosaic.walk import Walk
@@ -238,7 +239,7 @@ def test_a_causal_kernel_walks_every_tile_that_has_a_score(run_programs, layout)
     """From the tables that it really gets to the tiles that its programs come to."""
     n, length, tiles = 3, 24, Tiles(8, 4)
     at = positions(layout, n * length, n).reshape(n, length)
-    q_tokens, kv_tokens = (Tokens(jnp.asarray(at[shard], jnp.int32)) for shard in (1, 0))
+    q_tokens, kv_tokens = (local.tokens(jnp.asarray(at[shard], jnp.int32)) for shard in (1, 0))
     tables = query_bounds(Mask(right=0), q_tokens, kv_tokens, tiles)
     keep = (at[1][:, None] >= at[0][None, :]).reshape(3, 8, 6, 4)
     items = Items(1, 2, 3, last_first=True, shared_bytes=2**20)

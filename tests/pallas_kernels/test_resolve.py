@@ -22,11 +22,12 @@ from pallas_kernels import (
     REFERENCE,
     TRITON,
     XLA,
+    AttentionInputs,
     AttentionSpec,
-    Operands,
+    KVSide,
+    QuerySide,
     SlowerKernelsWarning,
     Tiles,
-    Tokens,
     resolve,
     triton,
     xla,
@@ -35,7 +36,6 @@ from pallas_kernels import choice as local_attention_module
 from pallas_kernels.pallas_triton.configs import TritonConfig
 
 SPEC = AttentionSpec.of
-NO_TOKENS = Tokens(jnp.zeros((0,), jnp.int32))
 
 
 def choose(
@@ -48,7 +48,7 @@ def choose(
         implementation,
         platform=platform,
         compute_capability=capability,
-        operands=Operands(q, q, v, NO_TOKENS, NO_TOKENS),
+        inputs=AttentionInputs(QuerySide(q), KVSide(q, v)),
         **options,
     )
 
@@ -157,13 +157,13 @@ def test_other_devices_are_not_warned(jax_version, platform, capability):
 
 def test_triton_takes_the_tiles_of_the_gpu():
     q: Any = jax.ShapeDtypeStruct((1, 4096, 2, 128), "bfloat16")
-    tokens = Tokens(jnp.arange(4096, dtype=jnp.int32))
+    positions = jnp.arange(4096, dtype=jnp.int32)
     spec = AttentionSpec.of(1.0)
 
     def tables_of(capability):
         local = choose("triton", capability=capability)
-        operands = Operands(q, q, q, tokens, tokens)
-        return jax.eval_shape(lambda: local.backward_bounds(operands, spec=spec))
+        inputs = AttentionInputs(QuerySide(q, positions), KVSide(q, q, positions))
+        return jax.eval_shape(lambda: local.backward_bounds(inputs, spec=spec))
 
     tables = {capability: tables_of(capability) for capability in (8.0, 9.0, 12.0)}
     shapes = {tuple(table.shape for table in pair) for pair in tables.values()}

@@ -8,13 +8,14 @@ import itertools
 import dense
 import jax
 import jax.numpy as jnp
+import local
 import numpy as np
 import pytest
 from cases import packed_segments
 
 from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
-from pallas_kernels import BlockMask, Mask, Tiles, Tokens, key_bounds, query_bounds
+from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import halves_of_tiles, lists_for_all
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
@@ -69,7 +70,7 @@ def test_every_tile_that_counts_is_listed(layout, packed):
         for q_shard, kv_shard in itertools.product(range(SHARDS), repeat=2):
             q_at, kv_at = at[0][q_shard], at[1][kv_shard]
             q, kv = (
-                Tokens(jnp.asarray(x), None if ids is None else jnp.asarray(ids[:, x]))
+                local.tokens(jnp.asarray(x), None if ids is None else jnp.asarray(ids[:, x]))
                 for x in (q_at, kv_at)
             )
             mask = BlockMask(jnp.asarray(table), q_block, kv_block)
@@ -100,7 +101,7 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     keep = dense.Mask().dense(None, None, 128, 128, block_mask=table)
     visited = []
     for q_at, kv_at in itertools.product(at, repeat=2):
-        q, kv = (Tokens(jnp.asarray(x)) for x in (q_at, kv_at))
+        q, kv = (local.tokens(jnp.asarray(x)) for x in (q_at, kv_at))
         got = query_bounds(Mask(), q, kv, Tiles(*tiles), mask)
         some, whole = by_tile(keep[:, :, q_at][:, :, :, kv_at], tiles)
         np.testing.assert_array_equal(some, whole)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Operands, Tokens, triton, tune
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton, tune
 from pallas_kernels.pallas_mosaic import configs as mosaic_configs
 from pallas_kernels.pallas_mosaic.configs import MosaicConfig
 from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
@@ -169,7 +169,7 @@ def problem(*given):
 def test_the_tuner_times_what_is_right_and_nothing_else():
     """With a kernel that is off by a tenth."""
     small, config = problem("--value-dim", "24"), TritonConfig(16, 32, 4, 1)
-    assert small.operands.v.shape == (1, 64, 1, 24)
+    assert small.inputs.kv.v.shape == (1, 64, 1, 24)
     assert small.scores == 2 * 64 * 65 // 2
     for kernel in small.backend.matmuls:
         assert small.measure(kernel, config, limit=1e-5) > 0
@@ -214,9 +214,7 @@ class TestSearch:
                 kv_shape = batch, length, kv_heads
                 k: Any = jax.ShapeDtypeStruct((*kv_shape, dim), args.dtype)
                 v: Any = jax.ShapeDtypeStruct((*kv_shape, args.value_dim), args.dtype)
-                positions: Any = jax.ShapeDtypeStruct((length,), "int32")
-                tokens = Tokens(positions)
-                self.operands = Operands(q, k, v, tokens, tokens)
+                self.inputs = AttentionInputs(QuerySide(q), KVSide(k, v))
 
             def measure(self, kernel, config, limit):
                 if getattr(config, "stages", None) == 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import generate as example
-import hub_models
+import hf_models
 import numpy as np
 import pytest
 from data_files import write_tokenizer
@@ -17,7 +17,7 @@ NAME = "llama3_tied"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model of 64 token ids, and a tokenizer of no more."""
-    path = hub_models.write_folder(NAME, tmp_path_factory.mktemp("generate") / "model")
+    path = hf_models.write_folder(NAME, tmp_path_factory.mktemp("generate") / "model")
     letters = [chr(ord("!") + i) for i in range(60)]
     vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<s>": 60, "</s>": 61}
     tokenizer = {

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +17,12 @@ from meshes import make_mesh
 
 from burst_jax.models import add_lora, load, load_adapter, save_adapter
 
-IDS = hub_models.TOKENS[:90]
+IDS = hf_models.TOKENS[:90]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return hub_models.write_folder("llama3", tmp_path / "model")
+    return hf_models.write_folder("llama3", tmp_path / "model")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -418,20 +418,20 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     sizes, layout, chunk = OF_TRANSFORMERS[name]
     mesh = mesh_of(**sizes)
     rules = ShardingRules.of(mesh)
-    folder = hub_models.write_folder(name, tmp_path / name)
+    folder = hf_models.write_folder(name, tmp_path / name)
     model = load(folder, mesh=mesh, rules=rules, layout=layout, dtype=jnp.float32)
-    want = hub_models.golden(name)
+    want = hf_models.golden(name)
     # No near tie: what rounding moves cannot change a token.
-    assert want["margins"].min() > hub_models.MARGIN
-    prompts, count = hub_models.prompts(want["seeds"]), hub_models.GENERATED
+    assert want["margins"].min() > hf_models.MARGIN
+    prompts, count = hf_models.prompts(want["seeds"]), hf_models.GENERATED
     max_length = max(map(len, prompts)) + count
     server = Watched(model, max_length=max_length, batch=len(prompts), prefill_chunk=chunk)
     got = np.stack(list(server.generate(prompts, count)), 1)
     np.testing.assert_array_equal(got, want["tokens"])
-    for at, step in enumerate(hub_models.KEPT_STEPS):
+    for at, step in enumerate(hf_models.KEPT_STEPS):
         logits = want["step_logits"][:, at]
         largest = np.abs(logits).max(-1, keepdims=True)
-        assert (np.abs(server.logits[step] - logits) < hub_models.MARGIN / 20 * largest).all()
+        assert (np.abs(server.logits[step] - logits) < hf_models.MARGIN / 20 * largest).all()
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

@@ -85,27 +85,6 @@ def is_seen(keep, kv_heads):
     return keep if keep.shape[2] == 1 else keep.reshape(*keep.shape[:2], kv_heads, -1).any(3)
 
 
-def _einsum(subscripts, a, b):
-    wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
-    precision = jax.lax.Precision.HIGHEST
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=wide)
-
-
-def _divisor(query, scale):
-    """What logits are the products of queries and keys divided by."""
-    return np.sqrt(query.shape[-1]) if scale is None else 1 / scale
-
-
-def _capped(products, divisor, soft_cap):
-    logits = products / np.asarray(divisor, products.dtype)
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-
-
-def _modified(products, divisor, soft_cap, score):
-    logits = _capped(products, divisor, soft_cap)
-    return logits if score is None else score(logits)
-
-
 def places(
     q_length, kv_length, query_offset=0, query_positions=None, key_value_positions=None, **_
 ):
@@ -153,34 +132,13 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
     return np.where(kept, 1 / (1 - rate), 0)
 
 
-def attention(
-    query, key, value, keep, soft_cap=None, numbers=None, distance=None, factors=None, score=None,
-    scale=None,
-):  # fmt: skip
-    """``(out, lse, p)``; logits, softmax and sums in float32 or wider; key heads repeated.
-
-    ``score``: a function of all logits, behind the soft cap. ``scale``: None is ``1 / sqrt(H)``.
-    """
-    numbers = numbers or {}
-    keep = jnp.asarray(keep)
-    keep = keep[:, None] if keep.ndim == 3 else keep
-    some = keep.any(-1, keepdims=True)
-    products = _einsum("btnh,bsnh->bnts", query, key)
-    logits = _modified(products, _divisor(query, scale), soft_cap, score)
-    if "alibi_slopes" in numbers:
-        slopes = numbers["alibi_slopes"].astype(logits.dtype)[None, :, None, None]
-        logits -= slopes * jnp.asarray(distance, logits.dtype)[None, None]
-    logits = jnp.where(keep, logits, jnp.where(some, -jnp.inf, 0).astype(logits.dtype))
+def attention(q, k, v, keep):
+    """``(out, lse)`` of softmax attention in JAX; key heads repeated, every query sees a key."""
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / np.sqrt(q.shape[-1])
+    logits = jnp.where(keep[:, None], logits.astype(q.dtype), -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    if "sink_logits" in numbers:
-        sinks = numbers["sink_logits"].astype(logits.dtype)[None, :, None, None]
-        lse = jnp.where(some, jnp.logaddexp(lse, sinks), sinks)
-    p = jnp.where(some, jnp.exp(logits - lse), 0)
-    used = p if factors is None else p * factors.astype(p.dtype)
-    out = _einsum("bnts,bsnh->btnh", used.astype(value.dtype), value).astype(query.dtype)
-    if "sink_logits" not in numbers:
-        lse = jnp.where(some, lse, -jnp.inf)
-    return out, lse[..., 0].swapaxes(1, 2), p
+    out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(logits - lse), v, precision="highest")
+    return out, lse[..., 0].swapaxes(1, 2)
 
 
 def repeat_heads(key, heads):
@@ -188,50 +146,98 @@ def repeat_heads(key, heads):
     return jnp.repeat(key, heads // key.shape[2], axis=2)
 
 
-def truth(
+def truth(query, key, value, keep, do, dlse, *args, **options):
+    """``(out, lse, dq, dk, dv)`` in float64, then the gradients of per-head parameters by name.
+
+    The optional arguments are those of :func:`fused`. Queries that attend to nothing have lse -inf
+    (or their sink), and its cotangent is dropped there.
+    """
+    arrays = (np.asarray(x, np.float64) for x in (query, key, value))
+    cotangents = (np.asarray(x, np.float64) for x in (do, dlse))
+    return fused(*arrays, keep, *cotangents, *args, **options)
+
+
+def one_device(query, key, value, keep, do, dlse, *args, **options):
+    """The same as a fused kernel on one device computes it in the query's dtype, as float64."""
+    results = fused(*map(np.asarray, (query, key, value, keep, do, dlse)), *args, **options)
+    return [x.astype(np.float64) for x in results]
+
+
+@functools.partial(quick_jit, static_argnums=0)
+def _score_and_derivative(score, logits):
+    return jax.jvp(score, (logits,), (jnp.ones_like(logits),))
+
+
+def fused(
     query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
     score=None, scale=None,
 ):  # fmt: skip
-    """``(out, lse, dq, dk, dv)`` in float64, gradients by autodiff, as NumPy arrays.
+    """``[out, lse, dq, dk, dv]`` and per-head gradients, by algorithm 2 of FlashAttention-2.
 
-    Behind them the gradients of the numbers of each head, in the order of their names. Rows that
-    see nothing have lse -inf; its cotangent is dropped there, as it carries nothing.
+    Operands of matrix products are rounded to the query's dtype; everything else is float32, or
+    float64 if the query is. ``score``: a function of all logits, applied after the soft cap.
+    ``scale``: None is ``1 / sqrt(H)``.
     """
-    with jax.enable_x64(True):
-        arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, value, do, dlse)]
-        numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), numbers or {})
-        of_scores = numbers, distance, factors, soft_cap, score, scale
-        results = _truth(*arrays, jnp.asarray(keep), *of_scores)
-        return [np.asarray(x) for x in results]
+    dtype, numbers = query.dtype, numbers or {}
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    batch, _, heads, _ = query.shape
+    kv_heads = key.shape[2]
 
+    def by_head(x):
+        """``[B, N, tokens, H]``, one key head per query head, rounded to the dtype."""
+        return np.repeat(x.astype(dtype).astype(wide), heads // x.shape[2], 2).swapaxes(1, 2)
 
-@functools.partial(quick_jit, static_argnames=("soft_cap", "score", "scale"))
-def _truth(query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score, scale):
-    def run(query, key, value, numbers):
-        key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-        of_scores = soft_cap, numbers, distance, factors, score, scale
-        out, lse, _ = attention(query, key, value, keep, *of_scores)
-        seen = sees(keep)
-        if "sink_logits" in numbers:
-            seen = True
-        return (out, jnp.where(seen, lse, jnp.zeros_like(lse))), lse
+    def product(weights, x):
+        return weights.astype(dtype).astype(wide) @ x
 
-    (out, _), vjp, lse = jax.vjp(run, query, key, value, numbers, has_aux=True)
-    *gradients, of_numbers = vjp((do, dlse))
-    return out, lse, *gradients, *(of_numbers[name] for name in sorted(numbers))
+    keep = np.asarray(keep)
+    keep = keep[:, None] if keep.ndim == 3 else keep
+    some = keep.any(-1, keepdims=True)
+    q, k, v, g = map(by_head, (query, key, value, do))
+    divisor = wide.type(np.sqrt(query.shape[-1]) if scale is None else 1 / scale)
+    logits = (q @ k.swapaxes(2, 3)) / divisor
+    derivative = 1 / divisor
+    if soft_cap is not None:
+        tanh = np.tanh(logits / wide.type(soft_cap))
+        logits, derivative = wide.type(soft_cap) * tanh, derivative * (1 - tanh * tanh)
+    if score is not None:
+        with jax.enable_x64(wide == np.float64):
+            logits, of_score = map(np.asarray, _score_and_derivative(score, jnp.asarray(logits)))
+        derivative = derivative * of_score
+    if "alibi_slopes" in numbers:
+        distance = np.asarray(distance, wide)
+        logits = logits - numbers["alibi_slopes"].astype(wide)[:, None, None] * distance
+    logits = np.where(keep, logits, np.where(some, wide.type(-np.inf), wide.type(0)))
+    most = logits.max(-1, keepdims=True)
+    lse = most + np.log(np.exp(logits - most).sum(-1, keepdims=True))
+    if "sink_logits" in numbers:
+        sinks = numbers["sink_logits"].astype(wide)[None, :, None, None]
+        lse = np.where(some, np.logaddexp(lse, sinks), sinks)
+    p = np.where(some, np.exp(logits - lse), wide.type(0))
+    factors = wide.type(1) if factors is None else np.asarray(factors, wide)
+    out = product(p * factors, v).astype(dtype)
+    dlse = np.asarray(dlse, wide).swapaxes(1, 2)[..., None]
+    delta = (g * out.astype(wide)).sum(-1, keepdims=True) - dlse
+    dlogits = p * ((g @ v.swapaxes(2, 3)) * factors - delta)
+    # A fused kernel applies the scale after the matrix product.
+    ds = dlogits * (derivative * divisor)
 
+    def of_keys(x):
+        """``[B, N, S, H]`` summed over the query heads of each key head, ``[B, S, K, H]``."""
+        return x.reshape(batch, kv_heads, -1, *x.shape[2:]).sum(2).swapaxes(1, 2)
 
-def one_device(
-    query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
-    score=None, scale=None,
-):  # fmt: skip
-    """``(out, lse, dq, dk, dv)`` in the query's dtype, as NumPy float64.
-
-    Behind them the gradients of the numbers of each head, as :func:`truth` has them.
-    """
-    arrays = [jnp.asarray(x) for x in (query, key, value, do, dlse, keep)]
-    results = _one_device(*arrays, numbers or {}, distance, factors, soft_cap, score, scale)
-    return [np.asarray(x, np.float64) for x in results]
+    dq = (product(ds, k) / divisor).swapaxes(1, 2)
+    dk = of_keys(product(ds.swapaxes(2, 3), q) / divisor)
+    dv = of_keys(product((p * factors).swapaxes(2, 3), g))
+    of_numbers = []
+    if "alibi_slopes" in numbers:
+        of_numbers.append(-(dlogits * distance).sum((0, 2, 3)))
+    if "sink_logits" in numbers:
+        of_numbers.append(-(np.exp(sinks - lse) * delta).sum((0, 2, 3)))
+    if "sink_logits" not in numbers:
+        lse = np.where(some, lse, wide.type(-np.inf))
+    lse = lse[..., 0].swapaxes(1, 2)
+    return [out.swapaxes(1, 2), lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers]
 
 
 def by_row_and_key_head(results, query, key, value, keep, do, dlse):
@@ -252,33 +258,3 @@ def by_row_and_key_head(results, query, key, value, keep, do, dlse):
             heads.append(results(q, k, v, of_row, do_, dlse_))
         rows.append([np.concatenate(parts, 2) for parts in zip(*heads, strict=True)])
     return [np.concatenate(parts, 0) for parts in zip(*rows, strict=True)]
-
-
-@functools.partial(quick_jit, static_argnames=("soft_cap", "score", "scale"))
-def _one_device(
-    query, key, value, do, dlse, keep, numbers, distance, factors, soft_cap, score, scale
-):
-    kv_heads, dtype, divisor = key.shape[2], query.dtype, _divisor(query, scale)
-    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
-    factors = jnp.asarray(1 if factors is None else factors, jnp.float32)
-    of_scores = soft_cap, numbers, distance, factors, score, scale
-    out, lse, p = attention(query, key, value, keep, *of_scores)
-    delta = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
-    dp = _einsum("btnh,bsnh->bnts", do, value) * factors
-    dlogits = p * (dp - delta.swapaxes(1, 2)[..., None])
-    products = _einsum("btnh,bsnh->bnts", query, key)
-    cap = jax.vjp(lambda x: _modified(x, divisor, soft_cap, score), products)[1]
-    # The scale goes in after the matmul, where a fused kernel puts it.
-    ds = (cap(dlogits)[0] * np.float32(divisor)).astype(dtype)
-    factor = np.float32(1 / divisor)
-    dq = _einsum("bnts,bsnh->btnh", ds, key) * factor
-    dk = _einsum("bnts,btnh->bsnh", ds, query) * factor
-    dv = _einsum("bnts,btnh->bsnh", (p * factors).astype(dtype), do)
-    dk, dv = (x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(3) for x in (dk, dv))
-    of_numbers = []
-    if "alibi_slopes" in numbers:
-        of_numbers.append(-(dlogits * jnp.asarray(distance, jnp.float32)).sum((0, 2, 3)))
-    if "sink_logits" in numbers:
-        weight = jnp.exp(numbers["sink_logits"] - lse)
-        of_numbers.append(-(weight * delta).sum((0, 1)))
-    return out, lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
-from pallas_kernels import Operands
-from pallas_kernels.elementwise import Numbering
+from pallas_kernels import AttentionInputs, GlobalIndices, KVSide, QuerySide, SharedInputs
+
+
+def tokens(positions, segment_ids=None, **kv_bounds) -> Any:
+    """What masks read of one side, as a side without q, k and v."""
+    nothing: Any = None
+    return QuerySide(nothing, positions, segment_ids, **kv_bounds)
+
+
+def inputs_of(q, k, v, q_tokens, kv_tokens, numbers=None, seeds=None, blocks=None, functions=False):
+    """The inputs of these arrays; ``functions``: whether global indices are read."""
+    indices = GlobalIndices.of(q) if functions else None
+    shared = SharedInputs(dropout_seeds=seeds, block_mask=blocks, indices=indices)
+    return AttentionInputs(
+        q_tokens._replace(q=q),
+        KVSide(k, v, kv_tokens.positions, kv_tokens.segment_ids),
+        shared.with_per_head(numbers or {}),
+    )
+
+
+def with_cotangents(inputs, do, stats):
+    """The inputs of a backward pass; ``stats`` are lse and delta."""
+    return inputs._replace(query=inputs.query._replace(do=do, stats=stats))
 
 
 def forward(
@@ -24,12 +47,12 @@ def forward(
 ):
     """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head, ``seeds`` dropout's.
 
-    ``blocks``: the mask by blocks.
+    ``blocks``: the block-sparse mask.
     """
-    operands = Operands(q, kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
-    operands = operands.replace(numbering=Numbering.of(q) if spec.calls_functions else None)
-    bounds = implementation.forward_bounds(operands, spec=spec)
-    return implementation.forward(operands.replace(bounds=bounds), carry, spec=spec, **options)
+    functions = spec.calls_functions
+    inputs = inputs_of(q, kv[0], kv[1], q_tokens, kv_tokens, numbers, seeds, blocks, functions)
+    bounds = implementation.forward_bounds(inputs, spec=spec)
+    return implementation.forward(inputs, bounds, carry, spec=spec, **options)
 
 
 def gradients(
@@ -40,14 +63,14 @@ def gradients(
 
     ``part`` of the work is 0 or 1, None for all of it; ``out_dtype`` is the implementation's.
     """
-    operands = Operands(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers or {}, seeds, blocks)
-    operands = operands.replace(numbering=Numbering.of(qdo[0]) if spec.calls_functions else None)
-    bounds = implementation.backward_bounds(operands, spec=spec)
+    functions = spec.calls_functions
+    inputs = inputs_of(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers, seeds, blocks, functions)
+    bounds = implementation.backward_bounds(inputs, spec=spec)
     if part is not None:
         bounds = implementation.split_backward(bounds)[part]
-    operands = operands.replace(bounds=bounds, do=qdo[1], stats=jnp.stack(stats))
+    inputs = with_cotangents(inputs, qdo[1], jnp.stack(stats))
     sums = dq, None if dkv is None else tuple(dkv)
-    return implementation.backward(operands, *sums, spec=spec, out_dtype=out_dtype)
+    return implementation.backward(inputs, bounds, *sums, spec=spec, out_dtype=out_dtype)
 
 
 def backward(*args, **options):

@@ -14,8 +14,8 @@ from cases import key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
-from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, Score, Tokens
-from pallas_kernels.score import start_gradients
+from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, QuerySide, Score
+from pallas_kernels.score import sink_gradient
 
 MASKS = {
     "full": dense.Mask(),
@@ -49,7 +49,7 @@ class Inputs:
 
     q: np.ndarray
     kvs: list  # of (k, v)
-    q_tokens: Tokens
+    q_tokens: QuerySide
     kv_tokens: list
     cotangents: tuple  # of out [B, T, N, Hv] and lse [B, T, N]
     keep: np.ndarray  # bool [B or 1, T, all keys], with a table for each head [B or 1, N, T, ...]
@@ -90,11 +90,11 @@ def make_inputs(case, seed, batch=BATCH):
     ranges = {}
     if mask.ranges:
         rows = key_ranges(rng, batch if dim % 2 else 1, SHARDS * max(t, s))
-        ranges = dict(zip(("key_starts", "key_ends"), rows, strict=True))
+        ranges = dict(zip(("kv_starts", "kv_ends"), rows, strict=True))
 
     def tokens(at, **ranges):
         segment_ids: Any = None if ids is None else ids[:, at]
-        return Tokens(at, segment_ids, **{name: x[:, at] for name, x in ranges.items()})
+        return local.tokens(at, segment_ids, **{name: x[:, at] for name, x in ranges.items()})
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
@@ -105,14 +105,14 @@ def make_inputs(case, seed, batch=BATCH):
     if dropout:
         seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
         factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
-    arrays, blocks = ranges, None
+    arrays, blocks = {f"key_{name[3:]}": x for name, x in ranges.items()}, None
     if "table" in case:
         blocks = block_mask(rng, case, t, s)
         side = max(t, s) * SHARDS
         of_side = side // blocks.q_block, side // blocks.kv_block
         table = np.zeros((*blocks.table.shape[:1], *of_side), bool)
         table[:, : blocks.table.shape[1], : blocks.table.shape[2]] = blocks.table
-        arrays = ranges | {"block_mask": table if len(table) > 1 else table[0]}
+        arrays |= {"block_mask": table if len(table) > 1 else table[0]}
     keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **arrays)
     keep, score = keep[..., q_at, :][..., all_kv_at], None
     if case.get("functions"):
@@ -214,7 +214,7 @@ def attend(
         of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkvs, strict=True))
     if "sink_logits" in numbers:
-        of_numbers |= start_gradients(numbers, lse, delta)
+        of_numbers["sink_logits"] = sink_gradient(numbers["sink_logits"], lse, delta)
     gradients = *(x.astype(q.dtype) for x in (dq, dk, dv)), *map(of_numbers.get, sorted(numbers))
     return out, lse.swapaxes(1, 2), *gradients
 

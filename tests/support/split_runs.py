@@ -24,6 +24,7 @@ from burst_jax.training import (
 )
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
+ONE = (1, 1, 1, 1, 1)
 MESHES = [
     (1, 1, 1, 8, 1),
     (2, 1, 1, 4, 1),

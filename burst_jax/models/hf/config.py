@@ -11,23 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from burst_jax.layers.rope_variants import DynamicRope
+from burst_jax.layers.rope import DynamicRope
 from burst_jax.models.config import DecoderConfig, Remat
-from burst_jax.models.hf.families import FAMILIES, Family
-from burst_jax.models.hf.ropes import without
+from burst_jax.models.hf.families import FAMILIES
+from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
+from burst_jax.models.hf.ropes import without_options
 
-# Models of text and images, and the family of their language models, which alone are read.
-_TEXT_FAMILIES = {"gemma3": "gemma3_text"}
-# What their ``config.json`` has beside the language model's.
-_BESIDE_TEXT = frozenset(
-    (
-        *("text_config", "vision_config", "mm_tokens_per_image"),
-        *("boi_token_index", "eoi_token_index", "image_token_index"),
-        *("boi_token_id", "eoi_token_id", "image_token_id"),
-    )
-)
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
-# Keys that say nothing about the computation of hidden states and logits.
+# Keys without effect on hidden states and logits, in any family.
 _IGNORED = frozenset(
     (
         *("architectures", "model_type", "transformers_version", "_name_or_path"),
@@ -36,13 +27,10 @@ _IGNORED = frozenset(
         *("use_cache", "cache_implementation", "attn_implementation", "_attn_implementation"),
         *("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
         *("id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task"),
-        # Of Llama: how its products were cut in training; the sums are the same.
-        "pretraining_tp",
-        # Of Gemma 2, beside the keys that transformers reads. Other families know hidden_act.
-        *("hidden_act", "sliding_window_size"),
+        "pretraining_tp",  # Tensor parallelism in training; the sums are the same.
     )
 )
-# Keys of which one value alone, or its absence, is what a decoder here computes.
+# Keys with the values that a decoder here supports; absence is supported, too.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "use_bidirectional_attention": (False, None),
@@ -64,47 +52,48 @@ def read_config(
     remat_layers: int | None = None,
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
-) -> tuple[DecoderConfig, Family, bool]:
-    """The decoder that a folder's ``config.json`` describes.
+) -> tuple[DecoderConfig, Family, Multimodal | None]:
+    """The decoder of a Hugging Face checkpoint's ``config.json``.
 
-    Of a model of text and images it is the language model, whose config the decoder keeps.
+    For a model of text and images this is the language model.
 
     Args:
-      folder: the folder.
-      dtype: of the computation; None is that of ``config.json``, float32 if it says none.
+      folder: the checkpoint.
+      dtype: of the computation; None is that of ``config.json``, or float32 if it has none.
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`DecoderConfig`.
       remat_layers: see :class:`DecoderConfig`.
       mlp_chunks: see :class:`DecoderConfig`.
-      ignore: keys of ``config.json`` that may have any value, and options of its RoPE, which are
-        left out.
+      ignore: keys of ``config.json``, and of its RoPE, to ignore.
 
     Returns:
-      ``(config, family, part)``, ``part`` being whether the folder has more than the decoder.
+      ``(config, family, multimodal)``; ``multimodal`` is the model of text and images that the
+      decoder is part of, or None.
 
     Raises:
       FileNotFoundError: there is no ``config.json``.
       ValueError: it is not JSON, or it lacks something.
-      NotImplementedError: a family of models, an option or a value that changes the computation and
-        that there is not here.
+      NotImplementedError: an unsupported model family, option or value.
     """
     path = folder / "config.json"
     if not path.is_file():
-        remedy = "name a folder as transformers writes it for a model"
+        remedy = "pass the folder of a Hugging Face checkpoint"
         if (folder / "adapter_config.json").is_file():
-            remedy = "it is an adapter's; load its model, and pass that to load_adapter"
+            remedy = "it has a PEFT adapter; load its base model, and pass that to load_adapter"
         raise FileNotFoundError(f"{folder} lacks config.json: {remedy}")
     try:
         given = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{path} is {given!r}: it must be a JSON object")
-    text_family = _TEXT_FAMILIES.get(given.get("model_type", ""))
-    if text_family is not None:
-        given = _text_config(path, given, FAMILIES[text_family], ignore)
+    multimodal = None
+    for family in FAMILIES.values():
+        if family.multimodal and family.multimodal.model_type == given.get("model_type"):
+            multimodal = family.multimodal
+            given = _text_config(path, given, family, multimodal, ignore)
     family = _family(path, given)
-    given = without(given, ignore)
+    given = without_options(given, ignore)
     values = _complete(path, given, family, ignore)
     stored = given.get("dtype") or given.get("torch_dtype") or "float32"
     if dtype is None:
@@ -120,30 +109,29 @@ def read_config(
         remat=remat,
         remat_layers=remat_layers,
         mlp_chunks=mlp_chunks,
-        # The same whatever wrote the file, so that equal models have equal configs.
-        hub_config=json.dumps(given, sort_keys=True),
+        # Normalized, so that equal models have equal configs.
+        hf_config=json.dumps(given, sort_keys=True),
     )
-    return config, family, text_family is not None
+    return config, family, multimodal
 
 
 def config_json(
     config: DecoderConfig, dtype: DTypeLike, max_length: int | None
 ) -> tuple[dict[str, Any], Family]:
-    """The ``config.json`` of a decoder, and its family.
+    """A decoder's ``config.json`` and family.
 
-    A decoder that was loaded keeps the one that it was loaded with, but for the dtype and, if it is
-    given, the number of positions. For others the first family is taken that can say all that the
-    config says.
+    A loaded decoder keeps the ``config.json`` of its checkpoint, with a new dtype and, if given,
+    ``max_length``. For others it is that of the first family that can express the config.
 
     Args:
       config: the decoder's.
-      dtype: of the weights in the files.
-      max_length: number of positions; None is that of the file that was loaded, or of a dynamic
-        RoPE.
+      dtype: of the tensors.
+      max_length: ``max_position_embeddings``; None is that of the loaded checkpoint, or of a
+        dynamic RoPE.
 
     Raises:
-      ValueError: no max_length where one is needed, or another one than a dynamic RoPE has.
-      NotImplementedError: no family can say what the config says.
+      ValueError: no max_length where it is needed, or one that differs from a dynamic RoPE's.
+      NotImplementedError: no family can express the config.
     """
     name = jnp.dtype(dtype).name
     for rope in config.layer_ropes:
@@ -155,20 +143,20 @@ def config_json(
                 f"number for both, so leave max_length out, or pass {rope.max_positions}"
             )
         max_length = rope.max_positions
-    if config.hub_config is not None:
-        given = json.loads(config.hub_config)
+    if config.hf_config is not None:
+        given = json.loads(config.hf_config)
         if max_length is not None:
             given["max_position_embeddings"] = max_length
         family = FAMILIES[given["model_type"]]
-        known = {key: value for key, value in given.items() if key in {*family.defaults, *_sizes()}}
+        known = {key: value for key, value in given.items() if key in family.known}
         if _same(family.read({**family.defaults, **known}), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family
         max_length = known.get("max_position_embeddings")
     if max_length is None:
         raise ValueError(
-            "max_length is None: config.json says a number of positions, which a decoder that was "
-            "not loaded from a folder does not know; pass it, like max_length=32768"
+            "max_length is None: config.json has a number of positions, which a decoder that was "
+            "not loaded from a checkpoint does not know; pass it, like max_length=32768"
         )
     for family in FAMILIES.values():
         try:
@@ -179,8 +167,8 @@ def config_json(
         if agrees:
             return {**written, "dtype": name}, family
     raise NotImplementedError(
-        f"no family of models ({', '.join(FAMILIES)}) is a decoder of {config}: change what it has "
-        "beside one of them"
+        f"no model family ({', '.join(FAMILIES)}) has the architecture of {config}: change the "
+        "fields that differ from one of them"
     )
 
 
@@ -188,48 +176,40 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
     name = given.get("model_type")
     if name in FAMILIES:
         return FAMILIES[name]
-    remedy = f"there are {', '.join(FAMILIES)}"
+    remedy = f"supported are {', '.join(FAMILIES)}"
     if "text_config" in given:
         remedy += "; save its language model with transformers, and load that"
     raise NotImplementedError(f"{path} has model_type {name!r}: {remedy}")
 
 
 def _text_config(
-    path: Path, given: Mapping[str, Any], family: Family, ignore: Collection[str]
+    path: Path,
+    given: Mapping[str, Any],
+    family: Family,
+    multimodal: Multimodal,
+    ignore: Collection[str],
 ) -> dict[str, Any]:
-    """The ``config.json`` of a language model from that of a model of text and images."""
+    """The language model's ``config.json`` from that of a model of text and images."""
     text = given.get("text_config") or {}
-    # The output projection is the whole model's.
+    # The output projection belongs to the whole model.
     tied = text.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
     only = _ONLY | {"tie_word_embeddings": (tied,)}
-    _check_keys(path, given["model_type"], given, _BESIDE_TEXT, only, ignore)
+    _check_keys(path, multimodal.model_type, given, multimodal.keys, only, ignore)
     dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
     architecture = {"architectures": [family.architecture], "model_type": family.model_type}
     return {**dtype, **text, **architecture}
 
 
-def _sizes() -> dict[str, Any]:
-    """The keys that every ``config.json`` must have."""
-    return dict.fromkeys(
-        (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        )
-    )
-
-
 def _complete(
     path: Path, given: Mapping[str, Any], family: Family, ignore: Collection[str]
 ) -> dict[str, Any]:
-    """``config.json`` with the family's defaults, checked for keys that this code does not know."""
-    missing = [key for key in _sizes() if {**family.defaults, **given}.get(key) is None]
+    """``config.json`` with the family's defaults, checked for unknown keys."""
+    missing = [key for key in REQUIRED if {**family.defaults, **given}.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    known = {*family.defaults, *_sizes()}
-    _check_keys(path, family.model_type, given, known, _ONLY | dict(family.only), ignore)
+    only = _ONLY | dict(family.only)
+    known = {*family.known, *family.ignored}
+    _check_keys(path, family.model_type, given, known, only, ignore)
     return {**family.defaults, **given}
 
 
@@ -241,7 +221,7 @@ def _check_keys(
     only: Mapping[str, tuple[Any, ...]],
     ignore: Collection[str],
 ) -> None:
-    """Raises NotImplementedError that names all keys that are not known, or have a wrong value."""
+    """Raises NotImplementedError that names all keys that are unknown or have a wrong value."""
     wrong = [
         f"{key} is {given[key]!r} and must be {allowed[0]!r}"
         for key, allowed in only.items()
@@ -258,7 +238,7 @@ def _check_keys(
 
 
 def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether two decoders compute the same from the same weights, dtypes apart."""
+    """Whether two decoders compute the same from the same weights, apart from dtypes."""
     return _computation(one) == _computation(other)
 
 
@@ -272,11 +252,10 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         attention_scale=config.head_dim**-0.5 if scale is None else scale,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        # How a decoder runs, and what its files say beside it.
+        # Execution, and other content of the checkpoint. Adapters are merged, or saved separately.
         remat="none",
         remat_layers=None,
         mlp_chunks=1,
-        hub_config=None,
-        # Adapters are merged, or written apart.
+        hf_config=None,
         lora=None,
     )

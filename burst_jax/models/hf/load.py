@@ -1,4 +1,4 @@
-"""Reads a model from a folder that transformers has written."""
+"""Loads a decoder from a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hf.config import read_config
 from burst_jax.models.hf.files import FLOATING, TensorFiles
-from burst_jax.models.hf.weights import Weight, flat, index_of, tree_of, weights_of
+from burst_jax.models.hf.tensors import Weight, index_of, weights_of
+from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 from burst_jax.parallel.rules import ShardingRules
 
-# Old Llama folders have RoPE's frequencies, which config.json says, once more for each layer.
+# RoPE's frequencies in old Llama checkpoints, which config.json determines.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -37,7 +38,7 @@ def load_config(
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> DecoderConfig:
-    """The config of the decoder that :func:`load` makes of a folder; the arguments are the same."""
+    """The config of the decoder that :func:`load` returns, with the same arguments."""
     return read_config(
         Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
         mlp_chunks=mlp_chunks, ignore=ignore,
@@ -57,84 +58,84 @@ def load(
     ignore: Collection[str] = (),
     **options: Unpack[AttentionOptions],
 ) -> Decoder:
-    """A decoder with the weights of a folder that transformers has written.
+    """Loads a decoder from a Hugging Face checkpoint.
 
-    There are the families llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, gemma2 and
-    gemma3_text; of gemma3, which has images, too, the language model is read. Each process reads
-    those parts of the files that its devices keep, one weight after the other. So beside the model
-    there is at most one weight, with all its layers, in memory.
+    Supported families: llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, gemma2,
+    gemma3_text, and the language model of gemma3. Each process reads the slices that its devices
+    hold, one weight after the other, so host memory holds at most one weight with all its layers in
+    addition to the model.
 
     Args:
-      folder: has ``config.json`` and ``model.safetensors``, or several such files with their index.
-      rules: the mesh axes that split weights and activations, see
+      folder: has ``config.json`` and ``model.safetensors``, or several such files with an index.
+      rules: the mesh axes that shard weights and activations, see
         :class:`burst_jax.models.Decoder`.
-      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
-      dtype: of the computation; None is the dtype that ``config.json`` says.
+      microbatches: see :class:`burst_jax.models.Decoder`.
+      dtype: of the computation; None is that of ``config.json``.
       param_dtype: of the weights; None is ``dtype``.
       remat: see :class:`burst_jax.models.DecoderConfig`.
       remat_layers: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
-      ignore: names that are no mistake: keys of ``config.json``, options of its RoPE and tensors of
-        the files that this library does not know, and that do not change the computation.
+      ignore: unknown keys of ``config.json`` or its RoPE, and tensors, that do not change the
+        computation.
       **options: attention options, like ``mesh`` and ``layout``, see
-        :class:`burst_jax.models.Decoder`. A mesh is needed: here, or by ``jax.set_mesh``.
+        :class:`burst_jax.models.Decoder`. A mesh is required: here, or by ``jax.set_mesh``.
 
     Returns:
-      The decoder, whose weights are split as ``rules`` say. ``model.config`` is what
-      ``config.json`` says.
+      The decoder, with its weights sharded by ``rules`` and ``model.config`` from ``config.json``.
 
     Raises:
       FileNotFoundError: a file is missing.
       ImportError: the library safetensors is missing.
-      NotImplementedError: a family of models, or an option of one, that there is not here.
-      ValueError: tensors that are missing, left over, or of another shape, all of them named; a
-        damaged file; no mesh, or none with devices; a mesh that does not divide a weight.
+      NotImplementedError: an unsupported model family, or option of one.
+      ValueError: missing, unexpected or wrongly shaped tensors, all of them named; a damaged file;
+        no mesh, or none with devices; a mesh that does not divide a weight.
     """
     folder = Path(folder)
-    config, family, text_part = read_config(
+    config, family, multimodal = read_config(
         folder, dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
         mlp_chunks=mlp_chunks, ignore=ignore,
     )  # fmt: skip
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
-    parts = nnx.merge(graphdef, shapes).parts(shapes)
-    specs, mesh = flat(parts.tree(shapes)), mesh_with_devices(parts.mesh)
-    files = TensorFiles(folder, text_part=text_part)
+    shardings = nnx.merge(graphdef, shapes).shardings(shapes)
+    specs = flat_weights(shardings.weight_specs(shapes))
+    mesh = mesh_with_devices(shardings.mesh)
+    files = TensorFiles(folder, tensor_name=multimodal.tensor_name if multimodal else str)
     weights = weights_of(shapes, family, config.num_layers)
     check_tensors(folder, files, weights, ignore)
     values = {}
     for weight in weights:
         sharding = NamedSharding(mesh, specs[weight.path])
         values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
-    return nnx.merge(graphdef, tree_of(shapes, values))
+    return nnx.merge(graphdef, with_weights(shapes, values))
 
 
 def read_weight(
     files: TensorFiles, weight: Weight, sharding: NamedSharding, dtype: np.dtype
 ) -> jax.Array:
-    """One weight, of which this process reads what its devices keep."""
+    """One weight, of which this process reads the slices of its devices."""
     shape = (len(weight.names), *weight.shape) if weight.stacked else weight.shape
-    # Devices that keep the same part share what is read for the first of them.
+    # Read once for all devices with the same slice.
     found: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index_of(index or (), shape)
         key = tuple((one.start, one.stop, one.step) for one in index)
         if key not in found:
-            found[key] = _part(files, weight, index, dtype)
+            found[key] = _slice(files, weight, index, dtype)
         return found[key]
 
-    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
 
 
-def _part(
+def _slice(
     files: TensorFiles, weight: Weight, index: tuple[slice, ...], dtype: np.dtype
 ) -> np.ndarray:
     layers, index = (index[0], index[1:]) if weight.stacked else (slice(0, 1), index)
     size = tuple(one.stop - one.start for one in index)
     names = weight.names[layers]
     out = np.empty((len(names), *size), dtype)
-    for row, name in zip(out, names, strict=True):
-        row[...] = weight.from_tensor(files.read(name, weight.tensor_index(index)), size)
+    for layer, name in zip(out, names, strict=True):
+        layer[...] = weight.from_tensor(files.read(name, weight.tensor_index(index)), size)
     return out if weight.stacked else out[0]
 
 
@@ -145,11 +146,11 @@ def check_tensors(
     ignore: Collection[str],
     described_by: str = "its config.json describes",
 ) -> None:
-    """Raises ValueError that names all tensors that are missing, left over, or not as expected."""
+    """Raises ValueError that names all missing, unexpected and wrong tensors."""
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
-    left_over = sorted(present - set(expected) - set(ignore))
+    unexpected = sorted(present - set(expected) - set(ignore))
     wrong = [
         f"{name} is {list(files.shape(name))}, expected {list(expected[name])}"
         for name in sorted(present & set(expected))
@@ -164,7 +165,7 @@ def check_tensors(
         f"{what}: {', '.join(names)}"
         for what, names in (
             ("missing", missing),
-            ("left over", left_over),
+            ("unexpected", unexpected),
             ("of another shape", wrong),
             (f"of another dtype than {', '.join(FLOATING)}", quantized),
         )
@@ -174,5 +175,5 @@ def check_tensors(
         raise ValueError(
             f"{folder} does not have the tensors that {described_by}; "
             + "; ".join(found)
-            + ("; pass ignore= to leave tensors out" if left_over else "")
+            + ("; pass ignore= to skip tensors" if unexpected else "")
         )

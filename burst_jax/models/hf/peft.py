@@ -1,6 +1,6 @@
-"""Low-rank adapters as folders of the library peft.
+"""Low-rank adapters as PEFT adapters, the format of the library peft.
 
-peft keeps A and B as PyTorch keeps matrices, ``[outputs, inputs]``, for each layer::
+It stores A and B as ``[outputs, inputs]``, for each layer::
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  [r, D]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  [N H, r]
@@ -9,7 +9,6 @@ peft keeps A and B as PyTorch keeps matrices, ``[outputs, inputs]``, for each la
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,32 +19,33 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from burst_jax.layers.low_rank import LORA_A, LORA_B
+from burst_jax.layers.lora import LORA_A, LORA_B, PROJECTIONS, Lora
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.decoder import Decoder
-from burst_jax.models.hf.families import FAMILIES, Family
+from burst_jax.models.hf.families import FAMILIES
+from burst_jax.models.hf.family import Family
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
-from burst_jax.models.hf.weights import Weight, flat, tree_of
+from burst_jax.models.hf.tensors import Weight
 from burst_jax.models.lora import abstract_like
-from burst_jax.models.lora_config import PROJECTIONS, Lora
+from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-# How A and B may have been drawn. Other ways draw them from W, and the adapter stands beside what
-# is left of W without them: peft takes them away from W when it loads the adapter.
-_BESIDE_WHOLE = (None, False, True, "gaussian", "eva", "orthogonal")
-# Keys that say nothing about what an adapter computes, or are read here.
+# Supported initializers of A and B. Others derive them from W, and peft subtracts the initial
+# adapter from W when it loads it.
+_INITIALIZERS = (None, False, True, "gaussian", "eva", "orthogonal")
+# Keys without effect on the computation, or read here.
 _KNOWN = frozenset(
     (
         *("peft_type", "peft_version", "task_type", "inference_mode", "auto_mapping", "revision"),
         *("base_model_name_or_path", "r", "lora_alpha", "target_modules", "exclude_modules"),
-        # How it was drawn, and trained.
+        # Initialization and training.
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("lora_dropout", "ensure_weight_tying"),
-        # What others are about, that are off.
+        # Parameters of features that are off.
         *("layers_pattern", "megatron_core", "qalora_group_size"),
     )
 )
@@ -58,34 +58,34 @@ def save_adapter(
     base: str | PathLike[str] | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> None:
-    """Writes a decoder's low-rank adapters as peft does, without the other weights.
+    """Saves a decoder's low-rank adapters as a PEFT adapter, without the other weights.
 
-    ``peft.PeftModel.from_pretrained(model, folder)`` gives them to the model of transformers that
-    the decoder was loaded from. The folder is written as :func:`burst_jax.models.save` writes one:
-    all processes call this together, and it is there when it is complete.
+    ``peft.PeftModel.from_pretrained(model, folder)`` adds them to the transformers model that the
+    decoder was loaded from. All processes call this together, and the folder appears when complete,
+    as in :func:`burst_jax.models.save`.
 
     Args:
       model: a decoder with adapters.
-      folder: a folder that does not exist yet, or is empty, and is no mount point.
-      base: folder, or name on a hub, of the model without adapters, which peft's
-        ``AutoPeftModelForCausalLM`` loads. None says none.
-      dtype: of the tensors.
+      folder: a folder that does not exist, or is empty, and is not a mount point.
+      base: path or Hub name of the base model, for peft's ``AutoPeftModelForCausalLM``; None leaves
+        it out.
+      dtype: of the tensors. Default: float32.
 
     Raises:
-      FileExistsError: there is something in the folder.
+      FileExistsError: the folder is not empty.
       ImportError: the library safetensors is missing.
-      NotImplementedError: ``base`` is a folder of a model of text and images, in which peft would
-        give the adapters to the images' layers, too.
-      OSError: the disk is full, for example.
+      NotImplementedError: ``base`` is a model of text and images, to whose vision layers peft would
+        add the adapters, too.
+      OSError: for example, the disk is full.
       ValueError: the decoder has no adapters, or ``folder`` is a mount point.
     """
     lora, config = model.config.lora, model.config
     if lora is None:
-        raise ValueError("model has no adapters: add_lora gives it some; save writes a whole model")
+        raise ValueError("model has no adapters: add some with add_lora; save writes a whole model")
     check_base(config, base)
-    arrays = flat(nnx.state(model, nnx.LoRAParam))
+    arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
     alpha = float(lora.rank if lora.alpha is None else lora.alpha)
-    said = {
+    written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base),
@@ -104,44 +104,50 @@ def save_adapter(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    plan = {TENSORS: list(in_order(_weights(arrays, config)))}
-    write_folder(Path(folder), plan, arrays, jnp.dtype(dtype), {CONFIG: said})
+    files = {TENSORS: list(in_order(_weights(arrays, config)))}
+    write_folder(Path(folder), files, arrays, jnp.dtype(dtype), {CONFIG: written})
 
 
 def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
-    """The decoder with the low-rank adapters of a folder that peft, or :func:`save_adapter`, wrote.
+    """Adds the low-rank adapters of a PEFT adapter to a decoder.
 
-    The other weights are shared, not copied. Each process reads what its devices keep.
+    The other weights are shared, not copied. Each process reads the slices of its devices.
 
     Args:
       model: the decoder that the adapters were trained on, without adapters.
       folder: has ``adapter_config.json`` and ``adapter_model.safetensors``.
 
+    Returns:
+      A new decoder.
+
     Raises:
       FileNotFoundError: a file is missing.
       ImportError: the library safetensors, or qwix, is missing.
-      NotImplementedError: another kind of adapter than LoRA of one rank on the layers' projections.
-      ValueError: the decoder has adapters already; tensors that are missing, left over, or of
-        another shape than the decoder's; a damaged file.
+      NotImplementedError: an adapter other than LoRA of one rank on the layers' projections.
+      ValueError: the decoder already has adapters; missing, unexpected or wrongly shaped tensors; a
+        damaged file.
     """
     folder = Path(folder)
     if model.config.lora is not None:
         raise ValueError(
-            f"model has adapters already, {model.config.lora}: merge_lora adds them up"
+            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
         )
     given = _read_config(folder / CONFIG)
     files = TensorFiles(folder, single=TENSORS)
     targets = tuple(
-        ours for ours, theirs in PROJECTIONS.items() if _any(f".{theirs}.lora_A.", files.names)
+        ours
+        for ours, theirs in PROJECTIONS.items()
+        if any(f".{theirs}.lora_A." in name for name in files.names)
     )
     if not targets:
-        raise ValueError(f"{folder / TENSORS} has no tensor of a projection: it is no LoRA of peft")
+        raise ValueError(f"{folder / TENSORS} has no tensor of a projection: not a LoRA adapter")
     lora = Lora(given["r"], float(given["lora_alpha"]), targets)
     graphdef, shapes = abstract_like(model, lora=lora)
-    parts = nnx.merge(graphdef, shapes).parts(shapes)
-    specs, mesh = flat(parts.tree(shapes)), mesh_with_devices(parts.mesh)
+    shardings = nnx.merge(graphdef, shapes).shardings(shapes)
+    specs = flat_weights(shardings.weight_specs(shapes))
+    mesh = mesh_with_devices(shardings.mesh)
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
-    weights = _weights(flat(adapters), model.config)
+    weights = _weights(flat_weights(adapters), model.config)
     check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe")
     values = {
         weight.path: read_weight(
@@ -149,17 +155,16 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
         )
         for weight in weights
     }
-    return nnx.merge(graphdef, tree_of(adapters, values), nnx.state(model))
+    return nnx.merge(graphdef, with_weights(adapters, values), nnx.state(model))
 
 
 def check_base(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
-    """Raises NotImplementedError if ``base`` is a folder of another kind of model than the decoder.
+    """Raises NotImplementedError if ``base`` is not of the decoder's family.
 
-    A model of text and images is one: the decoder is its language model, and peft would find
-    projections of the same names in what reads the images.
+    For a model of text and images peft would also match the vision layers' projections.
     """
     path = None if base is None else Path(base) / "config.json"
-    if path is None or config.hub_config is None or not path.exists():
+    if path is None or config.hf_config is None or not path.exists():
         return
     there, here = json.loads(path.read_text())["model_type"], _family(config).model_type
     if there != here:
@@ -170,7 +175,7 @@ def check_base(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
 
 
 def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
-    """The adapters with their tensors' names; arrays or shapes by path."""
+    """The adapters with their tensors' names, from arrays or shapes by path."""
     names, weights = _family(config).names, []
     for path, array in arrays.items():
         stem = "base_model.model." + names[*path[:-1], "kernel"].removesuffix("weight")
@@ -181,45 +186,39 @@ def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
 
 
 def _family(config: DecoderConfig) -> Family:
-    """The family of a decoder; any one, as they call projections the same, if it was not loaded."""
-    if config.hub_config is None:
+    """The family of a decoder; any one if it was not loaded, as projections have the same names."""
+    if config.hf_config is None:
         return next(iter(FAMILIES.values()))
-    return FAMILIES[json.loads(config.hub_config)["model_type"]]
+    return FAMILIES[json.loads(config.hf_config)["model_type"]]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """``adapter_config.json``, checked for what changes the computation and is not known here."""
+    """``adapter_config.json``, checked for unsupported keys."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path.parent} lacks {CONFIG}: name a folder that peft, or save_adapter, has written"
-        )
+        raise FileNotFoundError(f"{path.parent} lacks {CONFIG}: pass the folder of a PEFT adapter")
     try:
         given = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{path} is {given!r}: it must be a JSON object")
     kind = given.get("peft_type")
     if kind != "LORA":
-        raise NotImplementedError(f"{path} has peft_type {kind!r}: there is 'LORA'")
+        raise NotImplementedError(f"{path} has peft_type {kind!r}: only 'LORA' is supported")
     wrong = [
         f"{key} is {value!r}"
         for key, value in given.items()
         if key not in _KNOWN and value and (key, value) != ("bias", "none")
     ]
-    drawn = given.get("init_lora_weights")
-    if (drawn.lower() if isinstance(drawn, str) else drawn) not in _BESIDE_WHOLE:
-        wrong.append(f"init_lora_weights is {drawn!r}")
+    init = given.get("init_lora_weights")
+    if (init.lower() if isinstance(init, str) else init) not in _INITIALIZERS:
+        wrong.append(f"init_lora_weights is {init!r}")
     if wrong:
         raise NotImplementedError(
-            f"{path}: {'; '.join(wrong)}. Adapters here are LoRA of one rank beside the layers' "
-            "whole projections; merge others with peft's merge_and_unload, and load the model"
+            f"{path}: {'; '.join(wrong)}. Supported is LoRA of one rank on the layers' "
+            "projections; merge others with peft's merge_and_unload, and load the model"
         )
     missing = [key for key in ("r", "lora_alpha") if given.get(key) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     return given
-
-
-def _any(part: str, names: Iterable[str]) -> bool:
-    return any(part in name for name in names)

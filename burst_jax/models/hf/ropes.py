@@ -1,11 +1,11 @@
-"""The RoPE that a ``config.json`` says, in the format of transformers before and since version 5.
+"""RoPE in ``config.json``, in the formats of transformers before and since version 5.
 
     before 5    "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}
     since 5     "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": ...}
 
-With several types of layers ``rope_parameters`` may have one such dictionary for each type. The
-format before 5 has one more base for sliding layers then, ``"rope_local_base_freq"``, and its
-``rope_scaling`` is that of full layers. A file may have both formats if they say the same.
+``rope_parameters`` may have one such dictionary per type of layer. Before version 5, sliding
+layers may have their own base, ``"rope_local_base_freq"``, and ``rope_scaling`` is then that of
+full layers. A file may have both formats if they agree.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from burst_jax.layers.rope_variants import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from burst_jax.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Of each type the class, and its fields by their names in config.json.
+# Each type's class, and its fields by their names in config.json.
 _TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
     "default": (Rope, {}),
     "linear": (LinearRope, {"factor": "factor"}),
@@ -48,35 +48,34 @@ _TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
 }
 
 
-def ropes_of(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
+def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
     """The RoPE of full and of sliding layers.
 
     Args:
       values: ``config.json``, with the family's defaults.
-      thetas: for each type of layer the base where ``config.json`` says none.
+      thetas: the base of each type of layer where ``config.json`` has none.
 
     Raises:
-      NotImplementedError: another type of RoPE, or one with other options, than there is here.
-      ValueError: an option is missing; ``rope_scaling`` and ``rope_parameters`` do not say the
-        same; one of them has the other's form.
+      NotImplementedError: an unsupported type of RoPE, or option of one.
+      ValueError: an option is missing; ``rope_scaling`` and ``rope_parameters`` disagree; one of
+        them has the other's form.
     """
     scaling, parameters = (values.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     _check_object(scaling)
     _check_object(parameters)
     bases = {kind: _base(values, kind, thetas) for kind in (FULL, SLIDING)}
-    # Whether layers of the two types have a RoPE of their own each.
-    apart = "rope_local_base_freq" in values
-    if apart and (FULL in scaling or SLIDING in scaling):
+    per_type = "rope_local_base_freq" in values
+    if per_type and (FULL in scaling or SLIDING in scaling):
         raise ValueError(
             f"config.json's rope_scaling is {scaling}: a dictionary for each type of layer must be "
             "in rope_parameters"
         )
-    if apart and parameters and FULL not in parameters and SLIDING not in parameters:
+    if per_type and parameters and FULL not in parameters and SLIDING not in parameters:
         raise ValueError(
             f"config.json's rope_parameters is {parameters}: it must have a dictionary for each "
             f"type of layer, {FULL} and {SLIDING}"
         )
-    old = {kind: {} if apart and kind == SLIDING else scaling for kind in bases}
+    old = {kind: {} if per_type and kind == SLIDING else scaling for kind in bases}
     nested = FULL in parameters or SLIDING in parameters
     new = {kind: (parameters.get(kind) or {}) if nested else parameters for kind in bases}
     readings = [
@@ -84,48 +83,48 @@ def ropes_of(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str
         for own, given in ((old, scaling), (new, parameters))
         if given or own is new
     ]
-    # transformers takes one of them, or options of both, depending on its version and on the model.
+    # Which of them transformers reads depends on its version and on the model.
     if scaling and parameters and readings[0] != readings[1]:
         raise ValueError(
-            f"config.json has rope_scaling {scaling} and rope_parameters {parameters}, which do "
-            f"not say the same, {readings[0]} and {readings[1]}: remove one of them"
+            f"config.json has rope_scaling {scaling} and rope_parameters {parameters}, which "
+            f"disagree, {readings[0]} and {readings[1]}: remove one of them"
         )
     return readings[0]
 
 
-def without(values: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """``config.json`` whose RoPE has none of the options ``ignore``."""
+def without_options(values: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """``config.json`` without the options ``ignore`` of its RoPE."""
 
-    def kept(given: Any) -> Any:
+    def filtered(given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {key: kept(value) for key, value in given.items() if key not in ignore}
+        return {key: filtered(value) for key, value in given.items() if key not in ignore}
 
     keys = ("rope_scaling", "rope_parameters")
-    return {key: kept(value) if key in keys else value for key, value in values.items()}
+    return {key: filtered(value) if key in keys else value for key, value in values.items()}
 
 
 def _base(values: Mapping[str, Any], kind: str, thetas: Mapping[str, float]) -> float:
-    """The base of a type of layers whose dictionary has none."""
+    """The base of a type of layer without one in its dictionary."""
     local = kind == SLIDING and "rope_local_base_freq" in values
     theta = values.get("rope_local_base_freq" if local else "rope_theta")
     return thetas[kind] if theta is None else theta
 
 
 def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
-    """One RoPE from its dictionary and, where that says nothing, from ``config.json``."""
+    """One RoPE from its dictionary and, for options it lacks, from ``config.json``."""
     _check_object(given)
     options = {key: value for key, value in given.items() if value is not None}
     old_name = options.pop("type", "default")
     name = options.pop("rope_type", old_name)
     for key in ("mscale", "mscale_all_dim"):
-        # transformers takes a 0 of YaRN's for one that is absent.
+        # transformers treats YaRN's 0 as absent.
         if name == "yarn" and options.get(key) == 0:
             del options[key]
     theta = float(options.pop("rope_theta", theta))
     if name not in _TYPES:
         raise NotImplementedError(
-            f"config.json's RoPE has the type {name!r}: there are {', '.join(_TYPES)}"
+            f"config.json's RoPE has the type {name!r}: supported are {', '.join(_TYPES)}"
         )
     rope, fields = _TYPES[name]
     positions = values["max_position_embeddings"]
@@ -139,17 +138,16 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
     whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
     if whole != 1:
         raise NotImplementedError(
-            f"partial_rotary_factor is {whole}: RoPE rotates all features of a head here, so it "
-            "must be 1"
+            f"partial_rotary_factor is {whole}: only 1 is supported, RoPE of all head features"
         )
     if name in ("default", "linear", "dynamic"):
-        # transformers reads no old length for these, whatever config.json says.
+        # transformers ignores the old length for these.
         options.pop("original_max_position_embeddings", None)
     unknown = sorted(set(options) - set(fields))
     if unknown:
         raise NotImplementedError(
-            f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: the options known "
-            f"here are {', '.join(fields) or 'none'}. If one does not change the computation, pass "
+            f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: known options are "
+            f"{', '.join(fields) or 'none'}. If one does not change the computation, pass "
             f"ignore={tuple(unknown)}"
         )
     needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(fields)
@@ -164,19 +162,19 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
     return rope(theta=theta, **numbers)
 
 
-def ropes_json(ropes: Mapping[str, Rope], *, apart: bool) -> dict[str, Any]:
-    """The keys of ``config.json`` that :func:`ropes_of` reads as these RoPEs.
+def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
+    """The keys of ``config.json`` that :func:`read_ropes` reads as these RoPEs.
 
-    They are in both formats, so that any version of transformers reads the file; but in the new one
-    alone if the old one cannot say them: it has one base for sliding layers, and no more.
+    Both formats, for any version of transformers; only the new one where the old one cannot express
+    them, as it has no more than a base for sliding layers.
 
     Args:
-      ropes: by type of layer; a type that no layer has is left out.
-      apart: whether the family's types of layers have a RoPE of their own each.
+      ropes: by type of layer, for the types that some layer has.
+      per_type: whether the family has a RoPE per type of layer.
     """
     new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
-    if not apart:
-        # If they differ, the decoder is none of this family: what is read from this differs, too.
+    if not per_type:
+        # If they differ, reading this gives another config, and the family is not the decoder's.
         first = next(iter(new.values()))
         return {"rope_parameters": first, **_old_json(first)}
     old: dict[str, Any] = {}
@@ -195,7 +193,7 @@ def _rope_json(rope: Rope) -> dict[str, Any]:
             options = {key: values[field] for key, field in fields.items()}
             options = {key: value for key, value in options.items() if value is not None}
             return {"rope_type": name, "rope_theta": rope.theta, **options}
-    raise NotImplementedError(f"rope is {rope}: transformers has no RoPE like it")
+    raise NotImplementedError(f"rope is {rope}: transformers has no such RoPE")
 
 
 def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:

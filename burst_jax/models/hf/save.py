@@ -1,9 +1,12 @@
-"""Writes a model into a folder that transformers reads."""
+"""Saves a decoder as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -20,13 +23,13 @@ from jax.typing import DTypeLike
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.config import config_json
 from burst_jax.models.hf.files import INDEX, SINGLE, safetensors
-from burst_jax.models.hf.new_folder import NewFolder
-from burst_jax.models.hf.weights import Weight, flat, weights_of
+from burst_jax.models.hf.tensors import Weight, weights_of
 from burst_jax.models.lora import merge_lora
+from burst_jax.models.weights import flat_weights
 from burst_jax.parallel.first_process import by_first_process
 
-# A file's tensors: (name, the weight, the layer or None).
-Plan = dict[str, list[tuple[str, Weight, int | None]]]
+# Each file's tensors: (name, the weight, the layer or None).
+Files = dict[str, list[tuple[str, Weight, int | None]]]
 
 
 def save(
@@ -37,35 +40,34 @@ def save(
     max_length: int | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a decoder as transformers does: ``config.json`` and safetensors files.
+    """Saves a decoder as a Hugging Face checkpoint: ``config.json`` and safetensors files.
 
-    A decoder that was loaded has the ``config.json`` that it was loaded with, but for the dtype.
-    For another one a family of models is found that computes the same. Tokenizer files are not
-    written: copy them. Low-rank adapters are merged into the weights
-    (:func:`burst_jax.models.merge_lora`), which takes the memory of the weights that have some once
-    more; :func:`burst_jax.models.save_adapter` writes them alone.
+    A loaded decoder keeps the ``config.json`` of its checkpoint, except for the dtype; for others a
+    model family with the same architecture is chosen. Tokenizer files are not written: copy them.
+    Low-rank adapters are merged into the weights (:func:`burst_jax.models.merge_lora`), which needs
+    memory for a second copy of those; :func:`burst_jax.models.save_adapter` saves adapters alone.
 
-    The folder is written under another name and renamed when it is complete. All processes of a run
-    must call this together. The first one writes, and its memory holds one file's tensors, twice
-    while the file is being written. Either the folder is complete when any of them returns, or an
-    error of the first one is raised in all.
+    The folder is written under a temporary name and renamed when complete. All processes must call
+    this together. The first one writes, and holds one file's tensors in host memory, twice during
+    the write. When any process returns, the folder is complete; an error of the first one is raised
+    in all.
 
     Args:
-      model: the decoder; its weights may be split over any mesh.
-      folder: a folder that does not exist yet, or is empty, and is no mount point.
+      model: the decoder, with weights on any mesh.
+      folder: a folder that does not exist, or is empty, and is not a mount point.
       dtype: of the tensors; None is that of the weights.
-      max_length: the number of positions in ``config.json``; None is that of the folder that was
-        loaded. A decoder that was not loaded needs it.
-      max_file_bytes: size of a file's tensors above which the next one is begun.
+      max_length: ``max_position_embeddings`` of ``config.json``; None is that of the loaded
+        checkpoint. Required for a decoder that was not loaded.
+      max_file_bytes: size of tensors at which a new file starts. Default: 5 GB.
 
     Raises:
-      FileExistsError: there is something in the folder.
+      FileExistsError: the folder is not empty.
       ImportError: the library safetensors is missing.
-      NotImplementedError: no family of models computes what this decoder does.
-      OSError: the disk is full, for example. If all is written and cannot be renamed to ``folder``,
-        the error says where it is kept.
-      ValueError: no max_length where one is needed, another one than a dynamic RoPE has, a
-        max_file_bytes below 1, or a folder that is a mount point.
+      NotImplementedError: no model family has this decoder's architecture.
+      OSError: for example, the disk is full. If all is written and cannot be renamed, the message
+        has the temporary name.
+      ValueError: no max_length where it is required, one that differs from a dynamic RoPE's, a
+        max_file_bytes below 1, or a mount point.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}: it must be at least 1")
@@ -74,16 +76,17 @@ def save(
     if model.config.lora is not None:
         model = merge_lora(model, param_dtype=dtype)
     state = nnx.state(model)
-    plan = _plan(weights_of(state, family, model.config.num_layers), dtype, max_file_bytes)
+    weights = weights_of(state, family, model.config.num_layers)
+    files = _assign_files(weights, dtype, max_file_bytes)
     texts = {"config.json": written}
-    if len(plan) > 1:
-        texts[INDEX] = _index(plan, dtype)
-    write_folder(Path(folder), plan, flat(state), dtype, texts)
+    if len(files) > 1:
+        texts[INDEX] = _index(files, dtype)
+    write_folder(Path(folder), files, flat_weights(state), dtype, texts)
 
 
 def write_folder(
     folder: Path,
-    plan: Plan,
+    files: Files,
     arrays: Mapping[tuple[str, ...], jax.Array],
     dtype: jnp.dtype,
     texts: Mapping[str, Mapping[str, Any]],
@@ -91,8 +94,8 @@ def write_folder(
     """Writes tensors and JSON files into a new folder, see :func:`save`.
 
     Args:
-      folder: a folder that does not exist yet, or is empty.
-      plan: which tensors each file has.
+      folder: a folder that does not exist, or is empty.
+      files: each file's tensors.
       arrays: the weights by path.
       dtype: of the tensors.
       texts: the content of each JSON file.
@@ -100,12 +103,12 @@ def write_folder(
     writer = _Writer(folder, dtype)
     try:
         by_first_process(writer.begin)
-        for file, tensors in plan.items():
+        for file, tensors in files.items():
             for name, weight, layer in tensors:
-                # Every process takes part in this: it gathers the tensor from all devices.
+                # All processes: this gathers the tensor from all devices.
                 whole = _whole(arrays[weight.path], layer)
                 if jax.process_index() == 0:
-                    writer.keep(name, weight, whole)
+                    writer.add(name, weight, whole)
             by_first_process(lambda file=file: writer.write(file))
         by_first_process(lambda: writer.finish(texts))
     finally:
@@ -113,20 +116,20 @@ def write_folder(
 
 
 class _Writer:
-    """What the first process does: it writes the files."""
+    """The first process's part of :func:`write_folder`."""
 
     def __init__(self, folder: Path, dtype: jnp.dtype) -> None:
         self._folder, self._dtype = folder, dtype
-        self._new: NewFolder | None = None
+        self._new: _NewFolder | None = None
         self._content: dict[str, np.ndarray] = {}
         self._error: Exception | None = None
 
     def begin(self) -> None:
         safetensors()
-        self._new = NewFolder(self._folder)
+        self._new = _NewFolder(self._folder)
 
-    def keep(self, name: str, weight: Weight, whole: jax.Array) -> None:
-        """Takes a tensor of the next file; raises nothing, as the others gather the next one."""
+    def add(self, name: str, weight: Weight, whole: jax.Array) -> None:
+        """Adds a tensor to the next file. Errors are raised in ``write``, after all gathers."""
         if self._error is None:
             try:
                 tensor = weight.to_tensor(np.asarray(whole))
@@ -138,7 +141,7 @@ class _Writer:
         assert self._new is not None
         if self._error is not None:
             raise self._error
-        # transformers wants to know for which library the tensors are.
+        # transformers requires this metadata.
         safetensors().numpy.save_file(
             self._content, self._new.path / file, metadata={"format": "pt"}
         )
@@ -156,8 +159,8 @@ class _Writer:
             self._new.discard()
 
 
-def _plan(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Plan:
-    """Which tensors each file has: layer by layer, none beyond the size unless it is alone."""
+def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Files:
+    """Assigns tensors to files of at most this size, layer by layer."""
     files: list[list[tuple[str, Weight, int | None]]] = [[]]
     size = 0
     for tensor in in_order(weights):
@@ -187,8 +190,8 @@ def _bytes(weight: Weight, dtype: jnp.dtype) -> int:
     return int(np.prod(weight.shape)) * dtype.itemsize
 
 
-def _index(plan: Plan, dtype: jnp.dtype) -> dict[str, Any]:
-    tensors = [(name, file, weight) for file, some in plan.items() for name, weight, _ in some]
+def _index(files: Files, dtype: jnp.dtype) -> dict[str, Any]:
+    tensors = [(name, file, weight) for file, some in files.items() for name, weight, _ in some]
     return {
         "metadata": {"total_size": sum(_bytes(weight, dtype) for _, _, weight in tensors)},
         "weight_map": {name: file for name, file, _ in tensors},
@@ -196,7 +199,7 @@ def _index(plan: Plan, dtype: jnp.dtype) -> dict[str, Any]:
 
 
 def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
-    """One layer of a weight, or an unstacked weight, that this process can read all of."""
+    """One layer of a weight, or an unstacked weight, gathered to this process."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight if layer is None else weight[layer]
     mesh, spec = weight.sharding.mesh, weight.sharding.spec
@@ -210,32 +213,91 @@ def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
 def take_layer(
     weight: jax.Array, layer: jax.Array, *, mesh: Mesh, spec: PartitionSpec
 ) -> jax.Array:
-    """One layer of a stacked weight, split as its other dimensions are.
+    """One layer of a stacked weight, sharded as its other dimensions are.
 
-    The stages of a pipeline split the layers. So that no device gets a whole stack, the stage that
-    has the layer sends it to the others: they add zeros to it.
+    A pipeline's stages shard the layers. The stage that has the layer sends it to the others, which
+    add zeros, so that no device holds a whole stack.
 
     Args:
-      weight: ``[L, ...]``, L being the number of layers.
-      layer: number of the layer, int32.
+      weight: ``[L, ...]``, for L layers.
+      layer: index of the layer, int32.
       mesh: the weight's.
-      spec: that of the weight.
+      spec: the weight's.
     """
     stages, *others = spec or (None,)
 
     def take(part: jax.Array, layer: jax.Array) -> jax.Array:
         if stages is None:
             return lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)
-        row = layer - lax.axis_index(stages) * part.shape[0]
-        here = (row >= 0) & (row < part.shape[0])
-        row = jnp.clip(row, 0, part.shape[0] - 1)
-        taken = lax.dynamic_index_in_dim(part, row, 0, keepdims=False)
-        # Bytes, because a sum of floating point numbers would make 0.0 of -0.0.
+        index = layer - lax.axis_index(stages) * part.shape[0]
+        local = (index >= 0) & (index < part.shape[0])
+        index = jnp.clip(index, 0, part.shape[0] - 1)
+        taken = lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
+        # Bytes, because a floating point sum would turn -0.0 into 0.0.
         sent = lax.bitcast_convert_type(taken, jnp.uint8)
-        sent = lax.psum(jnp.where(here, sent, jnp.zeros_like(sent)), stages)
+        sent = lax.psum(jnp.where(local, sent, jnp.zeros_like(sent)), stages)
         return lax.bitcast_convert_type(sent, taken.dtype)
 
     run = jax.shard_map(
         take, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(*others)
     )
     return run(weight, layer)
+
+
+class _NewFolder:
+    """A folder that is written next to its final place and renamed when complete.
+
+    Args:
+      folder: the final place, which does not exist or is empty; symbolic links are followed.
+
+    Raises:
+      FileExistsError: the folder is not empty.
+      ValueError: it is a mount point, to which nothing can be renamed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = final = folder.resolve()
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise FileExistsError(f"{folder} exists: choose a folder that does not, or is empty")
+        if final.is_mount():
+            raise ValueError(
+                f"{folder} is a mount point, to which no complete folder can be renamed: choose a "
+                f"folder in it, like {folder / 'model'}"
+            )
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # mkdtemp's name is unique and its folder private; the one inside has the umask's mode.
+        prefix = f".{final.name}.being-written-"
+        self._temporary: Path | None = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+        self.path = self._temporary / final.name
+        self.path.mkdir()
+
+    def finish(self) -> None:
+        """Renames the folder once it is on disk.
+
+        Raises:
+          OSError: a disk error; or the rename failed, with the temporary name in the message.
+        """
+        for path in (*self.path.iterdir(), self.path):
+            _sync(path)
+        try:
+            os.replace(self.path, self._folder)
+        except OSError as error:
+            self._temporary = None
+            state = f"{self._folder} cannot be replaced; {self.path} is complete"
+            message = f"{error.strerror}: {state}"
+            raise OSError(error.errno, message) from error
+        _sync(self._folder.parent)
+
+    def discard(self) -> None:
+        """Removes the temporary folder."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file, or a folder's entries, to disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ def config_of(tmp_path):
     """The decoder's config of a model, or of another ``config.json``."""
 
     def read(name, written=None, **options):
-        written = hub_models.golden(name)["config"] if written is None else written
+        written = hf_models.golden(name)["config"] if written is None else written
         (tmp_path / "config.json").write_text(json.dumps(written))
         return read_config(tmp_path, **options)[0]
 
@@ -47,12 +47,12 @@ def test_how_a_decoder_runs_does_not_change_what_is_written(config_of):
         "param_dtype": jnp.float16,
     }
     assert config_json(dataclasses.replace(config, **running), jnp.float32, None) == want
-    assert want[0] == hub_models.golden("llama3")["config"]
+    assert want[0] == hf_models.golden("llama3")["config"]
 
 
-@pytest.mark.parametrize("name", [name for name in hub_models.names() if "images" not in name])
+@pytest.mark.parametrize("name", [name for name in hf_models.names() if "images" not in name])
 def test_a_new_file_has_the_format_of_each_version_of_transformers(config_of, name):
-    config = dataclasses.replace(config_of(name), hub_config=None)
+    config = dataclasses.replace(config_of(name), hf_config=None)
     length = None if "dynamic" in name else 1024
     written, _ = config_json(config, jnp.float32, length)
     old = {key: value for key, value in written.items() if key != "rope_parameters"}
@@ -70,10 +70,10 @@ def test_a_new_file_has_the_format_of_each_version_of_transformers(config_of, na
 def test_max_length_is_written_of_a_loaded_decoder_too(config_of):
     config = config_of("llama3")
     written, _ = config_json(config, jnp.float32, 4096)
-    assert written == hub_models.golden("llama3")["config"] | {"max_position_embeddings": 4096}
+    assert written == hf_models.golden("llama3")["config"] | {"max_position_embeddings": 4096}
     dynamic = config_of("llama_dynamic")
     assert config_json(dynamic, jnp.float32, 256)[0]["max_position_embeddings"] == 256
-    for config in (dynamic, dataclasses.replace(dynamic, hub_config=None)):
+    for config in (dynamic, dataclasses.replace(dynamic, hf_config=None)):
         with pytest.raises(ValueError, match=r"max_length is 4096.*max_positions=256"):
             config_json(config, jnp.float32, 4096)
 

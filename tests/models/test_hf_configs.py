@@ -228,6 +228,6 @@ def test_published_models(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(written))
     config, _, part = read_config(tmp_path)
     assert [config.layer_kinds[0], config.layer_kinds[5]] == kinds
-    assert part == (name == "gemma-3-4b")
+    assert (part is not None) == (name == "gemma-3-4b")
     _, shapes = abstract_decoder(config)
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == count

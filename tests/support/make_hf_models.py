@@ -4,9 +4,9 @@ No test imports this: it needs torch and transformers, in an environment of thei
 
     python3 -m venv /tmp/peer
     /tmp/peer/bin/pip install torch transformers safetensors numpy    # torch for the CPU is enough
-    /tmp/peer/bin/python tests/support/make_hub_models.py make [NAME ...]
-    /tmp/peer/bin/python tests/support/make_hub_models.py generate [NAME ...]    # after make
-    /tmp/peer/bin/python tests/support/make_hub_models.py check FOLDER    # has NAME.anything, ...
+    /tmp/peer/bin/python tests/support/make_hf_models.py make [NAME ...]
+    /tmp/peer/bin/python tests/support/make_hf_models.py generate [NAME ...]    # after make
+    /tmp/peer/bin/python tests/support/make_hf_models.py check FOLDER    # has NAME.anything, ...
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import hub_models
+import hf_models
 import numpy as np
 import torch  # pyrefly: ignore (in an environment of its own)
 import transformers  # pyrefly: ignore
 
 SIZES = {
-    "vocab_size": hub_models.VOCAB,
+    "vocab_size": hf_models.VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -187,9 +187,9 @@ def load(folder):
 def logits(model):
     """Those that are kept: of the whole row, and of the second document alone."""
     with torch.no_grad():
-        rows = [hub_models.TOKENS, hub_models.TOKENS[hub_models.SPLIT :]]
+        rows = [hf_models.TOKENS, hf_models.TOKENS[hf_models.SPLIT :]]
         row, second = (model(torch.tensor(x[None]).long()).logits[0].numpy() for x in rows)
-    return {"row": row[hub_models.KEPT], "second": second[hub_models.KEPT_SECOND]}
+    return {"row": row[hf_models.KEPT], "second": second[hf_models.KEPT_SECOND]}
 
 
 def make(name):
@@ -209,15 +209,15 @@ def make(name):
         with safe_open(Path(folder, "model.safetensors"), framework="numpy") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
         np.savez_compressed(
-            hub_models.FOLDER / f"{name}.npz",
+            hf_models.FOLDER / f"{name}.npz",
             config=json.dumps(config, sort_keys=True),
             shapes=json.dumps(shapes),
         )
-        hub_models.golden.cache_clear()
-        hub_models.write_folder(name, Path(folder))
+        hf_models.golden.cache_clear()
+        hf_models.write_folder(name, Path(folder))
         found = logits(load(folder))
     np.savez_compressed(
-        hub_models.FOLDER / f"{name}.npz",
+        hf_models.FOLDER / f"{name}.npz",
         config=json.dumps(config, sort_keys=True),
         shapes=json.dumps(shapes),
         **found,
@@ -231,7 +231,7 @@ def generated(loaded, seeds):
     """What ``generate`` makes of the prompts of these seeds, all rows in one batch."""
     # A dynamic RoPE remembers the longest row that the model has seen.
     model = copy.deepcopy(loaded)
-    prompts = hub_models.prompts(seeds)
+    prompts = hf_models.prompts(seeds)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     ids = [np.pad(prompt, (pad, 0)) for prompt, pad in zip(prompts, padding, strict=True)]
@@ -239,7 +239,7 @@ def generated(loaded, seeds):
     found = model.generate(
         torch.tensor(np.stack(ids)).long(),
         attention_mask=torch.tensor(np.stack(mask)).long(),
-        max_new_tokens=hub_models.GENERATED,
+        max_new_tokens=hf_models.GENERATED,
         do_sample=False,
         # Random weights know no end of a text.
         eos_token_id=None,
@@ -252,7 +252,7 @@ def generated(loaded, seeds):
         "seeds": np.asarray(seeds),
         "tokens": found.sequences[:, longest:].numpy().astype(np.int32),
         "margins": (ordered[..., -1] - ordered[..., -2]) / np.abs(logits).max(-1),
-        "step_logits": logits[:, hub_models.KEPT_STEPS],
+        "step_logits": logits[:, hf_models.KEPT_STEPS],
     }
 
 
@@ -266,16 +266,16 @@ def generate(name):
 
     Of the prompts without one those are taken after which a row has the most different tokens.
     """
-    path = hub_models.FOLDER / f"{name}.npz"
+    path = hf_models.FOLDER / f"{name}.npz"
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load(hub_models.write_folder(name, Path(folder)))
+        loaded = load(hf_models.write_folder(name, Path(folder)))
     scores = []
     for seed in range(SEEDS):
-        found = generated(loaded, [seed] * len(hub_models.PROMPTS))
-        clear = found["margins"].min(1) > hub_models.MARGIN
+        found = generated(loaded, [seed] * len(hf_models.PROMPTS))
+        clear = found["margins"].min(1) > hf_models.MARGIN
         scores.append(np.where(clear, kinds(found["tokens"]), 0))
     found = generated(loaded, np.argmax(scores, 0))
-    if found["margins"].min() <= hub_models.MARGIN:
+    if found["margins"].min() <= hf_models.MARGIN:
         raise RuntimeError(f"{name}: no prompts without a near tie")
     with np.load(path) as file:
         arrays: dict[str, Any] = dict(file) | found
@@ -290,7 +290,7 @@ def check(folder):
     """Prints how far the logits of each model saved in ``folder`` are from the kept ones."""
     for path in sorted(Path(folder).iterdir()):
         name = path.name.split(".")[0]
-        found, want = logits(load(path)), hub_models.golden(name)
+        found, want = logits(load(path)), hf_models.golden(name)
         errors = [np.abs(found[k] - want[k]).max() / np.abs(want[k]).max() for k in found]
         print(f"{path.name}: relative errors {errors[0]:.1e}, {errors[1]:.1e}")
 
@@ -298,7 +298,7 @@ def check(folder):
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "make":
-        hub_models.FOLDER.mkdir(exist_ok=True)
+        hf_models.FOLDER.mkdir(exist_ok=True)
         for name in arguments or CASES:
             make(name)
     elif command == "generate":

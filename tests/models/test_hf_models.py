@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,16 +34,16 @@ from burst_jax.models import (
 )
 from burst_jax.training import chunked_cross_entropy, make_batch, next_token_loss, place_batch
 
-NAMES = hub_models.names()
+NAMES = hf_models.names()
 # Of logits' errors relative to the largest logit. Rounding makes up to 7e-6.
 LIMIT = 5e-5
-LENGTH, SPLIT = hub_models.LENGTH, hub_models.SPLIT
+LENGTH, SPLIT = hf_models.LENGTH, hf_models.SPLIT
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Of a model's name the folder that has it."""
-    return lambda name: hub_models.write_folder(name, tmp_path / name)
+    return lambda name: hf_models.write_folder(name, tmp_path / name)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def rows(num_shards, rows=2):
     padded = LENGTH + 16 - LENGTH % 16 + 16 * num_shards
     tokens = np.zeros((rows, padded + 1), np.int32)
     segments = np.zeros((rows, padded + 1), np.int32)
-    tokens[:, :LENGTH], segments[:, :LENGTH] = hub_models.TOKENS, 1
+    tokens[:, :LENGTH], segments[:, :LENGTH] = hf_models.TOKENS, 1
     segments[1::2, SPLIT:LENGTH] = 2
     return tokens, segments
 
@@ -83,12 +83,12 @@ def logits(model, layout, count=2):
 
 def errors(name, model, layout, count=2):
     """The largest errors of logits, relative to the largest one, by transformers' numbers."""
-    found, want = logits(model, layout, count), hub_models.golden(name)
-    pairs = [(row[hub_models.KEPT], want["row"]) for row in found[::2]]
+    found, want = logits(model, layout, count), hf_models.golden(name)
+    pairs = [(row[hf_models.KEPT], want["row"]) for row in found[::2]]
     # The base of dynamic RoPE is that of the longest row, which the second document alone is not.
     if "dynamic" not in name:
-        second = found[1, SPLIT:LENGTH][hub_models.KEPT_SECOND]
-        pairs += [(found[1][hub_models.KEPT[:9]], want["row"][:9]), (second, want["second"])]
+        second = found[1, SPLIT:LENGTH][hf_models.KEPT_SECOND]
+        pairs += [(found[1][hf_models.KEPT[:9]], want["row"][:9]), (second, want["second"])]
     return [np.abs(got - truth).max() / np.abs(truth).max() for got, truth in pairs]
 
 
@@ -187,7 +187,7 @@ def test_loss_and_gradient_with_a_tied_embedding():
     config = DecoderConfig(num_layers=1, vocab_size=32, embed_dim=16, tie_embeddings=True)
     graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=ShardingRules.of(mesh))
     weights = random_like(shapes, 0)
-    _, spec = nnx.merge(graphdef, weights).head_parts()
+    _, spec = nnx.merge(graphdef, weights).head_sharding()
     assert spec == jax.P(("fsdp", "seq"), ("tensor",))
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.standard_normal((2, 8, 16)), jnp.float32)
@@ -252,8 +252,8 @@ def test_saving_gives_the_same_folder(folder, tmp_path, name):
     model = load_on(folder(name), sizes, layout)
     save(model, tmp_path / "saved", max_file_bytes=30000)
     found, config = read(tmp_path / "saved")
-    want = hub_models.tensors(name)
-    assert config == hub_models.golden(name)["config"]
+    want = hf_models.tensors(name)
+    assert config == hf_models.golden(name)["config"]
     assert found.keys() == want.keys()
     for tensor, value in want.items():
         np.testing.assert_array_equal(found[tensor], value)
@@ -262,12 +262,12 @@ def test_saving_gives_the_same_folder(folder, tmp_path, name):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in want.values())
     assert not list(tmp_path.glob(".*"))
     # The config of a decoder that was not loaded is written anew, and says the same.
-    config = dataclasses.replace(model.config, hub_config=None)
+    config = dataclasses.replace(model.config, hf_config=None)
     model.config = config
     save(model, tmp_path / "written", max_length=None if "dynamic" in name else 1024)
     again = load_on(tmp_path / "written", {"seq": 1}, "contiguous").config
     kinds = config.layer_kinds
-    assert dataclasses.replace(again, hub_config=None, layer_pattern=kinds) == config
+    assert dataclasses.replace(again, hf_config=None, layer_pattern=kinds) == config
 
 
 def test_of_a_model_with_images_the_language_model_is_read(folder, tmp_path):
@@ -276,7 +276,7 @@ def test_of_a_model_with_images_the_language_model_is_read(folder, tmp_path):
     found, config = read(tmp_path / "saved")
     assert config["architectures"] == ["Gemma3ForCausalLM"]
     assert config["model_type"] == "gemma3_text"
-    stored = hub_models.tensors("gemma3_images")
+    stored = hf_models.tensors("gemma3_images")
     prefix = "language_model."
     want = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
     assert found.keys() == want.keys() != stored.keys()
@@ -296,7 +296,7 @@ def test_dtypes_of_files_weights_and_computation(folder, tmp_path):
     save(load_on(path, {"seq": 1}, "contiguous"), tmp_path / "half", dtype=jnp.bfloat16)
     found, config = read(tmp_path / "half")
     assert config["dtype"] == "bfloat16"
-    want = hub_models.tensors("qwen3")["model.norm.weight"].astype(jnp.bfloat16)
+    want = hf_models.tensors("qwen3")["model.norm.weight"].astype(jnp.bfloat16)
     np.testing.assert_array_equal(found["model.norm.weight"], want)
     mesh = mesh_of(seq=1)
     model = load(tmp_path / "half", mesh=mesh)
@@ -402,7 +402,7 @@ def test_without_safetensors_the_message_says_what_to_install(folder, monkeypatc
 )
 def test_configs_that_are_refused(folder, name, change, error, message):
     path = folder(name)
-    config = hub_models.golden(name)["config"] | change
+    config = hf_models.golden(name)["config"] | change
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message):
         load(path, mesh=mesh_of(seq=1))

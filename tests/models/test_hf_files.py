@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 
-import hub_models
+import hf_models
 import numpy as np
 import pytest
 from meshes import mesh_of
@@ -18,11 +18,11 @@ from burst_jax.models import load, save
 @pytest.fixture
 def path(tmp_path):
     """A folder with a small model."""
-    return hub_models.write_folder("llama2", tmp_path / "llama2")
+    return hf_models.write_folder("llama2", tmp_path / "llama2")
 
 
 def test_tensors_that_do_not_fit_are_all_named(path):
-    tensors = hub_models.tensors("llama2")
+    tensors = hf_models.tensors("llama2")
     kept = dict(tensors)
     del kept["model.norm.weight"], kept["model.layers.1.mlp.up_proj.weight"]
     kept["lm_head.weight"] = kept["lm_head.weight"][:-1]
@@ -37,14 +37,14 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     # Left-over tensors and unknown keys can be ignored; RoPE's own numbers always are.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
-    config = hub_models.golden("llama2")["config"] | {"new_trick": 1}
+    config = hf_models.golden("llama2")["config"] | {"new_trick": 1}
     (path / "config.json").write_text(json.dumps(config))
     model = load(path, mesh=mesh_of(seq=1), ignore=("model.extra", "new_trick"))
     np.testing.assert_array_equal(model.final_norm.scale[...], tensors["model.norm.weight"])
 
 
 def test_quantized_tensors_are_refused(path):
-    tensors = hub_models.tensors("llama2")
+    tensors = hf_models.tensors("llama2")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"than F64, F32, F16, BF16: lm_head.weight is I8"):
@@ -75,7 +75,7 @@ def test_indices_that_are_refused(path, index, message):
 
 def test_the_single_file_is_taken_before_those_of_an_index(path):
     """As transformers does; here the index's file is not there."""
-    places = dict.fromkeys(hub_models.tensors("llama2"), "model-1.safetensors")
+    places = dict.fromkeys(hf_models.tensors("llama2"), "model-1.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     load(path, mesh=mesh_of(seq=1))
 
@@ -89,7 +89,7 @@ def test_files_that_are_not_there_or_damaged(path, tmp_path):
     (path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks model.safetensors"):
         load(path, mesh=mesh)
-    model = load(hub_models.write_folder("llama2", path), mesh=mesh)
+    model = load(hf_models.write_folder("llama2", path), mesh=mesh)
     save(model, tmp_path / "s", max_file_bytes=60000)
     first, second = sorted((tmp_path / "s").glob("model-*"))[:2]
     # A second copy under another name, as some folders have it, is not read.

@@ -3,7 +3,7 @@
 ``tests/golden_models/NAME.npz`` has of each model the ``config.json`` that transformers wrote, the
 names and shapes of its tensors, and some of its logits. Its weights are random numbers, which
 :func:`random_weight` makes again. Of one model of each family it has, too, what transformers
-generates. ``make_hub_models.py`` made the files.
+generates. ``make_hf_models.py`` made the files.
 """
 
 from __future__ import annotations

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.arguments import AttentionOptions
-from burst_jax.layers.low_rank import Linear
-from burst_jax.layers.nnx_layer import BurstAttention
+from burst_jax.layers.lora import Linear, init_adapters
+from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.feed_forward import GatedMLP
-from burst_jax.models.lora_config import PROJECTIONS
-from burst_jax.models.lora_layers import draw_adapters
 from burst_jax.models.remat import (
     ATTENTION_SUM,
     BEFORE_POST_NORM,
     LAYER_INPUT,
-    AttentionFn,
     Remat,
     keeps_mlp_products,
 )
@@ -41,7 +37,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, **options: Unpack[AttentionOptions]
     ) -> None:
-        # 2L outputs are added to the residual stream. This scale gives their sum variance 1.
+        # The residual stream is a sum of 2L outputs. This scale gives it variance 1.
         out_init = nnx.initializers.variance_scaling(
             1 / (2 * config.num_layers), "fan_in", "truncated_normal"
         )
@@ -55,8 +51,7 @@ class DecoderLayer(nnx.Module):
             head_dim=config.head_dim,
             use_bias=config.qkv_bias,
             out_bias=config.out_bias,
-            # The decoder makes one table for all layers of a RoPE, and passes it to each.
-            rope_theta=None,
+            rope_theta=None,  # The decoder computes one table for all layers.
             sinks=config.attention_sinks,
             qk_norm=config.qk_norm,
             norm_epsilon=config.norm_epsilon,
@@ -71,20 +66,20 @@ class DecoderLayer(nnx.Module):
         )
         self.post_attention_norm = norm_of(config) if config.post_norms else None
         self.mlp_norm = norm_of(config)
-        self.mlp = GatedMLP(
-            config, down_init=out_init, hidden_axis=options.get("tensor_axis"), rngs=rngs
+        self.mlp: Any = config.feed_forward(
+            config, out_init=out_init, hidden_axis=options.get("tensor_axis"), rngs=rngs
         )
         self.post_mlp_norm = norm_of(config) if config.post_norms else None
         if config.lora is not None:
-            draw_adapters(self.projections(), config.lora, rngs)
+            init_adapters(self._projections(config), config.lora, rngs)
 
-    def projections(self) -> dict[str, Linear]:
-        """The layer's projections by name, see :class:`burst_jax.models.Lora`."""
-        attention = ("query", "key", "value", "out")
-        return {
-            name: getattr(self.attention if name in attention else self.mlp, name)
-            for name in PROJECTIONS
+    def _projections(self, config: DecoderConfig) -> dict[str, Linear]:
+        """The projections that :class:`burst_jax.models.Lora` may name."""
+        attention = {
+            name: getattr(self.attention, name) for name in ("query", "key", "value", "out")
         }
+        names = config.feed_forward.projections(config)
+        return attention | {name: getattr(self.mlp, name) for name in names}
 
     def __call__(
         self,
@@ -96,39 +91,42 @@ class DecoderLayer(nnx.Module):
         prefix_lengths: jax.Array | None = None,
         *,
         remat: Remat,
-    ) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, D]``.
+    ) -> tuple[jax.Array, Any]:
+        """Runs the layer.
 
         Args:
-          x: the residual stream.
-          rope: the table of the tokens' positions.
+          x: ``[B, T, D]``, the residual stream.
+          rope: table of the tokens' positions.
           segment_ids: int32 ``[B, T]``, or None.
-          window: that of the layer's kind.
-          attention_fn: see :meth:`burst_jax.BurstAttention.attend`.
+          window: of the layer's kind.
+          attention_fn: see :meth:`burst_jax.BurstAttention.attend_with`.
           prefix_lengths: int32 ``[B]``, or None.
-          remat: what this layer keeps for its backward pass.
+          remat: what this layer stores for its backward pass.
+
+        Returns:
+          ``(x, aux)``: the residual stream after the layer, and what ``attention_fn`` returned next
+          to its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        size = None if window is None else (window - 1, 0)
-        attended = self.attention.attend(
+        attended, aux = self.attention.attend_with(
+            attention_fn,
             self.attention_norm(x),
             rope,
             segment_ids,
-            local_window_size=size,
-            attention_fn=attention_fn,
+            local_window_size=None if window is None else (window - 1, 0),
             prefix_lengths=prefix_lengths,
         )
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
-        fed = self.mlp(self.mlp_norm(x), keeps_products=keeps_mlp_products(remat))
+        update = self.mlp(self.mlp_norm(x), keeps_products=keeps_mlp_products(remat))
         if self.post_mlp_norm is not None:
-            fed = self.post_mlp_norm(checkpoint_name(fed, BEFORE_POST_NORM))
-        return x + fed
+            update = self.post_mlp_norm(checkpoint_name(update, BEFORE_POST_NORM))
+        return x + update, aux
 
 
 def norm_of(config: DecoderConfig) -> RMSNorm:
-    """The norm of ``embed_dim`` features."""
+    """A norm of ``embed_dim`` features."""
     return RMSNorm(
         config.embed_dim,
         epsilon=config.norm_epsilon,

@@ -1,38 +1,32 @@
-"""The logical names of a decoder's weights, and how sharding rules split them."""
+"""A decoder's weights by path: logical axes, shardings by rules, flat dictionaries."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from burst_jax.layers.low_rank import LORA_A, LORA_B
+from burst_jax.layers.lora import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.lora_config import PROJECTIONS
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
-# The dimensions of each weight, by the last two names of its path. The layers' weights are stacked,
-# so they have the dimension "layers" before these. Norms are whole on every device, and so are
-# biases of features that are summed over devices.
-WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
+# Logical axes by the last two names of a weight's path. Weights of the layers are stacked, with a
+# leading dimension "layers". Norms are replicated, and so are biases that are added after a sum
+# over devices. Those of the feed-forward are its class's, FeedForward.weight_axes.
+_WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("query", "kernel"): ("embed", "heads", None),
     ("key", "kernel"): ("embed", "kv_heads", None),
     ("value", "kernel"): ("embed", "kv_heads", None),
     ("out", "kernel"): ("heads", None, "embed"),
-    ("gate", "kernel"): ("embed", "mlp"),
-    ("up", "kernel"): ("embed", "mlp"),
-    ("down", "kernel"): ("mlp", "embed"),
     ("head", "kernel"): ("embed", "vocab"),
     ("query", "bias"): ("heads", None),
     ("key", "bias"): ("kv_heads", None),
     ("value", "bias"): ("kv_heads", None),
     ("out", "bias"): (None,),
     ("attention", "sinks"): ("heads",),
-    ("gate", "bias"): ("mlp",),
-    ("up", "bias"): ("mlp",),
-    ("down", "bias"): (None,),
     ("attention_norm", "scale"): (None,),
     ("post_attention_norm", "scale"): (None,),
     ("mlp_norm", "scale"): (None,),
@@ -41,41 +35,32 @@ WEIGHT_AXES: dict[tuple[str, str], LogicalAxes] = {
     ("key_norm", "scale"): (None,),
     ("final_norm", "scale"): (None,),
 }
-EMBEDDING: LogicalAxes = ("vocab", "embed")
 
 
-def _axes_of_adapters() -> dict[tuple[str, str], LogicalAxes]:
-    """Those of A ``[inputs, r]`` and B ``[r, outputs]`` of each projection.
-
-    Heads and their features are one dimension there, which is split as the heads are. The rank is
-    never split.
-    """
-    found: dict[tuple[str, str], LogicalAxes] = {}
-    for name in PROJECTIONS:
-        axes = WEIGHT_AXES[name, "kernel"]
-        found[name, LORA_A] = (axes[0], None)
-        found[name, LORA_B] = (None, axes[-1] if name == "out" else axes[1])
-    return found
-
-
-WEIGHT_AXES |= _axes_of_adapters()
-
-
-def logical_axes(path: tuple[Any, ...]) -> LogicalAxes:
-    """The logical names of the dimensions of a decoder's weight.
+def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
+    """The logical axes of a decoder's weight.
 
     Args:
-      path: the weight's path in ``nnx.state(decoder)``, as JAX's tree functions give it.
+      path: the weight's path in ``nnx.state(decoder)``, as JAX's tree functions return it.
+      config: the decoder's.
 
     Raises:
       ValueError: the decoder has no such weight.
     """
     names = _names(path)
     if names == ("embedding",):
-        return EMBEDDING
-    axes = WEIGHT_AXES.get(names[-2:])  # pyrefly: ignore
+        return "vocab", "embed"
+    table, key = _WEIGHT_AXES, names[-2:]
+    if names[:2] == ("layers", "mlp"):
+        table, key = config.feed_forward.weight_axes, names[2:]
+    adapter = names[-1] in (LORA_A, LORA_B)
+    axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:
         raise ValueError(f"a decoder has no weight {jax.tree_util.keystr(path)}")
+    if adapter:
+        # Heads and head features are one dimension, sharded as the heads; the rank is not sharded.
+        outputs = axes[-1] if key[0] == "out" else axes[1]
+        axes = (axes[0], None) if names[-1] == LORA_A else (None, outputs)
     return ("layers", *axes) if names[0] == "layers" else axes
 
 
@@ -87,14 +72,14 @@ def weight_specs(
     *,
     more_axes: AxisNames = None,
 ) -> Any:
-    """How the rules split each weight of a decoder.
+    """The sharding of each weight by the rules.
 
     Args:
       weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      config: the decoder's sizes.
+      config: the decoder's.
       mesh: the devices.
-      rules: which mesh axes split what.
-      more_axes: mesh axes that split weights beside fsdp and seq.
+      rules: the mesh axes of each logical axis.
+      more_axes: mesh axes that shard weights in addition to fsdp and seq.
 
     Returns:
       A ``PartitionSpec`` for each weight.
@@ -103,11 +88,11 @@ def weight_specs(
       ValueError: the mesh lacks an axis of the rules, or a size does not divide.
     """
     rules.check_mesh(mesh)
-    copied = _copies_key_heads(config, mesh, rules)
+    replicated = _replicates_kv_heads(config, mesh, rules)
 
     def spec(path: tuple[Any, ...], weight: jax.Array) -> PartitionSpec:
-        axes = logical_axes(path)
-        if copied:
+        axes = logical_axes(path, config)
+        if replicated:
             axes = tuple(None if name == "kv_heads" else name for name in axes)
         found = rules.spec(axes, more_weight_axes=more_axes)
         check_divides(name_of(path), weight.shape, found, mesh)
@@ -117,26 +102,39 @@ def weight_specs(
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """What messages call the weight at a path, like ``layers.mlp.up.kernel``."""
+    """A weight's name in messages, like ``layers.mlp.up.kernel``."""
     return ".".join(_names(path))
+
+
+def flat_weights(state: Any) -> dict[tuple[str, ...], Any]:
+    """The arrays of a decoder's state, or their ``jax.ShapeDtypeStruct``, by path."""
+    leaves = nnx.to_flat_state(state)
+    return {tuple(map(str, path)): leaf.get_value() for path, leaf in leaves}
+
+
+def with_weights(state: Any, values: dict[tuple[str, ...], jax.Array]) -> Any:
+    """A copy of ``state`` with ``values``, by path."""
+    leaves = nnx.to_flat_state(state)
+    return nnx.from_flat_state(
+        [(path, leaf.replace(values[tuple(map(str, path))])) for path, leaf in leaves]
+    )
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(str(key.key) for key in path if hasattr(key, "key"))
 
 
-def _copies_key_heads(
+def _replicates_kv_heads(
     config: DecoderConfig, mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> bool:
-    """Whether the tensor axis has more devices than there are key heads.
+    """Whether the tensor axis has more devices than there are key/value heads.
 
-    Several devices then share a key head. Each keeps the weights of all key heads and uses those of
-    one.
+    Each device then has the weights of all key/value heads, and uses one.
     """
     count, heads = axes_size(mesh, rules.tensor), config.num_kv_heads
     if heads % count and count % heads:
         raise ValueError(
-            f"num_kv_heads is {heads}, and {count} devices lie along the tensor axis "
-            f"{flat_names(rules.tensor)}: one of the two numbers must divide the other"
+            f"num_kv_heads is {heads}, and the tensor axis {flat_names(rules.tensor)} has {count} "
+            "devices: one of the two must divide the other"
         )
     return heads < count

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 
-import hub_models
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,7 @@ def trained(model):
 
 
 def logits(model, shards):
-    tokens = burst_jax.to_layout(hub_models.TOKENS[None, :LENGTH], "zigzag", shards)
+    tokens = burst_jax.to_layout(hf_models.TOKENS[None, :LENGTH], "zigzag", shards)
     positions = burst_jax.positions("zigzag", LENGTH, num_shards=shards)
     graphdef, state = nnx.split(model)
 
@@ -56,7 +56,7 @@ def logits(model, shards):
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_folders_compute_what_the_adapters_do(tmp_path, name):
-    folder = hub_models.write_folder(name, tmp_path / "model")
+    folder = hf_models.write_folder(name, tmp_path / "model")
     mesh = mesh_of(seq=2, tensor=2)
     model = trained(loaded(folder, mesh))
     want = logits(model, 2)
@@ -70,7 +70,7 @@ def test_folders_compute_what_the_adapters_do(tmp_path, name):
     assert (said["r"], said["lora_alpha"]) == (RANK, ALPHA)
     assert said["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    weights = hub_models.tensors(name)
+    weights = hf_models.tensors(name)
     projections = [tensor for tensor in weights if re.search(r"(down|o|q|v)_proj\.weight$", tensor)]
     assert len(tensors) == 2 * len(projections)
     for tensor in projections:
@@ -101,7 +101,7 @@ def test_folders_compute_what_the_adapters_do(tmp_path, name):
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """A model, and the config and tensors of its adapter's folder."""
-    folder = hub_models.write_folder("qwen3", tmp_path_factory.mktemp("models") / "model")
+    folder = hf_models.write_folder("qwen3", tmp_path_factory.mktemp("models") / "model")
     model = loaded(folder, mesh_of(seq=1))
     place = folder.parent / "adapter"
     save_adapter(add_lora(model, RANK, targets="query"), place)
@@ -118,7 +118,7 @@ def adapter_folder(tmp_path, adapter):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_models_and_adapters_are_put_on_the_mesh_that_is_set(tmp_path, adapter_folder, kind):
-    folder = hub_models.write_folder("qwen3", tmp_path / "model")
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
     mesh = mesh_of(kind, seq=2, fsdp=2)
     want = load_adapter(loaded(folder, mesh), adapter_folder)
     placed = functools.partial(

@@ -1,0 +1,260 @@
+"""The attention functions for Flax's own layers, against Flax's own attention."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from implementations import quick_jit
+from jax import lax
+from jax.sharding import AxisType
+from meshes import assert_close, make_mesh, random_like, relative_rms
+
+from burst_jax.layers.attention_fn import linen_attention_fn, nnx_attention_fn
+from burst_jax.layouts.permutation import from_layout, to_layout
+
+FEATURES, T = 32, 24
+ARRAY = np.zeros((1, 8, 2, 4), np.float32)
+BOTH = pytest.mark.parametrize("make", [nnx_attention_fn, linen_attention_fn])
+
+
+def features(*batch, length=T, seed=1):
+    return random_like(jax.ShapeDtypeStruct((*batch, length, FEATURES), jnp.float32), seed)
+
+
+def make_layer(**options):
+    return nnx.MultiHeadAttention(
+        4, FEATURES, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **options
+    )
+
+
+def run(layer, inputs, cotangent, **call):
+    """Output, and the gradients of the kernels and the inputs."""
+    graphdef, params = nnx.split(layer)
+
+    @quick_jit
+    def out_and_grads(params, inputs):
+        out, vjp = jax.vjp(lambda p, xs: nnx.merge(graphdef, p)(*xs, **call), params, inputs)
+        return out, vjp(cotangent)
+
+    out, (of_params, of_inputs) = out_and_grads(params, inputs)
+    names = ("query", "key", "value", "out")
+    return out, {name: of_params[name]["kernel"].get_value() for name in names}, of_inputs
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_causal", "keys"), [((), False, 40), ((2, 3), True, None)], ids=["cross", "causal"]
+)
+def test_equals_flax(batch, is_causal, keys):
+    x = features(*batch, length=16 if keys else T)
+    inputs = (x, features(*batch, length=keys, seed=3)) if keys else (x,)
+    ring = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=4 if keys else 3)))
+    got, want = (
+        run(layer, inputs, random_like(x, 2), is_causal=is_causal) for layer in (ring, make_layer())
+    )
+    assert_close(got, want, 1e-5)
+
+
+def test_linen_equals_flax():
+    x = features(2)
+    fn = linen_attention_fn(mesh=make_mesh(seq=3), is_causal=True)
+    ring = linen.MultiHeadDotProductAttention(4, attention_fn=fn, force_fp32_for_softmax=True)
+    own = linen.MultiHeadDotProductAttention(4)
+    params = own.init(jax.random.key(0), x)
+
+    def run(layer, **call):
+        out, vjp = jax.vjp(lambda p, x: layer.apply(p, x, **call), params, x)
+        grads, dx = vjp(random_like(x, 2))
+        return out, {name: grads["params"][name]["kernel"] for name in ("query", "out")}, dx
+
+    mask = linen.make_causal_mask(x[..., 0], dtype=bool)
+    assert_close(quick_jit(lambda: run(ring))(), run(own, mask=mask), 1e-5)
+    with pytest.raises(ValueError, match="mask of shape"):
+        ring.apply(params, x, mask=mask)
+    with pytest.raises(ValueError, match="sow_weights"):
+        ring.apply(params, x, sow_weights=True)
+    einsums = {"qk_attn_weights_einsum_cls": lambda: jnp.einsum}
+    custom = linen.MultiHeadDotProductAttention(4, attention_fn=fn, **einsums)
+    with pytest.raises(NotImplementedError, match=r"qk_attn_weights_einsum is .*has no einsum"):
+        custom.apply(params, x)
+
+
+def test_causal_by_option_or_call():
+    x = features(1, length=16)
+    want = make_layer()(x, is_causal=True)
+    for option, call in ((True, False), (False, True), (True, True)):
+        fn = nnx_attention_fn(mesh=make_mesh(seq=4), is_causal=option)
+        assert relative_rms(make_layer(attention_fn=fn)(x, is_causal=call), want) < 1e-5
+    assert relative_rms(make_layer()(x), want) > 0.01
+
+
+def test_segment_ids_replace_the_mask_and_layouts_permute():
+    x = features(2, length=16)
+    segments = np.repeat(np.array([[1, 2], [3, 3]], np.int32), 8, axis=1)
+    mask = jnp.asarray(segments[:, None, :, None] == segments[:, None, None, :])
+    want = make_layer()(x, mask=mask, is_causal=True)
+    ids = jnp.asarray(to_layout(segments, "zigzag", 4))
+    fn = nnx_attention_fn(
+        mesh=make_mesh(data=2, seq=4), batch_axis="data", layout="zigzag", is_causal=True,
+        query_segment_ids=ids, key_value_segment_ids=ids,
+    )  # fmt: skip
+    got = make_layer(attention_fn=fn)(to_layout(x, "zigzag", 4))
+    assert relative_rms(from_layout(got, "zigzag", 4), want) < 1e-5
+
+
+def test_dtype_promotes():
+    attend = nnx_attention_fn(mesh=make_mesh(seq=2))
+    q = random_like(jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32), 1)
+    assert attend(q, q, q).dtype == jnp.float32
+    half = attend(q, q, q, dtype=jnp.bfloat16)
+    assert half.dtype == jnp.bfloat16
+    assert 1e-4 < relative_rms(half, attend(q, q, q)) < 1e-2
+    promoted = attend(q, q, q, promote_dtype=lambda xs, dtype: [x.astype(jnp.float16) for x in xs])
+    assert promoted.dtype == jnp.float16
+
+
+@BOTH
+def test_default_precisions_are_accepted(make):
+    attend, q = make(mesh=make_mesh(seq=2)), jnp.asarray(ARRAY + 1)
+    want = attend(q, q, q)
+    preset = lax.DotAlgorithmPreset.DEFAULT
+    pair = (lax.Precision.DEFAULT, "default")
+    for precision in ("default", "DEFAULT", lax.Precision.DEFAULT, preset, pair, (None, None)):
+        np.testing.assert_array_equal(attend(q, q, q, None, None, precision=precision), want)
+    for precision in ("HIGHEST", "nonsense", (None, lax.Precision.HIGH)):
+        with pytest.raises(NotImplementedError, match="precision is "):
+            attend(q, q, q, precision=precision)
+
+
+PADDED: dict[str, Any] = {
+    "causal": ((2, 13, 13), {"is_causal": True}, {"seq": 4}, AxisType.Auto),
+    "keys-only": ((2, 16, 9), {"local_window_size": 8}, {"seq": 4}, AxisType.Auto),
+    "other-lengths": ((2, 13, 18), {}, {"seq": 4}, AxisType.Explicit),
+    "segments": ((2, 11, 11), {"is_causal": True}, {"data": 2, "seq": 3}, AxisType.Explicit),
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_lengths_that_the_mesh_does_not_divide_are_padded(case):
+    (batch, t, s), options, axes, kind = PADDED[case]
+    mesh = make_mesh(**axes, kind=kind)
+    ids: dict[str, Any] = {}
+    keep, segments = None, np.ones((batch, t), np.int32)
+    if case == "segments":
+        segments = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)
+        names = "query_segment_ids", "key_value_segment_ids"
+        ids = {name: jnp.asarray(segments) for name in names}
+        keep = segments[:, None, :, None] == segments[:, None, None, :]
+        keep &= segments[:, None, None, :] > 0
+    shapes = ((batch, t, 4, 8), (batch, s, 2, 8), (batch, s, 2, 8), (batch, t, 4, 8))
+    *qkv, cotangent = (
+        random_like(jax.ShapeDtypeStruct(shape, jnp.float32), seed)
+        for seed, shape in enumerate(shapes)
+    )
+    # Dense attention's results for padding are arbitrary.
+    cotangent = cotangent * jnp.asarray(segments[:, :, None, None] > 0, jnp.float32)
+
+    def results(attend):
+        @quick_jit
+        def run(*qkv):
+            out, vjp = jax.vjp(attend, *qkv)
+            return out, vjp(cotangent)
+
+        return run(*qkv)
+
+    want = results(
+        lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=keep, implementation="xla", **options)
+    )
+    fn = nnx_attention_fn(pad=True, mesh=mesh, batch_axis="data", **options, **ids)
+    with jax.set_mesh(mesh):
+        got = jax.device_get(results(fn))
+    assert relative_rms(got[0][segments > 0], np.asarray(want[0])[segments > 0]) < 1e-5
+    assert_close(got[1], want[1], 1e-5)
+
+
+@BOTH
+def test_the_docstrings_segment_ids_run(make):
+    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:Each|Args))", make.__doc__)
+    x = features(1, length=8)
+    ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2]], jnp.int32)
+    names: dict[str, Any] = {"jax": jax, "nnx": nnx, "nn": linen, "mesh": make_mesh(seq=2)}
+    names[make.__name__] = make
+    layer = names["layer"] = make_layer()
+    exec(textwrap.dedent(block), names)
+    if make is nnx_attention_fn:
+        mask = jnp.asarray(ids[:, None, :, None] == ids[:, None, None])
+        want = layer(x, mask=mask, is_causal=True)
+        assert relative_rms(names["attend"](names["params"], x, ids), want) < 1e-5
+    else:
+        out, params = names["Block"]().init_with_output(jax.random.key(0), x, ids)
+        second = names["Block"]().apply(params, x.at[0, 0].add(1.0), ids)
+        np.testing.assert_array_equal(second[0, 4:], out[0, 4:])
+        assert (second[0, :4] != out[0, :4]).any()
+
+
+def test_flax_drops_weights_unless_deterministic():
+    x = features(1, length=8)
+    ring = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=2)), dropout_rate=0.5)
+    assert relative_rms(ring(x, deterministic=True), make_layer()(x)) < 1e-5
+    rngs = [nnx.Rngs(dropout=seed) for seed in (3, 3, 4)]
+    outs = [ring(x, deterministic=False, rngs=each) for each in rngs]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert relative_rms(outs[2], outs[0]) > 0.1
+    on_four = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=4)), dropout_rate=0.5)
+    four = on_four(x, deterministic=False, rngs=nnx.Rngs(dropout=3))
+    assert relative_rms(four, outs[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"mask": np.ones((1, 1, 8, 8), bool)}, ValueError, r"mask of shape \(1, 1, 8, 8\).*segm"),
+        ({"bias": np.ones((1, 2, 8, 8))}, ValueError, r"bias of shape \(1, 2, 8, 8\).*is_causal"),
+        ({"module": object()}, ValueError, r"sow_weights=True: .*sow_weights=False"),
+        ({"dropout_rate": 0.1}, ValueError, r"dropout_rate is 0.1 and dropout_key is None"),
+        ({"precision": "highest"}, NotImplementedError, r"precision is 'highest': .*pass None"),
+        ({"key": ARRAY[0]}, ValueError, r"key has batch dimensions \(\), query \(1,\)"),
+        ({"query": ARRAY[0, 0]}, ValueError, r"query has shape \(2, 4\): it needs \[\*batch"),
+        ({"input_positions": np.arange(8)}, ValueError, r"input_positions of shape \(8,\): .*RoPE"),
+        ({"attn_weights_value_einsum": 1}, NotImplementedError, "attn_weights_value_einsum is 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@BOTH
+def test_unsupported_calls_raise(make, call, error, message):
+    call = dict(call)
+    arrays = {name: jnp.asarray(call.pop(name, ARRAY)) for name in ("query", "key", "value")}
+    with pytest.raises(error, match=message):
+        make(mesh=make_mesh(seq=2))(**arrays, **call)
+
+
+def test_flax_passes_what_is_rejected():
+    layer, x = make_layer(attention_fn=nnx_attention_fn(mesh=make_mesh(seq=2))), features(1)
+    with pytest.raises(ValueError, match="sow_weights"):
+        layer(x, sow_weights=True)
+    with pytest.raises(ValueError, match="input_positions"):
+        layer(x, input_positions=jnp.arange(T, dtype=jnp.int32))
+
+
+@BOTH
+def test_options_are_checked_immediately(make):
+    for options, message in (
+        ({"causal": True}, r"unknown option 'causal': use .*is_causal"),
+        ({"is_casual": True}, r"_fn got an unknown .*\. Did you mean 'is_causal'\?"),
+        ({"pads": True}, r"unknown option 'pads': .* Did you mean 'pad'\?"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(**options)
+    with pytest.raises(ValueError, match=f"{make.__name__} does not accept return_residual"):
+        make(return_residual=True)
+    with pytest.raises(ValueError, match=r"pad is True with layout 'zigzag': .* before to_layout"):
+        make(pad=True, layout="zigzag", mesh=make_mesh(seq=4))
+    x = jnp.ones((1, 13, 4, 8), jnp.float32)
+    with pytest.raises(ValueError, match=r"T is 13 and S is 13: .* multiple of 4, .* pad=True"):
+        make(mesh=make_mesh(seq=4))(x, x, x)

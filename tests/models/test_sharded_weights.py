@@ -1,0 +1,366 @@
+"""Training with sharded weights, on products of all mesh axes, against one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from implementations import QUICK
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import assert_close, make_mesh, mesh_of, relative_rms
+from split_runs import AXES, CONFIG, ONE, bytes_per_device, losses, rows, sized
+
+import burst_jax
+from burst_jax import ShardingRules
+from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.training import (
+    Checkpoints,
+    abstract_params,
+    abstract_train_state,
+    init_train_state,
+    make_batch,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+)
+from pallas_kernels import REFERENCE
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SMALL = dataclasses.replace(CONFIG, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2)
+
+
+def matrices(params):
+    return jax.tree.map(lambda weight: weight.ndim > 2, params)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": make_optimizer(1e-3, 20),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "masked": optax.masked(optax.adam(1e-3), matrices),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+}  # fmt: skip
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "options"),
+    [
+        ((1, 2, 1, 2, 2), AUTO, {}),
+        ((1, 2, 2, 2, 1), EXPLICIT, {}),
+        ((1, 2, 1, 2, 1), EXPLICIT, {"accumulate": 2}),
+        ((None, 2, None, None, None), AUTO, {}),
+        slow((1, 1, 1, 8, 1), AUTO, {}),
+        slow((1, 1, 1, 3, 2), AUTO, {}),
+        slow((1, 1, 2, 4, 1), AUTO, {}),
+        slow((2, 1, 1, 2, 2), EXPLICIT, {}),
+        slow((None,) * 5, AUTO, {}),
+        slow((1, 2, 1, 4, 1), AUTO, {"steps": 20}),
+    ],
+    ids=str,
+)
+def test_every_mesh_takes_the_same_steps(sizes, kind, options):
+    options = {"steps": 4, **options}
+    got = losses(sizes, kind, **options)
+    want = losses(ONE, steps=20 if options["steps"] == 20 else 4)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4)  # Rounding moves these more.
+
+
+@pytest.mark.slow
+def test_fewer_key_heads_than_devices_are_replicated():
+    got = losses((1, 1, 1, 2, 4), steps=4)
+    want = losses(ONE, steps=4)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_restored_on_other_meshes(tmp_path):
+    """All of a state on a mesh without a sequence axis, and weights alone on a third one."""
+    before, after = sized((1, 2, 1, 2, 1)), sized((None, 2, None, None, None))
+    optimizer, options = OPTIMIZERS["adamw"], {"layout": "zigzag"}
+    _, *state = init_train_state(
+        SMALL, optimizer, before, 0, rules=ShardingRules.of(before), **options
+    )
+    _, *wanted = abstract_train_state(
+        SMALL, optimizer, after, rules=ShardingRules.of(after), **options
+    )
+    third = sized((None, None, None, 4, 2))
+    graphdef, shapes = abstract_params(
+        SMALL, third, rules=ShardingRules.of(third), layout="striped"
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    for like, partial in ((wanted, False), ([shapes], True)):
+        restored = Checkpoints(tmp_path).restore(like, partial=partial)
+        assert restored is not None
+        found = restored.state
+        jax.tree.map(np.testing.assert_array_equal, found, state[: len(like)])
+        shardings = [jax.tree.map(lambda x: x.sharding, tree) for tree in (found, like)]
+        assert shardings[0] == shardings[1]
+    assert nnx.merge(graphdef, found[0]).config == SMALL
+
+
+def test_abstract_state_is_that_of_the_state():
+    mesh = sized((1, 2, 1, 2, 2))
+    options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    for optimizer in OPTIMIZERS.values():
+        graphdef, *abstract = abstract_train_state(SMALL, optimizer, mesh, **options)
+        made_graphdef, *made = init_train_state(SMALL, optimizer, mesh, 0, **options)
+        assert graphdef == made_graphdef
+        described = [
+            jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+            for tree in (abstract, made)
+        ]
+        assert described[0] == described[1]
+        assert abstract_params(SMALL, mesh, **options) == (graphdef, abstract[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 1, 2, 4, 1)], ids=str)
+def test_weights_and_moments_are_sharded(sizes):
+    mesh = sized(sizes)
+    _, params, state = init_train_state(
+        CONFIG, OPTIMIZERS["adamw"], mesh, 0, rules=ShardingRules.of(mesh), layout="zigzag"
+    )
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    # Norms are replicated except over the stages, and so is Adam's counter.
+    norms = sum(
+        weight.nbytes
+        for path, weight in jax.tree_util.tree_leaves_with_path(params)
+        if "norm" in jax.tree_util.keystr(path)
+    )
+    held = (total - norms) // mesh.size
+    assert held <= bytes_per_device(params) <= held + norms
+    # Two moments as large as the weights, and two counters.
+    assert 2 * held <= bytes_per_device(state) <= 2 * (held + norms) + 8
+
+
+def test_initialization_holds_no_unsharded_copy():
+    config = dataclasses.replace(CONFIG, embed_dim=512, mlp_dim=1024, vocab_size=512)
+    mesh = sized((1, 2, 1, 4, 1))
+    options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    optimizer = OPTIMIZERS["adamw"]
+    _, params, state = abstract_train_state(config, optimizer, mesh, **options)
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+    def init():
+        params = nnx.state(Decoder(config, rngs=nnx.Rngs(0), mesh=mesh, **options))
+        return params, optimizer.transform.init(params)
+
+    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+    memory: Any = jax.jit(init, out_shardings=shardings).lower().compile().memory_analysis()
+    assert memory.output_size_in_bytes < 3.1 * total / 8
+    assert memory.temp_size_in_bytes < total / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adafactor", AUTO), ("multi_steps", EXPLICIT), ("masked", EXPLICIT)]
+)
+def test_any_optimizer_takes_the_steps_of_one_device(name, kind):
+    results = []
+    for sizes in (ONE, (1, 2, 1, 2, 2)):
+        mesh = sized(sizes, kind)
+        rules = ShardingRules.of(mesh)
+        graphdef, params, state = init_train_state(
+            SMALL, OPTIMIZERS[name], mesh, 0, rules=rules, layout="zigzag"
+        )
+        step = make_train_step(graphdef, OPTIMIZERS[name], chunk_size=16, compiler_options=QUICK)
+        with jax.set_mesh(mesh):
+            for index in range(3):
+                batch = make_batch(rows(index), layout="zigzag", num_shards=sizes[3])
+                batch = place_batch(batch, mesh, batch_axis=rules.batch_axes)
+                params, state, metrics = step(params, state, batch)
+        assert set(metrics) == {"loss", "grad_norm"}
+        results.append(jax.device_get(params))
+    assert_close(results[1], results[0], 1e-4)
+
+
+def test_logits_of_sharded_weights():
+    mesh = sized((1, 2, 1, 2, 2))
+    model = Decoder(
+        SMALL, rngs=nnx.Rngs(0), mesh=mesh, layout="zigzag", rules=ShardingRules.of(mesh)
+    )
+    batch = make_batch(rows(0), layout="zigzag", num_shards=2)
+    batch = place_batch(batch, mesh, batch_axis=("data", "fsdp"))
+    logits = jax.jit(lambda: model.unembed(model(batch["inputs"], batch["positions"])))()
+    assert logits.sharding.spec[-1] == "tensor"
+    single = model.with_attention(mesh=make_mesh())
+    want = single.unembed(single(jnp.asarray(rows(0)[:, :-1]), np.arange(48)))
+    got = burst_jax.from_layout(np.asarray(logits), "zigzag", 2)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def loss_and_gradients(rules, config, sizes=(1, 2, 1, 2, 1), weight=1.0, implementation=None):
+    mesh = sized(sizes)
+    options: Any = {"mesh": mesh, "layout": "zigzag", "implementation": implementation}
+    options |= {"rules": ShardingRules.of(mesh)} if rules else {"batch_axis": ("data", "fsdp")}
+    params = nnx.state(Decoder(config, rngs=nnx.Rngs(0), **options))
+    graphdef, _ = abstract_decoder(config, **options)
+    # Mostly one token, so that its embedding's gradient is a sum of many terms.
+    drawn = np.where(np.random.default_rng(0).random((4, 513)) < 0.9, 3, 5)
+    batch = make_batch(drawn, layout="zigzag", num_shards=sizes[3])
+    batch["weights"] = batch["weights"] * np.float32(weight)
+    batch = place_batch(batch, mesh, batch_axis=("data", "fsdp"))
+    step = make_train_step(graphdef, optax.sgd(1.0), chunk_size=8, compiler_options=QUICK)
+    before = jax.device_get(params)
+    after, _, metrics = step(params, optax.sgd(1.0).init(params), batch)
+    gradients = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after)
+    return float(metrics["loss"]), gradients
+
+
+def test_gradients_of_gathered_weights_are_summed_in_float32():
+    """The embedding's over tokens, the head's over chunks, although sent in bfloat16."""
+    _, want = loss_and_gradients(False, SMALL)
+    _, got = loss_and_gradients(True, dataclasses.replace(SMALL, dtype=jnp.bfloat16))
+    for name in ("embedding", "head"):
+        for one, other in zip(*map(jax.tree.leaves, (got[name], want[name])), strict=True):
+            assert relative_rms(one, other) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 2), (1, 2, 1, 2, 1)], ids=str)
+def test_implementations_without_vma_checks_have_the_same_gradients(sizes):
+    """In ``shard_map(check_vma=False)``, whose border sums gradients; target weights are small."""
+    unchecked = dataclasses.replace(REFERENCE, checks_vma=False)
+    loss, gradients = loss_and_gradients(True, SMALL, sizes, 1e-4, unchecked)
+    want, want_gradients = loss_and_gradients(False, SMALL)
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert_close(gradients, want_gradients, 1e-4)
+
+
+def test_specs_of_logical_names():
+    rules = ShardingRules(seq=("outer", "inner"), stage="stage")
+    assert rules.spec(("batch", "tokens")) == P(("data", "fsdp"), ("outer", "inner"))
+    assert rules.spec(("layers", "embed", "heads", None)) == P(
+        "stage", ("fsdp", "outer", "inner"), "tensor", None
+    )
+    assert rules.spec(("vocab", "embed")) == P("tensor", ("fsdp", "outer", "inner", "stage"))
+    assert tuple(dataclasses.asdict(rules)) == ("data", "fsdp", "seq", "tensor", "stage")
+    assert set(AXES) == set(dataclasses.asdict(rules))
+
+
+def init(sizes, **options):
+    mesh = sized(sizes)
+    rules = ShardingRules.of(mesh)
+    return init_train_state(CONFIG, OPTIMIZERS["sgd"], mesh, 0, rules=rules, **options)
+
+
+def call(sizes, batch, **options):
+    mesh = sized(sizes)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh, rules=ShardingRules.of(mesh), **options)
+    return model(jnp.zeros(batch, jnp.int32), np.arange(batch[1]))
+
+
+def without_rules(**options):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh_of(seq=2, data=2), **options)
+    return model(jnp.zeros((2, 8), jnp.int32), np.arange(8))
+
+
+MISTAKES = {
+    "no such axis": (
+        lambda: ShardingRules().check_mesh(mesh_of(seq=2)),
+        r"ShardingRules' data is 'data': the mesh's axes are 'seq'; .* data=None, or ",
+    ),
+    "an axis of another name": (
+        lambda: ShardingRules.of(mesh_of(rows=2)),
+        r"the mesh has an axis 'rows': ShardingRules\.of knows data, fsdp, seq, tensor, stage",
+    ),
+    "one axis twice": (
+        lambda: ShardingRules(data="seq"),
+        r"ShardingRules' seq is 'seq', and data names 'seq' too: use different mesh axes",
+    ),
+    "no name": (
+        lambda: ShardingRules(fsdp=cast(Any, 3)),
+        r"ShardingRules' fsdp is 3: it must be a mesh axis, a tuple of them, or None",
+    ),
+    "two stages": (
+        lambda: ShardingRules(stage=cast(Any, ("a", "b"))),
+        r"ShardingRules' stage is \('a', 'b'\): it must be one mesh axis",
+    ),
+    "an unknown dimension": (
+        lambda: ShardingRules().spec(("embed", "hats")),
+        r"'hats' is no.* logical name.*: use batch, tokens, embed, layers, heads",
+    ),
+    "no rules": (
+        lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=cast(Any, "fsdp")),
+        r"rules is a str: it must be a ShardingRules",
+    ),
+    "no microbatch": (
+        lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=ShardingRules(stage="s"), microbatches=0),
+        r"microbatches is 0: it must be an integer, at least 1",
+    ),
+    "microbatches without a pipeline": (
+        lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), microbatches=2),
+        r"microbatches is 2: only a pipeline has them; pass rules with a stage",
+    ),
+    "an axis of seq_axis": (
+        lambda: without_rules(seq_axis="ring"),
+        r"seq_axis is 'ring': the mesh's axes are 'seq', 'data'",
+    ),
+    "an axis twice": (
+        lambda: without_rules(batch_axis="seq"),
+        r"batch_axis is 'seq', and so is one of seq_axis: use different mesh axes",
+    ),
+    "an axis of the rules for heads": (
+        lambda: call((1, 2, 1, 2, 1), (4, 8), ulysses_axis="fsdp"),
+        r"ulysses_axis is 'fsdp', and so is one of rules: use different mesh axes",
+    ),
+    "features": (
+        lambda: init((1, 1, 1, 5, 1)),
+        r"embedding has shape \(48, 48\): dimension 1, 48, is .* over 5 devices \(fsdp 1 x "
+        r"seq 5 x stage 1\), which do not divide it; use a size that is a multiple of 5",
+    ),
+    "layers": (
+        lambda: init((1, 1, 3, 2, 1)),
+        r"layers\..* has shape \(4, .*: dimension 0, 4, is .* over 3 devices \(stage 3\)",
+    ),
+    "key heads": (
+        lambda: init((1, 1, 1, 1, 3)),
+        r"num_kv_heads is 2, and the tensor axis \('tensor',\) has 3 devices: one of the two",
+    ),
+    "an axis that the rules set": (
+        lambda: init((1, 1, 1, 2, 1), seq_axis="seq"),
+        r"seq_axis is given together with rules, which set it: leave it out",
+    ),
+    "batch": (
+        lambda: call((2, 2, 1, 1, 1), (6, 8)),
+        r"tokens has shape \(6, 8\): dimension 0, 6, is .* over 4 devices \(data 2 x fsdp 2\)",
+    ),
+    "tokens": (
+        lambda: call((1, 1, 1, 4, 1), (2, 10)),
+        r"tokens has shape \(2, 10\): dimension 1, 10, is .* over 4 devices \(seq 4\)",
+    ),
+    "stages": (
+        lambda: call((1, 2, 2, 1, 1), (6, 8)),
+        r"tokens has shape \(6, 8\), 3 sequences per device, which 2 stages do not .* of 4",
+    ),
+    "microbatches": (
+        lambda: call((1, 1, 2, 1, 1), (4, 8), microbatches=3),
+        r"4 sequences per device, which 3 microbatches do not divide: .* of 3",
+    ),
+    "accumulate": (
+        lambda: make_train_step(nnx.graphdef(nnx.Dict()), OPTIMIZERS["sgd"], accumulate=0),
+        r"accumulate is 0: it must be an integer, at least 1",
+    ),
+    "a batch that cannot be accumulated": (
+        lambda: losses((1, 1, 1, 2, 1), steps=1, accumulate=3),
+        r"accumulate is 3, the batch has 4 .*: use a multiple",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_what_the_mesh_cannot_shard_raises(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()

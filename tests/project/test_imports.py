@@ -1,0 +1,111 @@
+"""What the modules import: no cycles, and no package imports one above it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+# From low to high. A package may import itself and those before it.
+PACKAGES = (
+    "pallas_kernels",
+    *(
+        f"burst_jax.{name}"
+        for name in (
+            *("errors", "jax_compat", "parallel", "layouts", "ring", "attention", "layers"),
+            *("models", "data", "training", "serving", "plan"),
+        )
+    ),
+    "burst_jax",
+    "benchmarks",
+    "examples",
+)
+
+
+def modules_of(root):
+    """Paths by module name, of all packages under a folder."""
+    found = {}
+    for top in {name.partition(".")[0] for name in PACKAGES}:
+        for path in sorted((root / top).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name, path, modules):
+    """The modules that a module imports anywhere, also under TYPE_CHECKING and in functions."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{name} has a relative import"
+            each = (f"{node.module}.{alias.name}" for alias in node.names)
+            imported |= {full if full in modules else node.module for full in each}
+    return (imported & set(modules)) - {name}
+
+
+def graph_of(root):
+    modules = modules_of(root)
+    return {name: imports_of(name, path, modules) for name, path in modules.items()}
+
+
+def cycle_of(graph):
+    """The modules of an import cycle in order; None without one."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+def package_of(module):
+    """The longest name among PACKAGES that holds a module."""
+    holders = [name for name in PACKAGES if module == name or module.startswith(f"{name}.")]
+    return max(holders, key=len)
+
+
+def upward(graph):
+    """``(module, imported)`` where the imported module is in a higher package."""
+    rank = {name: PACKAGES.index(package_of(name)) for name in graph}
+    return [(name, to) for name in graph for to in sorted(graph[name]) if rank[to] > rank[name]]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    graph = graph_of(REPOSITORY)
+    assert len(graph) > 150
+    assert "pallas_kernels.inputs" in graph["burst_jax.ring.forward"]
+    return graph
+
+
+def test_no_module_imports_itself_through_others(graph):
+    # The planner's tables and plans still import each other.
+    rest = {name: to for name, to in graph.items() if package_of(name) != "burst_jax.plan"}
+    assert cycle_of(rest) is None
+
+
+def test_no_package_imports_one_above_it(graph):
+    assert upward(graph) == []
+
+
+def test_cycles_and_upward_imports_are_found(tmp_path):
+    """Also those under TYPE_CHECKING, in functions, and from a package's ``__init__``."""
+    files = {
+        "pallas_kernels/__init__.py": "",
+        "pallas_kernels/one.py": "if TYPE_CHECKING:\n    from pallas_kernels.two import x\n",
+        "pallas_kernels/two.py": "def f():\n    from pallas_kernels import one\n",
+        "burst_jax/__init__.py": "import pallas_kernels.one\n",
+        "burst_jax/ring/a.py": "from burst_jax import attention\n",
+        "burst_jax/attention/__init__.py": "from burst_jax.ring import other\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graph = graph_of(tmp_path)
+    assert set(cycle_of(graph) or ()) == {"pallas_kernels.one", "pallas_kernels.two"}
+    assert upward(graph) == [("burst_jax.ring.a", "burst_jax.attention")]

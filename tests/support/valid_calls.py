@@ -1,0 +1,396 @@
+"""hypothesis strategies for valid calls of ``burst_attention``, and their float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import compare
+import dense
+import functions
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import key_ranges, packed_segments
+from hypothesis import strategies as st
+from implementations import IMPLEMENTATIONS, quick_jit
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import burst_jax
+
+# Sizes of the mesh axes of each role; an axis "idle" has none. "data" and "rows" are batch axes.
+MESHES: tuple[dict[str, int], ...] = (
+    *({"seq": 1}, {"seq": 2}, {"seq": 3}, {"seq": 5}, {"seq": 7}, {"seq": 8}, {"ulysses": 4}),
+    *({"outer": 2, "inner": 3}, {"outer": 2, "inner": 2, "ulysses": 2}, {"seq": 3, "ulysses": 2}),
+    *({"data": 2, "seq": 2, "tensor": 2}, {"data": 2, "rows": 2, "seq": 2}, {"idle": 2, "seq": 2}),
+    *({"data": 2, "ulysses": 2, "tensor": 2}, {"idle": 2, "data": 2}),
+)
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped:3")
+# At most one of them specifies the positions of the queries; by_row: other ones in each sequence.
+QUERY_POSITIONS = ("offset", "traced_offset", "offset_by_row", "positions", "positions_by_row")
+READ_POSITIONS = ("alibi_slopes", "dropout", "score_mod", "mask_mod")
+FEATURES = (
+    *("is_causal", "window", "traced_window", "segments", "prefix_lengths", "query_seq_lengths"),
+    *("key_value_seq_lengths", "key_starts", "key_ends", "block_mask", "key_value_positions"),
+    *(*QUERY_POSITIONS, *READ_POSITIONS, "pad", "cap", "scale", "traced_scale", "sink_logits"),
+    *("value_dim", "deterministic"),
+)
+
+
+def _pairs(one, other):
+    return {frozenset((a, b)) for a in one for b in other if a != b}
+
+
+# What the documentation excludes.
+CONFLICTS = (
+    _pairs(QUERY_POSITIONS, QUERY_POSITIONS)
+    | _pairs(("block_mask",), (*QUERY_POSITIONS, "key_value_positions", "pad"))
+    | _pairs(("offset_by_row", "positions_by_row"), READ_POSITIONS)
+    | _pairs(("window",), ("traced_window",))
+    | _pairs(("scale",), ("traced_scale",))
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What calls share that need one compiled program; the arrays differ.
+
+    Attributes:
+      mesh: entered by ``jax.set_mesh`` if ``in_context``, otherwise passed as an argument.
+      axes: the arguments that name mesh axes.
+      options: the other arguments that are no arrays.
+      features: those of ``FEATURES``.
+      sizes: T, S, B, N, K, H and Hv, by their letters.
+      dtype: of query, key and value.
+      placed: whether arrays are NumPy's ("numpy"), JAX's on no mesh ("jax"), or sharded ("mesh").
+      static_table: whether block_mask is a NumPy array, compiled into the program.
+    """
+
+    mesh: Mesh
+    in_context: bool
+    axes: dict[str, Any]
+    options: dict[str, Any]
+    features: frozenset[str]
+    sizes: dict[str, int]
+    dtype: str
+    placed: str
+    static_table: bool
+
+    def __repr__(self):
+        kinds = "/".join(kind.name for kind in self.mesh.axis_types)
+        return (
+            f"Program({dict(self.mesh.shape)} {kinds}, in_context={self.in_context}, {self.axes}, "
+            f"{self.options}, {sorted(self.features)}, {self.sizes}, {self.dtype}, {self.placed})"
+        )
+
+
+@st.composite
+def programs(draw, small=False, least=3):
+    """Programs with at least ``least`` drawn features; ``small``: for calls that never compile."""
+    pick = lambda choices: draw(st.sampled_from(choices))  # noqa: E731
+    sizes = pick(MESHES)
+    names = draw(st.permutations(list(sizes)))
+    kinds = pick((AxisType.Auto, AxisType.Explicit, None))
+    kinds = [kinds or pick((AxisType.Auto, AxisType.Explicit)) for _ in names]
+    count = math.prod(sizes.values())
+    mesh = jax.make_mesh(
+        tuple(sizes[name] for name in names), tuple(names), axis_types=tuple(kinds),
+        devices=jax.devices()[:count],
+    )  # fmt: skip
+    drawn = draw(st.lists(st.sampled_from(FEATURES), unique=True, min_size=least, max_size=12))
+    features: set[str] = set()
+    for name in drawn:
+        if not any(frozenset((name, other)) in CONFLICTS for other in features):
+            features.add(name)
+    if "prefix_lengths" in features:
+        features.add("is_causal")
+
+    ring = tuple(name for name in ("outer", "inner", "seq") if name in sizes)
+    axes: dict[str, Any] = {"seq_axis": (ring[0] if len(ring) == 1 else ring) or None}
+    ulysses = sizes.get("ulysses", 1)
+    batch = tuple(name for name in ("data", "rows") if name in sizes)
+    if "ulysses" in sizes:
+        axes["ulysses_axis"] = "ulysses"
+    if batch:
+        axes["batch_axis"] = batch[0] if len(batch) == 1 else batch
+    if "tensor" in sizes:
+        axes["tensor_axis"] = pick(("tensor", ("tensor",)))
+
+    layout = "contiguous" if "pad" in features else pick(LAYOUTS)
+    n = math.prod(sizes[name] for name in ring)
+    step = math.lcm({"zigzag": 2, "striped:3": 3}.get(layout, 1), ulysses)
+    # Tokens per shard, but with pad those of the whole sequences.
+    most = (4 if small else 33) // step
+    tokens = st.integers(1, max(1, most)).map(lambda k: n * step * k)
+    if "pad" in features:
+        tokens = st.integers(2, 9 if small else 90)
+    t = draw(tokens)
+    kv_heads = pick([k for k in (1, 2, 3, ulysses) if not ulysses % k or not k % ulysses])
+    group = pick([group for group in (1, 2, 3, ulysses) if not kv_heads * group % ulysses])
+    tensor, dim = sizes.get("tensor", 1), pick((8, 16, 33) if not small else (1, 4))
+    mask_arguments: dict[str, Any] = {
+        "layout": layout,
+        "backward": pick(("auto", "rotate_kv", "rotate_query")),
+    }
+    if "window" in features:
+        side = st.integers(t // 4, t + 3)
+        window = st.one_of(side, st.tuples(side, side), st.tuples(side, st.none()))
+        mask_arguments["local_window_size"] = draw(window)
+    fixed = {
+        "is_causal": {"is_causal": True}, "cap": {"logits_soft_cap": 2.0}, "pad": {"pad": True},
+        "deterministic": {"deterministic": True}, "traced_scale": {"scale": 1.0},
+        "dropout": {"dropout_rate": 0.3}, "score_mod": {"score_mod": functions.score_mod},
+        "mask_mod": {"mask_mod": functions.mask_mod},
+    }  # fmt: skip
+    for name in sorted(features & fixed.keys()):
+        mask_arguments |= fixed[name]
+    if "scale" in features:
+        mask_arguments["scale"] = pick((0.3, -0.2, 0.1))
+    if not small or draw(st.booleans()):
+        kernels = pick(("xla", "xla", "triton", "reference"))
+        mask_arguments["implementation"] = IMPLEMENTATIONS[kernels]
+    return Program(
+        mesh=mesh,
+        in_context=draw(st.booleans()),
+        axes=axes,
+        options=mask_arguments,
+        features=frozenset(features),
+        sizes={
+            "T": t, "S": draw(st.one_of(st.just(t), tokens)),
+            "B": 2 if not batch else math.prod(sizes[name] for name in batch),
+            "N": kv_heads * group * tensor, "K": kv_heads * tensor, "H": dim,
+            "V": pick((5, 24, 40)) if "value_dim" in features else dim,
+        },
+        dtype=pick(("float32", "float32", "bfloat16", "float16")),
+        placed=pick(("numpy", "jax", "mesh")),
+        static_table=draw(st.booleans()),
+    )  # fmt: skip
+
+
+# The axes of every argument that is an array.
+SHAPES = {
+    "query": "BTNH", "key": "BSKH", "value": "BSKV", "query_segment_ids": "BT",
+    "key_value_segment_ids": "BS", "query_seq_lengths": "B", "key_value_seq_lengths": "B",
+    "prefix_lengths": "B", "key_starts": "BT", "key_ends": "BT", "query_positions": "BT",
+    "key_value_positions": "S", "query_offset": "B", "sink_logits": "N", "alibi_slopes": "N",
+}  # fmt: skip
+
+
+def order_of(program: Program, letter: str, layout: str | None = None) -> np.ndarray:
+    """Index in the natural order of the token at each place, by the definition of the layouts."""
+    length, layout = program.sizes[letter], layout or program.options["layout"]
+    n = math.prod(program.mesh.shape[name] for name in names_of(program.axes["seq_axis"]))
+    tokens = np.arange(length)
+    if layout.startswith("striped"):
+        stripes = tokens.reshape(-1, int(layout.partition(":")[2] or 1))
+        return np.concatenate([stripes[shard::n].reshape(-1) for shard in range(n)])
+    if layout == "zigzag":
+        halves = np.split(tokens, 2 * n)
+        return np.concatenate([x for i in range(n) for x in (halves[i], halves[2 * n - 1 - i])])
+    return tokens
+
+
+def names_of(axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def draw_arrays(program: Program, seed: int) -> dict[str, Any]:
+    """All arrays of a call, in the layout's order; its masks leave some of the scores."""
+    for attempt in range(50):
+        arrays = _draw_arrays(program, np.random.default_rng((seed, attempt)))
+        if _keep(program, arrays).mean() > 0.03:
+            return arrays
+    raise AssertionError(f"{program}: its masks leave no scores")
+
+
+def _draw_arrays(program: Program, rng: np.random.Generator) -> dict[str, Any]:
+    features, sizes = program.features, program.sizes
+    batch, t, s, heads = (sizes[letter] for letter in "BTSN")
+    arrays: dict[str, Any] = {
+        name: rng.normal(size=[sizes[x] for x in SHAPES[name]]).astype(jnp.dtype(program.dtype))
+        for name in ("query", "key", "value")
+    }
+    starts, ends = key_ranges(rng, batch, max(t, s))
+    of_all = slice(None) if rng.random() < 0.5 else 0
+    drawn = {
+        "prefix_lengths": rng.integers(-1, s + 2, batch),
+        "query_seq_lengths": rng.integers(t // 2, t + 2, batch),
+        "key_value_seq_lengths": rng.integers(s // 2, s + 2, batch),
+        "key_starts": starts[of_all, :t],
+        "key_ends": ends[of_all, :t],
+        "key_value_positions": rng.permutation(s + s // 4)[:s],
+    }
+    arrays |= {name: x.astype(np.int32) for name, x in drawn.items() if name in features}
+    positions = {
+        "offset": ("query_offset", 3 * t // 4 - t // 3),
+        "traced_offset": ("query_offset", np.int32(rng.integers(-t // 3, s))[...]),
+        "offset_by_row": ("query_offset", rng.integers(-t // 3, s, batch)),
+        "positions": ("query_positions", rng.integers(-5, s + 5, t)),
+        "positions_by_row": ("query_positions", rng.integers(-5, s + 5, (batch, t))),
+    }
+    arrays |= dict(positions[name] for name in positions if name in features)
+    if "segments" in features:
+        arrays["query_segment_ids"] = packed_segments(rng, batch, t)
+        same = t == s and rng.random() < 0.7
+        ids = arrays["query_segment_ids"] if same else packed_segments(rng, batch, s)
+        arrays["key_value_segment_ids"] = ids
+    if "block_mask" in features:
+        # The same shape for every seed: a table that is no constant serves one program.
+        rows, columns = (
+            max(count for count in range(1, 9) if length % count == 0) for length in (t, s)
+        )
+        by_head = (heads,) * (t % 2)
+        arrays["block_mask"] = rng.random((*by_head, rows, columns)) < 0.6
+    kind = {(0, 0): "none", (1, 0): "sinks", (0, 1): "slopes", (1, 1): "both"}
+    given = kind["sink_logits" in features, "alibi_slopes" in features]
+    arrays |= dense.per_head(given, heads, int(rng.integers(99)))
+    if "dropout" in features:
+        arrays["dropout_key"] = np.asarray([0, int(rng.integers(2**31))], np.uint32)
+    if "traced_window" in features:
+        arrays["local_window_size"] = tuple(jnp.int32(x) for x in rng.integers(s // 3, s + 1, 2))
+    for name, axes in SHAPES.items():
+        letter = axes[-1:] if axes[-1:] in ("T", "S") else ""
+        if letter and name in arrays:
+            arrays[name] = np.asarray(arrays[name])[..., order_of(program, letter)]
+    return {name: _placed(program, name, x) for name, x in arrays.items()}
+
+
+def needed_spec(program: Program, name: str, ndim: int) -> P:
+    """How a call's array is sharded, by what its arguments name."""
+    axes = program.axes
+    tokens = names_of(axes["seq_axis"]) + names_of(axes.get("ulysses_axis"))
+    of_letter = dict.fromkeys("TS", tokens) | dict.fromkeys("NK", axes.get("tensor_axis"))
+    of_letter["B"] = axes.get("batch_axis")
+    if program.options.get("pad"):
+        of_letter |= dict.fromkeys("TS")
+    letters = SHAPES.get(name, "N..." if name == "block_mask" and ndim == 3 else "")
+    letters = letters if name == "block_mask" else letters[len(letters) - ndim :]
+    return P(*(of_letter.get(letter) for letter in letters))
+
+
+def _placed(program: Program, name: str, x: Any) -> Any:
+    if isinstance(x, (int, tuple)) or (name == "block_mask" and program.static_table):
+        return x
+    if program.placed == "numpy":
+        return np.asarray(x)
+    x = jnp.asarray(np.asarray(x))
+    if program.placed == "jax":
+        return x
+    return jax.device_put(x, jax.NamedSharding(program.mesh, needed_spec(program, name, x.ndim)))
+
+
+def arguments(program: Program, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call, without a mesh that the context has."""
+    mesh = {} if program.in_context else {"mesh": program.mesh}
+    return mesh | program.axes | program.options | arrays
+
+
+def draw_cotangents(program: Program, seed: int) -> tuple[Any, Any]:
+    rng, sizes = np.random.default_rng((seed, 1)), program.sizes
+    do = rng.normal(size=[sizes[x] for x in "BTNV"]).astype(jnp.dtype(program.dtype))
+    return do, rng.normal(size=[sizes[x] for x in "BTN"]).astype(np.float32)
+
+
+def compiled(program: Program, arrays: dict[str, Any]):
+    """``(arrays, cotangents) -> (out, lse, dq, dk, dv, gradients of per-head parameters)``."""
+    static = {name: x for name, x in arrays.items() if isinstance(x, int)}
+    if program.static_table and "block_mask" in arrays:
+        static["block_mask"] = arrays["block_mask"]
+
+    @quick_jit
+    def run(arrays, cotangents):
+        differentiated = ["query", "key", "value"]
+        differentiated += sorted({"sink_logits", "alibi_slopes"} & arrays.keys())
+
+        def attend(*given):
+            given = arrays | dict(zip(differentiated, given, strict=True))
+            if "traced_scale" in program.features:
+                given["query"] = given["query"] * given["query"].dtype.type(0.25)
+            call = arguments(program, static | given)
+            return burst_jax.burst_attention(**call, return_residual=True)
+
+        results, vjp = jax.vjp(attend, *(arrays[name] for name in differentiated))
+        if program.mesh.explicit_axes:
+            cotangents = [
+                jax.reshard(d, jax.typeof(x).sharding)
+                for d, x in zip(cotangents, results, strict=True)
+            ]
+        return *results, *vjp(tuple(cotangents))
+
+    return lambda arrays, cotangents: run(
+        {name: x for name, x in arrays.items() if name not in static}, cotangents
+    )
+
+
+def _natural(program: Program, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays in natural order."""
+    result = {}
+    for name, x in arrays.items():
+        letters, x = SHAPES.get(name, ""), np.asarray(x)
+        for letter in {"T", "S"} & set(letters):
+            # Arrays without a batch axis have the tokens first.
+            axis = letters.index(letter) - (len(letters) - x.ndim)
+            x = np.take(x, np.argsort(order_of(program, letter)), axis)
+        result[name] = x
+    return result
+
+
+def _keep(program: Program, arrays: dict[str, Any]) -> np.ndarray:
+    """Which scores count, ``[B, N or 1, T, S]``, in natural order."""
+    sizes, options, given = program.sizes, program.options, _natural(program, arrays)
+    window = arrays.get("local_window_size", options.get("local_window_size"))
+    sides = window if isinstance(window, tuple) else (window, window)
+    left, right = (None if side is None else int(side) for side in sides)
+    mask = dense.Mask(is_causal=bool(options.get("is_causal", False)), window=(left, right))
+    ids = given.get("query_segment_ids"), given.get("key_value_segment_ids")
+    keep = mask.dense(*ids, sizes["T"], sizes["S"], **given)
+    keep = keep[:, None] if keep.ndim == 3 else keep
+    if options.get("mask_mod") is not None:
+        q, kv = dense.places(sizes["T"], sizes["S"], **given)
+        keep = keep & functions.on_all(sizes["B"], sizes["N"], q[0], kv)[1]
+    return np.broadcast_to(keep, (sizes["B"], *keep.shape[1:]))
+
+
+def reference(program: Program, arrays: dict[str, Any], cotangents: tuple[Any, Any]):
+    """``(truth, one device's results, keep)`` in natural order, as :mod:`dense` makes them."""
+    options, sizes, given = program.options, program.sizes, _natural(program, arrays)
+    q, kv = dense.places(sizes["T"], sizes["S"], **given)
+    numbers = {name: given[name] for name in ("alibi_slopes", "sink_logits") if name in given}
+    rows, score, factors = (sizes["B"], sizes["N"]), None, None
+    if options.get("score_mod") is not None:
+        score, _ = functions.on_all(*rows, q[0], kv)
+    if rate := options.get("dropout_rate"):
+        seeds = jax.random.bits(given["dropout_key"], rows)
+        factors = dense.dropout_factors(seeds, rate, q[0], kv)
+    scale = 0.25 if "traced_scale" in program.features else options.get("scale")
+    scale = None if scale is None else float(scale)
+    cap = options.get("logits_soft_cap")
+    distance = dense.distances(sizes["T"], sizes["S"], **given)
+    order = np.argsort(order_of(program, "T"))
+    do, dlse = (np.asarray(x)[:, order] for x in cotangents)
+    keep = _keep(program, arrays)
+    qkv = (given[name] for name in ("query", "key", "value"))
+    args = *qkv, keep, do, dlse, None if cap is None else float(cap), numbers, distance
+    of_scores = {"factors": factors, "score": score, "scale": scale}
+    return dense.truth(*args, **of_scores), dense.one_device(*args, **of_scores), keep
+
+
+def assert_right(program: Program, got, truth, one_device, keep) -> None:
+    """As exact as one device, in the dtypes of the inputs, and exactly 0 where nothing is seen."""
+    order = {letter: np.argsort(order_of(program, letter)) for letter in "TS"}
+    letters = ("T", "T", "T", "S", "S")[: len(got)]
+    got = [np.asarray(x)[:, order[y]] for x, y in zip(got, letters, strict=False)] + [*got[5:]]
+    kinds = (program.dtype, "float32", *[program.dtype] * 3)
+    assert [x.dtype.name for x in got[:5]] == list(kinds[: len(got)])
+    compare.assert_as_good_as(got, one_device[: len(got)], truth[: len(got)], program.dtype, 2)
+    blind = ~np.broadcast_to(dense.sees(keep), truth[1].shape)
+    assert (got[0][blind] == 0).all()
+    if "sink_logits" not in program.features:
+        assert (got[1][blind] == -np.inf).all()
+    if len(got) > 2:
+        unseen = ~np.broadcast_to(dense.is_seen(keep, truth[3].shape[2]), truth[3].shape[:3])
+        assert (got[2][blind] == 0).all()
+        assert (got[3][unseen] == 0).all()
+        assert (got[4][unseen] == 0).all()
