@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks kernels``, ``ring``, ``train``; ``plot`` draws them."""
+"""Benchmarks: ``python -m benchmarks kernels | ring | train | ...``; ``plot`` draws the results."""

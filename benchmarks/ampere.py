@@ -1,16 +1,16 @@
-"""Runs kernels as they are compiled for an A100 on a newer GPU: ``bench ampere``.
+"""Runs kernels that are compiled for an A100 on a newer GPU.
 
-Triton compiles for Hopper with Hopper's own matrix instructions, so its times on a Hopper GPU say
-little about an A100. The driver assembles PTX of an older GPU for a newer one: what was compiled
-for an A100 then runs with the A100's instructions (``mma.sync``, ``cp.async``), in the A100's
-tiles. FlashAttention-2, which torch has, uses the same instructions, and is timed beside.
+Triton uses Hopper's matrix instructions when it compiles for Hopper, so times on a Hopper GPU do
+not carry over to an A100. The driver can assemble PTX of an older GPU for a newer one: a kernel
+compiled for an A100 then runs with the A100's instructions (``mma.sync``, ``cp.async``) and tiles.
+FlashAttention-2 in torch uses the same instructions, and is timed for comparison.
 
-What this says: whether tiles are right, and how many instructions, and how well overlapped, a
-kernel needs beside another. What it does not say: times of an A100, which has 108 multiprocessors
-at 1.41 GHz, an L2 cache of 40 MB and 2 TB/s, and whose matrix units are slower beside the rest of a
-multiprocessor.
+This shows whether tiles are right, and how many instructions one kernel needs, and how well they
+overlap, relative to another kernel. It does not show times of an A100, which has 108 SMs at 1.41
+GHz, 40 MB of L2 cache and 2 TB/s, and slower matrix units relative to the rest of the SM.
 
-``bench ampere --compile FOLDER`` needs no GPU, only the CUDA plugin; ``bench ampere FOLDER`` runs.
+``benchmarks ampere --compile FOLDER`` needs the CUDA plugin, but no GPU; ``benchmarks ampere
+FOLDER`` runs.
 """
 
 from __future__ import annotations
@@ -36,37 +36,15 @@ from jax.experimental import topologies
 from jax.extend.core import Literal
 
 import burst_jax
+from benchmarks.command_line import require_gpus
 from benchmarks.driver import Driver, Kernel, Launch
-from benchmarks.needs import need_gpus
-from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide, triton
+from benchmarks.kernels import Case
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
-# Matrix products of T S H multiplications and additions that each kernel makes.
+# Number of matmuls over T, S and H in each kernel.
 MATMULS = {"forward": 2, "dq": 3, "dkv": 4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A shape and a mask."""
-
-    name: str
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    is_causal: bool
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The mask and the score."""
-        return AttentionSpec.of(self.head_dim**-0.5, right=0 if self.is_causal else None)
-
-    def flops(self) -> float:
-        """Of one matrix product."""
-        scores = self.length**2 / (2 if self.is_causal else 1)
-        return 2 * self.batch * self.heads * self.head_dim * scores
 
 
 CASES = (
@@ -78,16 +56,21 @@ CASES = (
 )
 
 
-def shipped(case: Case, kernel: str) -> TritonConfig:
-    """The tiles that ship for an A100."""
-    lengths = case.length, case.length
-    configs = triton_configs(8.0, case.head_dim, jnp.bfloat16, *lengths, case.spec, False)
+def matmul_flops(case: Case) -> float:
+    """FLOPs of one matmul."""
+    return case.flops() / 2
+
+
+def default_config(case: Case, kernel: str) -> TritonConfig:
+    """The default tile config for an A100."""
+    lengths, spec = (case.length, case.length), case.request().spec
+    configs = triton_configs(8.0, case.head_dim, jnp.bfloat16, *lengths, spec, False)
     return getattr(configs, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel in some tiles."""
+    """A kernel with a tile config."""
 
     case: Case
     kernel: str
@@ -95,41 +78,38 @@ class Candidate:
 
     @classmethod
     def of_key(cls, key: str) -> Candidate:
-        """The candidate that has this key."""
+        """The candidate of a key."""
         found = re.fullmatch(r"case(\d+)-(\w+)-(\d+x\d+x\d+x\d+)", key)
         assert found is not None, key
         return cls(CASES[int(found[1])], found[2], tiles(found[3].replace("x", ",")))
 
     @property
     def tiles(self) -> str:
-        """The config in a word."""
+        """The tile config as a word."""
         return "x".join(str(int(x)) for x in dataclasses.astuple(self.config)[:4])
 
     @property
     def key(self) -> str:
-        """A name for its files."""
+        """The name of its files."""
         return f"case{CASES.index(self.case)}-{self.kernel}-{self.tiles}"
 
     def run(self) -> Callable[..., Any]:
-        """The kernel as a function of its inputs and bounds.
-
-        Results are rounded, as they are where no ring adds to them.
-        """
+        """The kernel as a function of its inputs and bounds, with bfloat16 results."""
         implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         kernel = getattr(implementation, "forward" if forward else f"backward_{self.kernel}")
-        return functools.partial(kernel, spec=self.case.spec, out_dtype=jnp.bfloat16)
+        return functools.partial(kernel, spec=self.case.request().spec, out_dtype=jnp.bfloat16)
 
     def with_bounds(self, inputs: AttentionInputs) -> tuple[AttentionInputs, Any]:
-        """The inputs and the bounds of these tiles."""
+        """The inputs and their bounds for the tile config."""
         implementation = triton(config=self.config)
         forward = self.kernel == "forward"
         of = implementation.forward_bounds if forward else implementation.backward_bounds
-        return inputs, of(inputs, spec=self.case.spec)
+        return inputs, of(inputs, spec=self.case.request().spec)
 
 
 def inputs_of(case: Case) -> AttentionInputs:
-    """Random inputs of a case; the backward's statistics are random too, but in their range."""
+    """Random inputs of a case, with plausible lse and delta for the backward."""
     keys = jax.random.split(jax.random.key(0), 6)
     wide = (case.batch, case.length, case.heads, case.head_dim)
     narrow = (case.batch, case.length, case.kv_heads, case.head_dim)
@@ -143,17 +123,19 @@ def inputs_of(case: Case) -> AttentionInputs:
 
 
 class Compiler:
-    """Compiles for an A100, and keeps the PTX.
+    """Compiles for an A100, and saves the PTX.
 
-    XLA calls the assembler of its CUDA folder. Each compilation gets a folder of its own, whose
-    assembler keeps what it is given and then calls the real one.
+    XLA calls ptxas from its CUDA folder. Each compilation has a CUDA folder of its own, whose ptxas
+    saves the PTX and then calls the real one.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         assembler = shutil.which("ptxas") or _packaged_assembler()
         if assembler is None:
-            raise SystemExit("bench ampere --compile needs ptxas: pip install 'burst-jax[cuda13]'")
+            raise SystemExit(
+                "benchmarks ampere --compile needs ptxas: pip install 'burst-jax[cuda13]'"
+            )
         self._assembler = assembler
         description = resources.files(burst_jax) / "gpu_targets" / "a100.txtpb"
         topology = topologies.get_topology_desc(
@@ -163,7 +145,7 @@ class Compiler:
         self._mesh = mesh
 
     def compile(self, candidate: Candidate) -> str:
-        """Writes the PTX and the launch of a candidate; returns what the assembler says of it."""
+        """Writes the PTX and the launch of a candidate; returns registers and spills."""
         with tempfile.TemporaryDirectory() as temporary:
             here = Path(temporary)
             script = here / "bin" / "ptxas"
@@ -171,7 +153,7 @@ class Compiler:
             script.write_text(
                 "#!/bin/sh\n"
                 f'if [ "$2" = -o ] && grep -q "entry burst_" "$1"; then cp "$1" {here}/kernel.ptx\n'
-                f'  exec {self._assembler} -v "$@" 2> {here}/said\nfi\n'
+                f'  exec {self._assembler} -v "$@" 2> {here}/log\nfi\n'
                 f'exec {self._assembler} "$@"\n'
             )
             script.chmod(0o755)
@@ -194,11 +176,11 @@ class Compiler:
                 json.dumps(dataclasses.asdict(launch))
             )
             shutil.copy(here / "kernel.ptx", self._folder / f"{candidate.key}.ptx")
-            return _registers((here / "said").read_text())
+            return _registers((here / "log").read_text())
 
 
 def _packaged_assembler() -> str | None:
-    """The ptxas that the CUDA plugin's packages bring along."""
+    """The ptxas of the CUDA plugin's packages."""
     try:
         import nvidia
     except ImportError:
@@ -208,7 +190,7 @@ def _packaged_assembler() -> str | None:
 
 
 def _launch_of(thunks: str) -> Launch:
-    """The launch of the kernel in a list of what a program runs."""
+    """The launch of the kernel in XLA's thunk sequence."""
     pattern = r"burst_\w+ grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), .*shared_memory: (\d+)"
     found = re.search(pattern, thunks)
     assert found is not None, thunks
@@ -216,27 +198,27 @@ def _launch_of(thunks: str) -> Launch:
     return Launch((grid[0], grid[1], grid[2]), threads, shared)
 
 
-def _registers(said: str) -> str:
-    """Registers, and bytes that spill, of what the assembler said."""
-    spills = re.search(r"(\d+) bytes spill stores", said)
-    registers = re.search(r"Used (\d+) registers", said)
-    assert spills is not None, said
-    assert registers is not None, said
+def _registers(log: str) -> str:
+    """Registers and spilled bytes from the output of ptxas."""
+    spills = re.search(r"(\d+) bytes spill stores", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spills is not None, log
+    assert registers is not None, log
     return f"{registers[1]} registers, {spills[1]} bytes spilled"
 
 
 def kernel_call(run: Callable[..., Any], *arguments: Any) -> tuple[list, list, Any]:
-    """The one ``pallas_call`` of a function: its operands, its results' types, and itself.
+    """``(operands, result types, call)`` of a function's only ``pallas_call``.
 
-    What comes before it is computed.
+    The operations before it are evaluated.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     closed = jax.make_jaxpr(lambda *leaves: run(*jax.tree.unflatten(treedef, leaves)))(*leaves)
-    return next(_walk(closed.jaxpr, closed.consts, leaves))
+    return next(_evaluate(closed.jaxpr, closed.consts, leaves))
 
 
-def _walk(jaxpr: Any, consts: Any, args: Any) -> Iterator[tuple[list, list, Any]]:
-    """Computes a jaxpr equation by equation, up to its ``pallas_call``."""
+def _evaluate(jaxpr: Any, consts: Any, args: Any) -> Iterator[tuple[list, list, Any]]:
+    """Evaluates a jaxpr up to its ``pallas_call``."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for equation in jaxpr.eqns:
         given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
@@ -248,7 +230,7 @@ def _walk(jaxpr: Any, consts: Any, args: Any) -> Iterator[tuple[list, list, Any]
             return
         if equation.primitive.name in ("jit", "pjit"):
             inner = equation.params["jaxpr"]
-            yield from _walk(inner.jaxpr, inner.consts, given)
+            yield from _evaluate(inner.jaxpr, inner.consts, given)
             return
         params = equation.primitive.get_bind_params(equation.params)
         made = equation.primitive.bind(*given, **params)
@@ -257,7 +239,7 @@ def _walk(jaxpr: Any, consts: Any, args: Any) -> Iterator[tuple[list, list, Any]
 
 
 class Runner:
-    """Times candidates of a folder, each held to what Triton compiles for this GPU."""
+    """Times the candidates of a folder, checked against Triton's own compilation for this GPU."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._driver = folder, Driver()
@@ -265,8 +247,8 @@ class Runner:
         self._native = functools.lru_cache(self._run_natively)
 
     def _run_natively(self, case: Case, kernel: str) -> tuple[list[jax.Array], float]:
-        """Results of a kernel in the A100's tiles, compiled for this GPU, and seconds a call."""
-        given, _, call = self._call(Candidate(case, kernel, shipped(case, kernel)))
+        """Results and seconds of a kernel with the A100's tiles, compiled for this GPU."""
+        given, _, call = self._call(Candidate(case, kernel, default_config(case, kernel)))
         made = call(*given)
         made = list(made) if isinstance(made, (list, tuple)) else [made]
         return made, median_time(lambda: call(*given))
@@ -276,7 +258,7 @@ class Runner:
         return kernel_call(candidate.run(), *bounded)
 
     def prepare(self, candidate: Candidate) -> tuple[Kernel, list, list]:
-        """The kernel, assembled, its operands and the types of its results."""
+        """The assembled kernel, its operands and the types of its results."""
         launch = Launch(**json.loads((self._folder / f"{candidate.key}.json").read_text()))
         ptx = (self._folder / f"{candidate.key}.ptx").read_text()
         (name,) = re.findall(r"\.entry (\w+)\(", ptx)
@@ -291,19 +273,16 @@ class Runner:
         if max(errors) > 1e-2:
             return f"wrong: relative errors {errors}"
         seconds = kernel.seconds(given, results)
-        tera = MATMULS[candidate.kernel] * candidate.case.flops() / 1e12
+        tera = MATMULS[candidate.kernel] * matmul_flops(candidate.case) / 1e12
         return (
             f"{seconds * 1e3:8.3f} ms {tera / seconds:6.0f} TFLOP/s"
             f" {kernel.registers} registers, {kernel.local_bytes} bytes spilled;"
-            f" shipped tiles compiled for this GPU {tera / native:.0f} TFLOP/s"
+            f" default tiles compiled for this GPU {tera / native:.0f} TFLOP/s"
         )
 
 
 def torch_times(case: Case) -> tuple[float, float] | None:
-    """Seconds of FlashAttention-2 in torch, ``(forward, forward and backward)``.
-
-    None: torch is not there.
-    """
+    """Seconds of torch's FlashAttention-2 forward, and with backward; None without torch."""
     try:
         torch: Any = importlib.import_module("torch")
         of_attention: Any = importlib.import_module("torch.nn.attention")
@@ -342,21 +321,21 @@ def _torch_seconds(torch: Any, call: Callable[[], Any]) -> float:
 
 
 def candidates(args: argparse.Namespace) -> list[Candidate]:
-    """What to compile: every kernel of every case, in the tiles that ship and in those given."""
+    """Every kernel of every case, with the default config and the given ones."""
     return [
         Candidate(CASES[case], kernel, config)
         for case in args.cases
         for kernel in args.kernels
-        for config in dict.fromkeys([shipped(CASES[case], kernel), *args.configs])
+        for config in dict.fromkeys([default_config(CASES[case], kernel), *args.configs])
     ]
 
 
 def compile_all(args: argparse.Namespace) -> None:
-    """Compiles for an A100, as many candidates at a time as there are cores, into the folder."""
-    # JAX's plugin assembles by a library, unless this is said before it starts.
+    """Compiles all candidates for an A100 into the folder, in parallel."""
+    # The plugin calls ptxas only without nvJitLink, which must be set before it starts.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_libnvjitlink=false"
-    # Looking for a GPU that is not there would take the plugin away.
+    # Without a GPU the CUDA platform must not be initialized.
     jax.config.update("jax_platforms", "cpu")
     args.folder.mkdir(parents=True, exist_ok=True)
     compiler, wanted = Compiler(args.folder), candidates(args)
@@ -364,45 +343,45 @@ def compile_all(args: argparse.Namespace) -> None:
     def compile_one(candidate: Candidate) -> str:
         try:
             return compiler.compile(candidate)
-        except Exception as error:  # Of many tiles some do not fit.
-            return "refused: " + " ".join(str(error).split())[:100]
+        except Exception as error:  # Some configs do not fit.
+            return "failed: " + " ".join(str(error).split())[:100]
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for candidate, said in zip(wanted, pool.map(compile_one, wanted), strict=True):
-            print(f"{_label(candidate)} {said}", flush=True)
+        for candidate, log in zip(wanted, pool.map(compile_one, wanted), strict=True):
+            print(f"{_label(candidate)} {log}", flush=True)
 
 
 def _label(candidate: Candidate) -> str:
-    """The first columns of a candidate's line."""
-    mark = "*" if candidate.config == shipped(candidate.case, candidate.kernel) else " "
+    """The first columns of a line."""
+    mark = "*" if candidate.config == default_config(candidate.case, candidate.kernel) else " "
     return f"{f'{candidate.case.name}, {candidate.kernel}':29}{candidate.tiles:>13}{mark}"
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Times what the folder has of the cases and kernels that are asked for."""
+    """Times the folder's kernels of the selected cases."""
     found = [Candidate.of_key(path.stem) for path in sorted(args.folder.glob("case*.json"))]
     cases = [CASES[case] for case in args.cases]
     found = [c for c in found if c.case in cases and c.kernel in args.kernels]
     if not found:
-        raise SystemExit(f"{args.folder} has no kernels for these cases: --compile makes them")
-    need_gpus("bench ampere")
+        raise SystemExit(f"{args.folder} has no kernels for these cases: run with --compile first")
+    require_gpus("benchmarks ampere")
     runner = Runner(args.folder)
     for case in {c.case: None for c in found}:
         runner.inputs(case)
         if (times := torch_times(case)) is not None:
-            tera = 2 * case.flops() / 1e12
+            tera = 2 * matmul_flops(case) / 1e12
             print(
                 f"{case.name}: FlashAttention-2 {tera / times[0]:.0f} TFLOP/s forward,"
                 f" {3.5 * tera / times[1]:.0f} forward and backward"
             )
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = {c: pool.submit(runner.prepare, c) for c in found}
-    print("*: tiles that ship")
+    print("*: default tiles")
     for candidate, future in prepared.items():
         try:
             line = runner.measure(candidate, *future.result())
-        except Exception as error:  # What one candidate cannot do, the others may.
-            line = "refused: " + " ".join(str(error).split())[:100]
+        except Exception as error:  # Continue with the others.
+            line = "failed: " + " ".join(str(error).split())[:100]
         print(f"{_label(candidate)} {line}", flush=True)
 
 
@@ -412,7 +391,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def tiles(text: str) -> TritonConfig:
-    """A config from the command line."""
+    """A tile config from the command line."""
     try:
         block_q, block_kv, warps, stages = map(int, text.split(","))
         return TritonConfig(block_q, block_kv, warps, stages)
@@ -422,9 +401,9 @@ def tiles(text: str) -> TritonConfig:
 
 def add_command(commands: Any) -> None:
     """Adds ``ampere`` to the benchmarks' command line."""
-    parser = commands.add_parser("ampere", help="kernels compiled for an A100, on a newer GPU")
-    parser.add_argument("folder", type=Path, help="where what is compiled is kept")
-    parser.add_argument("--compile", action="store_true", help="compile, which needs no GPU")
+    parser = commands.add_parser("ampere", help=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of compiled kernels")
+    parser.add_argument("--compile", action="store_true", help="compile; needs no GPU")
     parser.add_argument(
         "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
         choices=range(len(CASES)),
@@ -433,6 +412,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--kernels", nargs="+", default=list(MATMULS), choices=list(MATMULS))
     parser.add_argument(
         "--configs", nargs="+", type=tiles, default=[], metavar="Q,KV,WARPS,STAGES",
-        help="to compile beside the tiles that ship",
+        help="configs in addition to the default",
     )  # fmt: skip
     parser.set_defaults(run=run)

@@ -1,8 +1,8 @@
-"""Times the attention of a few queries over a long cache on one GPU: ``bench decode``.
+"""Benchmark of decoding: attention of a few queries over a long KV cache on one GPU.
 
-What bounds it is reading the keys and values once, so its figure is bytes a second: those of keys
-and values over the time of a call, in which the parts are merged, too. Beside it a copy of as many
-bytes, which reads and writes, and the two products that XLA makes of the same.
+It is bound by reading the keys and values once, so the figure is their bytes per second of a call,
+the merge of the splits included. For comparison: a copy of as many bytes, which reads and writes,
+and XLA's two matmuls.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.needs import need_gpus, positive
-from burst_jax.parallel.platform import compute_capability
-from burst_jax.serving.attention import Parts, Scores, products
-from burst_jax.serving.cache import Slots
+from benchmarks.command_line import positive, require_gpus
+from burst_jax.parallel.target import compute_capability
+from burst_jax.serving.cache import SlotMetadata
+from burst_jax.serving.decode_attention import PartialAttention, ScoreOptions, attend_by_matmuls
 from pallas_kernels.pallas_triton.decode import partial_attention
 from pallas_kernels.timing import median_time, relative_error
 
-# Largest relative difference from the products of float32, inputs and weights in bfloat16.
-_AGREE = 1e-2
-# Calls of one program, so that a launch from the host takes no part in the time.
+# Accepted relative difference from float32, with inputs and probabilities in bfloat16.
+_TOLERANCE = 1e-2
+# Calls per program, so that the host's launch overhead is not measured.
 _CALLS = 10
 
 
@@ -45,23 +45,25 @@ def _inputs(args: argparse.Namespace, length: int) -> tuple[jax.Array, ...]:
 def _attend(
     query: jax.Array, keys: jax.Array, values: jax.Array, kernel: Any, calls: int = 1
 ) -> jax.Array:
-    """The output, each call's query depending on the output of the call before."""
+    """The output of the last call; each call's query depends on the previous output."""
     batch, length = keys.shape[:2]
-    slots = Slots(jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32))
+    slots = SlotMetadata(jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32))
     last, used = jnp.int32(length - 1), jnp.int32(length)
     scale = query.shape[-1] ** -0.5
 
     def attend(query: jax.Array) -> jax.Array:
         if kernel is None:
-            parts = products(query, keys, values, slots, last, Scores(scale, None, None))
+            partial = attend_by_matmuls(
+                query, keys, values, slots, last, ScoreOptions(scale, None, None)
+            )
         else:
-            parts = Parts(
+            partial = PartialAttention(
                 *partial_attention(
                     query, keys, values, slots.places, slots.present, last, used,
                     scale=scale, compute_capability=compute_capability(), **dict(kernel),
                 )
             )  # fmt: skip
-        return parts.attention(None)
+        return partial.attention(None)
 
     def again(_: Any, out: jax.Array) -> jax.Array:
         return attend(query + (1e-6 * out).astype(query.dtype))
@@ -75,7 +77,7 @@ def _copy(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
-    """A line for every way."""
+    """A line for every implementation and tile."""
     q, k, v = _inputs(args, length)
     size = k.nbytes + v.nbytes
     want = _attend(q.astype(jnp.float32), k, v, None)
@@ -85,10 +87,10 @@ def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
     names = ("block_kv", "num_warps", "num_stages", "splits")
     kernels = [tuple(zip(names, values, strict=True)) for values in itertools.product(*axes)]
     for kernel in (None, *kernels):
-        name = "products by XLA" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
+        name = "XLA's matmuls" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
         try:
             error = relative_error(_attend(q, k, v, kernel), want)
-            if not error < _AGREE:
+            if not error < _TOLERANCE:
                 yield f"{name}: wrong by {error:.2g}"
                 continue
             run = functools.partial(_attend, q, k, v, kernel, _CALLS)
@@ -100,8 +102,8 @@ def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Times every length with every tile."""
-    need_gpus("bench decode")
+    """Times all lengths and tiles."""
+    require_gpus("benchmarks decode")
     for length in args.lengths:
         print(f"{length:,} keys, {args.heads} / {args.kv_heads} heads, {args.queries} queries")
         for row in _rows(args, length):
@@ -111,14 +113,18 @@ def run(args: argparse.Namespace) -> None:
 def add_command(commands: Any) -> None:
     """Adds ``decode`` to the command line."""
     parser = commands.add_parser("decode", help=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", nargs="+", type=positive, default=[131072], help="of caches")
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive, default=[131072], help="cache lengths"
+    )
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--queries", type=positive, default=1, help="1 to 16")
     parser.add_argument("--heads", type=positive, default=32)
     parser.add_argument("--kv-heads", type=positive, default=8)
     parser.add_argument("--head-dim", type=positive, default=128)
-    parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys of a tile")
+    parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys per tile")
     parser.add_argument("--warps", nargs="+", type=positive, default=[None])
     parser.add_argument("--stages", nargs="+", type=positive, default=[3])
-    parser.add_argument("--splits", nargs="+", type=positive, default=[None], help="parts")
+    parser.add_argument(
+        "--splits", nargs="+", type=positive, default=[None], help="splits of the keys"
+    )
     parser.set_defaults(run=run)

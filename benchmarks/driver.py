@@ -1,4 +1,4 @@
-"""Loads PTX through NVIDIA's driver, launches its kernels on JAX's arrays and times them."""
+"""Loads PTX by NVIDIA's driver API, launches its kernels on JAX arrays and times them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Numbers that cuda.h gives to attributes of a function, and of a device.
+# Attributes of a function, and of a device, from cuda.h.
 _LOCAL_BYTES, _REGISTERS, _MOST_DYNAMIC_SHARED = 3, 4, 8
-_SHARED_OF_MULTIPROCESSOR = 81
-# What each program's shared memory takes beside its own, and the shared memory of an A100's
-# multiprocessor, in bytes.
+_SHARED_PER_SM = 81
+# Shared memory that the driver reserves per CTA, and the shared memory of an A100's SM, in bytes.
 _RESERVED, _SHARED_OF_A100 = 1024, 164 * 1024
 
 
 class Driver:
-    """The driver and the context that JAX works in.
+    """The driver and JAX's context.
 
     Attributes:
-      shared: bytes of shared memory that a multiprocessor has.
+      shared: bytes of shared memory per SM.
 
     Raises:
       OSError: the machine has no driver.
@@ -37,20 +36,20 @@ class Driver:
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), 0)
         shared = ctypes.c_int()
-        self.call("cuDeviceGetAttribute", ctypes.byref(shared), _SHARED_OF_MULTIPROCESSOR, device)
+        self.call("cuDeviceGetAttribute", ctypes.byref(shared), _SHARED_PER_SM, device)
         self.shared = shared.value
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self.enter()
 
     def enter(self) -> None:
-        """Makes the context that of the calling thread."""
+        """Sets the context of the calling thread."""
         self.call("cuCtxSetCurrent", self._context)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the driver.
+        """Calls a driver function.
 
         Raises:
-          RuntimeError: the function fails; the message is the driver's.
+          RuntimeError: it fails; with the driver's message.
         """
         code = getattr(self._cuda, name)(*arguments)
         if code:
@@ -62,12 +61,12 @@ class Driver:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a compiled program launches a kernel.
+    """The launch configuration of a kernel.
 
     Attributes:
-      grid: programs, x first.
-      threads: of a program.
-      shared: bytes of dynamic shared memory of a program.
+      grid: number of CTAs, x first.
+      threads: threads per CTA.
+      shared: bytes of dynamic shared memory per CTA.
     """
 
     grid: tuple[int, int, int]
@@ -75,25 +74,25 @@ class Launch:
     shared: int
 
     def as_on_an_a100(self, shared: int) -> Launch:
-        """The same launch, on a GPU whose multiprocessors have ``shared`` bytes of shared memory.
+        """The same launch on a GPU with ``shared`` bytes of shared memory per SM.
 
-        A multiprocessor with more shared memory than an A100's would run more programs at a time.
-        Each program then asks for so much more that only as many fit as on an A100.
+        An SM with more shared memory than an A100's would run more CTAs. Each CTA is given more
+        shared memory, so that only as many fit as on an A100.
         """
         there = _SHARED_OF_A100 // (self.shared + _RESERVED)
         if there == 0 or shared // (self.shared + _RESERVED) <= there:
             return self
-        # One program more would not fit, and a multiple of 1 KiB is what the driver hands out.
+        # One more CTA does not fit; the driver allocates multiples of 1 KiB.
         padded = (shared // (there + 1) // 1024 + 1) * 1024 - _RESERVED
         return dataclasses.replace(self, shared=max(self.shared, padded))
 
 
 class Kernel:
-    """One kernel of a PTX text, assembled by the driver for the GPU that is there.
+    """One kernel of a PTX text, assembled by the driver for the GPU that is present.
 
     Attributes:
-      registers: of a thread.
-      local_bytes: what a thread keeps in memory because its registers do not hold it.
+      registers: registers per thread.
+      local_bytes: bytes per thread spilled to local memory.
     """
 
     def __init__(self, driver: Driver, ptx: str, name: str, launch: Launch) -> None:
@@ -116,7 +115,7 @@ class Kernel:
         return value.value
 
     def __call__(self, operands: Sequence[jax.Array], results: Sequence[Any]) -> list[jax.Array]:
-        """Arrays of the shapes and dtypes of ``results``, made by the kernel."""
+        """Runs the kernel; returns arrays of the shapes and dtypes of ``results``."""
         made = [jnp.zeros(x.shape, x.dtype) for x in results]
         jax.block_until_ready((operands, made))
         self._start(*operands, *made)
@@ -126,7 +125,7 @@ class Kernel:
     def seconds(
         self, operands: Sequence[jax.Array], results: Sequence[Any], rounds: int = 5
     ) -> float:
-        """Seconds of one launch: the median over rounds, each of 50 ms and more."""
+        """Seconds per launch: the median over rounds of at least 50 ms."""
         made = self(operands, results)
         once = self._round(1, *operands, *made)
         launches = max(1, math.ceil(0.05 / once))
@@ -135,7 +134,7 @@ class Kernel:
         )  # fmt: skip
 
     def _round(self, launches: int, *arrays: jax.Array) -> float:
-        """Seconds of a launch, of several that follow one another."""
+        """Seconds per launch, of consecutive launches."""
         first, last = ctypes.c_void_p(), ctypes.c_void_p()
         for event in (first, last):
             self._driver.call("cuEventCreate", ctypes.byref(event), 0)

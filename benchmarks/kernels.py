@@ -1,8 +1,8 @@
-"""Times local attention on one GPU beside other attention for JAX: ``bench kernels``.
+"""Benchmark of local attention on one GPU against other attention for JAX.
 
-Every result is compared with float64 first, and an implementation with a wrong one is not timed.
-The FLOPs that are counted: ``4 H`` forward for each score that the mask keeps, of each batch row
-and head, with T^2 / 2 scores under causal masks; forward and backward together 3.5 times as many.
+Every result is compared with float64 first, and wrong implementations are not timed. Counted FLOPs:
+``4 H`` forward per unmasked score, sequence and head, with T^2 / 2 scores under causal masks;
+forward and backward together 3.5 times as many.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax.typing import DTypeLike
 
 import burst_jax
 from benchmarks import plot
-from benchmarks.needs import add_outputs, need_gpus, need_outputs
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.results import Results, Row
 from benchmarks.truth import attention_and_gradients
 from burst_jax.attention.arguments import LocalArguments
 from burst_jax.attention.call import make_request
-from burst_jax.parallel.platform import compute_capability
+from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import (
     MOSAIC_SM90,
@@ -38,8 +38,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.timing import median_time, relative_error
 
-# Largest relative error that rounding to the dtype explains, times two to be safe.
-_RIGHT = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
+# Accepted relative error: twice what rounding to the dtype explains.
+_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
 
 
 class MaskOptions(TypedDict):
@@ -55,16 +55,16 @@ class Case:
 
     Attributes:
       name: name in the table.
-      batch: number of rows, B.
-      length: number of queries, and of keys, of a row, T.
+      batch: batch size, B.
+      length: number of queries, and of keys, T.
       heads: number of query heads, N.
       kv_heads: number of key/value heads.
-      head_dim: number of features of a head, H.
-      is_causal: whether a query sees no later key.
-      window: how many keys a query sees, its own and those before it; None is all of them.
-      documents: how many documents a row packs.
-      sinks: whether every query head has a sink logit.
-      slopes: whether every query head has an ALiBi slope.
+      head_dim: head dim, H.
+      is_causal: whether the mask is causal.
+      window: number of keys that a query attends to, its own included; None is all.
+      documents: number of packed documents per sequence.
+      sinks: whether query heads have sink logits.
+      slopes: whether query heads have ALiBi slopes.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Case:
         return {"is_causal": self.is_causal, "local_window_size": window}
 
     def request(self) -> Request:
-        """What burst_attention is asked for on one device."""
+        """The request of burst_attention on one device."""
         return make_request(
             LocalArguments(**self.options),
             axis_argument="seq_axis",
@@ -96,19 +96,19 @@ class Case:
         )
 
     def per_head(self) -> dict[str, jax.Array]:
-        """The numbers of each query head, as burst_attention's arguments; float32 ``[N]`` each."""
+        """Per-head parameters as arguments of burst_attention, float32 ``[N]`` each."""
         heads = np.arange(self.heads)
-        numbers = {}
+        parameters = {}
         if self.sinks:
-            numbers["sink_logits"] = jnp.asarray(np.cos(heads), jnp.float32)
+            parameters["sink_logits"] = jnp.asarray(np.cos(heads), jnp.float32)
         if self.slopes:
-            # ALiBi's own slopes (arXiv 2108.12409, section 3): 2^(-8 / N) and its powers.
+            # 2^(-8 / N) and its powers (arXiv 2108.12409, section 3).
             slopes = 2.0 ** (-8 * (heads + 1) / self.heads)
-            numbers["alibi_slopes"] = jnp.asarray(slopes, jnp.float32)
-        return numbers
+            parameters["alibi_slopes"] = jnp.asarray(slopes, jnp.float32)
+        return parameters
 
     def segment_ids(self) -> np.ndarray | None:
-        """Ids of documents of unequal lengths, int32 ``[B, T]``; None if there is one document."""
+        """Segment ids of documents of unequal lengths, int32 ``[B, T]``; None for one document."""
         if self.documents == 1:
             return None
         weights = np.random.default_rng(0).uniform(0.5, 1.5, self.documents)
@@ -117,7 +117,7 @@ class Case:
         return np.tile(row.astype(np.int32), (self.batch, 1))
 
     def scores(self) -> float:
-        """Number of scores that the mask keeps, of one batch row and head."""
+        """Number of unmasked scores, of one sequence and head."""
         ids = self.segment_ids()
         sizes = [self.length] if ids is None else np.bincount(ids[0])[1:].tolist()
         total = 0.0
@@ -130,7 +130,7 @@ class Case:
         return total
 
     def flops(self) -> float:
-        """Floating-point operations forward."""
+        """FLOPs of the forward pass."""
         return 4 * self.batch * self.heads * self.head_dim * self.scores()
 
 
@@ -149,12 +149,12 @@ CASES = (
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-# ``make(gradient)`` gives the attention to time, for its forward pass alone or with its gradient.
+# ``make(gradient)`` returns the attention to time, for the forward pass only or with its gradient.
 Maker = Callable[[bool], Attention]
 
 
 def ours(case: Case, implementation: str) -> Attention:
-    """burst_attention on a mesh of this one GPU."""
+    """burst_attention on a mesh of one GPU."""
     mesh = jax.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
     ids = case.segment_ids()
     segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -166,17 +166,17 @@ def cudnn(case: Case) -> Attention:
     """cuDNN through ``jax.nn.dot_product_attention``.
 
     Raises:
-      NotImplementedError: the function has no argument for what the case has.
+      NotImplementedError: the function has no argument for a feature of the case.
     """
     if case.documents > 1:
-        raise NotImplementedError("it takes no segment ids")
+        raise NotImplementedError("no segment ids")
     if case.per_head():
-        raise NotImplementedError("it takes neither sinks nor slopes")
+        raise NotImplementedError("no sinks, no ALiBi slopes")
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
 
 
 def pallas_example(case: Case, gradient: bool) -> Attention:
-    """JAX's own Pallas Triton example, in the tiles that were fastest on an H200.
+    """JAX's Pallas Triton example, with the tiles that were fastest on an H200.
 
     The tiles depend on whether the gradient is timed.
 
@@ -184,13 +184,12 @@ def pallas_example(case: Case, gradient: bool) -> Attention:
       NotImplementedError: the case has a window, grouped heads, sinks or slopes.
     """
     if case.per_head():
-        raise NotImplementedError("it takes neither sinks nor slopes")
+        raise NotImplementedError("no sinks, no ALiBi slopes")
     if case.window is not None or case.heads != case.kv_heads:
-        raise NotImplementedError("it takes neither windows nor grouped heads")
+        raise NotImplementedError("no windows, no grouped heads")
     from jax.experimental.pallas.ops.gpu import attention
 
-    # Both passes take the same warps and stages. With the gradient the backward pass decides,
-    # because it takes longer.
+    # Both passes share warps and stages; with the gradient the longer backward pass decides.
     warps, stages = (4, 2) if gradient else (8, 3)
     sizes = attention.BlockSizes(128, 64, 64, 64, 64, 64)
 
@@ -204,7 +203,7 @@ def pallas_example(case: Case, gradient: bool) -> Attention:
 
 
 def peers(case: Case, implementations: list[str]) -> dict[str, Maker]:
-    """What is measured, by its name in the table: other attention, then ``implementations``."""
+    """The measured attention functions by name: other attention, then ``implementations``."""
     return {
         "cuDNN": lambda _: cudnn(case),
         "Pallas example": functools.partial(pallas_example, case),
@@ -213,15 +212,15 @@ def peers(case: Case, implementations: list[str]) -> dict[str, Maker]:
 
 
 def matmul_ceiling(dtype: DTypeLike) -> float:
-    """TFLOP/s of a large matmul on random data, the most that any kernel here could reach."""
+    """TFLOP/s of a large matmul on random data, the upper bound of all kernels."""
     size = 12288
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     matmul = jax.jit(functools.partial(jnp.matmul, preferred_element_type=dtype))
     return 2e-12 * size**3 / median_time(lambda: matmul(a, b), seconds=0.2)
 
 
-class Problem:
-    """A case's arrays, and float64 results of the first and the last key head to compare with."""
+class KernelInputs:
+    """A case's arrays, and float64 results of the first and the last key head."""
 
     def __init__(self, case: Case, dtype: DTypeLike):
         self.case = case
@@ -250,22 +249,19 @@ class Problem:
         ]
 
     def _sample(self, name: str, x: jax.Array, sample: tuple[int, int]) -> jax.Array:
-        """One key head of one batch row, or the query heads that share it.
-
-        ``sample`` is ``(row, key head)``.
-        """
+        """One key head of one sequence, or its query heads; ``sample`` is ``(sequence, head)``."""
         row, head = sample
         if name in ("k", "v", "dk", "dv"):
             return x[row, :, head]
         return self._heads(x[row].swapaxes(0, 1), sample).swapaxes(0, 1)
 
     def _heads(self, x: jax.Array, sample: tuple[int, int]) -> jax.Array:
-        """Those of ``x``'s query heads, its first axis, that share the key head of a sample."""
+        """The query heads (first dimension) of the sample's key head."""
         groups = self.case.heads // self.case.kv_heads
         return x[sample[1] * groups : (sample[1] + 1) * groups]
 
     def errors(self, **results: jax.Array) -> dict[str, float]:
-        """The relative error of each of ``results``, named out, dq, dk or dv, by its name."""
+        """The relative error of each result, named out, dq, dk or dv."""
         errors = {}
         for name, array in results.items():
             error = 0.0
@@ -277,17 +273,17 @@ class Problem:
         return errors
 
 
-def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
+def measure(inputs: KernelInputs, peer: str, make: Maker, limit: float) -> Row:
     """Checks and times one implementation on one case.
 
     Args:
-      problem: the case and its arrays.
+      inputs: the case and its arrays.
       peer: name of the implementation in the table.
-      make: gives the implementation.
-      limit: the largest relative error that is right.
+      make: returns the implementation.
+      limit: accepted relative error.
     """
-    row = Row(problem.case.name, peer)
-    arrays = problem.q, problem.k, problem.v
+    row = Row(inputs.case.name, peer)
+    arrays = inputs.q, inputs.k, inputs.v
     try:
         forward = jax.jit(make(False))
         differentiated = make(True)
@@ -297,56 +293,55 @@ def measure(problem: Problem, peer: str, make: Maker, limit: float) -> Row:
             out, vjp = jax.vjp(differentiated, q, k, v)
             return out, *vjp(do)
 
-        alone = problem.errors(out=forward(*arrays))
+        alone = inputs.errors(out=forward(*arrays))
         names = ("out", "dq", "dk", "dv")
-        gradients = dict(zip(names, both(*arrays, problem.do), strict=True))
-        errors = problem.errors(**gradients)
+        gradients = dict(zip(names, both(*arrays, inputs.do), strict=True))
+        errors = inputs.errors(**gradients)
         del gradients
-    except Exception as error:  # The table says what an implementation cannot do, and goes on.
+    except Exception as error:  # The table has the reason, and the benchmark continues.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:60]
         return row
     if not row.agrees(limit, alone, errors):
         return row
-    tera = problem.case.flops() / 1e12
+    tera = inputs.case.flops() / 1e12
     row.forward = tera / median_time(lambda: forward(*arrays))
-    row.both = 3.5 * tera / median_time(lambda: both(*arrays, problem.do))
+    row.both = 3.5 * tera / median_time(lambda: both(*arrays, inputs.do))
     return row
 
 
-def local_times(problem: Problem, name: str) -> dict[str, float]:
-    """Times an implementation's kernels alone, and what a mask or a ring adds to their time.
+def local_times(measured: KernelInputs, name: str) -> dict[str, float]:
+    """Times the kernels of an implementation, and the cost of masks and of the ring's carry.
 
     Returns:
       Seconds by name:
 
       - "forward", "backward": the kernels with the case's mask.
-      - "carried": the forward kernel that merges its result into an ``(o, lse)`` in place, as in a
+      - "carried": the forward kernel that merges its result into ``(o, lse)`` in place, as in a
         ring.
-      - "forward, unmasked", "backward, unmasked": the kernels over the tiles that the mask keeps,
-        without masking inside them. The result is wrong; the time is what the tiles take without
-        the mask.
+      - "forward, unmasked", "backward, unmasked": the kernels over the same tiles without masking
+        inside them. The result is wrong; the time is that of the tiles without the mask.
     """
-    tokens = {"positions": problem.positions, "segment_ids": problem.segment_ids}
+    tokens = {"positions": measured.positions, "segment_ids": measured.segment_ids}
     inputs = AttentionInputs(
-        QuerySide(problem.q, **tokens),
-        KVSide(problem.k, problem.v, **tokens),
-        SharedInputs().with_per_head(problem.case.per_head()),
+        QuerySide(measured.q, **tokens),
+        KVSide(measured.k, measured.v, **tokens),
+        SharedInputs().with_per_head(measured.case.per_head()),
     )
     implementation = resolve(
         name, platform="gpu", compute_capability=compute_capability(), inputs=inputs
     )
     assert implementation.backward is not None
     bounds, tables = (
-        jax.jit(functools.partial(of, spec=problem.spec))(inputs)
+        jax.jit(functools.partial(of, spec=measured.spec))(inputs)
         for of in (implementation.forward_bounds, implementation.backward_bounds)
     )
-    forward = functools.partial(implementation.forward, spec=problem.spec)
+    forward = functools.partial(implementation.forward, spec=measured.spec)
     fresh, carried = jax.jit(forward), jax.jit(forward, donate_argnums=2)
     o, lse = fresh(inputs, bounds)
     stats = jnp.stack([lse, jnp.zeros_like(lse)])
-    query = inputs.query._replace(do=problem.do, stats=stats)
+    query = inputs.query._replace(do=measured.do, stats=stats)
     backward_inputs = inputs._replace(query=query)
-    backward = jax.jit(functools.partial(implementation.backward, spec=problem.spec))
+    backward = jax.jit(functools.partial(implementation.backward, spec=measured.spec))
     state = (o, lse + 0)
 
     def step():
@@ -365,7 +360,7 @@ def local_times(problem: Problem, name: str) -> dict[str, float]:
 
 
 def _unmasked(tables: Any) -> Any:
-    """Bounds that call a tile full if the mask keeps any of its scores."""
+    """Bounds in which every partially masked tile is unmasked."""
 
     def unmask(table):
         first, _, _, end = jnp.moveaxis(table, -1, 0)
@@ -375,10 +370,10 @@ def _unmasked(tables: Any) -> Any:
 
 
 def gpu_implementations(compute_capability: float | None) -> list[str]:
-    """Names of this project's implementations that run on such a GPU, fastest first.
+    """Names of this project's implementations that support the GPU, fastest first.
 
     Raises:
-      NotImplementedError: none of them does.
+      NotImplementedError: none does.
     """
     ours = (MOSAIC_SM90, TRITON)
     reasons = {each.name: each.unavailable("gpu", compute_capability) for each in ours}
@@ -390,10 +385,10 @@ def gpu_implementations(compute_capability: float | None) -> list[str]:
 def add_command(commands: Any) -> None:
     """Adds ``kernels`` to the command line."""
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(_RIGHT))
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(_TOLERANCE))
     parser.add_argument(
         "--implementations", nargs="+", choices=[each.name for each in (MOSAIC_SM90, TRITON)],
-        help="of ours (default: all that run on this GPU)",
+        help="default: all that support this GPU",
     )  # fmt: skip
     parser.add_argument(
         "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
@@ -405,9 +400,9 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table, keeps it and draws it."""
-    need_gpus("bench kernels")
-    need_outputs(args.json, args.png)
+    """Prints the table, saves and draws it."""
+    require_gpus("benchmarks kernels")
+    require_outputs(args.json, args.png)
     try:
         implementations = args.implementations or gpu_implementations(compute_capability())
     except NotImplementedError as error:
@@ -419,37 +414,37 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{results.device}, jax {results.jax}, {results.dtype}; "
         f"a large matmul: {results.matmul:.0f} TFLOP/s\n"
-        "TFLOP/s (share of the matmul's); error: the largest relative one of out, dq, dk, dv\n"
+        "TFLOP/s (share of the matmul's); error: largest relative error of out, dq, dk, dv\n"
     )
     heading = f"{'case':32}{'':16}{'forward':>13}{'fwd + bwd':>13}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
     for index in args.cases:
-        problem = Problem(CASES[index], dtype)
+        inputs = KernelInputs(CASES[index], dtype)
         timed = []
-        for peer, make in peers(problem.case, implementations).items():
-            row = measure(problem, peer, make, _RIGHT[args.dtype])
+        for peer, make in peers(inputs.case, implementations).items():
+            row = measure(inputs, peer, make, _TOLERANCE[args.dtype])
             print(_line(row, results.matmul), flush=True)
             results.rows.append(row)
             if peer in implementations and not row.note:
                 timed.append(peer)
         for name in timed:
-            _print_shares(problem, name)
-        del problem
-        # Saved after every case, so that a failure of the next one loses nothing.
+            _print_shares(inputs, name)
+        del inputs
+        # After every case, so that a later failure loses nothing.
         if args.json is not None:
             results.save(args.json)
     if args.png is not None:
         plot.draw(results, args.png)
 
 
-def _print_shares(problem: Problem, name: str) -> None:
-    """Prints what a carry and a mask add to the time of one of this project's implementations."""
-    times = local_times(problem, name)
-    notes = [f"with the carry {times['carried'] / times['forward']:.3f} of the time"]
-    if problem.case.window is not None or problem.case.documents > 1:
+def _print_shares(inputs: KernelInputs, name: str) -> None:
+    """Prints the cost of the carry and of the mask for one of this project's implementations."""
+    times = local_times(inputs, name)
+    notes = [f"with the carry {times['carried'] / times['forward']:.3f} times as long"]
+    if inputs.case.window is not None or inputs.case.documents > 1:
         for what in ("forward", "backward"):
             share = times[what] / times[what + ", unmasked"]
-            notes.append(f"{what} {share:.3f} of the same tiles unmasked")
+            notes.append(f"{what} {share:.3f} times the same tiles unmasked")
     for note in notes:
         print(f"{'':32}{name}: {note}", flush=True)
 

@@ -1,8 +1,8 @@
-"""Times the head and cross entropy of a language model on one GPU, beside others: ``bench loss``.
+"""Benchmark of the head and cross entropy of a language model on one GPU.
 
-The value and both gradients are compared with float64 first, and what is wrong is not timed. The
-FLOPs that are counted: ``2 tokens D V`` for the value alone, which takes one matrix product, three
-times that with the gradients.
+The value and both gradients are compared with float64 first, and wrong implementations are not
+timed. Counted FLOPs: ``2 tokens D V`` for the value, which takes one matmul, three times that with
+the gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
 from benchmarks.kernels import matmul_ceiling
-from benchmarks.needs import add_outputs, need_gpus, need_outputs, positive
 from benchmarks.results import replacing
 from burst_jax.training import chunked_cross_entropy
 from burst_jax.training.loss import CHUNK_SIZE
 from pallas_kernels.timing import median_time, relative_error
 
-# Largest relative errors of loss and gradients that rounding to the dtype explains: of a loss whose
-# log-sum-exp is rounded, of gradients that are made from rounded logits.
-_RIGHT = {"bfloat16": (4e-3, 2e-2), "float32": (1e-5, 2e-3)}
-# Tokens whose float64 logits are held at once.
+# Accepted relative errors of loss and gradients: a rounded log-sum-exp, and gradients of rounded
+# logits.
+_TOLERANCE = {"bfloat16": (4e-3, 2e-2), "float32": (1e-5, 2e-3)}
+# Tokens per block of float64 logits.
 _ROWS = 512
 
 # (hidden [tokens, D], kernel [D, V], targets [tokens]) -> sum of losses.
@@ -38,8 +38,8 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes and dtypes of a loss.
+class LossShape:
+    """LossShape and dtypes of a loss.
 
     Attributes:
       tokens: number of tokens.
@@ -57,17 +57,17 @@ class Sizes:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one matrix product."""
+        """FLOPs of one matmul."""
         return 2.0 * self.tokens * self.features * self.vocab
 
 
-class Problem:
-    """The arrays, and float64 results to compare with.
+class LossInputs:
+    """The arrays, and float64 results.
 
-    Hidden states are standard normal, the logits have a standard deviation of 3.
+    Hidden states are standard normal, logits have a standard deviation of 3.
     """
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: LossShape):
         self.sizes = sizes
         keys = jax.random.split(jax.random.key(0), 3)
         self.hidden = jax.random.normal(keys[0], (sizes.tokens, sizes.features), sizes.dtype)
@@ -83,7 +83,7 @@ class Problem:
         return self.hidden, self.kernel, self.targets
 
     def errors(self, **results: jax.Array) -> dict[str, float]:
-        """The relative error of each of ``results``, named loss, d_hidden or d_kernel."""
+        """The relative error of each result, named loss, d_hidden or d_kernel."""
         with jax.enable_x64(True):
             return {name: relative_error(x, self._truth[name]) for name, x in results.items()}
 
@@ -130,8 +130,8 @@ def ours(chunk_size: int) -> Loss:
     return loss
 
 
-def materialised(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
-    """All logits at once, in the dtype of the hidden states, and their cross entropy in float32."""
+def materialized(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
+    """Materialized logits in the dtype of the hidden states, cross entropy in float32."""
     logits = (hidden @ kernel.astype(hidden.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
@@ -151,46 +151,45 @@ def tokamax(implementation: str) -> Loss:
 
 
 def peers(chunk_sizes: list[int]) -> dict[str, Loss]:
-    """What is measured, by its name in the table."""
-    others = {"materialised logits": materialised}
+    """The measured losses by name."""
+    others = {"materialized logits": materialized}
     if importlib.util.find_spec("tokamax") is not None:
         others |= {f"tokamax, {name}": tokamax(name) for name in ("xla", "chunked_xla")}
     return {f"fused, chunks of {size:,}": ours(size) for size in chunk_sizes} | others
 
 
-def measure(problem: Problem, name: str, loss: Loss) -> dict[str, Any]:
+def measure(inputs: LossInputs, name: str, loss: Loss) -> dict[str, Any]:
     """Checks and times one implementation.
 
     Args:
-      problem: the arrays.
+      inputs: the arrays.
       name: of the implementation.
       loss: the implementation.
 
     Returns:
-      A row of the table: "name"; "value" and "both", the seconds of the value alone and of value
-      and gradients; "gib", the memory of the latter above its arguments and results; "loss_error"
-      and "gradient_error", the largest relative ones; "note", why it was not timed, or empty. What
-      was not measured is None.
+      A row of the table: "name"; "value" and "both", seconds of the value and of value and
+      gradients; "gib", temporary memory of the latter; "loss_error" and "gradient_error", the
+      largest relative errors; "note", why it was not timed, or empty. Missing values are None.
     """
     row: dict[str, Any] = dict.fromkeys(("value", "both", "gib", "loss_error", "gradient_error"))
     row |= {"name": name, "note": ""}
-    arrays = problem.arrays
+    arrays = inputs.arrays
     try:
         value = jax.jit(loss).lower(*arrays).compile()
         both = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
         total, (d_hidden, d_kernel) = both(*arrays)
-        errors = problem.errors(loss=total, d_hidden=d_hidden, d_kernel=d_kernel)
-        errors["value alone"] = problem.errors(loss=value(*arrays))["loss"]
+        errors = inputs.errors(loss=total, d_hidden=d_hidden, d_kernel=d_kernel)
+        errors["value alone"] = inputs.errors(loss=value(*arrays))["loss"]
         del total, d_hidden, d_kernel
-    except Exception as error:  # The table says what an implementation cannot do, and goes on.
+    except Exception as error:  # The table has the reason, and the benchmark continues.
         row["note"] = " ".join(f"{type(error).__name__}: {error}".split())[:60]
         return row
     row["loss_error"] = max(errors.pop("loss"), errors.pop("value alone"))
     row["gradient_error"] = max(errors.values())
-    kinds = zip(("loss_error", "gradient_error"), _RIGHT[problem.sizes.dtype], strict=True)
+    kinds = zip(("loss_error", "gradient_error"), _TOLERANCE[inputs.sizes.dtype], strict=True)
     if wrong := [name for name, limit in kinds if not row[name] <= limit]:
         said = ", ".join(f"{name.replace('_', ' ')} {row[name]:.1e}" for name in wrong)
-        # JSON has no infinity, which stands for a result that is not finite.
+        # JSON has no infinity, the error of a result that is not finite.
         row |= {name: None for name in wrong if math.isinf(row[name])}
         row["note"] = f"wrong: {said}; not timed"
         return row
@@ -205,10 +204,10 @@ def add_command(commands: Any) -> None:
     """Adds ``loss`` to the command line."""
     parser = commands.add_parser("loss", help=__doc__.splitlines()[0])
     for name in ("tokens", "features", "vocab"):
-        parser.add_argument(f"--{name}", type=positive, default=getattr(Sizes, name))
+        parser.add_argument(f"--{name}", type=positive, default=getattr(LossShape, name))
     for name in ("dtype", "kernel_dtype"):
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, choices=sorted(_RIGHT), default=getattr(Sizes, name))
+        parser.add_argument(option, choices=sorted(_TOLERANCE), default=getattr(LossShape, name))
     parser.add_argument(
         "--chunk-sizes", nargs="+", type=positive, default=[CHUNK_SIZE], metavar="TOKENS"
     )
@@ -217,25 +216,25 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table and keeps it."""
-    need_gpus("bench loss")
-    need_outputs(args.json)
-    sizes = Sizes(args.tokens, args.features, args.vocab, args.dtype, args.kernel_dtype)
+    """Prints the table and saves it."""
+    require_gpus("benchmarks loss")
+    require_outputs(args.json)
+    sizes = LossShape(args.tokens, args.features, args.vocab, args.dtype, args.kernel_dtype)
     kind, ceiling = jax.devices()[0].device_kind, matmul_ceiling(sizes.dtype)
     print(
         f"{kind}, jax {jax.__version__}; {sizes.tokens:,} tokens, {sizes.features:,} features in "
         f"{sizes.dtype}, vocabulary {sizes.vocab:,} in {sizes.kernel_dtype}; a large matmul: "
         f"{ceiling:.0f} TFLOP/s\n"
-        "ms (share of the matmul's rate, of one product for the value and of three with the "
-        "gradients);\nGiB above arguments and results; relative errors of loss and gradients\n"
+        "ms (fraction of the matmul's rate, for one matmul, and for three with gradients);\n"
+        "GiB of temporaries; relative errors of loss and gradients\n"
     )
     heading = f"{'loss':26}{'value':>16}{'with gradients':>18}{'GiB':>8}{'errors':>18}"
     print(heading + "\n" + "-" * len(heading))
-    problem, rows = Problem(sizes), []
+    inputs, rows = LossInputs(sizes), []
     for name, loss in peers(args.chunk_sizes).items():
-        rows.append(measure(problem, name, loss))
+        rows.append(measure(inputs, name, loss))
         print(_line(rows[-1], sizes.flops * 1e-12 / ceiling), flush=True)
-        if args.json is not None:  # Saved at every row, so that a failure of the next loses none.
+        if args.json is not None:  # After every row: a later failure loses none.
             with replacing(args.json) as file:
                 record = {
                     "device": kind, "jax": jax.__version__, "matmul": ceiling,
@@ -245,7 +244,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _line(row: dict[str, Any], least: float) -> str:
-    """A row of the table; ``least``: seconds of one product at the rate of a large one."""
+    """A row of the table; ``least``: seconds of one matmul at the rate of a large one."""
     if row["note"]:
         return f"{row['name']:26}  {row['note']}"
     cells = (

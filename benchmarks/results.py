@@ -1,4 +1,4 @@
-"""What a benchmark measured, and the JSON file that it is kept in."""
+"""Results of a benchmark, and their JSON file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import jax
 
 @dataclasses.dataclass
 class Row:
-    """What was measured of one implementation on one case; NaN stands for no measurement.
+    """The measurement of one implementation on one case; NaN where nothing was measured.
 
     Attributes:
       case: name of the case.
-      peer: name of the implementation.
+      peer: name of the implementation or strategy.
       forward: TFLOP/s of the forward pass.
       both: TFLOP/s of the forward and the backward pass together.
-      error: largest relative error of out, dq, dk and dv.
-      note: why the implementation was not timed, or empty.
+      error: largest relative error of out, dq, dk and dv; inf if one is not finite.
+      note: why it was not timed, or empty.
       memory: GiB per device of the forward and the backward pass.
     """
 
@@ -37,31 +37,32 @@ class Row:
     memory: float = math.nan
 
     def agrees(self, limit: float, *programs: dict[str, float]) -> bool:
-        """Whether all errors are within the limit; keeps the largest, and notes its name if not.
+        """Whether all errors are within the limit; records the largest, and its name if it is not.
 
         Args:
-          limit: the largest relative error that is right.
-          *programs: for each program its relative errors by the result's name; two programs may
-            compute a result of one name.
+          limit: largest accepted relative error.
+          *programs: for each program its relative errors by the name of the result.
         """
         errors = [pair for errors in programs for pair in errors.items()]
-        worst, self.error = max(errors, key=lambda pair: pair[1])
-        if self.error > limit:
+        # NaN compares false with everything: it must count as the largest error.
+        worst, error = max(errors, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])
+        self.error = math.inf if math.isnan(error) else error
+        if not self.error <= limit:
             self.note = f"wrong: {worst}; not timed"
         return not self.note
 
 
 @dataclasses.dataclass
 class Results:
-    """One run of the benchmark.
+    """The results of one run of a benchmark.
 
     Attributes:
-      device: name of the GPU, as its driver gives it.
+      device: name of the GPU, from its driver.
       jax: JAX's version.
       dtype: name of the dtype of query, key and value.
-      matmul: TFLOP/s of a large matmul, the most that any implementation could reach.
-      devices: how many GPUs were used together; rates are per GPU.
-      rows: what was measured, in the order of measuring.
+      matmul: TFLOP/s of a large matmul, the upper bound of all implementations.
+      devices: number of GPUs; rates are per GPU.
+      rows: the measurements, in order.
     """
 
     device: str
@@ -90,7 +91,7 @@ class Results:
         """Reads what :meth:`save` wrote.
 
         Raises:
-          ValueError: there is no such file, or it holds no results of a benchmark.
+          ValueError: the file does not exist, or does not contain benchmark results.
         """
         try:
             record = json.loads(path.read_text())
@@ -98,18 +99,18 @@ class Results:
             if not loaded.rows or not loaded.matmul > 0:
                 raise ValueError("it needs rows and a matmul above 0")
         except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else error
+            reason = f"missing {error}" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"{path} is no result of the benchmark ({reason}); "
-                f"write it anew with: python -m benchmarks kernels --json {path} (or ring)"
+                f"{path} is not a result of a benchmark ({reason}); "
+                f"write it with: python -m benchmarks kernels --json {path} (or ring)"
             ) from error
         return loaded
 
 
 def gib(program: jax.stages.Compiled) -> float:
-    """GiB per device that a program takes, for its arguments, its results and everything between.
+    """GiB per device of a program: arguments, results and temporaries.
 
-    NaN if the backend does not tell.
+    NaN if the backend does not report it.
     """
     memory = program.memory_analysis()
     if memory is None:
@@ -119,7 +120,7 @@ def gib(program: jax.stages.Compiled) -> float:
 
 
 def _typed[Record: (Row, Results)](cls: type[Record], record: dict[str, Any]) -> Record:
-    """An instance of the dataclass ``cls`` with the values of ``record``.
+    """An instance of ``cls`` with the values of ``record``.
 
     Raises:
       KeyError: a field is missing.
@@ -144,14 +145,14 @@ def _typed[Record: (Row, Results)](cls: type[Record], record: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; the new file replaces ``path`` when the body ends.
+    """A temporary path to write to, which replaces ``path`` when the body ends.
 
-    If the body raises, ``path`` stays as it was, and the new file is deleted.
+    If the body raises, ``path`` is unchanged and the temporary file is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield beside
-        os.replace(beside, path)
+        yield temporary
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

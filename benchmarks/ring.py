@@ -1,10 +1,10 @@
-"""Times rings of all GPUs present beside other ways to use those GPUs: ``bench ring``.
+"""Benchmark of rings of all GPUs against other strategies on the same GPUs.
 
-Every way gets the same q, k, v and do, in the layout that it needs, and computes the forward pass
-alone and with the gradients of q, k and v. Before a way is timed, its results are compared with the
-results of the first way that ran (one GPU with the whole sequence, where that fits). TFLOP/s are
-counted as in ``bench kernels``, per GPU; the table gives each rate as a share of the rate that one
-GPU alone reaches with the same kernels and length.
+Every strategy gets the same q, k, v and do, in its layout, and computes the forward pass, and the
+forward pass with the gradients of q, k and v. Before a strategy is timed, its results are compared
+with those of the first one that ran (one GPU with the whole sequence, where that fits). FLOPs are
+counted as in ``benchmarks kernels``, per GPU; the table has each rate as a fraction of the rate of
+one GPU alone with the same kernels and length.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from jax.sharding import PartitionSpec as P
 
 import burst_jax
 from benchmarks import plot
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import Case, matmul_ceiling
-from benchmarks.needs import add_outputs, need_gpus, need_outputs
 from benchmarks.results import Results, Row, gib
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
-from burst_jax.parallel.platform import Options
+from burst_jax.parallel.xla_options import XlaOptions
 from burst_jax.ring.rotation import RotationChoice
 from pallas_kernels.timing import median_time, relative_error
 
 ALONE, ALL_ALONE, ZIGZAG = "one GPU", "every GPU alone", "zigzag"
-# Largest relative difference between two ways in bfloat16: each way rounds its own sums.
-_AGREE = 1.2e-2
+# Accepted relative difference between two strategies in bfloat16: each rounds its own sums.
+_TOLERANCE = 1.2e-2
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to attend over a sequence that several GPUs hold.
+class Strategy:
+    """One strategy to compute attention over a sequence on several GPUs.
 
     Attributes:
-      mesh: mesh of the devices that the way uses.
-      attend: ``(q, k, v) -> out``, arrays in the order of ``layout``.
-      axes: mesh axes that the sequence is split over.
-      layout: order of the tokens.
-      shards: number of shards of ``layout``.
-      copies: how many times the whole work is done at once, on different devices.
+      mesh: the devices that it uses.
+      attend: ``(q, k, v) -> out``, arrays in ``layout``.
+      axes: mesh axes that shard the sequence.
+      layout: the layout.
+      shards: number of shards of the layout.
+      copies: number of copies of the whole work that run at once, on different devices.
       options: compiler options for ``jax.jit``.
     """
 
@@ -59,16 +59,16 @@ class Way:
     layout: Layout
     shards: int
     copies: int = 1
-    options: Options = dataclasses.field(default_factory=dict)
+    options: XlaOptions = dataclasses.field(default_factory=dict)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Sharding of q, k, v and all results."""
+        """The sharding of q, k, v and all results."""
         return NamedSharding(self.mesh, P("copies" if self.copies > 1 else None, self.axes))
 
     @property
     def order(self) -> tuple[Layout, int, int, NamedSharding]:
-        """Layout, its shards, copies and sharding: the last arguments of :func:`_random`."""
+        """The last arguments of :func:`_random`."""
         return self.layout, self.shards, self.copies, self.sharding
 
 
@@ -87,11 +87,11 @@ def ring(
     ulysses_axis: str | None = None,
     backward: RotationChoice = "auto",
     peer_copies: bool | None = None,
-) -> Way:
-    """burst_attention on ``n`` devices, called with the arguments of these names.
+) -> Strategy:
+    """burst_attention on ``n`` devices with these arguments.
 
-    ``shape`` is the mesh's, with a size for each axis that ``seq_axis`` and ``ulysses_axis``
-    name; () is one axis of all devices.
+    ``shape`` has the sizes of the mesh axes in ``seq_axis`` and ``ulysses_axis``; () is one axis of
+    all devices.
     """
     names = flat_names(seq_axis, ulysses_axis)
     mesh = _mesh(shape or (n,), names)
@@ -101,7 +101,7 @@ def ring(
     )  # fmt: skip
     shards = axes_size(mesh, seq_axis)
     xla = burst_jax.compiler_options(peer_copies=peer_copies)
-    return Way(mesh, attend, names, layout, shards, options=xla)
+    return Strategy(mesh, attend, names, layout, shards, options=xla)
 
 
 def cudnn(case: Case) -> Callable[..., jax.Array]:
@@ -109,23 +109,23 @@ def cudnn(case: Case) -> Callable[..., jax.Array]:
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
 
 
-def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Way:
-    """One GPU with the whole sequence, with ``attend`` or, if it is None, burst_attention."""
-    way = ring(case, 1, "contiguous")
-    return way if attend is None else dataclasses.replace(way, attend=attend)
+def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Strategy:
+    """One GPU with the whole sequence, by ``attend`` or else by burst_attention."""
+    strategy = ring(case, 1, "contiguous")
+    return strategy if attend is None else dataclasses.replace(strategy, attend=attend)
 
 
-def all_alone(case: Case, n: int) -> Way:
-    """Every GPU attends over the whole sequence alone, all at once: the slowest one decides."""
+def all_alone(case: Case, n: int) -> Strategy:
+    """Every GPU computes the whole sequence on its own, all at once: the slowest one decides."""
     mesh = _mesh((n, 1), ("copies", "seq"))
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh, batch_axis="copies", **case.options
     )
-    return Way(mesh, attend, ("seq",), "contiguous", 1, copies=n)
+    return Strategy(mesh, attend, ("seq",), "contiguous", 1, copies=n)
 
 
-def ulysses(case: Case, n: int) -> Way:
-    """Ulysses: all-to-all to parts of the heads, cuDNN on the whole sequence, all-to-all back.
+def ulysses(case: Case, n: int) -> Strategy:
+    """Ulysses: all-to-all to shards of the heads, cuDNN on the whole sequence, all-to-all back.
 
     Raises:
       NotImplementedError: the devices cannot share the key heads equally.
@@ -133,26 +133,26 @@ def ulysses(case: Case, n: int) -> Way:
     if case.kv_heads % n:
         raise NotImplementedError(f"{case.kv_heads} key heads for {n} devices")
     mesh = _mesh((n,), ("seq",))
-    exchange = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
+    all_to_all = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
     )
     def attend(q, k, v):
-        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-        return exchange(cudnn(case)(q, k, v), split_axis=1, concat_axis=2)
+        q, k, v = (all_to_all(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        return all_to_all(cudnn(case)(q, k, v), split_axis=1, concat_axis=2)
 
-    return Way(mesh, attend, ("seq",), "contiguous", n)
+    return Strategy(mesh, attend, ("seq",), "contiguous", n)
 
 
-def all_gather(case: Case, n: int) -> Way:
-    """Keys and values gathered on every device, where cuDNN attends to them.
+def all_gather(case: Case, n: int) -> Strategy:
+    """Keys and values all-gathered on every device, and cuDNN.
 
     Raises:
       NotImplementedError: the case is causal.
     """
     if case.is_causal:
-        raise NotImplementedError("cuDNN through JAX masks no queries that start inside the keys")
+        raise NotImplementedError("cuDNN through JAX has no offset of the first query")
     mesh = _mesh((n,), ("seq",))
 
     @functools.partial(
@@ -162,15 +162,15 @@ def all_gather(case: Case, n: int) -> Way:
         k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
         return cudnn(case)(q, k, v)
 
-    return Way(mesh, attend, ("seq",), "contiguous", n)
+    return Strategy(mesh, attend, ("seq",), "contiguous", n)
 
 
-def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
-    """The ways by name; calling one makes it, and raises if it cannot do the case."""
+def strategies(case: Case, n: int) -> dict[str, Callable[[], Strategy]]:
+    """Constructors of the strategies by name; they raise for an unsupported case."""
 
-    def by_two(what: str, shape: tuple[int, int], **options: Any) -> Way:
+    def by_two(what: str, shape: tuple[int, int], **options: Any) -> Strategy:
         if n % 2 or n < 4:
-            raise NotImplementedError(f"{n} devices are no {what}")
+            raise NotImplementedError(f"{n} devices cannot form a {what}")
         return ring(case, n, shape=shape, **options)
 
     return {
@@ -184,10 +184,10 @@ def ways(case: Case, n: int) -> dict[str, Callable[[], Way]]:
         "striped": lambda: ring(case, n, "striped"),
         "contiguous": lambda: ring(case, n, "contiguous"),
         "two-level ring": lambda: by_two(
-            "two levels of two or more", (2, n // 2), seq_axis=("outer", "inner")
+            "ring of two levels", (2, n // 2), seq_axis=("outer", "inner")
         ),
-        "hybrid, heads by 2": lambda: by_two(
-            "ring of two or more pairs", (n // 2, 2), ulysses_axis="heads"
+        "hybrid, ulysses of 2": lambda: by_two(
+            "ring of pairs", (n // 2, 2), ulysses_axis="heads"
         ),
         "ulysses": lambda: ring(
             case, n, "contiguous", seq_axis=None, ulysses_axis="heads"
@@ -208,8 +208,8 @@ _CORE = (
     "Ulysses, cuDNN",
 )
 _ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
-_LEVELS = ("two-level ring", "hybrid, heads by 2")
-# Each case, and the names of the ways that are timed on it.
+_LEVELS = ("two-level ring", "hybrid, ulysses of 2")
+# Each case, and the names of its strategies.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),
     (Case("128K, 32/8 heads", 1, 131072, 32, 8, 128, True), _CORE),
@@ -240,7 +240,7 @@ def _random(
     copies: int,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """Random bfloat16 numbers of a shape, the same tokens in any layout and on any devices."""
+    """Random bfloat16 values, the same tokens in any layout and on any devices."""
     x = burst_jax.to_layout(jax.random.normal(key, shape, jnp.bfloat16), layout, shards)
     return lax.with_sharding_constraint(jnp.concatenate([x] * copies), sharding)
 
@@ -249,74 +249,74 @@ def _random(
 def _natural(
     x: jax.Array, layout: Layout, shards: int, copies: int, sharding: NamedSharding
 ) -> jax.Array:
-    """``x`` with its tokens in their natural order; of several copies the last one."""
+    """``x`` in natural order; the last one of several copies."""
     x = x[-(x.shape[0] // copies) :]
     return lax.with_sharding_constraint(burst_jax.from_layout(x, layout, shards), sharding)
 
 
-class Problem:
-    """A case's arrays for any way, and the results that all ways must agree with."""
+class RingInputs:
+    """A case's arrays for any strategy, and the results that all must agree with."""
 
     def __init__(self, case: Case, n: int):
         self.case = case
         self._everywhere = NamedSharding(_mesh((n,), ("seq",)), P(None, "seq"))
         self._want: dict[str, jax.Array] = {}
 
-    def arrays(self, way: Way) -> list[jax.Array]:
-        """bfloat16 q, k, v and do ``[copies * B, T, heads, H]``, the same numbers for every way."""
+    def arrays(self, strategy: Strategy) -> list[jax.Array]:
+        """bfloat16 q, k, v and do ``[copies * B, T, heads, H]``, the same for every strategy."""
         case = self.case
         keys = jax.random.split(jax.random.key(1), 4)
         heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
         return [
-            _random(key, (case.batch, case.length, count, case.head_dim), *way.order)
+            _random(key, (case.batch, case.length, count, case.head_dim), *strategy.order)
             for key, count in zip(keys, heads, strict=True)
         ]
 
-    def errors(self, way: Way, results: dict[str, jax.Array]) -> dict[str, float]:
-        """Relative difference of each result from the first way's, which the first call keeps."""
+    def errors(self, strategy: Strategy, results: dict[str, jax.Array]) -> dict[str, float]:
+        """Relative difference of each result from the first strategy's, from the first call."""
         errors = {}
         for name, array in results.items():
-            once = NamedSharding(way.mesh, P(None, way.axes))
-            natural = _natural(array, way.layout, way.shards, way.copies, once)
+            once = NamedSharding(strategy.mesh, P(None, strategy.axes))
+            natural = _natural(array, strategy.layout, strategy.shards, strategy.copies, once)
             here = jax.device_put(natural, self._everywhere)
             errors[name] = relative_error(here, self._want.setdefault(name, here))
         return errors
 
 
-def measure(problem: Problem, name: str, make: Callable[[], Way]) -> Row:
-    """Compares one way with the first way, and times it.
+def measure(inputs: RingInputs, name: str, make: Callable[[], Strategy]) -> Row:
+    """Checks one strategy against the first one, and times it.
 
     Args:
-      problem: the case and its arrays.
-      name: name of the way in the table.
-      make: makes the way.
+      inputs: the case and its arrays.
+      name: name of the strategy in the table.
+      make: constructs the strategy.
     """
-    case, row = problem.case, Row(problem.case.name, name)
+    case, row = inputs.case, Row(inputs.case.name, name)
     try:
-        way = make()
-        n = way.mesh.size
+        strategy = make()
+        n = strategy.mesh.size
 
         def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> dict[str, jax.Array]:
-            out, vjp = jax.vjp(way.attend, q, k, v)
+            out, vjp = jax.vjp(strategy.attend, q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(do)), strict=True))
 
-        arrays = problem.arrays(way)
+        arrays = inputs.arrays(strategy)
         lowered = [
-            jax.jit(run, compiler_options=way.options).lower(*arguments)
-            for run, arguments in ((way.attend, arrays[:3]), (both, arrays))
+            jax.jit(run, compiler_options=strategy.options).lower(*arguments)
+            for run, arguments in ((strategy.attend, arrays[:3]), (both, arrays))
         ]
-        with ThreadPoolExecutor() as pool:  # Most of a benchmark's time is the compiler's.
+        with ThreadPoolExecutor() as pool:  # Compilation dominates.
             forward, gradient = pool.map(lambda each: each.compile(), lowered)
         row.memory = gib(gradient)
-        alone_errors = problem.errors(way, {"out": forward(*arrays[:3])})
-        errors = problem.errors(way, gradient(*arrays))
-    except Exception as error:  # The table says what a way cannot do, and goes on.
+        alone_errors = inputs.errors(strategy, {"out": forward(*arrays[:3])})
+        errors = inputs.errors(strategy, gradient(*arrays))
+    except Exception as error:  # The table has the reason, and the benchmark continues.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
         return row
-    if not row.agrees(_AGREE, alone_errors, errors):
+    if not row.agrees(_TOLERANCE, alone_errors, errors):
         return row
-    tera = 1e-12 * case.flops() * way.copies / n
-    rounds = 5 if tera < 500 else 1  # A million tokens take seconds.
+    tera = 1e-12 * case.flops() * strategy.copies / n
+    rounds = 5 if tera < 500 else 1  # Seconds each at a million tokens.
     row.forward = tera / median_time(lambda: forward(*arrays[:3]), rounds)
     row.both = 3.5 * tera / median_time(lambda: gradient(*arrays), rounds)
     return row
@@ -330,19 +330,19 @@ def add_command(commands: Any) -> None:
         choices=range(len(CASES)),
         help="; ".join(f"{i}: {case.name}" for i, (case, _) in enumerate(CASES)),
     )  # fmt: skip
-    parser.add_argument("--ways", nargs="+", metavar="NAME", help="of those in the table, these")
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: all of the cases")
     add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table, keeps it and draws it."""
+    """Prints the table, saves and draws it."""
     known = {name for index in args.cases for name in CASES[index][1]}
-    unknown = [name for name in args.ways or () if name not in known]
+    unknown = [name for name in args.strategies or () if name not in known]
     if unknown:
-        raise SystemExit(f"--ways {unknown}: these cases have {', '.join(sorted(known))}")
-    need_gpus("bench ring", 2)
-    need_outputs(args.json, args.png)
+        raise SystemExit(f"--strategies {unknown}: these cases have {', '.join(sorted(known))}")
+    require_gpus("benchmarks ring", 2)
+    require_outputs(args.json, args.png)
     n = len(jax.devices())
     results = Results(
         jax.devices()[0].device_kind, jax.__version__, "bfloat16", matmul_ceiling(jnp.bfloat16), n
@@ -351,22 +351,22 @@ def run(args: argparse.Namespace) -> None:
         f"{n} x {results.device}, jax {results.jax}, bfloat16, head dim 128, causal unless full; "
         f"a large matmul on one: {results.matmul:.0f} TFLOP/s\n"
         "TFLOP/s per GPU (share of one GPU's); GiB per GPU of forward and backward; the largest "
-        "difference from the first way\n"
+        "difference from the first strategy\n"
     )
-    heading = f"{'case':34}{'way':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}{'error':>9}"
+    heading = f"{'case':34}{'strategy':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
     for index in args.cases:
         case, names = CASES[index]
-        problem, makers, own = Problem(case, n), ways(case, n), None
+        inputs, makers, own = RingInputs(case, n), strategies(case, n), None
         for name in names:
-            if args.ways is not None and name not in args.ways:
+            if args.strategies is not None and name not in args.strategies:
                 continue
-            row = measure(problem, name, makers[name])
+            row = measure(inputs, name, makers[name])
             own = row if name == ALONE else own
             print(_line(row, own), flush=True)
             results.rows.append(row)
-        del problem
-        # Saved after every case, so that a failure of the next one loses nothing.
+        del inputs
+        # After every case, so that a later failure loses nothing.
         if args.json is not None:
             results.save(args.json)
     if args.png is not None:

@@ -1,11 +1,11 @@
-"""Times a jitted training step of a language model on all GPUs present: ``bench train``.
+"""Benchmark of a training step of a language model on all GPUs.
 
-The model has layers of a 7B model's shape, or all of Llama 3 8B's. The batch is one long row. The
-ways to split the work are: sequence parallel in every layout (contiguous is plain Ring Attention),
-and tensor parallel by heads with the same kernels, where every device has the whole sequence and a
-part of the heads, the MLP and the vocabulary. Sequence parallel devices keep whole weights and
-optimizer states, or split them, too. Every way takes the first step from the same weights; a way
-whose loss or norm of the gradients differs from the first way's is left out of the table.
+The model has layers of a 7B model's shape, or all of Llama 3 8B's; the batch is one long sequence.
+The strategies: sequence parallelism in every layout (contiguous is plain Ring Attention), and
+tensor parallelism by heads with the same kernels, where every device has the whole sequence and a
+shard of the heads, the MLP and the vocabulary. With sequence parallelism, weights and optimizer
+states are replicated or sharded. Every strategy takes the first step from the same weights; one
+whose loss or gradient norm differs from the first strategy's is left out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.links import Links, links_of
-from benchmarks.needs import add_outputs, need_gpus, need_outputs, positive
+from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
+from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, replacing
 from burst_jax.layouts.permutation import check_length
 from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
-from burst_jax.parallel.platform import peak_flops
 from burst_jax.parallel.rules import ShardingRules
+from burst_jax.parallel.target import peak_flops
 from burst_jax.training import (
     Optimizer,
     init_train_state,
@@ -50,43 +50,43 @@ SHAPES = {
         _LAYERS, vocab_size=128256, num_layers=32, rope_theta=500000.0, norm_epsilon=1e-5
     ),
 }
-WAYS = ("zigzag", "striped", "contiguous", "tensor parallel")
-WEIGHTS = ("whole", "split")
-# Largest relative difference of a way's first metrics from the first way's: each way rounds its own
-# sums. The loss's limit is small, because on uniformly random tokens even unrelated weights have
-# losses that differ by a thousandth only.
-_AGREE = {"loss": 1e-4, "grad_norm": 5e-3}
+STRATEGIES = ("zigzag", "striped", "contiguous", "tensor parallel")
+WEIGHTS = ("replicated", "sharded")
+# Accepted relative differences of the first metrics from the first strategy's: each rounds its own
+# sums. The loss's is small, because on uniformly random tokens even unrelated weights have losses
+# that differ by a thousandth.
+_TOLERANCE = {"loss": 1e-4, "grad_norm": 5e-3}
 
 
-class Run:
-    """A model, its optimizer state and its one batch on the devices; calling it takes a step.
+class TrainingStep:
+    """A model, its optimizer state and its batch on the devices; calling it takes a step.
 
     Args:
-      config: sizes and dtypes of the model.
-      way: one of ``WAYS``.
-      weights: one of ``WEIGHTS``: whole on every device, but for what tensor parallelism splits, or
-        split over the devices of a sequence.
-      length: number of tokens in the row.
+      config: the model's config.
+      strategy: one of ``STRATEGIES``.
+      weights: one of ``WEIGHTS``: replicated, but for what tensor parallelism shards, or sharded
+        over the devices of the sequence.
+      length: sequence length.
       n: number of devices.
-      optimizer: takes the steps.
+      optimizer: the optimizer.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        way: str,
+        strategy: str,
         weights: str,
         length: int,
         n: int,
         optimizer: Optimizer,
     ) -> None:
-        by_heads = way == "tensor parallel"
+        by_heads = strategy == "tensor parallel"
         shape, kinds = (1, n) if by_heads else (n, 1), (AxisType.Auto,) * 2
         devices = jax.devices()[:n]
         mesh = jax.make_mesh(shape, ("seq", "heads"), axis_types=kinds, devices=devices)
         rules = ShardingRules(data=None, fsdp=None, seq="seq", tensor="heads")
-        options: dict[str, Any] = {} if by_heads else {"layout": way}
-        if by_heads or weights == "split":
+        options: dict[str, Any] = {} if by_heads else {"layout": strategy}
+        if by_heads or weights == "sharded":
             options["rules"] = rules
         graphdef, params, state = init_train_state(config, optimizer, mesh, 0, **options)
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
@@ -99,7 +99,7 @@ class Run:
         self._states = params, state
 
     def __call__(self) -> dict[str, float]:
-        """Takes a step and waits for its end.
+        """Takes a step and waits for it.
 
         Returns:
           "loss" and "grad_norm" of the weights before the step.
@@ -107,17 +107,17 @@ class Run:
         params, state, metrics = self._program(*self._states, self._batch)
         self._states = params, state
         jax.block_until_ready(self._states)
-        return {name: float(metrics[name]) for name in _AGREE}
+        return {name: float(metrics[name]) for name in _TOLERANCE}
 
     @property
     def gib(self) -> float:
-        """GiB per device that a step takes, weights, optimizer state and batch included."""
+        """GiB per device of a step, weights, optimizer state and batch included."""
         return gib(self._program)
 
 
 def measure(
     config: DecoderConfig,
-    way: str,
+    strategy: str,
     weights: str,
     length: int,
     n: int,
@@ -126,41 +126,40 @@ def measure(
     steps: int,
     profile: bool = True,
 ) -> dict[str, Any]:
-    """Times one way.
+    """Times one strategy.
 
     Args:
-      config: sizes and dtypes of the model.
-      way: one of ``WAYS``.
+      config: the model's config.
+      strategy: one of ``STRATEGIES``.
       weights: one of ``WEIGHTS``.
-      length: number of tokens in the row.
+      length: sequence length.
       n: number of devices.
-      optimizer: takes the steps.
-      steps: number of steps that are timed, after a first one that is not.
+      optimizer: the optimizer.
+      steps: number of timed steps, after a first one that is not timed.
       profile: whether one more step is profiled.
 
     Returns:
-      A row of the table: "way", "weights", "length", "seconds" of the median step, "loss" and
-      "grad_norm" of the first step, "gib" per device, and the seconds of transfers between GPUs in
-      a step, "links" in all and "bare" those with nothing else beside them (None without GPUs or
-      without a profile).
+      A row of the table: "strategy", "weights", "length", "seconds" of the median step, "loss" and
+      "grad_norm" of the first step, "gib" per device, and the seconds of "communication" between
+      GPUs per step, and of the "exposed" part of it (None without GPUs or without a profile).
 
     Raises:
-      ValueError: the way cannot split the length, or the model, over so many devices.
+      ValueError: the strategy cannot shard the length, or the model, over the devices.
     """
-    if way != "tensor parallel":
-        # A length that the layout cannot split would be padded, which takes time and other kernels.
-        check_length(way, length, n)
-    run = Run(config, way, weights, length, n, optimizer)
-    first, seconds = run(), []
+    if strategy != "tensor parallel":
+        # Other lengths would be padded, and timed with the padding.
+        check_length(strategy, length, n)
+    step = TrainingStep(config, strategy, weights, length, n, optimizer)
+    first, seconds = step(), []
     for _ in range(steps):
         start = time.perf_counter()
-        run()
+        step()
         seconds.append(time.perf_counter() - start)
     median = float(np.median(seconds))
-    spent = links_of(run) if profile else Links()
+    spent = profile_communication(step) if profile else Communication()
     return {
-        "way": way, "weights": weights, "length": length, "seconds": median, **first,
-        "gib": run.gib, "links": spent.busy, "bare": spent.bare,
+        "strategy": strategy, "weights": weights, "length": length, "seconds": median, **first,
+        "gib": step.gib, "communication": spent.total, "exposed": spent.exposed,
     }  # fmt: skip
 
 
@@ -170,40 +169,45 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=positive, default=[65536, 131072, 262144], metavar="TOKENS"
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument(
-        "--weights", nargs="+", choices=WEIGHTS, default=["whole"],
-        help="whole on every GPU, or split over the GPUs of a sequence, with the optimizer's state",
+        "--weights", nargs="+", choices=WEIGHTS, default=["replicated"],
+        help="weights and optimizer state: replicated, or sharded over the sequence axis",
     )  # fmt: skip
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="7b-layers", help="of the model")
-    parser.add_argument("--layers", type=positive, help="default: the shape's")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="7b-layers", help="model")
+    parser.add_argument("--layers", type=positive, help="default: all of the model's")
     parser.add_argument(
         "--remat", choices=get_args(Remat), default=DecoderConfig.remat,
-        help="what a layer keeps for the backward pass",
+        help="what a layer saves for the backward pass",
     )  # fmt: skip
     parser.add_argument(
-        "--remat-layers", type=positive, help="layers that are selective, the others are attention"
+        "--remat-layers", type=positive, help="selective layers, the others have remat attention"
     )
     parser.add_argument("--mlp-chunks", type=positive, default=DecoderConfig.mlp_chunks)
     parser.add_argument(
-        "--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two"
+        "--moment-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of AdamW's moments",
     )
     parser.add_argument(
-        "--moments", choices=get_args(Moments), default="device", help="where AdamW keeps them"
+        "--moments", choices=get_args(Moments), default="device", help="where AdamW's moments are"
     )
-    parser.add_argument("--steps", type=positive, default=3, help="timed, after one that is not")
+    parser.add_argument(
+        "--steps", type=positive, default=3, help="timed steps, after one that is not"
+    )
     parser.add_argument(
         "--no-profile", dest="profile", action="store_false",
-        help="leave out the step that is profiled for the columns of the links",
+        help="no profiled step, and no columns of communication",
     )  # fmt: skip
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table and keeps it."""
-    need_gpus("bench train")
-    need_outputs(args.json)
+    """Prints the table and saves it."""
+    require_gpus("benchmarks train")
+    require_outputs(args.json)
     devices = jax.devices()
     n, kind = len(devices), devices[0].device_kind
     config = SHAPES[args.shape]
@@ -215,36 +219,38 @@ def run(args: argparse.Namespace) -> None:
     peak = peak_flops(kind)
     heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"
     print(
-        f"{n} x {kind}, jax {jax.__version__}; one row; {config.num_layers} layers of "
+        f"{n} x {kind}, jax {jax.__version__}; batch 1; {config.num_layers} layers of "
         f"{config.embed_dim} features, {heads}, vocabulary {config.vocab_size:,}, "
         f"{jnp.dtype(config.dtype).name}; remat {_remat(config)}, MLP in {config.mlp_chunks} "
         f"chunks; AdamW's moments {args.moment_dtype} on the {args.moments}\n"
-        "MFU: of the data sheet's peak, recomputed work not counted; GiB per device; links: ms in "
-        "which a GPU's transfers ran; bare: of these, with nothing else on it\n"
+        "MFU: of the data sheet's peak, without recomputation; GiB per device; comm: ms of "
+        "communication per GPU; exposed: the part that nothing overlaps\n"
     )
-    heading = f"{'length':>9}  {'way':20}{'ms':>9}{'tokens/s':>11}{'MFU':>7}{'GiB':>8}{'loss':>9}"
-    heading += f"{'links':>9}{'bare':>8}"
+    heading = (
+        f"{'length':>9}  {'strategy':20}{'ms':>9}{'tokens/s':>11}{'MFU':>7}{'GiB':>8}{'loss':>9}"
+    )
+    heading += f"{'comm':>9}{'exposed':>9}"
     print(heading + "\n" + "-" * len(heading))
     rows: list[dict[str, Any]] = []
     for length in args.lengths:
         first: dict[str, Any] | None = None
-        for way, weights in itertools.product(args.ways, args.weights):
-            if way == "tensor parallel" and weights != args.weights[0]:
-                continue  # No devices share its sequence, so the weights are the same.
-            name = f"{length:9,}  {_name(way, weights):20}"
+        for strategy, weights in itertools.product(args.strategies, args.weights):
+            if strategy == "tensor parallel" and weights != args.weights[0]:
+                continue  # Its weights are not sharded over the sequence.
+            name = f"{length:9,}  {_name(strategy, weights):20}"
             try:
                 row = measure(
-                    config, way, weights, length, n, optimizer=optimizer, steps=args.steps,
+                    config, strategy, weights, length, n, optimizer=optimizer, steps=args.steps,
                     profile=args.profile,
                 )  # fmt: skip
-            # Too little memory, or a length that cannot be split: the table says so, and goes on.
+            # Too little memory, or an indivisible length: the table has the reason.
             except (jax.errors.JaxRuntimeError, ValueError) as error:
                 print(f"{name}  {' '.join(str(error).split())[:70]}", flush=True)
                 continue
             first = row if first is None else first
             off = [
                 name
-                for name, share in _AGREE.items()
+                for name, share in _TOLERANCE.items()
                 if not abs(row[name] - first[name]) <= share * first[name]  # NaN is wrong too.
             ]
             flops = length * config.train_flops_per_token(length)
@@ -253,7 +259,7 @@ def run(args: argparse.Namespace) -> None:
             if off:
                 continue
             rows.append(row)
-            if args.json is not None:  # Saved at every row, because each takes a minute.
+            if args.json is not None:  # After every row, because each takes a minute.
                 with replacing(args.json) as file:
                     record = {
                         "device": kind, "devices": n, "jax": jax.__version__,
@@ -269,18 +275,23 @@ def _remat(config: DecoderConfig) -> str:
     return config.remat if count is None else f"{config.remat} in {count} layers"
 
 
-def _name(way: str, weights: str) -> str:
-    return f"{way}, split" if weights == "split" and way != "tensor parallel" else way
+def _name(strategy: str, weights: str) -> str:
+    return (
+        f"{strategy}, sharded"
+        if weights == "sharded" and strategy != "tensor parallel"
+        else strategy
+    )
 
 
 def _cells(row: dict[str, Any], off: list[str]) -> str:
     if off:
         return f"  wrong: {', '.join(f'{name} {row[name]:.4f}' for name in off)}"
     mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    links, bare = (
-        "-" if row[name] is None else f"{1e3 * row[name]:.1f}" for name in ("links", "bare")
+    total, exposed = (
+        "-" if row[name] is None else f"{1e3 * row[name]:.1f}"
+        for name in ("communication", "exposed")
     )
     return (
         f"{1e3 * row['seconds']:9.1f}{row['length'] / row['seconds']:11,.0f}{mfu:>7}"
-        f"{row['gib']:8.2f}{row['loss']:9.4f}{links:>9}{bare:>8}"
+        f"{row['gib']:8.2f}{row['loss']:9.4f}{total:>9}{exposed:>9}"
     )

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, which a benchmark's results are compared with."""
+"""Attention and its gradients in float64, the reference of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec
 
-# Queries that are computed at a time.
+# Queries per block.
 _ROWS = 1024
 
 
@@ -27,8 +27,8 @@ def attention_and_gradients(
 ) -> dict[str, jax.Array]:
     """Attention of one key head and the query heads that share it; memory grows linearly with T.
 
-    T length, G query heads that share the key head, H head dim. All arrays may have any floating
-    dtype; they are converted to float64.
+    T length, G query heads per key head, H head dim. Arrays of any floating dtype are converted to
+    float64.
 
     Args:
       spec: scale and mask.
@@ -38,7 +38,7 @@ def attention_and_gradients(
       k: ``[T, H]``.
       v: ``[T, H]``.
       do: the cotangent of out, ``[T, G, H]``.
-      per_head: "sink_logits" and "alibi_slopes" of the query heads, ``[G]`` each, if there are any.
+      per_head: "sink_logits" and "alibi_slopes" of the query heads, ``[G]`` each, or None.
 
     Returns:
       float64 arrays by name: "out" and "dq" ``[T, G, H]``, "dk" and "dv" ``[T, H]``.
@@ -58,7 +58,7 @@ def _blocks(spec, positions, segment_ids, q, k, v, do, per_head):
     seg = None if segment_ids is None else segment_ids[0]
 
     def block(sums, start):
-        """Adds to dk and dv what the queries from ``start`` on, ``rows`` of them, give to them."""
+        """One block of queries: accumulates dk and dv, returns out and dq."""
         dk, dv = sums
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
         q_rows, do_rows = (cut(x).reshape(rows * groups, dim) for x in (q, do))

@@ -23,9 +23,9 @@ from burst_jax.layouts.permutation import from_layout as from_layout
 from burst_jax.layouts.permutation import pad_to_layout as pad_to_layout
 from burst_jax.layouts.permutation import positions as positions
 from burst_jax.layouts.permutation import to_layout as to_layout
-from burst_jax.parallel.platform import compiler_options as compiler_options
-from burst_jax.parallel.platform import set_compiler_options as set_compiler_options
 from burst_jax.parallel.rules import ShardingRules as ShardingRules
+from burst_jax.parallel.xla_options import compiler_options as compiler_options
+from burst_jax.parallel.xla_options import set_compiler_options as set_compiler_options
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 
 __version__ = _version("burst-jax")

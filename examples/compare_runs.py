@@ -1,4 +1,4 @@
-"""Prints how far apart the losses of two runs of train_lm.py are, step by step.
+"""Compares the loss curves of two runs of train_lm.py.
 
 python examples/compare_runs.py out/ring out/one_gpu
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def losses(folder: Path) -> np.ndarray:
-    """The training loss of every step of a run, in nats per byte."""
+    """The training loss of every step of a run."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     if not lines:
@@ -20,7 +20,7 @@ def losses(folder: Path) -> np.ndarray:
 
 
 def main() -> None:
-    """Prints the RMS, the largest and the mean difference over the steps that both runs made."""
+    """Prints RMS, largest and mean difference over the steps that both runs have."""
     parser = argparse.ArgumentParser(description="Compare the loss curves of two runs.")
     parser.add_argument("runs", nargs=2, type=Path, help="--out folders of train_lm.py")
     first, second = (losses(folder) for folder in parser.parse_args().runs)

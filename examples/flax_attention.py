@@ -1,4 +1,4 @@
-"""Ring attention inside Flax's own layer: same weights, same result, sequence split over devices.
+"""Context-parallel attention in Flax's own layer: same weights, same result, sharded sequence.
 
 python examples/flax_attention.py
 """
@@ -12,8 +12,8 @@ from burst_jax import nnx_attention_fn, set_compiler_options
 
 
 def main() -> None:
-    """Runs both attention functions on the same weights and prints how far they are apart."""
-    jax.config.update("jax_num_cpu_devices", 8)  # Where there are GPUs, those are used.
+    """Runs both attention functions on the same weights and prints their difference."""
+    jax.config.update("jax_num_cpu_devices", 8)  # No effect with GPUs.
     set_compiler_options()
     n = len(jax.devices())
     mesh = jax.make_mesh((n,), ("seq",), axis_types=(AxisType.Auto,))
@@ -28,7 +28,9 @@ def main() -> None:
 
     expected = flax_layer(x, is_causal=True)
     got = nnx.jit(lambda layer, x: layer(x, is_causal=True))(ring_layer, sharded)
-    print(f"{n} x {jax.devices()[0].device_kind}, {x.shape[1]} tokens, {x.shape[1] // n} on each")
+    print(
+        f"{n} x {jax.devices()[0].device_kind}, {x.shape[1]} tokens, {x.shape[1] // n} per device"
+    )
     print(f"output sharded as {got.sharding.spec}")
     difference = jnp.linalg.norm(jax.device_get(got) - expected) / jnp.linalg.norm(expected)
     print(f"relative difference to Flax's own attention: {difference:.1e}")

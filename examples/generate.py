@@ -1,12 +1,12 @@
-"""Text that follows a prompt, by a model folder of transformers, over a mesh of devices.
+"""Generates text with a Hugging Face checkpoint and a context-parallel KV cache.
 
     python examples/generate.py --model folder --prompt "Once upon a time" --max-new-tokens 64
     python examples/generate.py --model folder --prompt-file book.txt --prompt "What happens?"
     python examples/generate.py --model folder --prompt-file a.txt b.txt --temperature 0.8
 
-With ``--prompt-file`` and ``--prompt`` the prompt stands behind the text of the file. Several files
-are the rows of one batch. The answer of one row is printed as it comes, those of several at the
-end. Without GPUs it makes 8 CPU devices.
+``--prompt`` is appended to the text of each ``--prompt-file``. Several files form one batch. A
+single answer is streamed; those of a batch are printed at the end. Without GPUs it uses 8 CPU
+devices.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import sys
 import time
 from pathlib import Path
 
-import finished_model
 import jax
 import numpy as np
+from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
 from jax.sharding import Mesh
 from perplexity import start_of
 from run_options import make_mesh
 
 from burst_jax.data import TokenizerFile
-from burst_jax.parallel.platform import set_compiler_options
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.serving import Generator
 
 CPU_DEVICES = 8
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: TokenizerFile) -> list[np.ndarray]:
-    """The token ids of each row, after the special token that the tokenizer begins with."""
+    """Token ids of each prompt, after the tokenizer's start token."""
     texts = [path.read_text() for path in args.prompt_file] or [""]
-    rows = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
-    return [np.concatenate([start_of(tokenizer), ids]).astype(np.int32) for ids in rows]
+    encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
+    return [np.concatenate([start_of(tokenizer), ids]).astype(np.int32) for ids in encoded]
 
 
 def stop_tokens(folder: Path, vocab_size: int) -> list[int]:
-    """The ids that end a text, by the folder's ``generation_config.json`` or ``config.json``."""
+    """End-of-text ids of ``generation_config.json`` or ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
@@ -51,7 +51,7 @@ def stop_tokens(folder: Path, vocab_size: int) -> list[int]:
 
 
 class Printer:
-    """Prints a text token by token, never a part of a character."""
+    """Streams a text token by token, in whole characters."""
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer.tokenizer
@@ -59,7 +59,7 @@ class Printer:
         self._shown = 0
 
     def add(self, token: int) -> None:
-        """Prints what a token adds."""
+        """Adds a token and prints the new text."""
         self.keep(token)
         text = self._tokenizer.decode(self._ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -71,15 +71,15 @@ class Printer:
         self._ids.append(token)
 
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return self._tokenizer.decode(self._ids)
 
 
 def generate(args: argparse.Namespace, mesh: Mesh) -> None:
-    """Loads the model, and prints what it generates."""
+    """Loads the model and prints what it generates."""
     tokenizer = TokenizerFile(args.model / "tokenizer.json")
     prompts = prompts_of(args, tokenizer)
-    model = finished_model.load(args, mesh)
+    model = load_for_inference(args, mesh)
     longest = max(map(len, prompts))
     server = Generator(
         model,
@@ -91,8 +91,8 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     stops = stop_tokens(args.model, model.config.vocab_size)
     del model
     print(
-        f"prompts of {', '.join(f'{len(ids):,}' for ids in prompts)} tokens; the cache takes "
-        f"{server.cache_bytes / 2**30:.3f} GiB on each device",
+        f"prompts of {', '.join(f'{len(ids):,}' for ids in prompts)} tokens; the KV cache takes "
+        f"{server.cache_bytes / 2**30:.3f} GiB per device",
         file=sys.stderr,
     )
     printers = [Printer(tokenizer) for _ in prompts]
@@ -116,7 +116,7 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     seconds = time.perf_counter() - first
     print("" if len(printers) == 1 else "\n---\n".join(printer.text() for printer in printers))
     rate = (
-        f"{(count - 1) / seconds:.1f} tokens/s of each row after it" if count > 1 else "one token"
+        f"{(count - 1) / seconds:.1f} tokens/s per sequence after it" if count > 1 else "one token"
     )
     print(
         f"first token after {server.seconds_to_first_token:.2f} s, compilation included; {rate}",
@@ -129,17 +129,23 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    finished_model.add_options(parser)
+    add_inference_options(parser)
     add = parser.add_argument
-    add("--prompt", default="", help="text, behind that of --prompt-file")
-    add("--prompt-file", type=Path, nargs="+", default=[], help="text files, one for each row")
-    add("--max-new-tokens", type=int, default=128, help="of each row (default: 128)")
+    add("--prompt", default="", help="text, appended to that of --prompt-file")
+    add(
+        "--prompt-file",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="text files, one per sequence of the batch",
+    )
+    add("--max-new-tokens", type=int, default=128, help="per sequence (default: 128)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-k", type=int, help="only the K most probable tokens")
-    add("--top-p", type=float, help="only the most probable tokens of this probability together")
-    add("--seed", type=int, default=0, help="of random numbers (default: 0)")
-    add("--prefill-chunk", type=int, help="tokens of a prompt that go through the ring at a time")
-    add("--split-weights", action="store_true", help="over the mesh's seq axis")
+    add("--top-k", type=int, help="sample only from the K most probable tokens")
+    add("--top-p", type=float, help="nucleus sampling: total probability of the candidates")
+    add("--seed", type=int, default=0, help="random seed (default: 0)")
+    add("--prefill-chunk", type=int, help="prompt tokens per prefill step")
+    add("--split-weights", action="store_true", help="shard the weights over the seq axis too")
     return parser.parse_args(argv), parser
 
 
@@ -151,10 +157,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     args, parser = parse_args(argv)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
     set_compiler_options()
     try:
-        finished_model.check(args)
+        check_inference_options(args)
         if not args.prompt and not args.prompt_file:
             raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
         generate(args, make_mesh(args.mesh))

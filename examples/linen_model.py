@@ -1,9 +1,9 @@
-"""A small language model in Flax linen, trained on a mesh (data, seq): batch and tokens are split.
+"""A small language model in Flax linen with data and context parallelism: a mesh (data, seq).
 
 python examples/linen_model.py
 
-It reads this folder's own source code, byte by byte. The tokens lie in the zigzag order, in which
-every device has the same work under the causal mask.
+It trains on the source code of this folder, byte by byte, in the zigzag layout, which balances the
+work of a causal mask.
 """
 
 import argparse
@@ -25,7 +25,7 @@ VOCABULARY = 256  # Tokens are bytes.
 
 
 class Block(nn.Module):
-    """Attention over the mesh, then a feed-forward layer, each beside a residual path."""
+    """Attention over the mesh, then a feed-forward layer, with residual connections."""
 
     mesh: Mesh
 
@@ -57,22 +57,22 @@ class Decoder(nn.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Tokens ``[B, T]`` to logits ``[B, T, VOCABULARY]``."""
         x = nn.Embed(VOCABULARY, self.features)(tokens)
-        # Without this line the compiler may gather all tokens on every device.
+        # Without this constraint XLA may gather all tokens on every device.
         x = jax.lax.with_sharding_constraint(x, self.split)
         for _ in range(2):
             x = Block(self.mesh)(x, positions)
         return nn.Dense(VOCABULARY)(nn.RMSNorm()(x))
 
 
-def batches(rows: int, length: int, shards: int):
-    """Endless ``(tokens, targets)``, each ``[rows, length]`` in the layout's order."""
+def batches(batch: int, length: int, shards: int):
+    """Endless ``(tokens, targets)``, each ``[batch, length]``, permuted to the layout."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     text = np.frombuffer(b"".join(path.read_bytes() for path in sources), np.uint8)
     rng = np.random.default_rng(0)
     while True:
-        starts = rng.integers(0, len(text) - length, rows)
+        starts = rng.integers(0, len(text) - length, batch)
         drawn = np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
-        # Tokens and targets are permuted together, once, and the layers see one order throughout.
+        # Permuted once, here; all layers use the permuted order.
         yield burst_jax.to_layout((drawn[:, :-1], drawn[:, 1:]), LAYOUT, shards)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=20)
     steps = arguments.parse_args().steps
-    jax.config.update("jax_num_cpu_devices", 8)  # Where there are GPUs, those are used.
+    jax.config.update("jax_num_cpu_devices", 8)  # No effect with GPUs.
     burst_jax.set_compiler_options()
     n = len(jax.devices())
     data = 2 if n % 2 == 0 else 1
@@ -89,11 +89,11 @@ def main() -> None:
     mesh = jax.make_mesh((data, shards), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     split = NamedSharding(mesh, PartitionSpec("data", "seq"))
 
-    rows, length = 2 * data, 32 * shards
+    batch_size, length = 2 * data, 32 * shards
     model, optimizer = Decoder(mesh, split), optax.adamw(3e-3)
     positions = jnp.asarray(burst_jax.positions(LAYOUT, length, shards))
     whole = NamedSharding(mesh, PartitionSpec())
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
 
     def start(key: jax.Array):
         params = model.init(key, jnp.zeros(tokens.shape, tokens.dtype), positions)
@@ -114,7 +114,9 @@ def main() -> None:
     print(f"{n} x {jax.devices()[0].device_kind}, mesh data={data},seq={shards}, {length} tokens")
     began = time.perf_counter()
     losses = []
-    for number, batch in zip(range(1, steps + 1), batches(rows, length, shards), strict=False):
+    for number, batch in zip(
+        range(1, steps + 1), batches(batch_size, length, shards), strict=False
+    ):
         params, state, loss = step(params, state, *jax.device_put(batch, split))
         losses.append(float(loss))
         print(f"step {number}/{steps}  loss {losses[-1]:.4f}", flush=True)

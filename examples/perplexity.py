@@ -1,14 +1,14 @@
-"""Perplexity of a text under a model folder of transformers, over a mesh of devices.
+"""Perplexity of a text under a Hugging Face checkpoint, with context parallelism.
 
     python examples/perplexity.py --model folder --data book.txt --seq-len 32768
     python examples/perplexity.py --model folder --data notes/ --seq-len 4096 --packed
     python examples/perplexity.py --model folder --data book.txt --seq-len 8192 --stride 4096
 
-Each document is cut into windows of ``--seq-len`` tokens. With ``--stride`` windows overlap: each
-goes on that many tokens, and counts only the tokens that no window before it has counted, so every
-token but the first has at least ``seq_len - stride`` tokens before it. ``--packed`` puts several
-documents into one row, which do not see each other. Without GPUs it makes 8 CPU devices.
-``--check`` computes the same on one device, and ends with an error if the two disagree.
+Documents are cut into windows of ``--seq-len`` tokens. With ``--stride``, windows overlap and each
+counts only tokens that no earlier window counted, so later tokens have a context of at least
+``seq_len - stride``. ``--packed`` packs several documents into one sequence, separated by segment
+ids. Without GPUs it uses 8 CPU devices. ``--check`` repeats the computation on one device and fails
+if the results differ.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import finished_model
 import jax
 import numpy as np
 from flax import nnx
+from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
 from jax.sharding import Mesh
 from run_options import make_mesh, one_device
 
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
-from burst_jax.parallel.platform import set_compiler_options
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
-from burst_jax.training.watch import replace_file
+from burst_jax.training.run_log import replace_file
 
 CPU_DEVICES = 8
-# Largest relative difference of the perplexities of the mesh and of one device.
+# Largest relative difference between the perplexities on the mesh and on one device.
 TOLERANCE = 1e-5
 
 
@@ -44,8 +44,8 @@ class Window(NamedTuple):
     """A part of a document.
 
     Attributes:
-      tokens: integers, with one token more than there are targets.
-      counted: the last so many targets count.
+      tokens: integers, one more than targets.
+      counted: number of targets at the end that count.
     """
 
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class Window(NamedTuple):
 
 
 def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.ndarray]:
-    """The token ids of each document, after the special token that the tokenizer begins with."""
+    """Token ids of each document, after the tokenizer's start token."""
     start = np.zeros(0, np.int32) if tokenizer is None else start_of(tokenizer)
     spans = zip(corpus.documents, corpus.starts, corpus.stops, strict=True)
     for document, first, last in spans:
@@ -63,10 +63,10 @@ def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.nd
 
 
 def start_of(tokenizer: TokenizerFile) -> np.ndarray:
-    """The special token that stands before a text, if the tokenizer has one, int32 ``[0 or 1]``."""
-    around_nothing = tokenizer.tokenizer.encode("", add_special_tokens=True).ids
-    before_text = tokenizer.tokenizer.encode("a", add_special_tokens=True).ids
-    shared = around_nothing[:1] if around_nothing[:1] == before_text[:1] else []
+    """The special token that the tokenizer prepends to a text, if any: int32 ``[0 or 1]``."""
+    of_nothing = tokenizer.tokenizer.encode("", add_special_tokens=True).ids
+    of_text = tokenizer.tokenizer.encode("a", add_special_tokens=True).ids
+    shared = of_nothing[:1] if of_nothing[:1] == of_text[:1] else []
     return np.asarray(shared, np.int32)
 
 
@@ -83,23 +83,23 @@ def windows(ids: np.ndarray, seq_len: int, stride: int) -> Iterator[Window]:
 
 
 def packed(parts: Iterator[Window], seq_len: int) -> Iterator[list[Window]]:
-    """Rows of several windows, in order, as many as fit into ``seq_len + 1`` tokens."""
-    row: list[Window] = []
+    """Groups of consecutive windows that fit into ``seq_len + 1`` tokens."""
+    group: list[Window] = []
     for part in parts:
-        if row and sum(len(window.tokens) for window in [*row, part]) > seq_len + 1:
-            yield row
-            row = []
-        row.append(part)
-    if row:
-        yield row
+        if group and sum(len(window.tokens) for window in [*group, part]) > seq_len + 1:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
 
 
-def filled(row: list[Window], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(tokens, segment ids)`` of a row, int32 ``[seq_len + 1]``, and which targets count."""
+def sequence(windows: list[Window], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(tokens, segment ids)``, int32 ``[seq_len + 1]``, and which targets count."""
     tokens, segments = np.zeros((2, seq_len + 1), np.int32)
     counts = np.zeros(seq_len, np.float32)
     place = 0
-    for number, window in enumerate(row, 1):
+    for number, window in enumerate(windows, 1):
         end = place + len(window.tokens)
         tokens[place:end], segments[place:end] = window.tokens, number
         counts[end - 1 - window.counted : end - 1] = 1
@@ -108,13 +108,13 @@ def filled(row: list[Window], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def batches(
-    args: argparse.Namespace, rows: Iterator[list[Window]], mesh: Mesh, rules: ShardingRules
+    args: argparse.Namespace, packs: Iterator[list[Window]], mesh: Mesh, rules: ShardingRules
 ) -> Iterator[Batch[jax.Array]]:
-    """Batches on the mesh, the last one filled up with padding."""
-    while group := [row for _, row in zip(range(args.batch), rows, strict=False)]:
+    """Batches on the mesh, the last one padded."""
+    while group := [pack for _, pack in zip(range(args.batch), packs, strict=False)]:
         group += [[]] * (args.batch - len(group))
         tokens, segments, counts = map(
-            np.stack, zip(*(filled(row, args.seq_len) for row in group), strict=True)
+            np.stack, zip(*(sequence(pack, args.seq_len) for pack in group), strict=True)
         )
         shards = mesh.shape["seq"]
         batch = make_batch(tokens, segment_ids=segments, layout=args.layout, num_shards=shards)
@@ -125,8 +125,8 @@ def batches(
 
 
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
-    """The perplexity of all documents, by the devices of a mesh."""
-    rules, model = ShardingRules.of(mesh), finished_model.load(args, mesh)
+    """The perplexity of all documents, computed on a mesh."""
+    rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
     corpus = open_corpus(args.data)
     tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
     parts = (
@@ -134,16 +134,16 @@ def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
         for ids in documents(corpus, tokenizer)
         for window in windows(checked(ids, model.config.vocab_size), args.seq_len, args.stride)
     )
-    rows = packed(parts, args.seq_len) if args.packed else ([part] for part in parts)
+    packs = packed(parts, args.seq_len) if args.packed else ([part] for part in parts)
     graphdef, params = nnx.split(model)
-    return evaluate(make_eval_step(graphdef), params, batches(args, rows, mesh, rules))
+    return evaluate(make_eval_step(graphdef), params, batches(args, packs, mesh, rules))
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The token ids; ValueError if the model has not all of them."""
+    """The token ids; raises ValueError if one exceeds the vocabulary."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"the text has token ids from {ids.min()} to {ids.max()}, and the model has "
+            f"--data has token ids from {ids.min()} to {ids.max()}, but the model's vocabulary is "
             f"{vocab_size}: use the tokenizer of this model"
         )
     return ids
@@ -154,25 +154,21 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    finished_model.add_options(parser)
+    add_inference_options(parser)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
-    add("--seq-len", type=int, default=4096, help="tokens of a row (default: 4096)")
-    add("--stride", type=int, help="tokens between two windows (default: --seq-len)")
-    add("--packed", action="store_true", help="several documents in a row")
-    add("--batch", type=int, help="rows at a time (default: one a device of data and fsdp)")
-    add("--check", action="store_true", help="compute it by one device, too")
+    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--stride", type=int, help="tokens between window starts (default: --seq-len)")
+    add("--packed", action="store_true", help="pack several documents into a sequence")
+    add("--batch", type=int, help="batch size (default: data x fsdp x stage of --mesh)")
+    add("--check", action="store_true", help="also compute it on one device")
     add("--out", type=Path, help="folder for perplexity.json")
     return parser.parse_args(argv), parser
 
 
 def prepare(args: argparse.Namespace) -> Mesh:
-    """Fills in defaults, and checks the arguments.
-
-    Raises:
-      ValueError: they do not fit each other, or the devices.
-    """
-    finished_model.check(args)
+    """Fills in defaults and validates the arguments; raises ValueError."""
+    check_inference_options(args)
     if args.seq_len < 1:
         raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:
@@ -180,14 +176,14 @@ def prepare(args: argparse.Namespace) -> Mesh:
     if not 1 <= args.stride <= args.seq_len:
         raise ValueError(
             f"--stride is {args.stride}: it must be at least 1 and at most --seq-len, "
-            f"{args.seq_len}, or tokens would be left out"
+            f"{args.seq_len}, or tokens would be skipped"
         )
     mesh = make_mesh(args.mesh)
-    rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
     if args.batch is None:
-        args.batch = rows
-    if args.batch < 1 or args.batch % rows:
-        raise ValueError(f"--batch is {args.batch}: use a multiple of {rows}, like {rows}")
+        args.batch = shards
+    if args.batch < 1 or args.batch % shards:
+        raise ValueError(f"--batch is {args.batch}: use a multiple of {shards}, like {shards}")
     return mesh
 
 
@@ -199,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args, parser = parse_args(argv)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
     set_compiler_options()
     try:
         mesh = prepare(args)
@@ -209,14 +205,14 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         parser.error(str(error))
     for name, each in found.items():
-        print(f"{name:10}  perplexity {each.perplexity:.6f}  {each.nll:.6f} nats of each of "
+        print(f"{name:10}  perplexity {each.perplexity:.6f}  {each.nll:.6f} nats per token, "
               f"{each.tokens:,} tokens, in {args.dtype}")  # fmt: skip
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         results = {name: each._asdict() for name, each in found.items()}
         replace_file(args.out / "perplexity.json", json.dumps(results, indent=1) + "\n")
     values = [each.perplexity for each in found.values()]
-    if not max(values) / min(values) - 1 <= TOLERANCE:  # What is not a number is an error, too.
+    if not max(values) / min(values) - 1 <= TOLERANCE:  # NaN is an error, too.
         print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
         return 1
     return 0

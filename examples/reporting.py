@@ -1,4 +1,4 @@
-"""What a training run on a desk needs beside its log: a place to write, Ctrl-C, a loss curve."""
+"""Output folder, Ctrl-C and loss curve of the training example."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from burst_jax.training.watch import replace_file
+from burst_jax.training.run_log import replace_file
 
 RESULTS = ("metrics.jsonl", "summary.json", "loss.png")
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed, which :func:`plot_loss` needs and the package does not."""
+    """Whether matplotlib is installed, which :func:`plot_loss` needs."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_out(out: Path) -> None:
-    """Makes the folder for a run's results, and raises unless all of them can be written there.
-
-    Raises:
-      OSError: the folder cannot be made or written to, or a result's name is a folder or a
-        protected file.
-    """
+    """Creates the output folder; raises OSError unless all results can be written there."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=out):
         pass
@@ -45,11 +40,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """Turns the first Ctrl-C or SIGTERM into a flag; a second one raises KeyboardInterrupt.
 
-    Schedulers of clusters send SIGTERM some time before they kill a run.
+    Cluster schedulers send SIGTERM some time before they kill a run.
 
     Args:
       alone: whether there is one process. Several would stop at different steps and wait for each
-        other, so there a signal ends the process as usual.
+        other, so their signals keep the default behaviour.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -73,9 +68,9 @@ class Interrupt:
 
 
 def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None = None) -> None:
-    """Draws the loss of each step as a PNG, with the held-out loss at the end if it is given.
+    """Draws the loss of each step, and the held-out loss if given, as a PNG.
 
-    Without matplotlib it does nothing; ask :func:`can_plot` before a run.
+    Does nothing without matplotlib, see :func:`can_plot`.
     """
     if not can_plot():
         return

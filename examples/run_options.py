@@ -1,7 +1,4 @@
-"""The command line of a training run: its flags, their defaults, and the mesh, model and text.
-
-The flags are those of ``train_lm.py``; what they say is checked before anything is computed.
-"""
+"""The command line of ``train_lm.py``: flags, defaults, validation, mesh, model and text."""
 
 from __future__ import annotations
 
@@ -25,34 +22,12 @@ from burst_jax.models.hf.peft import check_base
 from burst_jax.training.adam import Moments
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
+# Defaults on CPU and on GPUs.
 DEFAULTS = {
-    "cpu": {
-        "seq_len": 512,
-        "batch": 2,
-        "layers": 4,
-        "embed_dim": 128,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "steps": 1000,
-        "lr": 4e-3,
-        "dtype": "float32",
-        "eval_batches": 32,
-    },
-    "gpu": {
-        "seq_len": 16384,
-        "batch": 2,
-        "layers": 6,
-        "embed_dim": 1024,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "steps": 300,
-        "lr": 5e-4,
-        "dtype": "bfloat16",
-        "eval_batches": 4,
-    },
-}
+    "seq_len": (512, 16384), "batch": (2, 2), "layers": (4, 6), "embed_dim": (128, 1024),
+    "heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 128), "steps": (1000, 300),
+    "lr": (4e-3, 5e-4), "dtype": ("float32", "bfloat16"), "eval_batches": (32, 4),
+}  # fmt: skip
 AT_LEAST_1 = (
     "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
     "mlp_chunks", "lora_rank",
@@ -63,17 +38,21 @@ POSITIVE = ("lr", "stall_timeout", "lora_alpha")
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
-# What a model folder says.
-OF_A_MODEL = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
-# Peak learning rate of a model that is fine-tuned, and of adapters beside it.
+# Defined by --model.
+MODEL_OPTIONS = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
+# Peak learning rates of full fine-tuning and of LoRA.
 FINE_TUNING_LR = 2e-5
 LORA_LR = 2e-4
-# What is said of adapters.
-OF_LORA = ("lora_alpha", "lora_targets", "lora_export")
+LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_export")
+
+
+def flag(name: str) -> str:
+    """The flag of an argument."""
+    return "--" + name.replace("_", "-")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints errors in one line."""
+    """A parser that prints errors on one line."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the message without the usage and exits with 2."""
@@ -81,91 +60,100 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
-    """Reads the command line; a default that depends on the devices stays None."""
+    """Parses the command line; defaults that depend on the devices remain None."""
 
     def default(name: str) -> str:
-        cpu, gpu = DEFAULTS["cpu"][name], DEFAULTS["gpu"][name]
-        return f"(default: {cpu} on CPU, {gpu} on GPUs)"
+        return "(default: {} on CPU, {} on GPUs)".format(*DEFAULTS[name])
 
-    # An abbreviation that is unambiguous today may mean another flag tomorrow.
-    parser = Parser(description="Train a language model on a mesh of devices.", allow_abbrev=False)
+    # An abbreviation may become ambiguous when a flag is added.
+    parser = Parser(description="Train a language model on a mesh.", allow_abbrev=False)
     group = parser.add_argument_group
     add = group("text").add_argument
     add("--data", type=Path, help="text files, JSON lines or arrays (default: Python's source)")
     add("--tokenizer", type=Path, help="a tokenizer.json (default: bytes)")
-    add("--packing", choices=get_args(Packing), default="first_fit", help="of documents into rows")
-    add("--seq-len", type=int, help=f"tokens per row {default('seq_len')}")
-    add("--batch", type=int, help=f"rows per step, on all devices {default('batch')}")
-    add = group("devices").add_argument
-    add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all devices on seq)")
-    add("--layout", choices=LAYOUTS, default="zigzag", help="order of the tokens")
-    add("--microbatches", type=int, help="of a pipeline (default: as many as stages)")
-    add("--implementation", choices=("xla", "triton", "mosaic_sm90"), help="local attention")
-    add("--coordinator", help="host:port of process 0, for several processes")
-    add("--num-processes", type=int, help="number of processes (default: the cluster's)")
-    add("--process-id", type=int, help="number of this process (default: the cluster's)")
-    add("--heartbeat-timeout", type=int, default=30, help="seconds that a process may be silent")
-    add = group("model").add_argument
-    add("--model", type=Path, help="folder of transformers to fine-tune, instead of random weights")
     add(
-        "--vocab-size",
-        type=int,
-        help="of .npy tokens without --model (default: the tokenizer's)",
+        "--packing",
+        choices=get_args(Packing),
+        default="first_fit",
+        help="how documents fill sequences",
     )
+    add("--seq-len", type=int, help=f"tokens per sequence {default('seq_len')}")
+    add("--batch", type=int, help=f"global batch size in sequences {default('batch')}")
+    add = group("devices").add_argument
+    add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout")
+    add("--microbatches", type=int, help="pipeline microbatches (default: number of stages)")
+    add("--implementation", choices=("xla", "triton", "mosaic_sm90"), help="attention kernels")
+    add("--coordinator", help="host:port of process 0")
+    add("--num-processes", type=int, help="default: from the cluster")
+    add("--process-id", type=int, help="index (default: from the cluster)")
+    add("--heartbeat-timeout", type=int, default=30, help="seconds until a silent process is dead")
+    add = group("model").add_argument
+    add("--model", type=Path, help="Hugging Face checkpoint to fine-tune: a folder")
+    add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
-    add("--embed-dim", type=int, help=f"width {default('embed_dim')}")
+    add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
     add("--heads", type=int, help=f"query heads {default('heads')}")
     add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
-    add("--mlp-dim", type=int, help="hidden features (default: 8/3 of the width, rounded up)")
-    add("--remat", choices=get_args(Remat), default="attention", help="what is recomputed")
-    add("--remat-layers", type=int, help="layers that are selective, the others are attention")
-    add("--mlp-chunks", type=int, default=1, help="chunks of tokens of the feed-forward")
-    add = group("low-rank adapters of --model").add_argument
-    add("--lora-rank", type=int, help="train adapters of this rank, and no other weights")
-    add("--lora-alpha", type=float, help="their factor is alpha / rank (default: the rank)")
-    add("--lora-targets", metavar="REGEX", help="projections with adapters (default: all seven)")
-    add("--lora-export", choices=("merged", "adapter"), help="what is written (default: merged)")
+    add("--mlp-dim", type=int, help="feed-forward width (default: 8/3 of the width)")
+    add("--remat", choices=get_args(Remat), default="attention", help="rematerialization")
+    add("--remat-layers", type=int, help="layers with selective remat, others attention")
+    add("--mlp-chunks", type=int, default=1, help="token chunks of the feed-forward layers")
+    add = group("LoRA of --model").add_argument
+    add("--lora-rank", type=int, help="train only adapters of this rank")
+    add("--lora-alpha", type=float, help="scale alpha / rank (default: the rank)")
+    add("--lora-targets", metavar="REGEX", help="adapted projections (default: all)")
+    add("--lora-export", choices=("merged", "adapter"), help="exported weights (default: merged)")
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
-    add("--lr", type=float, help=f"peak {default('lr')}, 2e-5 with --model, 2e-4 of adapters")
-    add("--accumulate", type=int, default=1, help="parts of a batch, one after the other")
-    add("--dtype", choices=("float32", "bfloat16"), help=f"of the training {default('dtype')}")
-    add("--moment-dtype", choices=("float32", "bfloat16"), default="float32", help="of AdamW's two")
-    add("--moments", choices=get_args(Moments), default="device", help="where AdamW keeps them")
-    add("--seed", type=int, default=0, help="of weights, data and sample (default: 0)")
-    add = group("end").add_argument
-    add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="of the end")
+    add(
+        "--lr",
+        type=float,
+        help=f"peak learning rate {default('lr')}, 2e-5 with --model, 2e-4 with LoRA",
+    )
+    add("--accumulate", type=int, default=1, help="gradient accumulation steps")
+    add("--dtype", choices=("float32", "bfloat16"), help=f"training dtype {default('dtype')}")
+    add(
+        "--moment-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of AdamW's",
+    )
+    add("--moments", choices=get_args(Moments), default="device", help="their memory")
+    add("--seed", type=int, default=0, help="random seed (default: 0)")
+    add = group("evaluation").add_argument
+    add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="its dtype")
     add("--eval-batches", type=int, help=f"held-out batches {default('eval_batches')}")
     add("--sample-tokens", type=int, default=200, help="length of the sample (default: 200)")
     add = group("files").add_argument
     add("--out", type=Path, default=Path("out/train_lm"), help="folder (default: out/train_lm)")
     add("--checkpoint-dir", type=Path, help="folder of checkpoints (default: OUT/checkpoints)")
-    add("--checkpoint-every", type=int, help="steps; 0 for none (default: a fifth of the steps)")
-    add("--keep", type=int, default=2, help="number of checkpoints that stay (default: 2)")
-    add("--resume", choices=("auto", "never"), default="auto", help="go on from a checkpoint")
-    add("--stall-timeout", type=float, default=1800, help="seconds without a step that end it")
+    add("--checkpoint-every", type=int, help="steps; 0: never (default: a fifth of --steps)")
+    add("--keep", type=int, default=2, help="number of checkpoints to keep (default: 2)")
+    add("--resume", choices=("auto", "never"), default="auto", help="from a checkpoint")
+    add("--stall-timeout", type=float, default=1800, help="exit after seconds without a step")
     add("--tensorboard", action="store_true", help="write curves for TensorBoard")
     add("--profile", type=int, default=0, metavar="N", help="trace N steps")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = ["--" + name.replace("_", "-") for name in vars(args)]
+        known = list(map(flag, vars(args)))
         hint = did_you_mean(unknown[0].partition("=")[0], known)
         parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
     return args, parser
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What a command line asks for.
+class RunConfig:
+    """What the command line defines.
 
     Attributes:
-      mesh: the devices, with all of AXES.
-      rules: what the axes split.
+      mesh: mesh with all of AXES.
+      rules: sharding rules.
       config: the model.
-      tokens: makes token ids of text; None if the text is arrays of them.
-      text: the documents to train on.
-      held_out: the documents to evaluate on.
+      tokens: the tokenizer; None for token arrays.
+      text: training documents.
+      held_out: evaluation documents.
     """
 
     mesh: Mesh
@@ -176,41 +164,36 @@ class Run:
     held_out: Corpus
 
 
-def prepare(args: argparse.Namespace) -> Run:
-    """Fills in the defaults that depend on the devices, and checks the arguments.
-
-    Raises:
-      ValueError: the arguments do not fit each other, the devices or the text.
-    """
+def prepare(args: argparse.Namespace) -> RunConfig:
+    """Fills in defaults and validates arguments, devices and text; raises ValueError."""
     if args.model is not None:
         check_model(args.model)
         if args.model.resolve() == (args.out / "model").resolve():
             raise ValueError(
                 f"--model is {args.model}, where the result goes: use another --out than {args.out}"
             )
-        for name in OF_A_MODEL:
+        for name in MODEL_OPTIONS:
             if getattr(args, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise ValueError(f"{option} is given beside --model, which says it: leave it out")
+                raise ValueError(
+                    f"{flag(name)} is given with --model, which defines it: leave it out"
+                )
         if args.lr is None:
             args.lr = FINE_TUNING_LR if args.lora_rank is None else LORA_LR
     check_lora(args)
-    for name, value in DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
+    for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, values[jax.default_backend() != "cpu"])
     if args.checkpoint_dir is None:
         args.checkpoint_dir = args.out / "checkpoints"
     for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
         for name in names:
             value = getattr(args, name)
             if value is not None and value < least:
-                option = "--" + name.replace("_", "-")
-                raise ValueError(f"{option} is {value}: it must be at least {least}")
+                raise ValueError(f"{flag(name)} is {value}: it must be at least {least}")
     for name in POSITIVE:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is {value}: it must be positive, and finite")
+            raise ValueError(f"{flag(name)} is {value}: it must be positive, and finite")
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
     mesh = make_mesh(args.mesh)
@@ -219,18 +202,18 @@ def prepare(args: argparse.Namespace) -> Run:
     fit = padded_length(args.layout, args.seq_len, seq)
     if fit != args.seq_len:
         raise ValueError(
-            f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices cannot "
-            f"split it; use {fit}"
+            f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices does not "
+            f"divide it; use {fit}"
         )
     if args.seq_len // seq % args.mlp_chunks:
         raise ValueError(
             f"--mlp-chunks is {args.mlp_chunks}: it must divide the {args.seq_len // seq} tokens "
-            "of a row that each device has, --seq-len over the mesh's seq axis"
+            "per device of a sequence, --seq-len over the mesh's seq axis"
         )
     stages = mesh.shape["stage"]
     if args.microbatches is not None and stages == 1:
         raise ValueError(
-            f"--microbatches is {args.microbatches}: they are a pipeline's; give --mesh a stage"
+            f"--microbatches is {args.microbatches}: they need a pipeline; give --mesh a stage"
         )
     microbatches = math.lcm(stages, args.microbatches or stages)
     multiple = rows * args.accumulate * microbatches
@@ -247,44 +230,40 @@ def prepare(args: argparse.Namespace) -> Run:
     if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the text's shorter part (training, held out) has "
-            f"{shortest} bytes or tokens, and needs {max(args.seq_len, SAMPLE_CONTEXT) + 1}, for a "
-            "row and for the sample; use a shorter length or more --data"
+            f"{shortest} bytes or tokens, but a sequence and the sample need "
+            f"{max(args.seq_len, SAMPLE_CONTEXT) + 1}; use a shorter length or more --data"
         )
     tokens = make_tokens(args, corpus)
     config = make_config(args, tokens)
     check_split(args, config, mesh)
-    return Run(mesh, rules, config, tokens, text, held_out)
+    return RunConfig(mesh, rules, config, tokens, text, held_out)
 
 
 def check_model(folder: Path) -> None:
-    """Raises ValueError if there is no folder of ``--model``."""
+    """Raises ValueError unless ``--model`` is a folder."""
     if not folder.is_dir():
         raise ValueError(f"--model is {folder}: there is no such folder")
 
 
 def check_lora(args: argparse.Namespace) -> None:
-    """Raises ValueError for adapters without a model, and for what is said of no adapters."""
+    """Raises ValueError for LoRA without a model, or LoRA options without a rank."""
     if args.lora_rank is None:
-        for name in OF_LORA:
+        for name in LORA_OPTIONS:
             if getattr(args, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise ValueError(f"{option} is of low-rank adapters: give --lora-rank, too")
+                raise ValueError(f"{flag(name)} needs --lora-rank")
     elif args.model is None:
         raise ValueError(
-            f"--lora-rank is {args.lora_rank}: adapters are trained beside a model; give --model"
+            f"--lora-rank is {args.lora_rank}: LoRA adapts an existing model; give --model"
         )
 
 
 def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
-    """Raises ValueError if the mesh cannot split the model, in terms of the command line.
-
-    The library would name the first weight that cannot be split.
-    """
+    """Raises ValueError if the mesh cannot shard the model, in terms of the command line."""
     for option, what, size, axes in (
         ("--layers", "layers", config.num_layers, ("stage",)),
         ("--heads", "query heads", config.num_heads, ("tensor",)),
         ("--mlp-dim", "hidden features", config.mlp_dim, ("tensor",)),
-        # Without --model it is a multiple of 128, whatever --vocab-size says.
+        # Without --model it is rounded up to a multiple of 128.
         (None, "token ids", config.vocab_size, ("tensor",)),
         ("--embed-dim", "features", config.embed_dim, ("fsdp", "seq", "stage")),
     ):
@@ -297,8 +276,8 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
             if option is not None and args.model is None:
                 remedy += f", or {option} {-(-size // count) * count}"
             raise ValueError(
-                f"{_size(args, option, size, what)}: --mesh splits them over {split}, {count} "
-                f"parts, which do not divide {size}; {remedy}"
+                f"{_size(args, option, size, what)}: --mesh shards them over {split}, but {count} "
+                f"does not divide {size}; {remedy}"
             )
     heads, tensor = config.num_kv_heads, mesh.shape["tensor"]
     if heads % tensor and tensor % heads:
@@ -311,14 +290,14 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
 
 
 def _size(args: argparse.Namespace, option: str | None, size: int, what: str) -> str:
-    """A size of the model, and what on the command line says it."""
+    """A size of the model, by the option that defines it."""
     if args.model is not None:
         return f"--model has {size} {what}"
     return f"the model has {size} {what}" if option is None else f"{option} is {size}"
 
 
 def make_mesh(text: str | None) -> Mesh:
-    """The mesh that ``--mesh`` describes, over as many of the devices as it needs."""
+    """The mesh of ``--mesh``, over the first devices."""
     devices = jax.devices()
     sizes = dict.fromkeys(AXES, 1)
     if text is None:
@@ -346,8 +325,8 @@ def make_mesh(text: str | None) -> Mesh:
         )
     if jax.process_count() > 1 and count != len(devices):
         raise ValueError(
-            f"--mesh is {text!r}: {count} devices, and the processes have {len(devices)}: with "
-            "several processes use all of them (on CPUs each has JAX_NUM_CPU_DEVICES, 8 by default)"
+            f"--mesh is {text!r}: {count} devices, but the processes have {len(devices)}: several "
+            "processes must use all (on CPUs each has JAX_NUM_CPU_DEVICES, 8 by default)"
         )
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -364,26 +343,19 @@ def one_device(mesh: Mesh) -> Mesh:
 
 
 def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:
-    """What makes token ids of the text.
-
-    Raises:
-      ValueError: a tokenizer for arrays of tokens, or no tokenizer.
-    """
+    """The tokenizer of the text; raises ValueError for one with token arrays, or none."""
     if not corpus.reader.is_text:
         if args.tokenizer is not None:
-            raise ValueError(f"--tokenizer is {args.tokenizer}, but --data holds tokens already")
+            raise ValueError(f"--tokenizer is {args.tokenizer}, but --data already holds tokens")
         return None
     if args.tokenizer is None and args.model is None:
-        # A byte that no text has, so that a model sees where a document ends.
+        # A byte that no text contains, so that the model learns where documents end.
         return ByteTokens(separator=0)
     return TokenizerFile(args.tokenizer or args.model / "tokenizer.json")
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """How a model folder is loaded: computed in ``--dtype``.
-
-    Its weights are trained in float32; beside adapters they stay, in ``--dtype``.
-    """
+    """Options for loading ``--model``: trained weights are float32, frozen ones ``--dtype``."""
     return {
         "dtype": jnp.dtype(args.dtype),
         "param_dtype": jnp.dtype("float32" if args.lora_rank is None else args.dtype),
@@ -394,7 +366,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_lora(args: argparse.Namespace) -> Lora | None:
-    """The adapters that are trained beside a model, or None."""
+    """The LoRA configuration, or None."""
     if args.lora_rank is None:
         return None
     return Lora(args.lora_rank, args.lora_alpha, args.lora_targets or ".*")
@@ -403,11 +375,7 @@ def make_lora(args: argparse.Namespace) -> Lora | None:
 def make_config(
     args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | None
 ) -> DecoderConfig:
-    """The model's sizes and dtype.
-
-    Raises:
-      ValueError: nothing says the vocabulary's size, or sizes do not fit together.
-    """
+    """The model's config; raises ValueError for inconsistent sizes or no vocabulary size."""
     if args.model is not None:
         config = load_config(args.model, **model_options(args))
         if args.lora_export == "adapter":
@@ -419,7 +387,7 @@ def make_config(
     vocabulary = args.vocab_size
     if vocabulary is None:
         if tokens is None:
-            raise ValueError("--vocab-size is missing: --data holds tokens, and says no vocabulary")
+            raise ValueError("--vocab-size is missing: --data holds tokens without a tokenizer")
         vocabulary = tokens.vocab_size
     if args.heads % args.kv_heads:
         raise ValueError(
@@ -430,7 +398,7 @@ def make_config(
             f"--head-dim is {args.head_dim}: RoPE rotates pairs of features, so it must be even"
         )
     return DecoderConfig(
-        # A multiple of 128, which every tensor axis in use divides.
+        # A multiple of 128, so that common tensor axes divide it.
         vocab_size=-(-vocabulary // 128) * 128,
         num_layers=args.layers,
         embed_dim=args.embed_dim,

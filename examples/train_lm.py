@@ -1,18 +1,17 @@
-"""Trains a language model on sequences that are sharded over a mesh of devices.
+"""Trains a language model with context parallelism, on any mesh of devices.
 
     python examples/train_lm.py                              # Python's own source, all devices
     python examples/train_lm.py --data notes/ --seq-len 4096 --mesh fsdp=2,seq=4
-    srun python examples/train_lm.py --data notes/           # on many hosts, each a part of it
+    srun python examples/train_lm.py --data notes/           # on several hosts
 
-Without GPUs it makes 8 CPU devices and takes some minutes on two cores. With GPUs it takes all of
-them and a bigger model. It ends with the held-out perplexity by the ring and by one device, which
-must agree, and a sample. It writes metrics.jsonl, summary.json and loss.png into the folder that
-``--out`` names, and checkpoints into a folder beside them. Started again with the same command it
-goes on from the last checkpoint, on the same mesh or on another one. With ``--model`` it fine-tunes
-a folder of transformers, and writes the result as such a folder, OUT/model; with ``--lora-rank``
-beside it, it trains low-rank adapters alone, and merges them or writes OUT/adapter, a folder of
-peft. metrics.jsonl has a line for each step; runs of one seed and batch size see the same data on
-any mesh and any number of processes, so their lines can be compared.
+Without GPUs it uses 8 CPU devices and takes some minutes on two cores. With GPUs it uses all of
+them and a larger model. It ends with the held-out perplexity on the ring and on one device, which
+must agree, and a sample. It writes metrics.jsonl, summary.json, loss.png and checkpoints into
+``--out``; the same command resumes from the last checkpoint, on the same or another mesh. With
+``--model`` it fine-tunes a Hugging Face checkpoint and exports the result to OUT/model; with
+``--lora-rank`` it trains LoRA adapters and merges them, or exports them to OUT/adapter for peft.
+Runs with the same seed and batch size see the same data on any mesh and number of processes, so
+their metrics.jsonl can be compared step by step.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model_folder import check_frozen, export, first_state, frozen_mark
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
-from run_options import SAMPLE_CONTEXT, Run, one_device, parse_args, prepare
+from run_options import SAMPLE_CONTEXT, RunConfig, flag, one_device, parse_args, prepare
 
 from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.models import Decoder, abstract_decoder
-from burst_jax.parallel.first_process import by_first_process
-from burst_jax.parallel.platform import peak_flops, set_compiler_options
+from burst_jax.parallel.processes import by_first_process
+from burst_jax.parallel.target import peak_flops
+from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import (
     Batch,
     CheckpointError,
@@ -63,71 +63,72 @@ from burst_jax.training import (
     rows_here,
     split_trained,
 )
-from burst_jax.training.watch import CURVES, METRICS, read_metrics, replace_file, set_aside
+from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
 
 CPU_DEVICES = 8
-# Largest relative difference of the two held-out perplexities.
+# Largest relative difference between the two held-out perplexities.
 TOLERANCE = 1e-4
-# A run goes on from a checkpoint only with the same data and schedule; the sizes of the weights are
-# compared when they are restored. Learning rate and dtype may change, on purpose.
+# A run resumes only with the same data and schedule; array shapes are compared by restore. Learning
+# rate and dtype may change.
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
     "seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
-# What a run had whose checkpoints do not say it.
-UNSAID = {"moment_dtype": "float32"}
-# What a run writes into --out, beside its checkpoints.
-OF_A_RUN = (*RESULTS, CURVES, "model", "adapter")
+# Arguments that old checkpoints lack.
+IMPLIED = {"moment_dtype": "float32"}
+# Printed on one line.
+ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
+# What a run writes into --out, except checkpoints.
+OUTPUTS = (*RESULTS, CURVES, "model", "adapter")
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first of several processes."""
+    """Prints a line, on process 0."""
     if is_main():
         print(text, flush=True)
 
 
 def attention_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Attention options of the decoder in training and evaluation."""
+    """Attention options of the decoder, for training and evaluation."""
     return {"layout": args.layout, "implementation": args.implementation}
 
 
-def make_loader(args: argparse.Namespace, run: Run, corpus: Corpus) -> Loader:
-    """Loads the rows of each batch that this process' devices need."""
+def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loader:
+    """A loader of the sequences that this process' devices hold."""
     return Loader(
         corpus,
         seq_len=args.seq_len,
         batch=args.batch,
         rows=rows_here(run.mesh, args.batch, rules=run.rules),
         tokens=run.tokens,
-        # The model's is rounded up, so it would let pass ids that the text may not have.
+        # The model's own size is rounded up, so it would accept ids that the text must not have.
         vocab_size=args.vocab_size or run.config.vocab_size,
         packing=args.packing,
         seed=args.seed,
     )
 
 
-def place(args: argparse.Namespace, run: Run, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
-    """Makes a batch of this process' rows and puts it onto the mesh."""
+def place(args: argparse.Namespace, run: RunConfig, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
+    """Makes a batch of this process' sequences and shards it over the mesh."""
     batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
     return place_batch(batch, mesh, rules=run.rules, process_local=True)
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that a resumed run must have, or may change, as a checkpoint keeps them."""
+    """Arguments to save in a checkpoint, which a resumed run is compared with."""
     found = {name: getattr(args, name) for name in (*SAME, *MAY_CHANGE)}
     return found | {"model": None if args.model is None else str(args.model)}
 
 
 def check_same(args: argparse.Namespace, extra: Any) -> None:
-    """Raises ValueError if a checkpoint is of a run with other arguments."""
+    """Raises ValueError if a checkpoint's run has other arguments."""
     for name in SAME:
-        then = extra["arguments"].get(name, UNSAID.get(name))
+        then = extra["arguments"].get(name, IMPLIED.get(name))
         now = same_arguments(args)[name]
         if then != now:
-            option = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{option} is {now}: the checkpoints in {args.checkpoint_dir} are of a run with "
+                f"{flag(name)} is {now}: the run of the checkpoints in {args.checkpoint_dir} has "
                 f"{then}; use the same, or another --out and --checkpoint-dir"
             )
 
@@ -135,10 +136,10 @@ def check_same(args: argparse.Namespace, extra: Any) -> None:
 def restore(
     args: argparse.Namespace, checkpoints: Checkpoints, abstract: Any
 ) -> tuple[int, Any, Any]:
-    """``(step, state, extra)`` of the last good checkpoint; ``(0, None, {})`` if there is none.
+    """``(step, state, extra)`` of the newest intact checkpoint, or ``(0, None, {})``.
 
     Raises:
-      ValueError: the checkpoint is of a run with other arguments.
+      ValueError: the checkpoint's run has other arguments.
     """
     if args.resume == "never" and checkpoints.latest() is not None:
         raise ValueError(
@@ -148,32 +149,34 @@ def restore(
     restored = checkpoints.restore(abstract, check=partial(check_same, args))
     if restored is None:
         return 0, None, {}
-    by_first_process(partial(refuse_metrics_of_another_run, args, restored))
-    say(f"going on from step {restored.step}, {checkpoints.folder}")
+    by_first_process(partial(check_metrics, args, restored))
+    say(f"resuming from step {restored.step}, {checkpoints.folder}")
     for name in MAY_CHANGE:
         then, now = restored.extra["arguments"].get(name), getattr(args, name)
         if then is not None and then != now:
-            say(f"with --{name} {now}, which was {then}")
+            say(f"--{name} changed from {then} to {now}")
     return restored.step, restored.state, restored.extra
 
 
-def refuse_metrics_of_another_run(args: argparse.Namespace, restored: Restored) -> None:
-    """Raises ValueError if the metrics in ``--out`` are not those of the checkpoint's run.
+def check_metrics(args: argparse.Namespace, restored: Restored) -> None:
+    """Raises ValueError if the metrics in ``--out`` belong to another run than the checkpoint.
 
-    Going on would cut off that run's lines, and write others behind what is left of them.
+    Resuming would truncate that run's metrics and append others.
     """
     line = read_metrics(args.out / METRICS).get(restored.step)
-    # Equal runs have equal losses to the last bit: a step is logged before it is saved.
+    # A resumed run has bitwise equal losses, and a step is logged before it is saved.
     if line is not None and line.get("loss") != restored.extra.get("loss", line.get("loss")):
         raise ValueError(
-            f"--out is {args.out}, whose {METRICS} is of another run than the checkpoints in "
-            f"{args.checkpoint_dir}: their losses at step {restored.step} are {line.get('loss')} "
-            f"and {restored.extra['loss']}; use another --out, or that of these checkpoints"
+            f"--out is {args.out}, whose {METRICS} belongs to another run than the checkpoints in "
+            f"{args.checkpoint_dir}: the losses at step {restored.step} are {line.get('loss')} "
+            f"and {restored.extra['loss']}; use another --out, or the one of these checkpoints"
         )
 
 
-def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx.State, RunLog]:
-    """Runs the steps, until Ctrl-C if it comes, and returns the weights and the log."""
+def train(
+    args: argparse.Namespace, run: RunConfig, interrupt: Interrupt
+) -> tuple[nnx.State, RunLog]:
+    """Runs the steps, until the last one or Ctrl-C, and returns the weights and the log."""
     optimizer = make_optimizer(
         args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
     )
@@ -185,17 +188,17 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
     with ExitStack() as stack:
         loader = stack.enter_context(make_loader(args, run, run.text))
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
-        # Frozen weights are in no checkpoint: the model's folder has them.
+        # Frozen weights are not in the checkpoint, but in the Hugging Face checkpoint.
         abstract = [split_trained(shapes)[0], opt_shapes]
         start, state, extra = restore(args, checkpoints, abstract)
         loaded = extra.get("loader")
         if state is not None:
             loader.set_state(loaded)
-        elif is_main() and (moved := set_aside(args.out, OF_A_RUN)):
+        elif is_main() and (moved := set_aside(args.out, OUTPUTS)):
             say(moved)
         params, opt_state = first_state(args, run, optimizer, options, state)
-        mark = frozen_mark(params)
-        check_frozen(args, extra.get("frozen"), mark)
+        frozen = frozen_checksum(params)
+        check_frozen(args, extra.get("frozen"), frozen)
         log = stack.enter_context(
             RunLog(
                 args.out,
@@ -216,12 +219,12 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
                 "loader": gather_state(loaded),
                 "arguments": same_arguments(args),
                 "loss": loss,
-                "frozen": mark,
+                "frozen": frozen,
             }
             checkpoints.save(step, [split_trained(params)[0], opt_state], extra)
 
         def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
-            """Each batch, and the loader's state after it."""
+            """Each batch with the loader's state after it."""
             for rows in loader:
                 yield place(args, run, rows, run.mesh), loader.get_state()
 
@@ -233,7 +236,7 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
             with profile.step(step):
                 batch, loaded = following
                 params, opt_state, metrics = train_step(params, opt_state, batch)
-                # Made while the devices compute the step.
+                # Prepared while the devices compute the step.
                 following = next(ahead) if step < args.steps else None
                 numbers = {name: float(value) for name, value in metrics.items()}
             log.step(step, numbers)
@@ -247,8 +250,8 @@ def train(args: argparse.Namespace, run: Run, interrupt: Interrupt) -> tuple[nnx
     return params, log
 
 
-def held_out(args: argparse.Namespace, run: Run, params: nnx.State, mesh: Mesh) -> Evaluation:
-    """Evaluates the weights on the held-out rows: by the run's mesh, or by one device."""
+def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: Mesh) -> Evaluation:
+    """Evaluates the weights on held-out sequences, on the run's mesh or on one device."""
     whole = mesh is run.mesh
     options: Any = attention_options(args) | ({"rules": run.rules} if whole else {})
     graphdef, _ = abstract_decoder(run.config, mesh=mesh, **options)
@@ -261,14 +264,7 @@ def held_out(args: argparse.Namespace, run: Run, params: nnx.State, mesh: Mesh) 
 def sample(
     graphdef: nnx.GraphDef, params: nnx.State, prompt: jax.Array, length: int, key: jax.Array
 ) -> jax.Array:
-    """Draws tokens at temperature 0.8, each from the ``len(prompt)`` tokens before it.
-
-    Args:
-      graphdef: graph definition of the decoder, see :func:`sampler`.
-      params: its weights.
-      prompt: int32 ``[T]``, the tokens to continue.
-      length: number of tokens to draw.
-      key: for the random draws.
+    """Samples ``length`` tokens at temperature 0.8, each from the last ``len(prompt)`` tokens.
 
     Returns:
       int32 ``[length]``.
@@ -284,15 +280,15 @@ def sample(
     return jax.lax.scan(next_token, prompt, jax.random.split(key, length))[1]
 
 
-def sampler(args: argparse.Namespace, run: Run, mesh: Mesh) -> nnx.GraphDef:
-    """Graph definition of the decoder that :func:`sample` runs, tokens in natural order."""
-    # The context is short, and --mlp-chunks need not divide it.
+def sampler(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> nnx.GraphDef:
+    """Graph definition of the decoder for :func:`sample`, with tokens in natural order."""
+    # --mlp-chunks need not divide the short context.
     config = dataclasses.replace(run.config, mlp_chunks=1)
     return abstract_decoder(config, mesh=mesh, implementation=args.implementation)[0]
 
 
-def show_sample(args: argparse.Namespace, run: Run, mesh: Mesh, params: nnx.State) -> str:
-    """Continues the beginning of the held-out text on one device."""
+def show_sample(args: argparse.Namespace, run: RunConfig, mesh: Mesh, params: nnx.State) -> str:
+    """Samples a continuation of the held-out text's beginning, on one device."""
     context = min(SAMPLE_CONTEXT, args.seq_len)
     with make_loader(args, run, run.held_out) as loader:
         prompt = next(loader)["rows"][0, :context]
@@ -312,11 +308,11 @@ def show_sample(args: argparse.Namespace, run: Run, mesh: Mesh, params: nnx.Stat
     return f"...{text(prompt[-80:])}[sample starts]{text(drawn)}"
 
 
-def rehearse(args: argparse.Namespace, run: Run) -> None:
-    """Traces evaluation and sampling before the training, to find out whether they can run.
+def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
+    """Traces evaluation and sampling before the training, to find unsupported cases early.
 
-    A named implementation may support the dtype and lengths of the training, but not the dtype and
-    lengths of evaluation and sample. Without a name the library takes one that supports them.
+    An explicit implementation may support the dtype and lengths of the training, but not those of
+    evaluation and sample.
 
     Raises:
       NotImplementedError: the implementation cannot evaluate or sample.
@@ -337,13 +333,13 @@ def rehearse(args: argparse.Namespace, run: Run) -> None:
             jax.eval_shape(lambda *given: sample(graphdef, *given, 1, key), params, prompt)
     except NotImplementedError as error:
         raise NotImplementedError(
-            f"{error}; so the evaluation and the sample after the last step could not run: see "
+            f"{error}; so evaluation and sampling after the last step would fail: see "
             f"--implementation, --eval-dtype ({args.eval_dtype}) and --sample-tokens"
         ) from error
 
 
-def shapes(args: argparse.Namespace, run: Run, mesh: Mesh) -> Any:
-    """What :func:`place` makes, without arrays."""
+def shapes(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> Any:
+    """Shapes and shardings of :func:`place`."""
     sharding = NamedSharding(mesh, PartitionSpec(run.rules.batch_axes, "seq"))
 
     def array(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -353,16 +349,15 @@ def shapes(args: argparse.Namespace, run: Run, mesh: Mesh) -> Any:
     return tokens | {"weights": array(jnp.float32)}
 
 
-def with_dtype(run: Run, dtype: str) -> Run:
-    """The run, whose model computes in another dtype."""
+def with_dtype(run: RunConfig, dtype: str) -> RunConfig:
+    """The run with another compute dtype."""
     return dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=jnp.dtype(dtype)))
 
 
-def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -> int:
-    """Evaluates by the ring and by one device, samples, and writes the summary and the curve.
+def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: RunLog) -> int:
+    """Exports, evaluates on the ring and on one device, samples, writes summary and curve.
 
-    A model that was fine-tuned is exported first. With several processes no single device can reach
-    all weights: there the ring evaluates alone.
+    With several processes no single device can hold all weights, so only the ring evaluates.
 
     Returns:
       The exit code: 1 if the two perplexities differ by more than ``TOLERANCE``.
@@ -377,7 +372,7 @@ def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -
     if log.history:
         summary["loss"] = log.history[-1]["loss"]
     if is_main():
-        # Before one device tries what may be too much for it.
+        # Before one device, which may run out of memory.
         write_summary(args, summary)
         if log.history:
             plot_loss(log.history, args.out / "loss.png", ring.nll)
@@ -392,7 +387,7 @@ def finish(args: argparse.Namespace, run: Run, params: nnx.State, log: RunLog) -
         if args.sample_tokens > 0:
             say(show_sample(args, run, one, one_params))
         write_summary(args, summary | {"one_device": single._asdict()})
-    if not difference <= TOLERANCE:  # What is not a number is an error, too.
+    if not difference <= TOLERANCE:  # NaN is an error, too.
         print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
         return 1
     return 0
@@ -411,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args, parser = parse_args(argv)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # Has no effect on GPUs.
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
     try:
         processes = initialize(
             args.coordinator,
@@ -427,7 +422,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Everything after the processes have found each other."""
+    """The program after process start-up."""
     start = time.perf_counter()
     with Interrupt(alone=jax.process_count() == 1) as interrupt:
         try:
@@ -437,30 +432,23 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             rehearse(args, run)
             if not can_plot():
                 say(
-                    "matplotlib is not installed: there will be no loss.png; "
-                    "pip install 'burst-jax[examples]' brings it"
+                    "matplotlib is not installed, so loss.png is not written: "
+                    "pip install 'burst-jax[examples]'"
                 )
             sizes = {name: size for name, size in run.mesh.shape.items() if size > 1}
-            say(f"{run.text.description}, {run.text.size / 1e6:.1f} MB to train on")
+            say(f"{run.text.description}, {run.text.size / 1e6:.1f} MB for training")
             say(
                 f"{run.config.num_matmul_params / 1e6:.1f} M weights in {args.dtype}, {args.batch} "
-                f"x {args.seq_len} tokens a step, {args.layout} over {sizes or 'one device'} of "
+                f"x {args.seq_len} tokens per step, {args.layout} over {sizes or 'one device'} of "
                 f"{run.mesh.devices.flat[0].device_kind}"
             )
             if run.config.lora is not None:
                 say(
-                    f"{run.config.num_adapter_params / 1e6:.2f} M weights of adapters are trained, "
-                    f"on {', '.join(run.config.lora.projections)}, and no others"
+                    f"training only {run.config.num_adapter_params / 1e6:.2f} M adapter weights, "
+                    f"on {', '.join(run.config.lora.projections)}"
                 )
             params, log = train(args, run, interrupt)
-        except (
-            ValueError,
-            OSError,
-            NotImplementedError,
-            ImportError,
-            NonFinite,
-            CheckpointError,
-        ) as error:
+        except ERRORS as error:
             parser.error(str(error))
     if interrupt.requested:
         reached = log.history[-1:] or [{"step": 0, "loss": math.nan}]
@@ -470,7 +458,7 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         code = finish(args, run, params, log)
     except OSError as error:
-        parser.error(f"{error}; all steps are done: make room, and the same command does the rest")
+        parser.error(f"{error}; all steps are done: free disk space and run the same command again")
     results = "curve and metrics" if can_plot() else "metrics"
     say(f"{time.perf_counter() - start:.0f} s in all; {results} in {args.out}")
     return code

@@ -1,4 +1,4 @@
-"""Small helpers on arrays that every implementation needs."""
+"""Array helpers for all implementations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 
 
 def as_int32(name: str, x: Any) -> Any:
-    """An array of any integer dtype as int32, which kernels take; NumPy stays NumPy.
+    """Converts integers to int32, the dtype kernels read; NumPy arrays stay NumPy arrays.
 
     Under ``jax_enable_x64`` ``jnp.arange`` gives int64, and NumPy's integers are int64 by default.
 
     Raises:
-      ValueError: another dtype, or a NumPy array with a value that int32 cannot hold. A JAX array's
-        values are not looked at, because that would wait for them.
+      ValueError: another dtype, or a NumPy array with a value that int32 cannot hold. Values of JAX
+        arrays are not checked, because that would block on them.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {x.dtype}: convert it to int32")
@@ -31,7 +31,7 @@ def as_int32(name: str, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.size:
         for value in (x.min(), x.max()):
             if not -(2**31) <= int(value) < 2**31:
-                raise ValueError(f"{name} holds {value}: int32 cannot, so number them anew")
+                raise ValueError(f"{name} holds {value}: int32 cannot; renumber them")
     return x.astype(jnp.int32)
 
 
@@ -44,10 +44,10 @@ def varying_axes(*arrays: Any) -> frozenset:
 
 
 def vary(x: Any, axes: frozenset) -> Any:
-    """Marks a pytree as varying over manual mesh axes; values are untouched.
+    """Marks a pytree as varying over manual mesh axes; values are unchanged.
 
     Inside ``shard_map`` with ``check_vma=True`` a loop's initial value must vary over the same axes
-    as what the loop makes of it, and a fresh ``zeros`` varies over none.
+    as its result, and new ``zeros`` vary over none.
     """
 
     def cast(leaf):
@@ -58,29 +58,29 @@ def vary(x: Any, axes: frozenset) -> Any:
 
 
 def unvary(x: jax.Array) -> jax.Array:
-    """Takes the marks of :func:`vary` off; values are untouched.
+    """Removes the marks of :func:`vary`; values are unchanged.
 
-    For calls that take no marked arrays. JAX cannot check what such a call returns, so the caller
-    has to mark it.
+    For calls that accept no marked arrays. JAX cannot check what such a call returns, so the caller
+    must mark it.
     """
     return _unvary.bind(x) if varying_axes(x) else x
 
 
 def depending_on(x: jax.Array, other: jax.Array) -> jax.Array:
-    """``x``, which JAX then takes to be computed from ``other``; values are untouched.
+    """``x`` with a fake dependency on ``other``; values are unchanged.
 
-    ``jax.checkpoint`` computes ahead whatever depends on constants alone, and keeps it as a
-    residual. What a kernel changes in place may not be one, so it must depend on an operand.
+    ``jax.checkpoint`` precomputes whatever depends on constants only, and keeps it as a residual.
+    An array that a kernel updates in place must not be one, so it must depend on an input.
     """
     return _depending_on.bind(x, other)
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """``x`` in memory in the order of its dimensions, the last one contiguous; values untouched.
+    """``x`` in row-major layout; values are unchanged.
 
-    XLA lays an array out as suits the operations that read it, and, to save a copy, the arrays that
-    it is made from. If one of these is a slice that a scan takes of a stack, the whole stack is
-    copied into the other order before the scan, and both are in memory.
+    XLA chooses layouts for the operations that read an array, and propagates them to what it is
+    computed from. If that is a slice of a stack that a scan runs over, the whole stack is copied to
+    the other layout before the scan, and both are in memory.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
@@ -103,12 +103,12 @@ _depending_on = _identity("burst_depending_on", lambda x, _: x)
 
 
 def gradient_dtype(added_to: Any, out_dtype: DTypeLike | None) -> DTypeLike:
-    """The dtype that a kernel writes a gradient in: float32 if it adds to a sum, not None."""
+    """The dtype a kernel writes a gradient in: float32 where it adds to a given sum."""
     return jnp.float32 if added_to is not None or out_dtype is None else out_dtype
 
 
 def pad_axis(x: jax.Array, axis: int, length: int, value: float = 0) -> jax.Array:
-    """Pads the end of one axis up to ``length`` with ``value``; returns ``x`` itself if it fits."""
+    """Pads the end of one axis to ``length`` with ``value``; returns ``x`` itself if it fits."""
     extra = length - x.shape[axis]
     if not extra:
         return x

@@ -1,12 +1,12 @@
-"""A mask by blocks: a table says which blocks of queries see which blocks of keys.
+"""Block-sparse masks: a table of which blocks of queries attend to which blocks of keys.
 
 The table is in the sequence's natural order, so a score's entry follows from its positions::
 
     table[head, q_position // q_block, kv_position // kv_block]
 
-It is an operand, and its values are mostly not known before a program runs. Kernels visit only the
-tiles of scores in which it leaves something (:mod:`pallas_kernels.bounds` lists them), and test
-scores by it only in tiles that it fills in part.
+It is an array, whose values are usually not known at trace time. Kernels visit only the tiles of
+scores in which it allows something (:mod:`pallas_kernels.bounds` lists them), and test scores by it
+only in tiles that it allows in part.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pallas_kernels.mask import TileSummary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """Which blocks of queries see which blocks of keys. A pytree.
+    """A block-sparse mask. A pytree.
 
     Attributes:
-      table: bool ``[N or 1, rows, columns]``; True: the queries of this row may see the keys of
-        this column. All heads share one of 1.
-      q_block: positions of queries that a row stands for.
-      kv_block: positions of keys that a column stands for.
-      q_run: so many queries that lie side by side, beginning at a multiple of this number, are in
-        one row. 1 says nothing about where queries lie.
+      table: bool ``[N or 1, rows, columns]``; True where the queries of a row attend to the keys of
+        a column. With a leading 1, all heads share it.
+      q_block: query positions per row.
+      kv_block: key positions per column.
+      q_run: every ``q_run`` consecutive queries of a device, from a multiple of it on, are in one
+        row; 1 assumes nothing.
       kv_run: the same for keys and columns.
     """
 
@@ -60,23 +60,23 @@ class BlockMask:
         Args:
           q_positions: ``[T]``.
           kv_positions: ``[S]``.
-          groups: G, how many query heads share a key head.
+          groups: G, query heads per key/value head.
         """
         rows, columns = self.rows(q_positions)[:, None], self.columns(kv_positions)[None, :]
-        # Positions beyond the sequence, of what pads a tile, take any entry.
+        # Positions past the sequence, of a tile's padding, read an arbitrary entry.
         of_heads = jax.vmap(lambda table: table.at[rows, columns].get(mode="clip"))(self.table)
         return of_heads.reshape(-1, groups if self.heads > 1 else 1, *of_heads.shape[1:])
 
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
-        """What is known of every tile of scores: ``(possible, full)``, bool ``[N or 1, q, kv]``.
+        """What is known about every tile of scores: ``(possible, full)``, bool ``[N or 1, q, kv]``.
 
-        As :meth:`pallas_kernels.mask.Mask.tiles`. All rows and columns count that lie between those
-        of a tile's first and last position, also if no token of the tile is in one of them.
+        As :meth:`pallas_kernels.mask.Mask.tiles`. It considers all rows and columns between those
+        of a tile's first and last position, also those that no token of the tile is in.
         """
-        # sums[:, i, j] is how many of the entries before row i and before column j are True.
+        # sums[:, i, j] is the number of True entries before row i and before column j.
         sums = jnp.cumsum(jnp.cumsum(self.table, 1, dtype=jnp.int32), 2, dtype=jnp.int32)
         sums = jnp.pad(sums, ((0, 0), (1, 0), (1, 0)))
-        # Positions are alike in all rows of the batch.
+        # All sequences have the same positions.
         top, bottom = self.rows(q.first[0]), self.rows(q.last[0]) + 1
         left, right = self.columns(kv.first[0]), self.columns(kv.last[0]) + 1
 
@@ -89,10 +89,10 @@ class BlockMask:
         return seen > 0, seen == entries[None]
 
     def tests_scores(self, block_q: int, block_kv: int, together: int = 1) -> bool:
-        """Whether scores must be tested in tiles of this size that are visited.
+        """Whether scores of visited tiles of this size must be tested.
 
-        If not, a tile has one entry of the table, which says whether it is visited. ``together``:
-        how many query heads visit the same tiles.
+        If not, every tile is within one entry of the table, which decides whether it is visited.
+        ``together``: query heads that visit the same tiles.
         """
         splits = self.q_run % block_q or self.kv_run % block_kv
         return bool(splits) or (together > 1 and self.heads > 1)

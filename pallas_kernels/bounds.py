@@ -1,23 +1,23 @@
-"""Tile bounds: which key tiles a query tile needs, and which of them need no mask.
+"""Tile bounds: which KV tiles a query tile attends to, and which of them need no mask.
 
-A row of a table is ``(first, full_first, full_end, end)``, in tiles of the other side:
+The bounds of a tile are ``(first, full_first, full_end, end)``, in tiles of the other side:
 
-    [first, full_first)      may hold scores that count: masked
+    [first, full_first)      some scores may count: masked
     [full_first, full_end)   every score counts: no mask arithmetic
-    [full_end, end)          may hold scores that count: masked
+    [full_end, end)          some scores may count: masked
 
-Nothing outside ``[first, end)`` counts. An empty row is ``(0, 0, 0, 0)``.
+No score outside ``[first, end)`` counts. Empty bounds are ``(0, 0, 0, 0)``.
 
-A mask by blocks leaves tiles anywhere, so with one a row of a table lists them::
+With a block-sparse mask the tiles are not contiguous, so a tile has a list instead::
 
-    (masked, visited, tiles that may hold scores that count, tiles in which every score counts, ..)
+    (masked, visited, tiles in which some scores may count, tiles in which every score counts, ...)
 
-The list begins with ``visited`` tiles, of which the first ``masked`` are masked. The tiles behind
-them are all others, and nothing in them counts.
+The list begins with ``visited`` tiles, of which the first ``masked`` need a mask. All other tiles
+follow; no score of theirs counts.
 
-Tables depend on positions, segment ids and ranges of keys, not on layers or heads. They are made
-once per pair of shards, by a few thousand comparisons of each tile's smallest and largest ones.
-A range may hold a tile in which no score counts; it never leaves out a tile in which one does.
+Bounds depend on positions, segment ids and KV bounds, not on layers or heads. They are computed
+once per pair of shards, from each tile's smallest and largest values. A range may contain a tile in
+which no score counts; it never omits a tile in which one does.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ def query_bounds(
     tiles: Tiles,
     block_mask: BlockMask | None = None,
 ) -> jax.Array:
-    """Bounds in key tiles for every query tile.
+    """Bounds in KV tiles for every query tile.
 
     Returns:
-      int32 ``[R, ceil(T / block_q), 4]``; R is B if rows differ in segment ids or ranges
-      of keys, else 1. With a mask by blocks lists, int32 ``[R, N or 1, query tiles, 2 + key
-      tiles]``.
+      int32 ``[R, ceil(T / block_q), 4]``; R is B if sequences differ in segment ids or KV bounds,
+      else 1. With a block-sparse mask lists, int32 ``[R, N or 1, query tiles, 2 + KV tiles]``.
     """
     possible, full = _tiles(mask, query, kv, tiles, block_mask)
     return _ranges(possible, full) if block_mask is None else _lists(possible, full)
@@ -62,14 +61,14 @@ def key_bounds(
     block_mask: BlockMask | None = None,
     groups: int = 1,
 ) -> jax.Array:
-    """Bounds in query tiles for every key tile.
+    """Bounds in query tiles for every KV tile.
 
-    ``groups``: how many query heads share a key head.
+    ``groups``: query heads per key/value head.
 
     Returns:
-      int32 ``[R, ceil(S / block_kv), 4]``; R is B if rows differ in segment ids or ranges
-      of keys, else 1. With a mask by blocks lists, int32 ``[R, K or 1, key tiles, 2 + query
-      tiles]``: of the tiles that one of the query heads visits which share the key head.
+      int32 ``[R, ceil(S / block_kv), 4]``; R is B if sequences differ in segment ids or KV bounds,
+      else 1. With a block-sparse mask lists, int32 ``[R, K or 1, KV tiles, 2 + query tiles]``, of
+      the tiles that any query head of the key/value head visits.
     """
     possible, full = _tiles(mask, query, kv, tiles, block_mask)
     possible, full = possible.swapaxes(-1, -2), full.swapaxes(-1, -2)
@@ -84,28 +83,28 @@ def key_bounds(
 def lists_for_all(
     mask: Mask, query: QuerySide, kv: KVSide, tiles: Tiles, block_mask: BlockMask
 ) -> jax.Array:
-    """Lists of the key tiles that some head of some row of the batch needs, for every query tile.
+    """Lists of the KV tiles that any head of any sequence visits, for every query tile.
 
     Returns:
-      int32 ``[1, 1, query tiles, 2 + key tiles]``.
+      int32 ``[1, 1, query tiles, 2 + KV tiles]``.
     """
     possible, full = _tiles(mask, query, kv, tiles, block_mask)
     return _lists(possible.any((0, 1), keepdims=True), full.all((0, 1), keepdims=True))
 
 
 def over_batch(bounds: jax.Array) -> jax.Array:
-    """``(first, end)`` over all rows of the batch: ``[R, tiles, 4]`` to ``[tiles, 2]``."""
+    """``(first, end)`` over the whole batch: ``[R, tiles, 4]`` to ``[tiles, 2]``."""
     first, end = bounds[..., 0], bounds[..., 3]
-    # Where nothing is to be visited first is 0, which says nothing about the other batch rows.
+    # In empty bounds first is 0, which must not lower the minimum over the batch.
     first = jnp.where(first < end, first, _INT32.max).min(0)
     end = end.max(0)
     return jnp.stack([jnp.minimum(first, end), end], axis=-1)
 
 
-def halves_of_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
-    """Cuts a pytree of tables in two: one keeps the first half of the tiles, one the second.
+def split_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
+    """Splits a pytree of bounds in two: one keeps the first half of the tiles, one the second.
 
-    The tiles that a table does not keep visit nothing.
+    The other tiles' bounds are empty.
     """
 
     def half(table: jax.Array, first: bool) -> jax.Array:
@@ -147,7 +146,7 @@ def _summary(side: Side, block: int) -> TileSummary:
 
 
 def _segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, jax.Array]:
-    """What :class:`TileSummary` has of segments."""
+    """The fields of :class:`TileSummary` about segments."""
     extra = count * block - segment_ids.shape[1]
     seg = jnp.pad(segment_ids, ((0, 0), (0, extra))).reshape(-1, count, block)
     low, high, padded = _reduce(
@@ -182,9 +181,9 @@ def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str
 def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
     count = possible.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
-    # The range of full tiles is the first run of them. Causal and window masks make only one run.
-    # Segments may make more, whose tiles are masked needlessly, not wrongly. The first run ends
-    # where a full tile is first followed by one that is not.
+    # The range of full tiles is the first run of them. Causal and window masks have only one run.
+    # Segments may have more; masking those tiles is needless but correct. The first run ends where
+    # a full tile is first followed by one that is not.
     before = jnp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
     first, end, full_first, full_end = _reduce(
         (lax.min, count, jnp.where(possible, index, count)),
@@ -202,7 +201,7 @@ def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:
     count = possible.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
     masked = possible & ~full
-    # Sorted by what must be done with them; of one kind they stay in their order.
+    # Sorted by kind: masked, full, not visited; within a kind in ascending order.
     kind = jnp.where(masked, 0, jnp.where(possible, 1, 2)).astype(jnp.int32)
     tiles = lax.rem(jnp.sort(kind * jnp.int32(count) + index, axis=-1), jnp.int32(count))
     counts = [x.sum(-1, keepdims=True, dtype=jnp.int32) for x in (masked, possible)]
@@ -212,7 +211,7 @@ def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:
 def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence[jax.Array]:
     """Reduces int32 arrays of one shape over their last axis, each ``(operation, start, array)``.
 
-    One reduction of all of them is one tiny kernel on a GPU, which runs before every attention.
+    One joint reduction is one small GPU kernel, which runs before every attention.
     """
     operations, starts, arrays = zip(*parts, strict=True)
 

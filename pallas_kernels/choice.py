@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.pallas_mosaic.implementation import MOSAIC_SM90
+from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax
 
-_H100_MULTIPROCESSORS = 132
+_H100_SMS = 132
 
 
-def multiprocessors() -> int:
-    """How many the GPU has that the code being traced will run on; an H100's if it is unknown."""
+def num_sms() -> int:
+    """Number of SMs of the GPU that the traced code will run on; an H100's if it is unknown."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
-        return abstract.num_cores or _H100_MULTIPROCESSORS
+        return abstract.num_cores or _H100_SMS
     device = jax.devices()[0]
-    return getattr(device, "core_count", None) or _H100_MULTIPROCESSORS
+    return getattr(device, "core_count", None) or _H100_SMS

@@ -2,20 +2,18 @@
 
     out = sum over keys of  kept(q, k) weight(q, k) v(k) / (1 - rate)
 
-The weights are those of the softmax over all keys: lse does not know of dropout. Whether a weight
-is kept depends on numbers of its own row and column alone, and not on where or when it is computed.
-So it is the same on any number of devices, in every layout, for every tile, and in the backward
-pass, which computes it again.
+The weights are those of the softmax over all keys: lse does not depend on dropout. Whether a weight
+is kept depends on a hash of its query and a hash of its key only. So it is the same on any number
+of devices, in every layout, with every tile size, and in the backward pass, which recomputes it.
 
     kept  =  a(seed, p_q) c(p_k)  >=  threshold         (int32, wrapping around)
 
-``seed`` is one random number for each batch row and query head, ``p`` are positions. a and c are
-scrambled until nothing of the order of tokens is left, and odd. Then the product is uniform over
-all odd int32. Two keys of a row, or two queries of a column, are kept independently of each other
-but for one pair in millions, whose numbers happen to have a simple ratio: this is multiplicative
-hashing, with a random multiplier for every row (Dietzfelbinger et al. 1997, "A reliable randomized
-algorithm for the closest-pair problem"). All but one multiplication, one comparison and one
-selection is work for each token, not for each score.
+``seed`` is one random number per batch index and query head, ``p`` are positions. a and c are odd
+hashes. Their product is uniform over all odd int32. Two keys of a query, or two queries of a key,
+are kept independently except for one pair in millions, whose hashes have a simple ratio: this is
+multiplicative hashing, with a random multiplier per query (Dietzfelbinger et al. 1997, "A reliable
+randomized algorithm for the closest-pair problem"). Per score it costs one multiplication, one
+comparison and one selection; everything else is per token.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """How many weights are dropped. Hashable, so that it can key a jit cache.
+    """Dropout of weights. Hashable, so that it can be part of a jit cache key.
 
     Attributes:
-      rate: the probability that a weight is dropped, from 0 up to but without 1.
+      rate: the probability that a weight is dropped, in [0, 1).
     """
 
     rate: float
@@ -58,28 +56,28 @@ class Dropout:
         """Which scores of a tile are kept.
 
         Args:
-          rows: :func:`row_numbers` of the queries, which broadcast against the tile.
-          columns: :func:`column_numbers` of the keys, which broadcast against the tile.
+          rows: :func:`row_hashes` of the queries, broadcast against the tile.
+          columns: :func:`column_hashes` of the keys, broadcast against the tile.
         """
         return rows * columns >= jnp.int32(self.threshold)
 
 
-def row_numbers(seeds: jax.Array, q_positions: jax.Array) -> jax.Array:
-    """a of queries. ``seeds``, int32, are those of their batch rows and heads."""
+def row_hashes(seeds: jax.Array, q_positions: jax.Array) -> jax.Array:
+    """a of queries. ``seeds``: int32, of their batch indices and heads."""
     return _scrambled(seeds ^ _scrambled(q_positions)) | jnp.int32(1)
 
 
-def column_numbers(kv_positions: jax.Array) -> jax.Array:
+def column_hashes(kv_positions: jax.Array) -> jax.Array:
     """c of keys."""
-    # A number of its own, lest position 0 be scrambled to 0.
+    # Another constant than for queries; position 0 would hash to 0 without one.
     return _scrambled(kv_positions ^ jnp.int32(0x3C6EF372)) | jnp.int32(1)
 
 
 def _scrambled(x: jax.Array) -> jax.Array:
-    """One-to-one: each bit of int32 ``x`` turns about half of the bits of the result.
+    """A one-to-one hash: each bit of int32 ``x`` flips about half of the bits of the result.
 
     The two multipliers and the shifts are those of hash-prospector's ``lowbias32``, which were
-    searched for by that measure (github.com/skeeto/hash-prospector, public domain).
+    optimized for that property (github.com/skeeto/hash-prospector, public domain).
     """
     x = (x ^ lax.shift_right_logical(x, jnp.int32(16))) * jnp.int32(0x7FEB352D)
     x = (x ^ lax.shift_right_logical(x, jnp.int32(15))) * jnp.int32(0x846CA68B - 2**32)

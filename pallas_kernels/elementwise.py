@@ -1,12 +1,12 @@
-"""Users' own functions of single scores, ``score_mod`` and ``mask_mod``: traced, and run on tiles.
+"""User ``score_mod`` and ``mask_mod``: tracing them, and running them on tiles of scores.
 
     score_mod(score, batch, head, q_position, kv_position) -> score
     mask_mod(batch, head, q_position, kv_position) -> bool
 
-They are functions of numbers, so they are traced with scalars. Plain JAX then runs them on every
-score of a tile by ``jnp.vectorize``, whatever they do. A kernel runs the traced operations one by
-one on whole tiles. It has only operations that make each number of a tile from the numbers at the
-same place, and only some of those (:func:`pallas_kernels.spec.unsupported_functions`).
+They are traced with scalars. Plain JAX then runs them on every score of a tile by
+``jnp.vectorize``, whatever they do. A kernel runs the traced operations one by one on whole tiles,
+so it supports elementwise operations only, and not all of them
+(:func:`pallas_kernels.spec.unsupported_functions`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-# Operations that leave a scalar as it is.
+# Operations that are the identity on scalars.
 _NOTHING = (
     *("broadcast_in_dim", "copy", "copy_p", "reshape", "reshard", "squeeze", "stop_gradient"),
 )
-# The parameters that have the function which an operation calls.
+# Parameters that hold the jaxpr which an operation calls.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CONTROL_FLOW = ("cond", "scan", "while")
 
 
 class Variable:
-    """A number that is not known before the function runs.
+    """A value of a traced function.
 
     Attributes:
       dtype: its dtype.
-      shape: () but inside of what only plain JAX can run.
+      shape: (), except within operations that only plain JAX can run.
     """
 
     __slots__ = ("dtype", "shape")
@@ -47,9 +47,9 @@ class Operation(NamedTuple):
     """One operation of a traced function.
 
     Attributes:
-      primitive: what is done.
-      params: how.
-      inputs: variables, numbers and captured arrays.
+      primitive: the JAX primitive.
+      params: its parameters.
+      inputs: variables, constants and captured arrays.
       outputs: variables.
     """
 
@@ -65,12 +65,12 @@ class Operation(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What a function does, operation by operation, without those that its results do not need.
+    """A function as a list of operations, without those that its results do not depend on.
 
     Attributes:
       arguments: variables.
       operations: in order.
-      results: variables, numbers or captured arrays.
+      results: variables, constants or captured arrays.
     """
 
     arguments: tuple[Variable, ...]
@@ -83,25 +83,25 @@ class Traced(NamedTuple):
 
     @property
     def captured(self) -> list[Any]:
-        """Arrays and traced numbers that the function has from elsewhere."""
+        """Arrays and tracers that the function captures."""
         return [x for x in self._atoms if not isinstance(x, (Variable, np.generic))]
 
     def reads(self, argument: int) -> bool:
-        """Whether the results depend on the argument of this number."""
+        """Whether the results depend on the argument at this index."""
         return any(atom is self.arguments[argument] for atom in self._atoms)
 
 
 def in_plain_jax(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function`` of each number of arrays that broadcast against each other."""
+    """``function`` applied to each element of arrays that broadcast against each other."""
     return jnp.vectorize(function)(*arguments)
 
 
-class Places(NamedTuple):
-    """Where the scores of a tile are, and how functions run on it.
+class ScoreCoordinates(NamedTuple):
+    """Coordinates of a tile's scores, and how user functions run on the tile.
 
     Attributes:
-      batch: int32, the row of the batch; all of these broadcast against the tile.
-      head: int32, the query head.
+      batch: int32, global batch index; this and the following broadcast against the tile.
+      head: int32, global query head index.
       q_position: int32.
       kv_position: int32.
       run: ``(function, *arguments) -> results``: :func:`in_plain_jax`, or a kernel's.
@@ -114,36 +114,36 @@ class Places(NamedTuple):
     run: Callable[..., Any] = in_plain_jax
 
     def apply(self, function: Callable[..., Any], *score: Any) -> Any:
-        """``function`` of the scores, if it takes them, and of where they are."""
+        """Applies a ``score_mod`` to scores, or a ``mask_mod`` to none."""
         place = self.batch, self.head, self.q_position, self.kv_position
         return self.run(function, *score, *place)
 
 
 def modified(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
-    """What ``score_mod`` makes of a score, in the score's dtype."""
+    """The result of ``score_mod``, in the score's dtype."""
     return jnp.asarray(score_mod(score, *place)).astype(score.dtype)
 
 
-def slope(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
-    """The derivative of ``score_mod`` with respect to the score that it is given."""
-    return with_slope(score_mod, score, *place)[1]
+def derivative(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
+    """The derivative of ``score_mod`` with respect to its score argument."""
+    return with_derivative(score_mod, score, *place)[1]
 
 
-def with_slope(score_mod: Callable[..., Any], score: Any, *place: Any) -> tuple[Any, Any]:
+def with_derivative(score_mod: Callable[..., Any], score: Any, *place: Any) -> tuple[Any, Any]:
     """:func:`modified` and :func:`slope`."""
     return jax.jvp(
         lambda score: modified(score_mod, score, *place), (score,), (jnp.ones_like(score),)
     )
 
 
-def slope_is_one(score_mod: Callable[..., Any]) -> bool:
+def derivative_is_one(score_mod: Callable[..., Any]) -> bool:
     """Whether a ``score_mod`` only adds something to the score."""
-    (of_score,) = trace(functools.partial(slope, score_mod), takes_score=True).results
+    (of_score,) = trace(functools.partial(derivative, score_mod), takes_score=True).results
     return isinstance(of_score, np.generic) and of_score == 1
 
 
 def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
-    """What ``function`` does with a float32 score, if it takes one, and four int32 numbers."""
+    """Traces ``function`` with a float32 score, if it has one, and four int32 scalars."""
     place = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     score = [jax.ShapeDtypeStruct((), jnp.float32)] if takes_score else []
     closed = jax.make_jaxpr(function)(*score, *place)
@@ -159,7 +159,7 @@ def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
 
 
 def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[Any]:
-    """Appends what a jaxpr does, and what the functions do that it calls; returns its results."""
+    """Appends the operations of a jaxpr and of those it calls; returns its results."""
     jaxpr, captured = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
     known = dict(zip(jaxpr.invars, arguments, strict=True))
     known |= dict(zip(jaxpr.constvars, map(_compiled_in, captured), strict=True))
@@ -179,7 +179,7 @@ def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[A
             outputs = inputs
         else:
             outputs = tuple(Variable(var.aval) for var in eqn.outvars)
-            # Derivatives are added by an operation of their own, which kernels lack.
+            # Autodiff adds by an operation of its own, which kernels lack.
             primitive = jax.lax.add_p if name == "add_any" else eqn.primitive
             operations.append(Operation(primitive, eqn.params, inputs, outputs))
         known |= dict(zip(eqn.outvars, outputs, strict=True))
@@ -187,7 +187,7 @@ def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[A
 
 
 def _compiled_in(captured: Any) -> Any:
-    """A captured number as NumPy's, which is compiled in; an array and a traced number as it is."""
+    """A captured number as a NumPy constant; an array or a tracer unchanged."""
     if isinstance(captured, jax.core.Tracer) or np.shape(captured) != ():
         return captured
     return np.asarray(captured)[()]
@@ -198,12 +198,12 @@ def on_tiles(
     *arguments: Any,
     replaced: Mapping[str, Callable[..., Any]],
 ) -> Any:
-    """``function`` of tiles and of what broadcasts against them, inside a kernel.
+    """Applies ``function`` to tiles and to what broadcasts against them, inside a kernel.
 
     Args:
       function: one that a kernel supports (:func:`pallas_kernels.spec.unsupported_functions`).
-      *arguments: four of them, or five with a score in front.
-      replaced: what runs instead of an operation of this name; it takes its parameters, too.
+      *arguments: batch, head and the two positions, preceded by the scores for a ``score_mod``.
+      replaced: replacements of operations by name, called with the same parameters.
     """
     traced = trace(function, takes_score=len(arguments) == 5)
     values = dict(zip(traced.arguments, arguments, strict=True))

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_mask import BlockMask
-from pallas_kernels.dropout import row_numbers
-from pallas_kernels.elementwise import Places
+from pallas_kernels.dropout import row_hashes
+from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 
 # Attention over some keys: o float32 [B, T, N, Hv], and lse float32 [B, N, T].
@@ -241,7 +241,9 @@ class AttentionInputs(NamedTuple):
             bounds["kv_ends"] = jnp.minimum(bounds.get("kv_ends", end), end)
         return dataclasses.replace(mask, left=None, right=None), bounds
 
-    def places(self, q_positions: jax.Array, kv_positions: jax.Array) -> Places | None:
+    def coordinates(
+        self, q_positions: jax.Array, kv_positions: jax.Array
+    ) -> ScoreCoordinates | None:
         """Coordinates of the scores ``[B, K, G, T, S]``; None if no ``score_mod`` reads them.
 
         The positions are shaped to broadcast against the scores.
@@ -250,14 +252,14 @@ class AttentionInputs(NamedTuple):
             return None
         batch, head = self.shared.indices
         heads = head.reshape(1, -1, self.groups, 1, 1)
-        return Places(batch.reshape(-1, 1, 1, 1, 1), heads, q_positions, kv_positions)
+        return ScoreCoordinates(batch.reshape(-1, 1, 1, 1, 1), heads, q_positions, kv_positions)
 
     @property
     def dropout_rows(self) -> jax.Array:
         """Dropout's hash of every query, ``[B, N, T]``; only with dropout."""
         seeds = self.shared.dropout_seeds
         assert seeds is not None
-        return row_numbers(seeds[:, :, None], self.q_positions[None, None, :])
+        return row_hashes(seeds[:, :, None], self.q_positions[None, None, :])
 
     def cotangents(self) -> tuple[jax.Array, jax.Array]:
         """``(do, stats)``, which a backward pass requires."""

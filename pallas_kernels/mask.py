@@ -1,7 +1,7 @@
-"""The one definition of the mask: for a score, for a tile of scores, and for whole shards.
+"""The one definition of masks: per score, per tile of scores, and per pair of shards.
 
-A new kind of mask by positions is one more test in each of the three methods of :class:`Mask`. A
-mask that reads a further array, as segment ids are, is an operand of every kernel besides.
+A new mask by positions is one more test in each of the three methods of :class:`Mask`. A mask that
+reads another array, such as segment ids, also adds an input to every kernel.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.elementwise import Places
+from pallas_kernels.elementwise import ScoreCoordinates
 
 _INT32 = jnp.iinfo(jnp.int32)
 
 
 class TileSummary(NamedTuple):
-    """What a mask needs to know of each tile of tokens: arrays ``[R, tiles]`` or ``[1, tiles]``.
+    """Per-tile statistics of tokens that masks need, arrays ``[R, tiles]`` or ``[1, tiles]``.
 
     Attributes:
       first: the smallest position.
       last: the largest position.
-      whole: False for a ragged last tile, whose tail must be masked.
-      segment_low: the smallest segment id of tokens that are no padding; None without segments.
-      segment_high: the largest one; below ``segment_low`` where the whole tile is padding.
-      segment: the only segment of a tile that has one segment and no padding, else 0.
-      earliest_start: of queries, the smallest start of the keys that one of them sees; None without
-        starts. Queries whose range of keys is empty do not count.
-      latest_start: the largest start, of all queries.
-      earliest_end: the smallest end of the keys that a query sees, of all queries; None without
-        ends.
-      latest_end: the largest end. Queries whose range of keys is empty do not count.
+      whole: False for a partial last tile, whose tail must be masked.
+      segment_low: the smallest segment id except padding; None without segments.
+      segment_high: the largest one; below ``segment_low`` if the whole tile is padding.
+      segment: the segment id of a tile with a single segment and no padding, else 0.
+      earliest_start: of queries, the smallest ``kv_starts``; None without. Queries with empty KV
+        bounds do not count.
+      latest_start: the largest ``kv_starts``, of all queries.
+      earliest_end: the smallest ``kv_ends``, of all queries; None without.
+      latest_end: the largest ``kv_ends``. Queries with empty KV bounds do not count.
     """
 
     first: jax.Array
@@ -54,19 +53,19 @@ class TileSummary(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, by positions and segments. Hashable, so that it can key a jit cache.
+    """Which keys a query attends to. Hashable, so that it can be part of a jit cache key.
 
-    A query at position ``p`` sees the keys at ``p - left .. p + right``; causal attention is
-    ``right = 0``. Positions decide, never indices, so one mask serves every layout. Where tokens
-    have segment ids, a query sees keys of its own segment only, and nothing sees padding. Where
-    queries have ranges of keys, each sees only keys at positions inside of its own range. A
-    function of the caller's hides further keys.
+    A query at position ``p`` attends to keys at ``p - left .. p + right``; causal attention is
+    ``right = 0``. Masks read positions, never indices, so one mask serves every layout. With
+    segment ids, a query attends to keys of its own segment only, and padding neither attends nor is
+    attended to. With per-query KV bounds, a query attends to keys at positions within its bounds
+    only. A ``mask_mod`` masks further keys. All of these combine.
 
     Attributes:
-      left: how far back a query sees, in tokens; None is no limit.
-      right: how far ahead a query sees, in tokens; None is no limit.
-      mask_mod: a function that is True where a query sees a key
-        (:mod:`pallas_kernels.elementwise`), hashed by identity; None hides nothing.
+      left: window size before the query, in tokens; None is unlimited.
+      right: window size after the query, in tokens; None is unlimited.
+      mask_mod: True where a query attends to a key (:mod:`pallas_kernels.elementwise`), hashed by
+        identity; None masks nothing.
     """
 
     left: int | None = None
@@ -83,7 +82,7 @@ class Mask:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether the window reads positions."""
+        """Whether there is a window, which reads positions."""
         return self.left is not None or self.right is not None
 
     @property
@@ -99,15 +98,14 @@ class Mask:
         kv_segment_ids: jax.Array | None = None,
         kv_starts: jax.Array | None = None,
         kv_ends: jax.Array | None = None,
-        places: Places | None = None,
+        coordinates: ScoreCoordinates | None = None,
     ) -> jax.Array | None:
         """Which scores count; None if all do.
 
-        The query's and the key's arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
-        Segment ids, starts and ends may have more axes than positions, in front, and so has the
-        result then. Starts and ends are the queries'.
-        Positions may be None where no test reads them. ``places`` are where the scores are, for
-        :attr:`mask_mod` alone.
+        The queries' and the keys' arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
+        Segment ids and KV bounds may have more leading axes than positions; the result then has
+        them, too. Positions may be None where no test reads them. Only :attr:`mask_mod` reads
+        ``coordinates``.
 
         Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
         """
@@ -130,12 +128,12 @@ class Mask:
             assert kv_positions is not None
             tests.append(operator.lt(*_of_one_rank(kv_positions, kv_ends)))
         if self.mask_mod is not None:
-            assert places is not None
-            tests.append(places.apply(self.mask_mod))
+            assert coordinates is not None
+            tests.append(coordinates.apply(self.mask_mod))
         return functools.reduce(both, tests) if tests else None
 
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
-        """What is known of every tile of scores: ``(possible, full)``, bool ``[R, q, kv]``.
+        """What is known about every tile of scores: ``(possible, full)``, bool ``[R, q, kv]``.
 
         ``possible``: a score of the tile may count. ``full``: all of them do, without a test.
         """
@@ -171,21 +169,20 @@ class Mask:
             possible = possible & (kv_first < q.latest_end[:, :, None])
             full = full & (kv_last < q.earliest_end[:, :, None])
         if self.mask_mod is not None:
-            # A function says nothing of a whole tile.
+            # A mask_mod cannot be evaluated for a whole tile.
             full = jnp.zeros_like(full)
         return possible, full
 
     def shards(
         self, base: np.ndarray, stride: int, low: np.ndarray, high: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which scores of two shards may count, for a ring that leaves out needless hops.
+        """Which scores of two shards may count, so that a ring can skip hops.
 
         A query's position minus a key's is ``base + stride * i``, with i from ``low`` to ``high``.
 
         Returns:
-          ``(low, high)``: the range of i that the mask lets through; empty where low > high.
-          Segment ids and ranges of keys are not known before the program runs, so they exclude
-          nothing here.
+          ``(low, high)``: the range of i that the mask allows; empty where low > high. Segment ids
+          and KV bounds are not known at trace time, so they exclude nothing here.
         """
         if self.right is not None:
             low = np.maximum(low, -((base + self.right) // stride))
@@ -195,28 +192,28 @@ class Mask:
 
 
 def first_key_in_window(positions: jax.Array, left: jax.typing.ArrayLike) -> jax.Array:
-    """``p - left``, int32, or the nearest number that int32 can hold, for every position p."""
+    """``p - left``, int32 and saturating, for every position p."""
     least, most = jnp.maximum(positions, -1) - _INT32.max, jnp.minimum(positions, -1) - _INT32.min
     return positions - jnp.clip(jnp.int32(left), least, most)
 
 
 def end_of_keys_in_window(positions: jax.Array, right: jax.typing.ArrayLike) -> jax.Array:
-    """``p + right + 1``, as :func:`first_key_in_window`."""
+    """``p + right + 1``, int32 and saturating, for every position p."""
     after = positions + 1
     least, most = _INT32.min - jnp.minimum(after, 0), _INT32.max - jnp.maximum(after, 0)
     return after + jnp.clip(jnp.int32(right), least, most)
 
 
 def both(mask: jax.Array, other: jax.Array) -> jax.Array:
-    """``mask & other``, the one of lower rank broadcast over further axes in front.
+    """``mask & other``, the one of lower rank broadcast over leading axes.
 
-    ``&`` alone would do it too, but not where ``jax_numpy_rank_promotion`` is "raise".
+    Also works where ``jax_numpy_rank_promotion`` is "raise".
     """
     return operator.and_(*_of_one_rank(mask, other))
 
 
 def _of_one_rank(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both arrays, the one of lower rank with further axes of size 1 in front."""
+    """Both arrays, the one of lower rank with leading axes of size 1 added."""
     if x.ndim > other.ndim:
         other = lax.expand_dims(other, range(x.ndim - other.ndim))
     elif x.ndim < other.ndim:

@@ -1,4 +1,4 @@
-"""Merging two partial attentions over disjoint keys by their log-sum-exp."""
+"""Merging attention over two disjoint sets of keys by log-sum-exp."""
 
 from __future__ import annotations
 

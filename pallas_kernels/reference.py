@@ -1,6 +1,6 @@
-"""Local attention written down plainly: dense, in float32 or float64, in memory O(T S).
+"""Reference implementation of local attention: dense, in float32 or float64, with O(T S) memory.
 
-It takes and returns what the fast implementations do, which are tested against it.
+It has the same arguments and results as the fast implementations, which are tested against it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, supports_all_inputs
-from pallas_kernels.dropout import column_numbers
-from pallas_kernels.elementwise import Places
+from pallas_kernels.dropout import column_hashes
+from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
@@ -77,7 +77,7 @@ def backward(
         name: x.sum((0, 3, 4)).reshape(-1)
         for name, x in spec.score.per_head_gradients(ds, *scores.positions).items()
     }
-    ds = spec.score.to_products(scores.raw, p, ds, scores.places) * spec.score.scale
+    ds = spec.score.to_products(scores.raw, p, ds, scores.coordinates) * spec.score.scale
     new_dq = _einsum("bkgts,bskh->btkgh", ds, k).reshape(inputs.query.q.shape)
     dk = _einsum("bkgts,btkgh->bskh", ds, q)
     if dkv is not None:
@@ -98,12 +98,12 @@ class _Scores:
         )
 
     @property
-    def places(self) -> Places | None:
+    def coordinates(self) -> ScoreCoordinates | None:
         """Where the scores are, for functions of the caller's."""
-        return self._inputs.places(*self.positions)
+        return self._inputs.coordinates(*self.positions)
 
     def of_heads(self, per_head: jax.Array) -> jax.Array:
-        """``[N]`` to what broadcasts against all scores, ``[1, K, G, 1, 1]``."""
+        """``[N]`` to ``[1, K, G, 1, 1]``, which broadcasts against all scores."""
         return per_head.reshape(1, -1, self._inputs.groups, 1, 1)
 
     def grouped(self, x: jax.Array) -> jax.Array:
@@ -115,16 +115,16 @@ class _Scores:
         return x.reshape(x.shape[0], -1, self._inputs.groups, x.shape[-1])
 
     def dropped(self, x: jax.Array) -> jax.Array:
-        """``x`` of all scores, 0 for weights that are dropped, and so much larger for others."""
+        """Dropout of ``x``, which has a value per score."""
         dropout = self._spec.dropout
         if dropout is None:
             return x
         rows = self.by_group(self._inputs.dropout_rows)[..., None]
-        kept = dropout.kept(rows, column_numbers(self.positions[1]))
+        kept = dropout.kept(rows, column_hashes(self.positions[1]))
         return jnp.where(kept, x * dropout.unit, 0)
 
     def masked_logits(self) -> jax.Array:
-        """Logits, -inf where the mask forbids."""
+        """Logits, -inf where masked."""
         query, kv, shared = self._inputs
         q_ids, kv_ids = query.segment_ids, kv.segment_ids
         mask = self._spec.mask.allowed(
@@ -133,14 +133,14 @@ class _Scores:
             None if q_ids is None else q_ids[:, None, None, :, None],
             None if kv_ids is None else kv_ids[:, None, None, None, :],
             **{name: x[:, None, None, :, None] for name, x in query.kv_bounds.items()},
-            places=self.places,
+            coordinates=self.coordinates,
         )
         blocks = shared.block_mask
         if blocks is not None:
             at = self._inputs.q_positions, self._inputs.kv_positions
             by_blocks = blocks.allowed(*at, self._inputs.groups)
             mask = by_blocks if mask is None else both(mask, by_blocks)
-        logits = self._spec.score.modified(self.raw, self.places)
+        logits = self._spec.score.modified(self.raw, self.coordinates)
         per_head = {name: self.of_heads(x) for name, x in shared.score_parameters.items()}
         bias = self._spec.score.bias(*self.positions, per_head)
         logits = logits if bias is None else logits + bias

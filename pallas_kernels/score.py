@@ -1,15 +1,14 @@
-"""The one definition of a score: what a logit is, made of a product ``q . k``.
+"""The one definition of scores: how a logit is computed from a product ``q . k``.
 
     logit = f(c tanh(scale q.k / c)) - slope |p_q - p_k|
 
-without ``c tanh(. / c)`` where there is no soft cap c, without f where there is no function of the
-caller's (``score_mod``), and without the last term where there are no ALiBi slopes (Press et al.
-2022, arXiv 2108.12409, with distances in both directions). Every implementation makes its logits by
-these hooks, at trace time and on a tile of products: what a score does not have emits nothing.
+without ``c tanh(. / c)`` if there is no soft cap c, without f if there is no ``score_mod``, and
+without the last term if there are no ALiBi slopes (Press et al. 2022, arXiv 2108.12409, with
+distances in both directions). Every implementation calls these methods on tiles of products at
+trace time: a term that a score does not have emits no code.
 
-A per-head array has one number for each query head, and goes by the public argument's name
-(:data:`pallas_kernels.inputs.PerHead`). A hook takes the numbers of the tile's heads as
-``per_head``, shaped to broadcast against the tile.
+Methods take the tile's per-head parameters (:data:`pallas_kernels.inputs.PerHead`) as ``per_head``,
+shaped to broadcast against the tile.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import elementwise
-from pallas_kernels.elementwise import Places
+from pallas_kernels.elementwise import ScoreCoordinates
 
 LOG2_E = math.log2(math.e)
-# The largest factor on a product of which float32 can also hold LOG2_E times as much. An infinite
-# factor would make NaN of a product that is 0.
+# The largest factor on products: float32 can still hold LOG2_E times as much. An infinite factor
+# would turn a product of 0 into NaN.
 _LARGEST = 2.0**127
-# A bias is divided by a scale only if that is larger: then float32 holds the quotient of every bias
-# below 2^64.
+# The smallest scale that a bias is divided by: float32 then holds the quotient of every bias below
+# 2^64.
 _SMALLEST_DIVISOR = 2.0**-64
 # The per-head parameters that logits are computed from, by the public argument's name.
 SCORE_PARAMETERS = ("alibi_slopes",)
@@ -39,14 +38,14 @@ SCORE_PARAMETERS = ("alibi_slopes",)
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How logits are made of products. Hashable, so that it can key a jit cache.
+    """How logits are computed from products. Hashable, so that it can be part of a jit cache key.
 
     Attributes:
       scale: factor on the products.
-      logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale; None is no cap.
-      differentiated: names of the per-head arrays whose gradients the backward makes too.
-      score_mod: f, after the soft cap and before a bias: :mod:`pallas_kernels.elementwise`; None is
-        none. It is hashed by identity.
+      logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale; None: no cap.
+      differentiated: names of the per-head parameters whose gradients the backward computes, too.
+      score_mod: f, after the soft cap and before a bias (:mod:`pallas_kernels.elementwise`), hashed
+        by identity; None: none.
     """
 
     scale: float
@@ -59,7 +58,7 @@ class Score:
             raise ValueError(f"scale is {self.scale}: it must be a finite number")
         if abs(self.scale) > _LARGEST:
             raise ValueError(
-                f"scale is {self.scale}: float32 cannot hold such logits; it must lie between "
+                f"scale is {self.scale}: float32 cannot hold such logits; it must be between "
                 "-2**127 and 2**127"
             )
         cap = self.logits_soft_cap
@@ -75,31 +74,30 @@ class Score:
 
     @property
     def raw_factor(self) -> float:
-        """The positive number that takes raw scores to logits, before f and a bias."""
+        """The positive factor that takes raw scores to logits, before f and a bias."""
         if self.logits_soft_cap is not None:
             return self.logits_soft_cap
         return self.scale if self.scale > 0 else 1.0
 
     @property
-    def starts_products(self) -> bool:
-        """Whether products that start from the bias over the scale are scores with the bias.
+    def bias_can_start_products(self) -> bool:
+        """Whether a matrix product may accumulate on the bias divided by the scale.
 
-        Then logits are the scale times the products plus the bias, and the scale is
-        :attr:`raw_factor`. A matrix product that adds to such a start does the addition. Where the
-        scale is tiny, float32 cannot hold the bias over it.
+        Possible if logits are the scale times the products plus the bias. For a tiny scale, float32
+        cannot hold the quotient.
         """
         plain = self.logits_soft_cap is None and self.score_mod is None
         return plain and self.scale > _SMALLEST_DIVISOR
 
     @property
-    def has_slope(self) -> bool:
-        """Whether f, or f and a soft cap, do more than to add something to the scores.
+    def has_derivative(self) -> bool:
+        """Whether the derivative of f, or of f and a soft cap, depends on the score.
 
-        Then the gradient of the products has a factor that only the products say.
+        If not, f only adds something to the scores.
         """
         if self.score_mod is None:
             return False
-        return self.logits_soft_cap is not None or not elementwise.slope_is_one(self.score_mod)
+        return self.logits_soft_cap is not None or not elementwise.derivative_is_one(self.score_mod)
 
     def raw(
         self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
@@ -109,27 +107,27 @@ class Score:
             return tanh(products * (self.scale / self.logits_soft_cap))
         return products if self.scale > 0 else products * self.scale
 
-    def modified(self, raw: jax.Array, places: Places | None) -> jax.Array:
+    def modified(self, raw: jax.Array, coordinates: ScoreCoordinates | None) -> jax.Array:
         """``f(raw_factor raw)``, the logits before a bias.
 
-        ``places`` are the tile's; only f reads them.
+        Only f reads the tile's ``coordinates``.
         """
         logits = raw * self.raw_factor
         if self.score_mod is None:
             return logits
-        assert places is not None
-        return places.apply(functools.partial(elementwise.modified, self.score_mod), logits)
+        assert coordinates is not None
+        return coordinates.apply(functools.partial(elementwise.modified, self.score_mod), logits)
 
-    def modified_with_slope(
-        self, raw: jax.Array, places: Places
+    def modified_with_derivative(
+        self, raw: jax.Array, coordinates: ScoreCoordinates
     ) -> tuple[jax.Array, jax.Array | None]:
         """:meth:`modified`, and its derivative with respect to ``scale q.k``; None if that is 1."""
         assert self.score_mod is not None
-        if not self.has_slope:
-            return self.modified(raw, places), None
-        both = functools.partial(elementwise.with_slope, self.score_mod)
-        modified, slope = places.apply(both, raw * self.raw_factor)
-        return modified, self.through_cap(raw, slope)
+        if not self.has_derivative:
+            return self.modified(raw, coordinates), None
+        both = functools.partial(elementwise.with_derivative, self.score_mod)
+        modified, derivative = coordinates.apply(both, raw * self.raw_factor)
+        return modified, self.through_cap(raw, derivative)
 
     def bias(
         self,
@@ -138,7 +136,7 @@ class Score:
         per_head: Mapping[str, jax.Array],
         unit: float = 1.0,
     ) -> jax.Array | None:
-        """What the tokens' places add to the logits, times ``unit``; None if nothing is added."""
+        """The bias of the logits, times ``unit``; None without one."""
         if "alibi_slopes" not in per_head:
             return None
         slopes = per_head["alibi_slopes"] * -unit
@@ -151,39 +149,39 @@ class Score:
         per_head: Mapping[str, jax.Array],
         unit: float = 1.0,
     ) -> jax.Array:
-        """:meth:`bias` of keys at or before their query; any finite number where they are not.
+        """:meth:`bias` of keys at or before their query; arbitrary but finite for other keys.
 
-        Positions are int32 here. Kernels that have them in registers for their mask take this one:
-        float32 copies of them would take as many registers again.
+        Positions are int32 here, for kernels that have them in registers for their masks: float32
+        copies would take as many registers again.
         """
         slope = self.bias_slope(per_head, unit)
         return slope * (kv_positions - q_positions).astype(slope.dtype)
 
-    def bias_line(
+    def affine_bias(
         self, q_positions: jax.Array, per_head: Mapping[str, jax.Array], unit: float = 1.0
     ) -> tuple[jax.Array, jax.Array]:
-        """``(slope, start)``: the bias of keys at or before their query is a line over positions.
+        """``(slope, intercept)`` of the bias of keys at or before their query, affine in positions.
 
-            bias(p_k) = line(p_k) - line(p_q)    with line(p) = slope p + start
+            bias(p_k) = line(p_k) - line(p_q)    with line(p) = slope p + intercept
 
-        ``start`` is ``-slope p_q``, rounded. ``line(p_q)`` would be 0 but for that rounding. It is
-        the same for all keys of a query, so a softmax can do without it until its lse is made.
+        The intercept is ``-slope p_q``, rounded; without that rounding ``line(p_q)`` would be 0. It
+        is the same for all keys of a query, so a softmax can omit it until lse is computed.
 
-        A line must be computed by a multiply-add that rounds once: its error is then small beside
+        The line must be computed by one FMA, which rounds once: its error is then small relative to
         the bias, however large the positions are, and ``line(p_q)`` is exact. Rounded twice, the
         error would be that of ``slope p_k``.
 
         Args:
-          q_positions: float32, exact below 2^24. They may be counted from any position, and then
-            the line's are counted from it too.
-          per_head: the numbers of the queries' heads, with "alibi_slopes" among them.
+          q_positions: float32, exact below 2^24. They may be relative to any position; the line's
+            positions then are, too.
+          per_head: per-head parameters of the queries' heads, including "alibi_slopes".
           unit: factor on the bias.
         """
         slope = self.bias_slope(per_head, unit)
         return slope, -(slope * q_positions)
 
     def bias_slope(self, per_head: Mapping[str, jax.Array], unit: float = 1.0) -> jax.Array:
-        """The slope of :meth:`bias_line`."""
+        """The slope of :meth:`affine_bias` alone."""
         return per_head["alibi_slopes"] * unit
 
     def in_base_2(
@@ -192,20 +190,20 @@ class Score:
         q_positions: jax.Array,
         kv_positions: jax.Array,
         per_head: Mapping[str, jax.Array],
-        places: Places | None = None,
+        coordinates: ScoreCoordinates | None = None,
     ) -> tuple[jax.Array, float]:
         """``(scores, factor)``, whose product is the logits in base 2.
 
         A softmax multiplies by the factor inside its exponent, where it costs nothing. A bias must
-        be added to logits in base 2, so the factor is in the scores then, and is 1. ``places``: as
-        in :meth:`modified`.
+        be added to logits in base 2; the factor is then applied to the scores, and is 1. Only f
+        reads the ``coordinates``.
         """
-        scores = raw if self.score_mod is None else self.modified(raw, places)
+        scores = raw if self.score_mod is None else self.modified(raw, coordinates)
         return self.with_bias(scores, q_positions, kv_positions, per_head)
 
     @property
     def base_2_factor(self) -> float:
-        """What takes scores to base 2 before a bias: raw ones, or where there is f, those of f."""
+        """The factor that takes scores to base 2 before a bias: raw ones, or with f its results."""
         return (self.raw_factor if self.score_mod is None else 1.0) * LOG2_E
 
     def with_bias(
@@ -221,21 +219,25 @@ class Score:
         return (scores, factor) if bias is None else (scores * factor + bias, 1.0)
 
     def to_products(
-        self, raw: jax.Array, weights: jax.Array, ds: jax.Array, places: Places | None
+        self,
+        raw: jax.Array,
+        weights: jax.Array,
+        ds: jax.Array,
+        coordinates: ScoreCoordinates | None,
     ) -> jax.Array:
         """The gradient of ``scale q.k`` from ``ds``, the gradient of the logits.
 
         Args:
           raw: :meth:`raw`.
-          weights: of the softmax, 0 where a score does not count. There f may have no derivative.
+          weights: of the softmax, 0 where a score is masked; the derivative of f may be NaN there.
           ds: the caller multiplies by the scale once, after its last matmul.
-          places: as in :meth:`modified`.
+          coordinates: of the tile; only f reads them.
         """
         if self.score_mod is not None:
-            assert places is not None
-            slope = functools.partial(elementwise.slope, self.score_mod)
-            slope = places.apply(slope, raw * self.raw_factor)
-            ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * slope)
+            assert coordinates is not None
+            derivative = functools.partial(elementwise.derivative, self.score_mod)
+            derivative = coordinates.apply(derivative, raw * self.raw_factor)
+            ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * derivative)
         return self.through_cap(raw, ds)
 
     def through_cap(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
@@ -248,7 +250,7 @@ class Score:
     def per_head_gradients(
         self, ds: jax.Array, q_positions: jax.Array, kv_positions: jax.Array
     ) -> dict[str, jax.Array]:
-        """What each score of a tile adds to the gradients of the :attr:`differentiated` arrays.
+        """What each score of a tile adds to the gradients of the :attr:`differentiated` parameters.
 
         ``ds`` is the gradient of the logits. The caller sums over the scores of a head.
         """

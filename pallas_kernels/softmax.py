@@ -1,7 +1,7 @@
-"""How an online softmax begins and ends. All kernels share both, whatever their tiles are.
+"""Start and end of the online softmax, shared by all kernels.
 
-Between begin and end a kernel visits tiles of keys. For every row it keeps the largest score so far
-``m`` and ``total``, the sum of ``base^(score - m)`` over the keys seen.
+In between, a kernel loops over KV tiles. Per query it keeps the largest score so far, ``m``, and
+``total``, the sum of ``base^(score - m)`` over the keys so far.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.score import LOG2_E
 
-# The first m. It is finite, so that a row with nothing allowed yet never computes -inf - -inf.
+# The initial m. It is finite, so that a query without keys so far never computes -inf - -inf.
 FLOOR = -1e30
 
 
 def start(
     shape: tuple[int, ...], sink: jax.Array | None, base: Literal["2", "e"] = "2"
 ) -> tuple[jax.Array, jax.Array]:
-    """``(m, total)`` of rows that have seen no key.
+    """``(m, total)`` before the first key.
 
     Args:
-      shape: the rows'.
-      sink: the logit that a row begins with, as if it had seen a key whose value is 0. It
-        broadcasts against the rows. None: the row begins with nothing.
+      shape: of the queries.
+      sink: sink logit, like a key whose value is 0, broadcast against the queries; None: none.
       base: of m, as in :func:`finish`.
     """
     if sink is None:
@@ -39,16 +38,16 @@ def start(
 def finish(
     m: jax.Array, total: jax.Array, base: Literal["2", "e"] = "2"
 ) -> tuple[jax.Array, jax.Array]:
-    """What a row divides its sum of values by, and its natural log-sum-exp.
+    """The divisor of a query's sum of values, and its natural log-sum-exp.
 
     Args:
-      m: float32, the row's largest score, in ``base``.
-      total: float32, shaped as m: the sum of ``base^(score - m)``; 0 if the row has seen no key.
-      base: "2" where scores carry a factor log2(e) and weights come from exp2, else "e".
+      m: float32, the largest score, in ``base``.
+      total: float32, shape of m: the sum of ``base^(score - m)``; 0 without keys.
+      base: "2" if scores include a factor log2(e) and weights come from exp2, else "e".
 
     Returns:
-      ``(divisor, lse)``: ``(total, m + log(total))`` in natural logarithms. A row that has seen no
-      key has divisor 1, so that its output is 0, and lse -inf.
+      ``(divisor, lse)``: ``(total, m + log(total))`` in natural logarithms. Without keys the
+      divisor is 1, so that the output is 0, and lse is -inf.
     """
     empty = total == 0
     divisor = jnp.where(empty, 1.0, total)

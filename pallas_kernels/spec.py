@@ -16,11 +16,11 @@ from pallas_kernels.score import Score
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The static part of an attention: hashable, so that it can key a jit cache.
+    """The static part of an attention: hashable, so that it can be part of a jit cache key.
 
     Attributes:
-      mask: which keys a query sees.
-      score: how a logit is made of a product.
+      mask: which keys a query attends to.
+      score: how a logit is computed from a product.
       dropout: which weights are dropped; None drops none.
     """
 
@@ -30,7 +30,7 @@ class AttentionSpec:
 
     @property
     def calls_functions(self) -> bool:
-        """Whether there is a function of the caller's, which reads where a score is."""
+        """Whether there is a ``score_mod`` or ``mask_mod``."""
         return self.score.score_mod is not None or self.mask.mask_mod is not None
 
     @classmethod
@@ -47,7 +47,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How many query and key tokens one tile of scores spans."""
+    """Queries and keys per tile of scores."""
 
     block_q: int
     block_kv: int
@@ -75,7 +75,7 @@ def unsupported_functions(
     """
     score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
     if score_mod is not None:
-        of_score = elementwise.with_slope if backward else elementwise.modified
+        of_score = elementwise.with_derivative if backward else elementwise.modified
         runs["score_mod"] = elementwise.trace(
             functools.partial(of_score, score_mod), takes_score=True
         )

@@ -1,4 +1,4 @@
-"""Timing what runs on a device, and measuring how far two results are apart."""
+"""Timing of device computations, and the relative error of results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def median_time(call: Callable[[], Any], rounds: int = 5, seconds: float = 0.05)
 
     Args:
       call: starts the work and returns its results.
-      rounds: how many.
-      seconds: how long one round takes at least, so that launches hide behind running kernels.
+      rounds: number of rounds.
+      seconds: minimum duration of a round, so that launches overlap with running kernels.
     """
     jax.block_until_ready(call())
     start = time.perf_counter()
@@ -28,7 +28,7 @@ def median_time(call: Callable[[], Any], rounds: int = 5, seconds: float = 0.05)
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(calls - 1):
-            call()  # Results of one stream finish in order: the last one's end is every one's.
+            call()  # Results of one stream finish in order, so the last one is waited for.
         jax.block_until_ready(call())
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)

@@ -1,7 +1,7 @@
-"""Finds the fastest tiles of the GPU kernels on this GPU: ``python -m pallas_kernels.tune``.
+"""Finds the fastest tile configs for this GPU: ``python -m pallas_kernels.tune``.
 
-Every candidate is compiled, held to the ``xla`` implementation, and only then timed. Prints a
-table, fastest first, and the entry for ``configs.py`` of ``pallas_triton`` or ``pallas_mosaic``.
+Every candidate is compiled, compared with the ``xla`` implementation, and then timed. Prints a
+table, fastest first, and the entry for ``configs.py`` of ``pallas_triton`` or ``mosaic/sm90``.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from pallas_kernels import (
     resolve,
     triton,
 )
-from pallas_kernels.pallas_mosaic.configs import SHARED_MEMORY, MosaicConfig
-from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_triton.configs import TritonConfig
 from pallas_kernels.timing import median_time, relative_error
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What the search needs to know of one implementation.
+    """One implementation's search.
 
     Attributes:
-      config: the type of its tile configs.
-      make: the implementation in a config's tiles.
+      config: type of its tile configs.
+      make: returns the implementation with a config.
       space: ``(kernel, head_dim, value_dim) -> candidates``.
-      matmuls: how many of 2 T S H and of 2 T S Hv floating-point operations each kernel makes.
-      syntax: a config on the command line.
-      entry: the best config as its module writes it, of ``kernel``, ``dims`` (H, and Hv where it is
-        another), ``dim``, the larger one of them, and ``tiles``.
+      matmuls: per kernel, number of matrix products with 2 T S H and with 2 T S Hv operations.
+      syntax: of a config on the command line.
+      entry: format of the best config in its module, with ``kernel``, ``dims`` (H, and Hv if it
+        differs), ``dim``, the larger one of them, and ``tiles``.
       options: XLA's for compiling a candidate.
     """
 
@@ -58,7 +58,7 @@ class Backend:
     options: Mapping[str, bool]
 
     def parse(self, text: str) -> Any:
-        """A config from the command line, in its syntax; a fifth number is a flag."""
+        """A config from the command line; a fifth number is a flag."""
         parts = [part.partition("=") for part in text.split(",")]
         numbers = [int(number) for number, equals, _ in parts if not equals]
         named = {name: int(number) for name, equals, number in parts if equals}
@@ -66,9 +66,9 @@ class Backend:
 
 
 def triton_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[TritonConfig]:
-    """Candidates: 16 to 64 scores a thread, and rows for every warp.
+    """Candidates with 16 to 64 scores per thread, and rows for every warp.
 
-    Warps of "dkv" lie along its queries, too, so 8 of its keys are enough for one.
+    Warps of "dkv" are along its queries, too, so 8 of its keys are enough for one.
     """
     del head_dim, value_dim
     least_rows = 8 if kernel == "dkv" else 16
@@ -82,14 +82,14 @@ def triton_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[TritonC
 
 
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
-    """Candidates: those that fit in shared memory, forward beside the float32 o of a carry."""
+    """Candidates that fit in shared memory, forward together with the float32 o of a carry."""
     dtype = jnp.bfloat16
     if kernel == "forward":
         tiles = itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4))
         for cluster, numbers in itertools.product((1, 2), tiles):
             config = MosaicConfig(*numbers, cluster=cluster)
             memory = ForwardMemory.of(
-                config, head_dim, dtype, out_dtype=dtype, carried=True, value_dim=value_dim
+                config, head_dim, dtype, out_dtype=dtype, has_carry=True, value_dim=value_dim
             )
             if memory.nbytes <= SHARED_MEMORY:
                 yield config
@@ -111,8 +111,8 @@ BACKENDS = {
         entry="{dims}: {tiles}",
         options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True},
     ),
-    # One kernel makes all gradients. It adds dQ up in the order in which programs come: that
-    # differs from run to run, and from xla's, in the order of float32 sums alone.
+    # One kernel computes all gradients. It sums dQ in the order in which CTAs arrive, so results
+    # differ from run to run, and from xla's, in the order of float32 sums only.
     "mosaic_sm90": Backend(
         config=MosaicConfig,
         make=lambda config: mosaic_sm90(forward_config=config, backward_config=config),
@@ -120,18 +120,18 @@ BACKENDS = {
         matmuls={"forward": (1, 1), "backward": (3, 2)},
         syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
         entry="{kernel}_config({dim}): MosaicConfig{tiles}",
-        # Mosaic assembles its kernels itself, out of reach of XLA's option against spills: what
-        # spills runs, and is slow.
+        # Mosaic assembles its kernels itself, so XLA's option against spills has no effect: kernels
+        # that spill run slowly.
         options={},
     ),
 }
 
 
-class Problem:
-    """One shape, its arrays, and what every candidate must give.
+class Measurement:
+    """One shape, its arrays, and the results every candidate must reproduce.
 
     Attributes:
-      scores: how many of them count, of all rows and query heads.
+      scores: number of scores that count, over the batch and all query heads.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -182,7 +182,7 @@ class Problem:
         """
         call = self._compile(self.backend.make(config), kernel, **self.backend.options)
         results, wanted = jax.tree.leaves(call()), jax.tree.leaves(self.want[kernel])
-        # One by one: o is small beside lse, and could be anything in an error of both together.
+        # Each on its own: an error in o would vanish in a joint norm dominated by lse.
         error = max(relative_error(*pair) for pair in zip(results, wanted, strict=True))
         if error > limit:
             raise ArithmeticError(f"relative error {error:.2g}, at most {limit:.2g} is right")
@@ -190,7 +190,7 @@ class Problem:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line's, with the kernels and configs of the implementation."""
+    """Parses the command line."""
     kernels = (f"{name}: {', '.join(b.matmuls)}; TILES {b.syntax}" for name, b in BACKENDS.items())
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=f"Kernels and tiles of {'. '.join(kernels)}."
@@ -242,7 +242,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def compute_capability() -> float | None:
-    """That of the first device; None if it is no NVIDIA GPU."""
+    """Of the first device; None if it is not an NVIDIA GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return None if capability is None else float(capability)
 
@@ -252,7 +252,7 @@ def main() -> None:
     args = arguments()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"tuning needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here")
-    device, problem = jax.devices()[0], Problem(args)
+    device, problem = jax.devices()[0], Measurement(args)
     dims = args.shape[-1], args.value_dim
     value = f", Hv = {dims[1]}" if dims[1] != dims[0] else ""
     backend = problem.backend
@@ -267,17 +267,17 @@ def main() -> None:
     print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", end=" ")
     print(*args.shape, end=f"{value}\n")
     for kernel in args.kernels:
-        rows, refused = [], {}
+        rows, failed = [], {}
         for config in args.configs or backend.space(kernel, *dims):
             try:
                 rows.append((problem.measure(kernel, config, limit), config))
             except Exception as error:
-                refused[config] = " ".join(str(error).split())[:100]
+                failed[config] = " ".join(str(error).split())[:100]
         rows.sort(key=lambda entry: entry[0])
-        print(f"{kernel}: {len(rows)} configs run, {len(refused)} refused")
+        print(f"{kernel}: {len(rows)} configs run, {len(failed)} failed")
         if args.configs or not rows:
-            for config, reason in refused.items():
-                print(f"  refused {written(config)}: {reason}")
+            for config, reason in failed.items():
+                print(f"  failed {written(config)}: {reason}")
         for seconds, config in rows[: args.top]:
             lanes = sum(n * x for n, x in zip(backend.matmuls[kernel], dims, strict=True))
             rate = 2 * problem.scores * lanes / seconds / 1e12
@@ -289,9 +289,9 @@ def main() -> None:
 
 
 def as_entry(config: Any) -> tuple:
-    """A config as the tables write it: without a flag that is off or a number not given.
+    """A config as in the tables: without flags that are off and numbers that are None.
 
-    A field that is always named is text, "cluster=2", and left out where it has its default.
+    A keyword-only field is text, "cluster=2", and omitted if it has its default.
     """
     values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     given = [x for field, x in values if not field.kw_only and x is not False and x is not None]

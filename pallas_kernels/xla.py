@@ -1,7 +1,7 @@
 """Local attention in plain JAX, tile by tile: any platform, memory linear in the length.
 
-Query tiles come one after the other, and each visits the key tiles inside its bounds. The matmuls
-take the inputs' dtype and accumulate in float32, as the GPU kernels do.
+Query tiles run one after the other, and each loops over the KV tiles within its bounds. Matmuls
+have operands in the inputs' dtype and accumulate in float32, like the GPU kernels.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, supports_all_inputs
-from pallas_kernels.bounds import halves_of_tiles, lists_for_all, over_batch, query_bounds
-from pallas_kernels.dropout import column_numbers
-from pallas_kernels.elementwise import Places
+from pallas_kernels.bounds import lists_for_all, over_batch, query_bounds, split_tiles
+from pallas_kernels.dropout import column_hashes
+from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.spec import AttentionSpec, Tiles
 
 # Empirical, on CPU: large enough that the matmuls dominate, small enough that a causal diagonal
-# wastes little. Even tiles instead of a ragged last one keep the padding below one row per tile.
+# wastes little. Equal tiles instead of a partial last one keep the padding below one row per tile.
 _BLOCK_Q, _BLOCK_KV = 256, 512
 
 
 def even_tiles(inputs: AttentionInputs) -> Tiles:
-    """Tiles of at most 256 x 512, all of one size but for a few tokens."""
+    """Tiles of at most 256 x 512 that need little padding."""
 
     def even(length, most):
         count = -(-length // most)
@@ -41,7 +41,7 @@ def even_tiles(inputs: AttentionInputs) -> Tiles:
     return Tiles(even(inputs.q_length, _BLOCK_Q), even(inputs.kv_length, _BLOCK_KV))
 
 
-# Profiles call the pass as they call the kernels for GPUs.
+# The names of the GPU kernels, in profiles.
 @jax.named_scope("burst_forward")
 def forward(
     inputs: AttentionInputs,
@@ -71,7 +71,7 @@ def forward(
         rows = queries["q"].shape[:-1]
         m, total = softmax.start(rows, sink, base="e")
         start = jnp.zeros((*rows, inputs.value_dim), jnp.float32), total, m
-        first, end, visit = _walk(queries, functools.partial(_visit_keys, keys, queries))
+        first, end, visit = _kv_loop(queries, functools.partial(_visit_keys, keys, queries))
         acc, total, m = lax.fori_loop(first, end, visit, vary(start, axes))
         divisor, lse = softmax.finish(m, total, base="e")
         o = acc / divisor[..., None]
@@ -96,8 +96,8 @@ def backward(
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`.
 
-    ``tiles``: None is :func:`even_tiles`. One pass, five matmuls a tile: dQ is finished per query
-    tile, dK and dV grow in place, in float32 whatever ``out_dtype`` is.
+    ``tiles``: None is :func:`even_tiles`. One pass with five matmuls per tile: dQ is complete after
+    each query tile, dK and dV are accumulated in place, in float32 whatever ``out_dtype`` is.
     """
     del out_dtype
     tiles = tiles or even_tiles(inputs)
@@ -105,7 +105,7 @@ def backward(
     do, (lse, delta) = inputs.cotangents()
     query_tiles = _query_tiles(inputs, bounds, tiles) | {
         "do": _split_queries(do, groups, tiles.block_q),
-        # Makes the weights beyond the last query 0. With a bias they could overflow.
+        # Makes the weights past the last query 0. With a bias they could overflow.
         "lse": _split_stats(lse, groups, tiles.block_q, beyond=jnp.inf),
         "delta": _split_stats(delta, groups, tiles.block_q),
     }
@@ -115,12 +115,12 @@ def backward(
         queries["lse"] = jnp.where(queries["lse"] == -jnp.inf, 0, queries["lse"])
         zero = vary(jnp.zeros(queries["q"].shape, jnp.float32), axes)
         per_head_sums = dict.fromkeys(spec.score.differentiated, zero[..., 0])
-        first, end, visit = _walk(queries, functools.partial(_add_gradients, keys, queries))
+        first, end, visit = _kv_loop(queries, functools.partial(_add_gradients, keys, queries))
         start = zero, dkv_sum, per_head_sums
         tile_dq, dkv_sum, per_head_sums = lax.fori_loop(first, end, visit, start)
         return dkv_sum, (tile_dq * spec.score.scale, per_head_sums)
 
-    # Where both head dims are one, dK and dV begin as the same zeros.
+    # With equal head dims, dK and dV start from the same zeros.
     shapes = keys.k.shape, keys.v.shape
     zeros = {shape: vary(jnp.zeros(shape, jnp.float32), axes) for shape in dict.fromkeys(shapes)}
     start = tuple(zeros[shape] for shape in shapes)
@@ -134,10 +134,10 @@ def backward(
     return new_dq if dq is None else dq + new_dq, (dk, dv), per_head
 
 
-def _walk(
+def _kv_loop(
     queries: dict[str, jax.Array], visit: Callable[[jax.Array, Any], Any]
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array, Any], Any]]:
-    """``(first, end, body)`` of a loop that calls ``visit(j, state)`` for each needed key tile."""
+    """``(first, end, body)`` of a loop that calls ``visit(j, state)`` for each KV tile to visit."""
     if "tile_list" not in queries:
         return queries["bounds"][0], queries["bounds"][1], visit
     listed = queries["tile_list"]
@@ -149,7 +149,7 @@ def _walk(
 
 
 def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:
-    """Takes key tile j into a query tile's softmax.
+    """Adds KV tile j to a query tile's online softmax.
 
     Invariant: ``state`` is ``(acc, total, m)``. m is the largest logit so far, of the sink and of
     the tiles before j; total is the sum of exp(logit - m) over these logits, acc that of
@@ -168,9 +168,9 @@ def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, st
 
 
 def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, state: Any) -> Any:
-    """Adds the gradients that a query tile and key tile j make to ``state``.
+    """Adds the gradients of a query tile and KV tile j to ``state``.
 
-    ``state`` is ``(dq, (dk, dv), per_head_sums)``, the last one by query.
+    ``state`` is ``(dq, (dk, dv), per_head_sums)``; the last one has a value per query.
     """
     dq, (dk, dv), per_head_sums = state
     score, (k, v) = keys.spec.score, keys.slice(j)
@@ -180,7 +180,7 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
     ds = p * (dp - queries["delta"][..., None])
     parts = score.per_head_gradients(ds, *keys.positions_of(queries, j))
     per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
-    ds = score.to_products(raw, p, ds, keys.places(queries, j)).astype(k.dtype)
+    ds = score.to_products(raw, p, ds, keys.coordinates(queries, j)).astype(k.dtype)
     dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
     new_dk = _matmul("bkgqs,bkgqh->bksh", ds, queries["q"])
     kept = keys.dropped(queries, p, j).astype(v.dtype)
@@ -189,7 +189,7 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
 
 
 class _KeyTiles:
-    """K and V, heads before tokens, cut into tiles on demand."""
+    """K and V, heads before tokens, sliced into tiles."""
 
     def __init__(self, spec: AttentionSpec, inputs: AttentionInputs, tiles: Tiles):
         self.spec, self.block = spec, tiles.block_kv
@@ -200,7 +200,7 @@ class _KeyTiles:
         )
         self.positions = pad_axis(inputs.kv_positions, 0, self.padded)
         self.block_mask, self.groups = inputs.shared.block_mask, inputs.groups
-        self._places = inputs.places
+        self._coordinates = inputs.coordinates
         ids = inputs.kv.segment_ids
         self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
@@ -216,45 +216,45 @@ class _KeyTiles:
         return self._tile(self.k, j, 2), self._tile(self.v, j, 2)
 
     def add(self, total: jax.Array, tile: jax.Array, j: jax.Array) -> jax.Array:
-        """Adds ``tile`` to tile j of ``total``, a gradient of K or V by heads."""
+        """Adds ``tile`` to tile j of ``total``, a gradient of K or V."""
         tile += self._tile(total, j, 2)
         return lax.dynamic_update_slice_in_dim(total, tile, j * self.block, 2)
 
     def join(self, x: jax.Array) -> jax.Array:
-        """Tokens before heads again, without padding: the shape of K or of V."""
+        """Back to the shape of K or of V: tokens before heads, without padding."""
         return x[:, :, : self.length].swapaxes(1, 2)
 
     def raw(self, queries: dict[str, jax.Array], k: jax.Array) -> jax.Array:
-        """Raw scores of a query tile against a key tile, ``[B, K, G, q, s]``."""
+        """Raw scores of a query tile and a KV tile, ``[B, K, G, q, s]``."""
         return self.spec.score.raw(_matmul("bkgqh,bksh->bkgqs", queries["q"], k))
 
     def positions_of(
         self, queries: dict[str, jax.Array], j: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Of the queries and of key tile j, shaped to broadcast against their scores."""
+        """Positions of the queries and of KV tile j, shaped to broadcast against their scores."""
         kv_positions = self._tile(self.positions, j, 0)
         return (
             queries["positions"][None, None, None, :, None],
             kv_positions[None, None, None, None, :],
         )
 
-    def places(self, queries: dict[str, jax.Array], j: jax.Array) -> Places | None:
+    def coordinates(self, queries: dict[str, jax.Array], j: jax.Array) -> ScoreCoordinates | None:
         """Where the scores of a query tile and key tile j are; None if no function reads that."""
-        return self._places(*self.positions_of(queries, j))
+        return self._coordinates(*self.positions_of(queries, j))
 
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:
-        """``x`` of a tile's scores, 0 for weights that are dropped, and larger for the others."""
+        """Dropout of ``x``, which has a value per score of a tile."""
         dropout = self.spec.dropout
         if dropout is None:
             return x
-        columns = column_numbers(self._tile(self.positions, j, 0))
+        columns = column_hashes(self._tile(self.positions, j, 0))
         kept = dropout.kept(queries["dropout_rows"][..., None], columns[None, None, None, None, :])
         return jnp.where(kept, x * dropout.unit, 0)
 
     def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
-        """Logits of a query tile against key tile j, -inf where masked."""
-        places = self.places(queries, j)
-        logits = self.spec.score.modified(raw, places)
+        """Logits of a query tile and KV tile j, -inf where masked."""
+        coordinates = self.coordinates(queries, j)
+        logits = self.spec.score.modified(raw, coordinates)
         bias = self.spec.score.bias(*self.positions_of(queries, j), self.per_head)
         logits = logits if bias is None else logits + bias
         ids = self.segment_ids
@@ -268,7 +268,7 @@ class _KeyTiles:
                 for name in ("kv_starts", "kv_ends")
                 if name in queries
             },
-            places=places,
+            coordinates=coordinates,
         )
         blocks = self.block_mask
         if blocks is not None:
@@ -282,7 +282,7 @@ class _KeyTiles:
 
 
 def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # HIGHEST: float32 stays float32 where the hardware would take TF32; nothing changes for bf16.
+    # HIGHEST: float32 operands are not rounded to TF32; nothing changes for bf16.
     return jnp.einsum(
         subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
@@ -303,7 +303,7 @@ def _join_queries(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _split_stats(x: jax.Array, groups: int, block: int, beyond: float = 0) -> jax.Array:
-    """``[B, N, T]`` to query tiles ``[tiles, B, K, G, block]``; ``beyond`` pads behind T."""
+    """``[B, N, T]`` to query tiles ``[tiles, B, K, G, block]``; ``beyond`` pads past T."""
     batch, heads, length = x.shape
     count = -(-length // block)
     x = pad_axis(x, 2, count * block, beyond).reshape(batch, heads // groups, groups, count, block)
@@ -316,7 +316,7 @@ def _join_stats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _query_tiles(inputs: AttentionInputs, bounds: jax.Array, tiles: Tiles) -> dict[str, jax.Array]:
-    """What belongs to each query tile, stacked along a new first axis: q, tokens, bounds."""
+    """Inputs of each query tile, stacked along a new first axis."""
     query, block = inputs.query, tiles.block_q
     count = -(-inputs.q_length // block)
     positions = pad_axis(inputs.q_positions, 0, count * block).reshape(count, block)
@@ -361,7 +361,7 @@ def in_tiles(tiles: Tiles | None = None) -> Implementation:
         backward=functools.partial(backward, tiles=tiles),
         forward_bounds=functools.partial(_bounds, tiles=tiles),
         backward_bounds=functools.partial(_bounds, tiles=tiles),
-        split_backward=halves_of_tiles,
+        split_backward=split_tiles,
         unsupported=supports_all_inputs,
         second_derivatives="forward",
     )

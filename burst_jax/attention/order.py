@@ -47,7 +47,7 @@ from burst_jax.parallel.mesh import (
     axes_size,
     flat_names,
     inside_shard_map,
-    place_explicit,
+    reshard_explicit,
     resolve_mesh,
     sequence_axes,
     token_spec,
@@ -137,7 +137,7 @@ def refuse_wrong_order(
     specs = [
         token_spec(batch if array.shape[0] == x.shape[0] else None, tokens) for array in arrays
     ]
-    split = (place_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
+    split = (reshard_explicit(a, mesh, spec) for a, spec in zip(arrays, specs, strict=True))
     rows = batch if any(array.shape[0] == x.shape[0] for array in arrays) else None
 
     check = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=jax.P(rows))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.shardings import ArrayShardings, check_devices
 from burst_jax.attention.validation import check_bool
-from burst_jax.parallel.mesh import flat_names, only, split_as_it_is
+from burst_jax.parallel.mesh import explicit_spec, flat_names, restrict_spec
 from burst_jax.ring.request import Request
 
 _IDS = {"query": "query_segment_ids", "key": "key_value_segment_ids"}
@@ -82,6 +82,6 @@ def cut(result: jax.Array, shardings: ArrayShardings, query: jax.Array) -> jax.A
     explicit = shardings.mesh.explicit_axes
     if flat_names(*jax.typeof(result).sharding.spec):
         batch, _, heads, _ = shardings.spec("out")
-        spec = P(*split_as_it_is(query, P(batch, None, heads, None))[: result.ndim])
-        result = jax.reshard(result, NamedSharding(shardings.mesh, only(spec, explicit)))
+        spec = P(*explicit_spec(query, P(batch, None, heads, None))[: result.ndim])
+        result = jax.reshard(result, NamedSharding(shardings.mesh, restrict_spec(spec, explicit)))
     return result[:, :length]

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.arguments import AttentionArguments
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
+from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.permutation import check_length, shard_unit
-from burst_jax.parallel.mesh import axes_size, flat_names, names_of, only, size_on_mesh
-from burst_jax.parallel.platform import mapped_over_mesh_axes
+from burst_jax.parallel.mesh import axes_size, axis_names, flat_names, restrict_spec, size_on_mesh
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import check_heads
 
@@ -62,7 +62,8 @@ class ArrayShardings:
           ValueError: an axis is not one of the mesh's, or is used twice.
         """
         axes_of = {
-            name: names_of(name, getattr(arguments, name)) for name in ("batch_axis", "tensor_axis")
+            name: axis_names(name, getattr(arguments, name))
+            for name in ("batch_axis", "tensor_axis")
         }
         used = dict.fromkeys(request.ring_axes, "seq_axis")
         if request.ulysses_axis is not None:
@@ -82,7 +83,7 @@ class ArrayShardings:
             tensor_axes=axes_of["tensor_axis"],
             # jax.vmap with spmd_axis_name makes the check fail: it marks its batches of the ring's
             # tile tables as varying over that axis, too.
-            check_vma=request.checks_vma and not mapped_over_mesh_axes(),
+            check_vma=request.checks_vma and not vmapped_over_mesh_axes(),
         )
 
     def spec(self, name: str, ndim: int | None = None) -> P:
@@ -102,7 +103,7 @@ class ArrayShardings:
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
-        needed = only(self.spec(name, array.ndim), explicit)
+        needed = restrict_spec(self.spec(name, array.ndim), explicit)
         return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
     def check(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -126,9 +127,9 @@ class ArrayShardings:
                 continue
             if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
                 raise ValueError(
-                    f"{name} is split as {sharding.spec} over Explicit mesh axes, the ring "
+                    f"{name} is sharded as {sharding.spec} over Explicit mesh axes, the ring "
                     f"needs {needed}: set seq_axis, batch_axis and tensor_axis to how it is "
-                    f"split, or reshard it: jax.reshard({name}, {needed})"
+                    f"sharded, or reshard it: jax.reshard({name}, {needed})"
                 )
             checked[name] = array
         return checked
@@ -143,7 +144,7 @@ def _dimensions(name: str, ndim: int | None) -> list[str]:
 
 def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:
     """The given axes that each dimension is sharded over; at least ``length`` dimensions."""
-    entries = [flat_names(entry) for entry in only(spec, axes)]
+    entries = [flat_names(entry) for entry in restrict_spec(spec, axes)]
     return entries + [()] * (length - len(entries))
 
 

@@ -1,4 +1,4 @@
-"""Documents to train on: found on the disk, and split into a training and a held-out part."""
+"""Documents on disk, and their split into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from burst_jax.data.readers import OFFSETS, JsonLines, Reader, TextFiles, TokenA
 
 _JSON_LINES = {".jsonl", ".ndjson"}
 _ARRAYS = {".npy"}
-# What is surely no text, and would train a byte model on noise.
-_REFUSED = {
+# Binary formats, which would train a byte model on noise.
+_UNSUPPORTED = {
     ".arrow", ".bin", ".bz2", ".gz", ".h5", ".hdf5", ".idx", ".json", ".npz", ".parquet", ".pdf",
     ".pickle", ".pkl", ".pt", ".pth", ".pyc", ".safetensors", ".tar", ".tfrecord", ".xz", ".zip",
     ".zst",
@@ -23,16 +23,16 @@ _REFUSED = {
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents on the disk, or parts of them, that are read when they are needed.
+    """Documents on disk, or parts of them, read on demand; ``len`` is their number.
 
-    :func:`open_corpus` and :func:`python_source` make one. Its ``len`` is the number of documents.
+    Created by :func:`open_corpus` and :func:`python_source`.
 
     Attributes:
-      reader: reads the documents.
-      documents: int64 ``[documents]``, which of the reader's documents these are.
-      starts: int64 ``[documents]``, the first byte or token of each that belongs to this corpus.
-      stops: int64 ``[documents]``, the end of what belongs to it.
-      description: where the documents come from, in words.
+      reader: reader of the documents.
+      documents: int64 ``[documents]``, indices of the documents in the reader.
+      starts: int64 ``[documents]``, first byte or token of each.
+      stops: int64 ``[documents]``, end of each.
+      description: where the documents come from.
     """
 
     reader: Reader
@@ -49,25 +49,25 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """The documents' bytes, or tokens if they are arrays of tokens, all together."""
+        """Total bytes, or tokens for token arrays, of the documents."""
         return int((self.stops - self.starts).sum())
 
     def split(self, held_out: float) -> tuple[Corpus, Corpus]:
-        """Splits the documents into a part to train on and a part that training never sees.
+        """Splits the documents into a training part and a held-out part.
 
-        The held-out documents are evenly spread: with 0.05 it is every 20th. They depend on nothing
-        but the number of documents, so every run on the same files holds out the same ones. Of a
-        single document, if it is a text file or an array, the end is held out.
+        Held-out documents are evenly spaced: every 20th with 0.05. They depend only on the number
+        of documents, so every run on the same files holds out the same ones. Of a single text file
+        or array, the end is held out.
 
         Args:
-          held_out: the fraction to hold out, from 0 up to, not including, 1. At least one document
-            is held out unless it is 0, and at least one is left.
+          held_out: fraction of the documents, in [0, 1). At least one document is held out unless
+            it is 0, and at least one is left for training.
 
         Returns:
-          The training part and the held-out part, which with ``held_out=0`` is empty.
+          The training part and the held-out part, which is empty with ``held_out=0``.
 
         Raises:
-          ValueError: ``held_out`` is not such a fraction, or there is a single JSON line.
+          ValueError: ``held_out`` is not in [0, 1), or there is only one JSON line.
         """
         if isinstance(held_out, bool) or not 0 <= held_out < 1:
             raise ValueError(
@@ -110,10 +110,10 @@ class Corpus:
         )
 
     def fingerprint(self) -> str:
-        """Changes with the documents' number, order and sizes, and with what part of them this is.
+        """A hash of the documents' number, order and sizes, and of the part of them this is.
 
-        It is made of no file's contents, because reading them all would take too long, and of no
-        path, so a folder may move.
+        Contents are not hashed, because reading them all would take too long, nor are paths, so a
+        folder may be moved.
         """
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.reader.sizes, self.documents, self.starts, self.stops):
@@ -127,30 +127,28 @@ def open_corpus(
 ) -> Corpus:
     """Opens a file, or the files of a folder, as documents.
 
-    The files' endings say what they hold, and all files of a folder must hold the same:
+    The suffix selects the format, and all files of a folder must have the same:
 
-    - ``.jsonl``, ``.ndjson``: a JSON object a line, whose ``key`` holds a text, the document.
-    - ``.npy``: token ids, integers ``[documents, tokens]``, or ``[tokens]``, which are one document
-      unless :func:`burst_jax.data.save_tokens` has written them, with offsets beside them.
-    - Any other ending: text; the file is a document.
+    - ``.jsonl``, ``.ndjson``: one JSON object per line, whose ``key`` holds the document's text.
+    - ``.npy``: token ids, integers ``[documents, tokens]``, or ``[tokens]``, one document unless
+      :func:`burst_jax.data.save_tokens` wrote it, together with offsets.
+    - Any other suffix: text, one document per file.
 
-    Nothing but the documents' places and sizes is held in memory, about 90 bytes a document. The
-    lines of a JSON lines file are counted here, and parsed when they are read.
+    Only offsets and sizes are held in memory, about 90 bytes per document. JSON lines are counted
+    here, and parsed when they are read.
 
     Args:
       path: a file or a folder, or None for Python's own source, see :func:`python_source`.
-      pattern: which files of a folder to take, as in ``pathlib.Path.glob``. Hidden files and empty
-        files are passed over. Files are taken in the order of their names, so the same folder gives
-        the same documents anywhere.
-      key: of a JSON line, what holds the text.
+      pattern: which files of a folder to read, as in ``pathlib.Path.glob``. Hidden and empty files
+        are skipped. Files are sorted by name, so the same folder gives the same documents anywhere.
+      key: key of the text in a JSON line.
 
     Returns:
       The documents.
 
     Raises:
-      ValueError: there is no such path, no document in it, files of several kinds or of a kind that
-        cannot be read, a first line that is no JSON object with that key, an array that does not
-        hold token ids.
+      ValueError: no such path, no document in it, several formats or an unsupported one, a first
+        line that is no JSON object with that key, an array that does not hold token ids.
     """
     if path is None:
         return python_source()
@@ -181,9 +179,9 @@ def open_corpus(
 
 
 def python_source() -> Corpus:
-    """The source files of the running Python, a document each: text that every machine has.
+    """The source files of the running Python, one document each: text available everywhere.
 
-    Files that are not UTF-8, which are a few of Python's tests, are left out.
+    Files that are not UTF-8, a few of Python's tests, are skipped.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -215,18 +213,17 @@ def _files_in(folder: Path, pattern: str) -> list[Path]:
     }
     if not names:
         raise ValueError(
-            f"path is {folder}: no file in it has a name like {pattern!r}; hidden files are "
-            "passed over"
+            f"path is {folder}: no file in it matches {pattern!r}; hidden files are skipped"
         )
     return [names[name] for name in sorted(names, key=Path.as_posix)]
 
 
 def _kind(file: Path) -> str:
     suffix = file.suffix.lower()
-    if suffix in _REFUSED:
+    if suffix in _UNSUPPORTED:
         raise ValueError(
-            f"{file} ends in {suffix}, which cannot be read: use text files, JSON lines (.jsonl) "
-            "or arrays of token ids (.npy), or choose files with pattern="
+            f"{file} ends in {suffix}, which is not supported: use text files, JSON lines "
+            "(.jsonl) or arrays of token ids (.npy), or choose files with pattern="
         )
     if suffix in _JSON_LINES:
         return "JSON lines"
@@ -236,5 +233,5 @@ def _kind(file: Path) -> str:
 def _whole(reader: Reader, description: str) -> Corpus:
     stops = np.asarray(reader.sizes)
     if not stops.sum():
-        raise ValueError(f"{description} holds no document: all of its files are empty")
+        raise ValueError(f"{description} holds no document: all files are empty")
     return Corpus(reader, np.arange(len(stops)), np.zeros_like(stops), stops, description)

@@ -1,44 +1,47 @@
-"""The loader: rows of every batch, endless or for some epochs, whose state can be saved."""
+"""The loader: packed sequences of every batch, whose state can be saved and resumed exactly."""
 
 from __future__ import annotations
 
 import numbers
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Self, TypedDict, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Self, TypedDict, get_args
 
 import grain
 import numpy as np
 
+from burst_jax.data.chunks import ChunkLengths, Chunks
 from burst_jax.data.corpus import Corpus
-from burst_jax.data.pieces import Counted, Pieces
-from burst_jax.data.rows import (
-    MAX_PIECES,
+from burst_jax.data.packing import (
+    MAX_CHUNKS,
+    Packed,
     Packing,
-    Row,
-    count_rows,
-    empty_rows,
-    piece_sizes,
+    chunk_sizes,
+    padding,
     prefetched,
-    row_stream,
+    sequence_stream,
     set_stream_states,
     stream_states,
 )
-from burst_jax.data.states import VERSION, State, check_same
-from burst_jax.data.tokens import ByteTokens, Tokens
+from burst_jax.data.tokens import ByteTokens, Tokenizer
 from burst_jax.errors import check_integer
+from burst_jax.parallel.processes import gather_json
 
-# Threads that make rows: tokenizers and reads release Python's lock, packing does not.
+type State = dict[str, Any]
+
+VERSION = 1
+# Threads that make batches: tokenizers and reads release Python's lock, packing does not.
 _THREADS = 4
 
 
 class Rows(TypedDict):
-    """Rows of a batch, the arguments of :func:`burst_jax.training.make_batch`.
+    """Sequences of a batch, the arguments of :func:`burst_jax.training.make_batch`.
 
     Attributes:
-      rows: int32 ``[rows, seq_len + 1]``, token ids.
-      segment_ids: int32 ``[rows, seq_len + 1]``, counted from 1 in each row, 0 for padding; None if
-        each row is full and one segment.
+      rows: int32 ``[B, seq_len + 1]``, token ids.
+      segment_ids: int32 ``[B, seq_len + 1]``, counted from 1 in each sequence, 0 for padding; None
+        if each sequence is full and one segment.
     """
 
     rows: np.ndarray
@@ -46,7 +49,7 @@ class Rows(TypedDict):
 
 
 class Loader(Iterator[Rows]):
-    """Rows of token ids for every batch, of which a process makes its own alone.
+    """Token sequences of every batch; each process makes only its own.
 
     ::
 
@@ -54,56 +57,52 @@ class Loader(Iterator[Rows]):
             for rows in loader:
                 batch = make_batch(**rows, layout="zigzag", num_shards=4)
 
-    **Order.** Documents are cut into pieces, see below. An epoch has each piece once, in an order
-    that ``seed`` and the epoch make. Row i of all batches is a stream of its own, which takes every
-    ``batch``-th piece. So a batch is the same whoever makes it: the rows of 1, 2 or 4 processes,
-    joined, are the same bits, and no process reads the documents of another one's rows.
+    **Order.** Documents are cut into chunks, see below. An epoch has each chunk once, in an order
+    that depends on ``seed`` and the epoch. Each batch index is a stream of its own, of every
+    ``batch``-th chunk. So batches do not depend on the number of processes, and no process reads
+    documents of another's sequences.
 
-    **Packing.** It says what becomes of the ends of documents:
+    **Packing.**
 
-    - ``"first_fit"``: a document that fits into a row stands in it whole, beside others, and the
-      rest of the row is padding. A longer document is cut into rows. Each of them starts with the
-      last token of the one before, so each token but the document's first is predicted once. The
-      last part shares a row with other documents. A document of a single token is left out,
-      because it has nothing to predict. Up to 16 rows of a stream are filled at a time.
-    - ``"split"``: documents stand one after the other without padding, and rows are cut out of this
-      stream. A document that does not fit goes on in the stream's next row, as another segment. The
-      first token of a row is not predicted.
-    - ``"none"``: as ``"split"``, but a row is one segment, so attention crosses the documents in
-      it.
+    - ``"first_fit"``: documents that fit are never split; several share a sequence, and the rest is
+      padding. A longer document is cut into sequences, each starting with the last token of the
+      previous one, so every token but the document's first is predicted once; the last part shares
+      a sequence. Documents of one token are dropped. Each stream keeps up to 16 sequences open.
+    - ``"split"``: documents are concatenated without padding, and sequences are cut out of this
+      stream. A document that does not fit continues in the next sequence as a new segment, whose
+      first token is not predicted.
+    - ``"none"``: as ``"split"``, but a sequence is one segment, so attention crosses documents.
 
-    **Pieces.** Long documents are shuffled in pieces of a row for ``"first_fit"``, else of 16 rows.
-    A text file whose tokens are not bytes is cut every ``16 * (seq_len + 1)`` bytes, at the end of
-    a line if there is one; tokens beside that cut can differ from those of the whole text. A JSON
-    line is one piece.
+    **Chunks.** Long documents are shuffled in chunks of one sequence for ``"first_fit"``, else of
+    16. A text file whose tokens are not bytes is cut every ``16 * (seq_len + 1)`` bytes, at the end
+    of a line if there is one; tokens next to a cut can differ from those of the whole text. A JSON
+    line is one chunk.
 
-    **End.** With ``epochs`` a stream that has no more pieces gives padding until all streams have
-    ended. A loader of a part of the rows has to know when that is. So it counts the tokens of all
-    pieces when it is made. This is quick for bytes of text files and for arrays; otherwise it reads
-    everything once.
+    **End.** With ``epochs``, a stream without further chunks yields padding until all streams have
+    ended. To know when, a loader of part of the batch counts all tokens when it is created: fast
+    for bytes of text files and for arrays, otherwise it reads everything once.
 
     Args:
       corpus: the documents, see :func:`burst_jax.data.open_corpus`.
-      seq_len: tokens in a row of the model; rows have one more, the last target.
-      batch: rows of a batch, on all processes together.
-      rows: which of them this loader makes, like ``range(4, 8)``, see
+      seq_len: tokens per sequence of the model; each has one more, the last target.
+      batch: global batch size, over all processes.
+      rows: batch indices that this loader makes, like ``range(4, 8)``, see
         :func:`burst_jax.data.rows_of_process`; None for all.
-      tokens: makes token ids of text, by default :class:`burst_jax.data.ByteTokens`; None for
-        arrays.
-      vocab_size: of the model; ids that it does not have raise an error. None takes the vocabulary
-        of ``tokens``, and checks an array's ids only for being negative.
+      tokens: tokenizer of text, default :class:`burst_jax.data.ByteTokens`; None for arrays.
+      vocab_size: of the model; other ids raise an error. None is the tokenizer's vocabulary; ids in
+        arrays are then only checked for being negative.
       packing: ``"first_fit"``, ``"split"`` or ``"none"``.
-      seed: of the order, at least 0.
-      epochs: how often each document comes, or None for endlessly.
+      seed: seed of the order, at least 0.
+      epochs: number of epochs, or None for endless.
       prefetch: batches that threads make ahead, or 0 for no threads.
 
     Attributes:
-      vocab_size: see above; None if nobody said it.
-      step: the number of batches given so far.
+      vocab_size: see above; None if unknown.
+      step: number of batches returned so far.
 
     Raises:
-      ValueError: an argument is out of its range, or does not fit the others. A document that
-        cannot be read raises when its batch is asked for, with the name of its file and line.
+      ValueError: an argument is out of range or does not fit the others. A document that cannot be
+        read raises when its batch is requested, with the name of its file and line.
     """
 
     def __init__(
@@ -113,16 +112,16 @@ class Loader(Iterator[Rows]):
         seq_len: int,
         batch: int,
         rows: Iterable[int] | None = None,
-        tokens: Tokens | None = None,
+        tokens: Tokenizer | None = None,
         vocab_size: int | None = None,
         packing: Packing = "first_fit",
         seed: int = 0,
         epochs: int | None = None,
         prefetch: int = 2,
     ):
-        self._row = check_integer("seq_len", seq_len, 1) + 1
+        self._length = check_integer("seq_len", seq_len, 1) + 1
         self._batch = check_integer("batch", batch, 1)
-        self._rows = _check_rows(rows, self._batch)
+        self._indices = _check_rows(rows, self._batch)
         self._prefetch = check_integer("prefetch", prefetch, 0)
         self._seed = check_integer("seed", seed, 0)
         self._epochs = None if epochs is None else check_integer("epochs", epochs, 1)
@@ -133,26 +132,30 @@ class Loader(Iterator[Rows]):
         tokens = _check_tokens(corpus, tokens)
         self.vocab_size = _check_vocabulary(tokens, vocab_size)
         exact = corpus.reader.divisible and (tokens is None or tokens.is_bytes)
-        length, stride = piece_sizes(packing, self._row, exact=exact)
-        self._pieces = Pieces(corpus, tokens, self.vocab_size, length=length, stride=stride)
-        _check_size(corpus, self._pieces, self._row, packing)
+        length, stride = chunk_sizes(packing, self._length, exact=exact)
+        self._chunks = Chunks(corpus, tokens, self.vocab_size, length=length, stride=stride)
+        _check_size(corpus, self._chunks, self._length, packing)
         self._packing: Packing = packing
         self._options = {
             "documents": corpus.fingerprint(),
             "tokens": None if tokens is None else tokens.fingerprint(),
-            "seq_len": self._row - 1,
+            "seq_len": self._length - 1,
             "batch": self._batch,
             "packing": packing,
             "seed": self._seed,
             "epochs": self._epochs,
         }
+        self._stream = partial(
+            sequence_stream,
+            length=self._length, batch=self._batch, packing=packing, seed=self._seed, epochs=epochs,
+        )  # fmt: skip
         self.step = 0
         self._steps = None
-        if epochs is not None and len(self._rows) < self._batch:
+        if epochs is not None and len(self._indices) < self._batch:
             self._steps = self._count_steps()
         self._iterators = self._start()
         self._ended = [False] * len(self._iterators)
-        # Also where nobody closes it: at the interpreter's end grain can no longer do it quietly.
+        # Also without close(): at interpreter shutdown grain prints errors.
         self._finalize = weakref.finalize(self, _close, self._iterators)
 
     def __next__(self) -> Rows:
@@ -169,36 +172,33 @@ class Loader(Iterator[Rows]):
         )
         if self._packing != "none":
             return {"rows": tokens, "segment_ids": segment_ids}
-        # Without an end every row is full.
+        # An endless stream has no padding.
         ends = self._epochs is not None
         return {"rows": tokens, "segment_ids": np.minimum(segment_ids, 1) if ends else None}
 
     def get_state(self) -> State:
-        """What a loader needs to give the batches that follow the last one given.
+        """State after the last batch, from which a loader continues.
 
-        It is a dict for ``json.dumps``, of a few hundred bytes a row. It has this loader's rows
-        alone: :func:`burst_jax.data.gather_state` joins the states of all processes into one that
-        any number of processes can start from.
+        A JSON value of a few hundred bytes per sequence of this loader.
+        :func:`burst_jax.data.gather_state` merges the states of all processes into one that any
+        number of processes can resume from.
         """
         self._check_open()
-        states = [
-            of_stream for iterator in self._iterators for of_stream in stream_states(iterator)
-        ]
-        rows = dict(zip(map(str, self._rows), states, strict=True))
+        states = [state for iterator in self._iterators for state in stream_states(iterator)]
+        rows = dict(zip(map(str, self._indices), states, strict=True))
         return {"version": VERSION, "step": self.step, "options": self._options, "rows": rows}
 
     def set_state(self, state: State) -> None:
-        """Goes on after the batch that a state was taken after.
+        """Resumes after the batch at which ``state`` was taken.
 
-        It reads again what the next rows are packed from, some rows of each stream, and nothing
-        before that.
+        Reads only the documents that the next sequences are packed from.
 
         Args:
-          state: from :meth:`get_state` of this loader or any other with the same documents and
-            options. ``rows`` and ``prefetch`` may differ, if the state has the rows of this loader.
+          state: from :meth:`get_state` of any loader with the same documents and options. ``rows``
+            and ``prefetch`` may differ if the state covers this loader's batch indices.
 
         Raises:
-          ValueError: the state is none, is of other documents or options, or lacks rows.
+          ValueError: it is no state, has other documents or options, or lacks batch indices.
         """
         self._check_open()
         known = isinstance(state, dict) and state.get("version") == VERSION
@@ -207,23 +207,22 @@ class Loader(Iterator[Rows]):
                 f"state is {str(state)[:60]!r}: it must be what get_state returned, of version "
                 f"{VERSION}"
             )
-        check_same(state["options"], self._options)
-        missing = [row for row in self._rows if str(row) not in state["rows"]]
+        _check_same_options(state["options"], self._options)
+        missing = [index for index in self._indices if str(index) not in state["rows"]]
         if missing:
             raise ValueError(
-                f"state has rows {', '.join(state['rows'])} of the batch, this loader needs "
-                f"{missing} too: save the state that gather_state or merge_states joins of all "
-                "processes"
+                f"state has rows {', '.join(state['rows'])} of the batch, this loader also needs "
+                f"{missing}: save the result of gather_state or merge_states over all processes"
             )
         _close(self._iterators)
         self._iterators += self._start()
         self._ended = [False] * len(self._iterators)
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
-            set_stream_states(iterator, [state["rows"][str(row)] for row in group])
+            set_stream_states(iterator, [state["rows"][str(index)] for index in group])
         self.step = state["step"]
 
     def close(self) -> None:
-        """Ends the threads. It may be called twice; no batch can be taken afterwards."""
+        """Ends the threads. It may be called twice; no batch can be requested afterwards."""
         self._finalize()
 
     def __enter__(self) -> Self:
@@ -236,41 +235,101 @@ class Loader(Iterator[Rows]):
         if not self._finalize.alive:
             raise ValueError("the loader is closed: make another one, and give it the state")
 
-    def _next_of(self, group: int) -> Row:
-        """The next rows of a group, empty ones if all of its streams have ended."""
+    def _next_of(self, group: int) -> Packed:
+        """The next sequences of a group; padding if all of its streams have ended."""
         if not self._ended[group]:
             try:
                 return next(self._iterators[group])
             except StopIteration:
                 self._ended[group] = True
-        return empty_rows(len(self._groups()[group]), self._row)
+        return padding(len(self._groups()[group]), self._length)
 
     def _groups(self) -> list[list[int]]:
-        """The loader's rows in parts, each of which has a thread."""
-        threads = min(_THREADS, len(self._rows))
-        return [part.tolist() for part in np.array_split(np.array(self._rows), threads)]
+        """The batch indices in groups, each with a thread."""
+        threads = min(_THREADS, len(self._indices))
+        return [part.tolist() for part in np.array_split(np.array(self._indices), threads)]
 
     def _start(self) -> list[grain.DatasetIterator]:
-        """For each group its rows from the first batch on."""
-        streams = [[self._stream(self._pieces, row) for row in group] for group in self._groups()]
-        return [prefetched(group, self._row, self._prefetch) for group in streams]
-
-    def _stream(self, pieces: Pieces | Counted, stream: int) -> grain.IterDataset:
-        return row_stream(
-            pieces,
-            stream,
-            row=self._row,
-            batch=self._batch,
-            packing=self._packing,
-            seed=self._seed,
-            epochs=self._epochs,
-        )
+        """An iterator per group, from the first batch on."""
+        return [
+            prefetched(
+                [self._stream(self._chunks, index) for index in group], self._length, self._prefetch
+            )
+            for group in self._groups()
+        ]
 
     def _count_steps(self) -> int:
-        """The number of batches: the rows of the longest stream of all processes."""
-        counted = Counted(self._pieces)
-        streams = (self._stream(counted, stream) for stream in range(self._batch))
-        return max(count_rows(stream) for stream in streams)
+        """Number of batches: the length of the longest stream of all processes."""
+        lengths = ChunkLengths(self._chunks)
+        streams = (self._stream(lengths, stream) for stream in range(self._batch))
+        return max(sum(1 for _ in stream) for stream in streams)
+
+
+def rows_of_process(batch: int, process: int, processes: int) -> range:
+    """Batch indices of a process if every process loads an equal share.
+
+    It is what ``place_batch(..., process_local=True)`` expects where the mesh's batch axes are
+    outermost and divide evenly among processes. Processes whose devices share sequences, because
+    the sequence axis spans them, load the same ones: count them as one here.
+
+    Args:
+      batch: global batch size.
+      process: index of the process, like ``jax.process_index()``.
+      processes: number of processes, like ``jax.process_count()``.
+
+    Raises:
+      ValueError: the processes do not divide the batch, or there is no such process.
+    """
+    if processes < 1 or not 0 <= process < processes:
+        raise ValueError(
+            f"process is {process}, processes {processes}: it must be from 0 to processes - 1"
+        )
+    if batch % processes:
+        raise ValueError(
+            f"batch is {batch}, processes {processes}: use a batch that is a multiple of the "
+            f"processes, like {-(-batch // processes) * processes}"
+        )
+    each = batch // processes
+    return range(process * each, (process + 1) * each)
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> State:
+    """Merges the states of the loaders of one run, which have different indices of one batch.
+
+    Args:
+      states: result of ``Loader.get_state`` on each process, after the same step.
+
+    Returns:
+      A state of all their batch indices, for any number of processes.
+
+    Raises:
+      ValueError: there are none, or they have different steps, data or options.
+    """
+    states = list(states)
+    if not states:
+        raise ValueError("states is empty: pass what Loader.get_state returned on each process")
+    first = states[0]
+    for other in states[1:]:
+        _check_same_options(first["options"], other["options"], "another loader")
+        if other["step"] != first["step"]:
+            raise ValueError(
+                f"states are of steps {first['step']} and {other['step']}: take them from all "
+                "processes after the same step"
+            )
+    rows = {index: stream for state in states for index, stream in state["rows"].items()}
+    return {**first, "rows": dict(sorted(rows.items(), key=lambda item: int(item[0])))}
+
+
+def gather_state(state: State) -> State:
+    """The merged states of all processes, on each of them: see :func:`merge_states`.
+
+    A collective of a few hundred bytes per sequence: every process calls it after the same step.
+    With one process it returns its argument.
+
+    Args:
+      state: result of this process' ``Loader.get_state``.
+    """
+    return merge_states(gather_json(state))
 
 
 def _close(iterators: list[grain.DatasetIterator]) -> None:
@@ -279,19 +338,30 @@ def _close(iterators: list[grain.DatasetIterator]) -> None:
     iterators.clear()
 
 
+def _check_same_options(
+    saved: Mapping[str, Any], here: Mapping[str, Any], whose: str = "this loader"
+) -> None:
+    for name in here:
+        if saved.get(name) != here[name]:
+            raise ValueError(
+                f"the state was saved with {name} {saved.get(name)!r}, {whose} has {here[name]!r}: "
+                "use the same documents and options, or start over without the state"
+            )
+
+
 def _check_rows(rows: Iterable[int] | None, batch: int) -> list[int]:
     rows = range(batch) if rows is None else rows
     chosen = list(rows) if isinstance(rows, Iterable) else []
     valid = all(isinstance(row, numbers.Integral) and 0 <= row < batch for row in chosen)
     if not chosen or not valid or len(set(chosen)) != len(chosen):
         raise ValueError(
-            f"rows is {rows}, batch {batch}: it must name rows of the batch, from 0 to batch - 1, "
-            "each once, like rows_of_process(batch, process, processes)"
+            f"rows is {rows}, batch {batch}: it must hold distinct batch indices, from 0 to "
+            "batch - 1, like rows_of_process(batch, process, processes)"
         )
     return [int(row) for row in chosen]
 
 
-def _check_tokens(corpus: Corpus, tokens: Tokens | None) -> Tokens | None:
+def _check_tokens(corpus: Corpus, tokens: Tokenizer | None) -> Tokenizer | None:
     if not isinstance(corpus, Corpus):
         raise ValueError(f"corpus is {corpus!r}: make it with open_corpus(path)")
     if corpus.reader.is_text:
@@ -304,7 +374,7 @@ def _check_tokens(corpus: Corpus, tokens: Tokens | None) -> Tokens | None:
     return None
 
 
-def _check_vocabulary(tokens: Tokens | None, vocab_size: int | None) -> int | None:
+def _check_vocabulary(tokens: Tokenizer | None, vocab_size: int | None) -> int | None:
     if vocab_size is not None:
         check_integer("vocab_size", vocab_size, 1)
     if tokens is None:
@@ -317,20 +387,20 @@ def _check_vocabulary(tokens: Tokens | None, vocab_size: int | None) -> int | No
     return tokens.vocab_size if vocab_size is None else vocab_size
 
 
-def _check_size(corpus: Corpus, pieces: Pieces, row: int, packing: Packing) -> None:
-    if not len(pieces):
+def _check_size(corpus: Corpus, chunks: Chunks, length: int, packing: Packing) -> None:
+    if not len(chunks):
         raise ValueError(
-            f"corpus is {corpus!r}: there is nothing to read; was held_out=0 asked for, or are "
-            "there too few documents?"
+            f"corpus is {corpus!r}: there is nothing to read; is it the held-out part of "
+            "held_out=0, or are there too few documents?"
         )
-    if len(pieces) >= MAX_PIECES:
+    if len(chunks) >= MAX_CHUNKS:
         raise ValueError(
-            f"corpus has {len(pieces)} pieces of documents: fewer than {MAX_PIECES} can be "
+            f"corpus has {len(chunks)} chunks of documents: fewer than {MAX_CHUNKS} can be "
             "shuffled; use a longer seq_len, or train on a part"
         )
-    if packing == "none" and corpus.size < row:
+    if packing == "none" and corpus.size < length:
         raise ValueError(
-            f"seq_len is {row - 1}, and {corpus!r} has {corpus.size} bytes or tokens in all, less "
-            f"than a row of {row}: use a shorter seq_len, more documents, or packing='first_fit', "
-            "which pads"
+            f"seq_len is {length - 1}, and {corpus!r} has {corpus.size} bytes or tokens, less than "
+            f"one sequence of {length}: use a shorter seq_len, more documents, or "
+            "packing='first_fit', which pads"
         )

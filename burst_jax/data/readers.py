@@ -1,7 +1,6 @@
 """Random access to the documents of files: text files, JSON lines, arrays of token ids.
 
-A reader counts its documents and knows the size of each, but holds none of them: a document is read
-from the disk when it is asked for.
+A reader knows the number and sizes of its documents; their contents are read from disk on demand.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-# Bytes that are searched for line ends at once.
+# Bytes searched for line ends at once.
 _SCAN = 1 << 24
-# How the name of a file ends that says where the documents start in an array of ids.
+# Name suffix of the file with the documents' offsets in an array of ids.
 OFFSETS = ".offsets.npy"
 
 
@@ -23,11 +22,10 @@ class Reader(Protocol):
     """The documents of some files, in a fixed order.
 
     Attributes:
-      sizes: int64 ``[documents]``, the size of each document. Its unit is a byte of text, or a
-        token where the files hold tokens. Of a JSON line it is the line's size, because the text's
-        is known only after parsing; it is never larger.
-      is_text: whether a document is bytes of text; else it is token ids.
-      divisible: whether a part of a document can be read alone.
+      sizes: int64 ``[documents]``, size of each document in bytes of text or in tokens. For a JSON
+        line it is the size of the line, an upper bound of the size of its text.
+      is_text: whether documents are text rather than token ids.
+      divisible: whether a document can be read in parts.
     """
 
     sizes: np.ndarray
@@ -35,16 +33,16 @@ class Reader(Protocol):
     divisible: bool
 
     def read(self, document: int, start: int, stop: int) -> bytes | np.ndarray:
-        """The units from ``start`` to ``stop`` of a document, or all of it if it is indivisible."""
+        """Bytes or tokens ``start`` to ``stop`` of a document, or all of it if indivisible."""
         ...
 
     def name(self, document: int) -> str:
-        """Where the document stands, for messages."""
+        """The location of the document, for error messages."""
         ...
 
 
 class TextFiles:
-    """Text files, a document each. The unit is a byte."""
+    """Text files, one document each."""
 
     is_text = True
     divisible = True
@@ -66,10 +64,10 @@ class TextFiles:
 
 
 class JsonLines:
-    """Files of a JSON object a line, whose ``key`` holds a text; a line is a document.
+    """JSON lines files: each line is an object with a text under ``key``, one document.
 
-    Empty lines are passed over. Only the lines' places are held in memory. A line is parsed when it
-    is read, and one that is broken raises then.
+    Empty lines are skipped. Only offsets are held in memory. A line is parsed, and an invalid one
+    raises, when it is read.
     """
 
     is_text = True
@@ -82,10 +80,10 @@ class JsonLines:
         self._starts, self._stops, self._numbers = np.concatenate(lines).T
         self.sizes = self._stops - self._starts
         if len(self.sizes):
-            self.read(0)  # A wrong key or another format shows at once.
+            self.read(0)  # Fails early for a wrong key or another format.
 
     def read(self, document: int, start: int = 0, stop: int = 0) -> bytes:
-        """The whole text, in UTF-8; a part of it cannot be read alone."""
+        """The whole text in UTF-8; ``start`` and ``stop`` are ignored."""
         del start, stop
         with self._file(document).open("rb") as file:
             file.seek(self._starts[document])
@@ -100,8 +98,8 @@ class JsonLines:
         if not isinstance(record, dict) or self._key not in record:
             keys = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
             raise ValueError(
-                f"{self.name(document)} has {keys}, and no key {self._key!r}: name the text's key "
-                "with key="
+                f"{self.name(document)} has {keys}, and no key {self._key!r}: set key= to the key "
+                "of the text"
             )
         text = record[self._key]
         if not isinstance(text, str):
@@ -113,7 +111,7 @@ class JsonLines:
             return text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{self.name(document)} has half of a surrogate pair, which no UTF-8 text holds "
+                f"{self.name(document)} has half of a surrogate pair, which UTF-8 cannot encode "
                 f"({error.reason} at character {error.start}): write the whole pair"
             ) from None
 
@@ -126,7 +124,7 @@ class JsonLines:
 
 
 def _lines(file: Path) -> np.ndarray:
-    """int64 ``[lines, 3]``: where each line that is not empty starts and stops, and its number."""
+    """int64 ``[lines, 3]``: start, stop and number of each line that is not empty."""
     size = file.stat().st_size
     if not size:
         return np.zeros((0, 3), np.int64)
@@ -149,9 +147,8 @@ def _lines(file: Path) -> np.ndarray:
 class TokenArrays:
     """Memory-mapped token ids in ``.npy`` files, ``[tokens]`` or ``[documents, tokens]``.
 
-    Beside ``NAME.npy`` with ids ``[tokens]`` may stand ``NAME.offsets.npy``, integers
-    ``[documents + 1]``: document i is the ids from the i-th offset to the next. Without it they are
-    one document.
+    ``NAME.npy`` with ids ``[tokens]`` is one document, or with ``NAME.offsets.npy``, integers
+    ``[documents + 1]``, several: document i is the ids from offset i to offset i + 1.
     """
 
     is_text = False
@@ -168,48 +165,48 @@ class TokenArrays:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """The ids from ``start`` to ``stop``, in the file's dtype."""
-        file, _ = self._place(document)
+        file, _ = self._locate(document)
         first = int(self._starts[document])
         return np.array(self._ids[file][first + start : first + stop])
 
     def name(self, document: int) -> str:
         """The file's path and the document in it, counted from 0."""
-        file, document = self._place(document)
+        file, document = self._locate(document)
         return f"{self._files[file]}, document {document},"
 
-    def _place(self, document: int) -> tuple[int, int]:
+    def _locate(self, document: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first, document, side="right")) - 1
         return file, document - int(self._first[file])
 
 
-def offsets_of(file: Path) -> Path:
-    """Where the offsets of the documents in a file of ids stand, if there are any."""
+def offsets_path(file: Path) -> Path:
+    """Path of the offsets that belong to a file of ids."""
     return file.with_name(file.stem + OFFSETS)
 
 
 def _offsets(file: Path, ids: np.ndarray) -> np.ndarray:
-    """int64 ``[documents + 1]``, where each document starts in the flat ids, and their end."""
-    beside = offsets_of(file)
-    if not beside.is_file():
+    """int64 ``[documents + 1]``, start of each document in the flat ids, and the end."""
+    path = offsets_path(file)
+    if not path.is_file():
         documents, length = ids.shape if ids.ndim == 2 else (1, len(ids))
         return np.arange(documents + 1, dtype=np.int64) * length
     if ids.ndim != 1:
         raise ValueError(
-            f"{file} has shape {ids.shape}, and {beside.name} beside it: ids with offsets are "
+            f"{file} has shape {ids.shape}, and there is {path.name}: ids with offsets are "
             "[tokens]; remove one of the files, or flatten the ids"
         )
-    offsets = np.array(_integers(beside), np.int64)
+    offsets = np.array(_integers(path), np.int64)
     rises = offsets.ndim == 1 and len(offsets) > 0 and bool((np.diff(offsets) >= 0).all())
     if not rises or offsets[0] != 0 or offsets[-1] != len(ids):
         raise ValueError(
-            f"{beside} does not fit {file.name}: offsets must be [documents + 1], from 0 up to the "
-            f"number of ids, {len(ids)}; make both anew with save_tokens"
+            f"{path} does not fit {file.name}: offsets must be [documents + 1], from 0 up to the "
+            f"number of ids, {len(ids)}; make both again with save_tokens"
         )
     return offsets
 
 
 def _integers(file: Path) -> np.ndarray:
-    """The file's integers, ``[tokens]`` or ``[documents, tokens]``, on the disk."""
+    """The file's integers, ``[tokens]`` or ``[documents, tokens]``, memory-mapped."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

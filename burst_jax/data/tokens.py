@@ -1,4 +1,4 @@
-"""From text to token ids: bytes, or a file of the ``tokenizers`` library."""
+"""Tokenizers: bytes, or a file of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -12,42 +12,36 @@ import numpy as np
 from burst_jax.errors import optional
 
 
-class Tokens(Protocol):
-    """Makes token ids of text.
+class Tokenizer(Protocol):
+    """Maps text to token ids.
 
     Attributes:
       vocab_size: ids are below it.
-      separator_id: the id that follows each document, or None.
-      is_bytes: whether each byte of the text is a token, so that nothing has to be read to count
-        them.
+      separator_id: id appended to each document, or None.
+      is_bytes: whether each byte is a token, so that tokens are counted without reading.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def separator_id(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def is_bytes(self) -> bool: ...  # noqa: D102
+    vocab_size: int
+    separator_id: int | None
+    is_bytes: bool
 
     def encode(self, text: bytes) -> np.ndarray:
-        """int32 ``[tokens]`` of a text, without the separator."""
+        """int32 ``[tokens]``, without the separator."""
         ...
 
     def fingerprint(self) -> str:
-        """Differs between tokens that make other ids of a text."""
+        """Differs between tokenizers with different results."""
         ...
 
 
 class ByteTokens:
-    """Each byte of the text is a token, its id the byte.
+    """Byte-level tokenizer: each byte is a token.
 
     Args:
-      separator: the id that follows each document, or None for none. Packed rows mark documents by
-        segment ids and need none to tell them apart; it is for a model that shall learn where a
-        document ends, and for rows of a single segment. 0 is a byte that no text has; 256 is the
-        first id that is no byte, and makes the vocabulary a token larger.
+      separator: id appended to each document, or None. Packed sequences separate documents by
+        segment ids; a separator is for models that learn where documents end, and for sequences of
+        a single segment. 0 is a byte that no text contains; 256 is the first id that is no byte and
+        adds one to the vocabulary.
 
     Attributes:
       vocab_size: 256, or more if the separator is not a byte.
@@ -64,7 +58,7 @@ class ByteTokens:
             raise ValueError(
                 f"separator is {separator!r}: it must be a token id, like 0 or 256, or None"
             )
-        self.separator_id = separator
+        self.separator_id: int | None = separator
         self.vocab_size = 256 if separator is None else max(256, int(separator) + 1)
 
     def __repr__(self) -> str:
@@ -75,32 +69,32 @@ class ByteTokens:
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of token ids ``[tokens]``; ids that are no bytes are left out."""
+        """The text of token ids ``[tokens]``; ids that are no bytes are skipped."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def fingerprint(self) -> str:
-        """Its own text."""
+        """Its ``repr``."""
         return repr(self)
 
 
 class TokenizerFile:
-    """Tokens of a ``tokenizer.json``, the file of the ``tokenizers`` library and of transformers.
+    """A ``tokenizer.json`` of the ``tokenizers`` library, as Hugging Face transformers saves it.
 
-    What the file says of truncation and padding is switched off, because rows are packed here and
-    nothing may be lost. No special tokens are added but the separator.
+    Truncation and padding of the file are disabled, because documents are packed. No special tokens
+    are added except the separator.
 
     Args:
       path: the file.
-      separator: the token that follows each document, like ``"<|endoftext|>"``, or None for none.
+      separator: token appended to each document, like ``"<|endoftext|>"``, or None.
 
     Attributes:
-      vocab_size: the largest id, of added tokens too, plus 1.
-      tokenizer: the ``tokenizers.Tokenizer``, which also decodes.
+      vocab_size: largest id plus 1, including added tokens.
+      tokenizer: the ``tokenizers.Tokenizer``.
 
     Raises:
       ImportError: ``tokenizers`` is not installed.
-      ValueError: there is no such file, it is no tokenizer, or it does not know the separator.
+      ValueError: there is no such file, it is no tokenizer, or it lacks the separator.
     """
 
     is_bytes = False
@@ -122,14 +116,14 @@ class TokenizerFile:
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.separator_id = None if separator is None else vocabulary.get(separator)
+        self.separator_id: int | None = vocabulary.get(separator) if separator else None
         if separator is not None and self.separator_id is None:
             special = sorted(
                 str(token.content) for token in self.tokenizer.get_added_tokens_decoder().values()
             )
             raise ValueError(
-                f"separator is {separator!r}, which {path} does not know: use one of its tokens; "
-                f"its special ones are {special}"
+                f"separator is {separator!r}, which is not in {path}: use one of its tokens; its "
+                f"special tokens are {special}"
             )
         digest = hashlib.blake2b(contents, digest_size=16).hexdigest()
         self._fingerprint = f"tokenizer {digest}, separator {separator!r}"
@@ -138,7 +132,7 @@ class TokenizerFile:
         return f"TokenizerFile({str(self._path)!r}, vocab_size={self.vocab_size})"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """int32 ``[tokens]``; a UnicodeDecodeError if the text is not UTF-8."""
+        """int32 ``[tokens]``; raises UnicodeDecodeError if the text is not UTF-8."""
         (encoded,) = self.tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)
         return np.array(encoded.ids, np.int32)
 
@@ -147,5 +141,5 @@ class TokenizerFile:
         return self.tokenizer.decode(np.asarray(ids).tolist())
 
     def fingerprint(self) -> str:
-        """A hash of the file, and the separator."""
+        """A hash of the file and the separator."""
         return self._fingerprint

@@ -32,12 +32,8 @@ def check_options(
 ) -> None:
     """Raises unless ``owner`` can pass every option on to :func:`burst_attention`.
 
-    Args:
-      owner: name of the function or class that the user called, for the message.
-      options: the user's keyword arguments.
-      rejected: for each argument of ``burst_attention`` that ``owner`` does not accept, the reason
-        and the remedy.
-      own: names of the arguments of ``owner`` itself, for the spelling suggestion.
+    ``rejected`` has the reason and the remedy for arguments that ``owner`` does not accept, ``own``
+    the names of its own arguments, for the spelling suggestion.
 
     Raises:
       TypeError: an unknown option.

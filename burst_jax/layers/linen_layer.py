@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, Unpack
+import inspect
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.core import meta
-from jax.sharding import AbstractMesh, Mesh
-from jax.typing import DTypeLike
 
-from burst_jax.attention.arguments import MaskArrays, WindowSize
-from burst_jax.attention.score_mod import MaskMod, ScoreMod
+from burst_jax.attention.arguments import AttentionArguments, MaskArrays
 from burst_jax.layers.attention_fn import check_options
-from burst_jax.layers.nnx_layer import KERNEL_INIT, REJECTED, BurstAttention
-from burst_jax.layers.rope import Rope
-from burst_jax.layouts.permutation import Layout
-from burst_jax.parallel.mesh import AxisNames
-from burst_jax.ring.rotation import RotationChoice
-from pallas_kernels import Implementation
+from burst_jax.layers.nnx_layer import REJECTED, BurstAttention
 
 # Fields that linen adds to every module.
 LINEN_FIELDS = ("parent", "name")
+# (annotation, default) of each argument of the nnx layer and of the options that it passes on.
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    name: (parameter.annotation, parameter.default)
+    for name, parameter in inspect.signature(BurstAttention.__init__).parameters.items()
+    if name not in ("self", "in_features", "rngs", "options")
+} | {
+    field.name: (field.type, field.default)
+    for field in dataclasses.fields(AttentionArguments)
+    if field.name not in REJECTED
+}
 
 
 class LinenBurstAttention(linen.Module):
@@ -56,44 +59,22 @@ class LinenBurstAttention(linen.Module):
         accept; when initialized or applied, for sizes that do not fit together.
     """
 
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    value_head_dim: int | None = None
-    out_features: int | None = None
-    use_bias: bool = False
-    out_bias: bool | None = None
-    rope_theta: float | Rope | None = 10000.0
-    sinks: bool = False
-    qk_norm: bool = False
-    norm_epsilon: float = 1e-6
-    norm_offset: float = 0.0
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: nnx.Initializer = KERNEL_INIT
-    out_kernel_init: nnx.Initializer | None = None
-    mesh: Mesh | AbstractMesh | None = None
-    seq_axis: AxisNames = "seq"
-    ulysses_axis: str | None = None
-    batch_axis: AxisNames = None
-    tensor_axis: AxisNames = None
-    layout: Layout = "contiguous"
-    is_causal: bool = False
-    scale: float | None = None
-    local_window_size: WindowSize = None
-    logits_soft_cap: float | None = None
-    score_mod: ScoreMod | None = None
-    mask_mod: MaskMod | None = None
-    dropout_rate: float = 0.0
-    implementation: str | Implementation | None = None
-    deterministic: bool = False
-    backward: RotationChoice = "auto"
+    # The fields of linen's dataclass.
+    __annotations__ = {name: annotation for name, (annotation, _) in _FIELDS.items()}
+    locals().update(
+        {name: default for name, (_, default) in _FIELDS.items() if name != "num_heads"}
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(self, num_heads: int, **arguments: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Rejects unknown arguments with a suggestion, before linen's own constructor does."""
-        own = [field.name for field in dataclasses.fields(cls)]
-        others = {name: value for name, value in kwargs.items() if name not in own}
-        check_options("LinenBurstAttention", others, REJECTED, own)
+        others = {k: v for k, v in kwargs.items() if k not in _FIELDS and k not in LINEN_FIELDS}
+        check_options("LinenBurstAttention", others, REJECTED, _FIELDS)
         return super().__new__(cls)
 
     @linen.compact
@@ -146,11 +127,7 @@ class LinenBurstAttention(linen.Module):
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments."""
-        arguments = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in LINEN_FIELDS
-        }
+        arguments = {name: getattr(self, name) for name in _FIELDS}
         arguments["kernel_init"] = _unboxed(self.kernel_init)
         if self.out_kernel_init is not None:
             arguments["out_kernel_init"] = _unboxed(self.out_kernel_init)
@@ -167,6 +144,16 @@ class LinenBurstAttention(linen.Module):
         if not isinstance(box, meta.AxisMetadata):
             return weights
         return weights | {"kernel": box.replace_boxed(kernel)}
+
+
+# Instead of __new__'s.
+setattr(  # noqa: B010
+    LinenBurstAttention,
+    "__signature__",
+    inspect.Signature(
+        list(inspect.signature(LinenBurstAttention.__init__).parameters.values())[1:]
+    ),
+)
 
 
 def _unboxed(init: nnx.Initializer) -> nnx.Initializer:

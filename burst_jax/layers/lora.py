@@ -102,12 +102,7 @@ class Lora:
 
 
 def init_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs) -> None:
-    """Adds adapters to projections. B is zero, so the outputs do not change.
-
-    Args:
-      projections: a layer's projections by name.
-      lora: the adapted projections and their rank.
-      rngs: random numbers (stream "params").
+    """Adds adapters to a layer's projections by name. B is zero, so the outputs do not change.
 
     Raises:
       ImportError: the library qwix is missing.
@@ -143,14 +138,7 @@ def _initial_adapter(linear: Linear, lora: Lora, rngs: nnx.Rngs) -> tuple[jax.Ar
 
 
 def set_adapter(linear: Linear, a: jax.Array, b: jax.Array, scale: float) -> None:
-    """Adds an adapter to a projection.
-
-    Args:
-      linear: the projection.
-      a: A, ``[inputs, r]``.
-      b: B, ``[r, outputs]``.
-      scale: ``alpha / r``.
-    """
+    """Adds the adapter A ``[inputs, r]``, B ``[r, outputs]`` with ``scale = alpha / r``."""
     setattr(linear, LORA_A, nnx.LoRAParam(a))
     setattr(linear, LORA_B, nnx.LoRAParam(b))
     linear.lora_scale = scale  # pyrefly: ignore
@@ -165,13 +153,7 @@ def scaled_adapter(linear: Linear, dtype: DTypeLike) -> tuple[jax.Array, jax.Arr
 
 
 def add_adapter(linear: Linear, x: jax.Array, out: jax.Array) -> jax.Array:
-    """``out + (alpha / r) (x A) B``; ``out`` if the projection has no adapter.
-
-    Args:
-      linear: the projection.
-      x: ``[B, T, ...]``, its input.
-      out: ``[B, T, ...]``, its output without the adapter.
-    """
+    """``out + (alpha / r) (x A) B``; ``out`` if the projection has no adapter."""
     adapter = scaled_adapter(linear, out.dtype)
     if adapter is None:
         return out

@@ -22,11 +22,11 @@ from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
     flat_names,
-    gathered,
+    gather_explicit,
     inside_shard_map,
     resolve_mesh,
     sequence_axes,
@@ -247,14 +247,14 @@ class BurstAttention(nnx.Module):
                 raise ValueError(
                     "positions are given and rope_theta is None: the layer would ignore them"
                 )
-            return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)
+            return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)[0]
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs every token's position, in the order of the "
                 "tokens; use burst_jax.positions(layout, length, num_shards)"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
+        out, _ = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
         return refuse_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
@@ -264,9 +264,10 @@ class BurstAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         *,
         local_window_size: WindowSize = None,
+        attention_fn: AttentionFn | None = None,
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         """The call with a RoPE table that layers can share. The positions' order is not checked.
 
         Args:
@@ -275,36 +276,15 @@ class BurstAttention(nnx.Module):
           segment_ids: integers ``[B, T]`` as in the call, or None.
           local_window_size: this call's window, for layers that run in one scan with different
             windows; None is the option.
+          attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
+            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, ``aux``
+            being anything else that it computes, like an updated cache. None is that function.
           dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None disables dropout.
           **masks: as in the call.
 
         Returns:
-          ``[B, T, out_features]`` in the dtype of the computation.
-        """
-        options: Any = {"local_window_size": local_window_size, "dropout_key": dropout_key}
-        return self.attend_with(None, x, rope, segment_ids, **options, **masks)[0]
-
-    def attend_with(
-        self,
-        attention_fn: AttentionFn | None,
-        x: jax.Array,
-        rope: RopeTable | None,
-        segment_ids: jax.Array | None = None,
-        *,
-        local_window_size: WindowSize = None,
-        dropout_key: jax.Array | None = None,
-        **masks: Unpack[MaskArrays],
-    ) -> tuple[jax.Array, Any]:
-        """:meth:`attend` with another attention function.
-
-        Args:
-          attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
-            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, ``aux``
-            being anything else that it computes, like an updated cache. None is that function.
-          x: and all other arguments, as in :meth:`attend`.
-
-        Returns:
-          ``(out, aux)``, with ``aux`` None without an ``attention_fn``.
+          ``(out, aux)``: ``[B, T, out_features]`` in the dtype of the computation, and the ``aux``
+          of ``attention_fn``, None without one.
         """
         if others := masks.keys() - set(MASK_ARRAYS):
             raise TypeError(
@@ -316,7 +296,7 @@ class BurstAttention(nnx.Module):
         inside = inside_shard_map(sequence_axes(options))
         if not inside:
             self._check_explicit_heads()
-        layer = gathered(self)
+        layer = gather_explicit(self)
         if inside:
             query = project(layer.query, x)
             self._check_local_heads(query.shape[2])
@@ -430,7 +410,7 @@ def project(
     if linear.bias is not None:
         kernel = nnx.merge(*nnx.split(linear))
         kernel.bias, kernel.use_bias = None, False
-    out = sum_over(add_adapter(linear, x, kernel(x)), summed_over)
+    out = psum_manual(add_adapter(linear, x, kernel(x)), summed_over)
     return out if linear.bias is None else add_bias(out, linear.bias[...])
 
 

@@ -1,1 +1,1 @@
-"""Layouts: the permutations of a sequence over the shards of a ring."""
+"""Layouts: the sequence permutations over the shards of a ring."""

@@ -1,7 +1,7 @@
-"""Layouts: the order in which the tokens of a sequence lie on the shards of a ring.
+"""Layouts: the sequence permutations that assign tokens to the shards of a ring.
 
-A layout is a permutation of the tokens and nothing else. It lays ``length`` tokens on ``n`` shards
-of ``c = length // n`` tokens each; shard ``r`` holds, in index order:
+A layout permutes the tokens and does nothing else. It splits ``length`` tokens over ``n`` shards of
+``c = length // n`` tokens each; shard ``r`` holds, in index order:
 
 ========== ================================= ====================
 contiguous block ``r``                       ``length % n == 0``
@@ -19,14 +19,14 @@ Four shards, 16 tokens::
     shard 2   8  9  10 11    4  5  10 11     2 6 10 14       4 5 12 13
     shard 3   12 13 14 15    6  7  8  9      3 7 11 15       6 7 14 15
 
-Positions ascend inside every shard, so the tokens of a tile lie close together, and the local
-kernels skip nearly every tile that a mask empties.
+Positions ascend within every shard, so the tokens of a tile have nearby positions, and the local
+kernels skip nearly every tile that is fully masked.
 
 Under a causal mask a contiguous ring leaves the first shard idle most of the time. Zigzag gives
 every shard the same work at every step but the first. Striped (Brandon et al. 2023, Striped
-Attention, section 3) gives every shard the same work but for one diagonal of the scores. Stripes of
-64 or 128 tokens, like TransformerEngine's, keep whole tiles of tokens together, so that fewer tiles
-need a mask; the work of two shards differs by k diagonals.
+Attention, section 3) gives every shard the same work up to one diagonal of the scores. Stripes of
+64 or 128 tokens, like TransformerEngine's, keep whole tiles together, so that fewer tiles need
+masking; the work of two shards differs by k diagonals.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ _STRIPES = re.compile(r"striped:([1-9][0-9]{0,8})")
 
 
 def shard_unit(layout: str) -> int:
-    """What must divide a shard's length: zigzag needs two equal blocks, stripes must be whole."""
+    """The divisor that a shard's length needs: 2 for zigzag's half-blocks, k for stripes."""
     check_layout(layout)
-    return 2 if layout == "zigzag" else stripe_of(layout) or 1
+    return 2 if layout == "zigzag" else stripe_size(layout) or 1
 
 
-def stripe_of(layout: str) -> int | None:
-    """Tokens of a stripe, 1 for "striped"; None if the layout has no stripes."""
+def stripe_size(layout: str) -> int | None:
+    """Tokens per stripe, 1 for "striped"; None for a layout without stripes."""
     found = _STRIPES.fullmatch(layout)
     return int(found[1]) if found else 1 if layout == "striped" else None
 
 
 def check_layout(layout: str) -> None:
     """Raises ValueError unless ``layout`` is one of :data:`LAYOUTS`, or "striped:k"."""
-    # A NumPy array of one string is equal to it, but no static argument.
+    # A NumPy array of one string compares equal to it, but is not hashable.
     if not isinstance(layout, str) or not (layout in LAYOUTS or _STRIPES.fullmatch(layout)):
         raise ValueError(
             f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}, or 'striped:k' for "
@@ -83,9 +83,9 @@ def padded_length(layout: str, length: int, num_shards: int) -> int:
 
 
 def check_length(layout: str, length: int, num_shards: int, name: str = "length") -> None:
-    """Raises ValueError if ``layout`` cannot split ``length``; the message says what to pad to.
+    """Raises ValueError if ``layout`` cannot split ``length``, with the length to pad to.
 
-    ``name`` is what the message calls the length.
+    ``name`` is the name of the length in the message.
     """
     fit = padded_length(layout, length, num_shards)
     if fit != length:
@@ -97,7 +97,7 @@ def check_length(layout: str, length: int, num_shards: int, name: str = "length"
 
 
 def shard_positions(layout: str, shard_length: int, num_shards: int, shard: ArrayLike) -> jax.Array:
-    """Positions of the tokens that one shard holds, in index order.
+    """Positions of one shard's tokens, in index order.
 
     Args:
       layout: the layout's name.
@@ -113,7 +113,7 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
     index = jnp.arange(shard_length, dtype=jnp.int32)
     if layout == "contiguous":
         return shard * shard_length + index
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         return stripe * shard + index + (num_shards - 1) * stripe * (index // stripe)
     half = shard_length // 2
@@ -125,19 +125,19 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
 def shard_runs(
     layout: str, shard_length: int, num_shards: int, *, across_stripes: bool = True
 ) -> tuple[np.ndarray, int, int]:
-    """The positions of :func:`shard_positions` for all shards, as runs of equal distance.
+    """The positions of :func:`shard_positions` for all shards, as arithmetic progressions (runs).
 
     Args:
       layout: the layout's name.
       shard_length: number of tokens per shard.
       num_shards: number of shards on the ring.
-      across_stripes: whether a run has one token of each stripe; otherwise it is one stripe.
+      across_stripes: whether a run takes one token of each stripe; otherwise a run is one stripe.
 
     Returns:
-      ``(starts, stride, count)``: run j of shard r holds ``starts[r, j] + stride * i`` for i from 0
-      to ``count - 1``; starts is int64 ``[num_shards, runs]``.
+      ``(starts, stride, count)``: run j of shard r has the positions ``starts[r, j] + stride * i``
+      for i from 0 to ``count - 1``; starts is int64 ``[num_shards, runs]``.
     """
-    shard, stripe = np.arange(num_shards), stripe_of(layout)
+    shard, stripe = np.arange(num_shards), stripe_size(layout)
     if stripe is not None:
         starts, count = stripe * shard[:, None], shard_length // stripe
         if across_stripes:
@@ -150,18 +150,19 @@ def shard_runs(
 
 
 def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -> int:
-    """How many tokens side by side on a shard are sure to be in one block of the sequence.
+    """Number of adjacent tokens of a shard that are always in one block of the sequence.
 
     Args:
       layout: the layout's name.
       shard_length: number of tokens per shard.
       num_shards: number of shards on the ring.
-      block: positions of a block; the first one begins at position 0.
+      block: block size in positions; the first block starts at position 0.
 
     Returns:
-      A number r: tokens ``i r .. i r + r - 1`` of every shard are in one block, for every i.
+      The largest r that is known: tokens ``i r .. i r + r - 1`` of every shard are in one block,
+      for every i.
     """
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         whole = block % (num_shards * stripe) == 0
         return block // num_shards if whole else math.gcd(stripe, block)
@@ -171,13 +172,13 @@ def run_in_blocks(layout: str, shard_length: int, num_shards: int, block: int) -
 def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
     """The position of every token of a sequence in ``layout``: ``to_layout(arange(length))``.
 
-    RoPE needs these positions, sharded as the tokens are. An ``arange`` would give most tokens the
-    position of another token.
+    RoPE needs these positions, sharded like the tokens. With an ``arange`` most tokens would get
+    the position of another token.
 
     Args:
       layout: "contiguous", "zigzag", "striped" or "striped:k"
         (:mod:`burst_jax.layouts.permutation`).
-      length: tokens of the whole sequence.
+      length: number of tokens of the whole sequence.
       num_shards: number of shards on the ring: the size of ``seq_axis``, or of both axes together
         if it is a pair. ``ulysses_axis`` does not count.
 
@@ -186,14 +187,15 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
       ``positions[i]``.
 
     Raises:
-      ValueError: the layout is unknown or cannot split ``length``; the message says what to pad to.
+      ValueError: the layout is unknown or cannot split ``length``; the message has the length to
+        pad to.
     """
     check_layout(layout)
     check_length(layout, length, _check_shards(num_shards))
     index = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
         return index
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         return index.reshape(-1, num_shards, stripe).swapaxes(0, 1).reshape(-1)
     halves = index.reshape(2 * num_shards, -1)
@@ -202,33 +204,33 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
 
 
 def to_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> Tree:
-    """Permutes the tokens along ``axis`` from their natural order into ``layout``.
+    """Permutes the tokens along ``axis`` from natural order into ``layout``.
 
     Do it once, where batches are made, for tokens, targets, positions and segment ids together.
-    NumPy arrays stay on the host. JAX arrays are permuted on their devices, and stay sharded as
-    they are, over Auto and Explicit mesh axes.
+    NumPy arrays stay on the host. JAX arrays are permuted on their devices and keep their sharding,
+    over Auto and Explicit mesh axes.
 
     Args:
       x: an array or a pytree of arrays, all of the same length along ``axis``.
       layout: "contiguous", "zigzag", "striped" or "striped:k"
         (:mod:`burst_jax.layouts.permutation`).
       num_shards: number of shards on the ring, as in :func:`positions`.
-      axis: the tokens' axis, 1 for ``[B, T, ...]``.
+      axis: the sequence axis, 1 for ``[B, T, ...]``.
 
     Returns:
       ``x`` permuted, with its types, shapes and dtypes.
 
     Raises:
-      ValueError: the layout is unknown, or cannot split the length (the message says what to pad
-        to).
+      ValueError: the layout is unknown, or cannot split the length (the message has the length to
+        pad to).
     """
     return jax.tree.map(lambda leaf: _permute(leaf, layout, num_shards, axis, inverse=False), x)
 
 
 def from_layout[Tree](x: Tree, layout: Layout, num_shards: int, axis: int = 1) -> Tree:
-    """Permutes the tokens along ``axis`` from ``layout`` back into their natural order.
+    """Permutes the tokens along ``axis`` from ``layout`` back into natural order.
 
-    It is the inverse of :func:`to_layout`, with the arguments and errors of that function.
+    The inverse of :func:`to_layout`, with the same arguments and errors.
     """
     return jax.tree.map(lambda leaf: _permute(leaf, layout, num_shards, axis, inverse=True), x)
 
@@ -241,32 +243,32 @@ def pad_to_layout[Tree](
     *,
     multiple_of: int = 1,
 ) -> tuple[Tree, Array]:
-    """Pads sequences at their end to a length that ``layout`` can split, and masks the padding.
+    """Pads sequences at the end to a length that ``layout`` can split, and masks the padding.
 
-    Call it before :func:`to_layout`. Padded tokens get segment 0, which attends to nothing and is
-    attended by nothing, so their outputs and gradients are exactly zero.
+    Call it before :func:`to_layout`. Padding has segment id 0, which attends to nothing and is
+    attended to by nothing, so its outputs and gradients are exactly zero.
 
     Args:
-      tree: an array ``[B, T, ...]`` or a pytree of such arrays, all with the same B and T. Padding
-        is zeros of the array's dtype.
+      tree: an array ``[B, T, ...]`` or a pytree of such arrays, all with the same B and T. They are
+        padded with zeros of their dtype.
       layout: "contiguous", "zigzag", "striped" or "striped:k"
         (:mod:`burst_jax.layouts.permutation`).
       num_shards: number of shards on the ring, as in :func:`positions`.
-      segment_ids: ``[B, T]`` of any integer dtype, whose values int32 can hold, 0 for padding; or
-        None for one segment per row.
-      multiple_of: a second number that must divide the padded length. With a
-        ``ulysses_axis`` it is the number of devices on the ring and on that axis together,
-        while ``num_shards`` counts the ring alone.
+      segment_ids: ``[B, T]`` of any integer dtype with values in the range of int32, 0 for padding;
+        None is one segment per sequence.
+      multiple_of: another divisor of the padded length, default 1. With a ``ulysses_axis`` it is
+        the number of devices on the ring and on that axis together, while ``num_shards`` counts the
+        ring only.
 
     Returns:
       ``(tree, segment_ids)``: the padded pytree, and int32 ``[B, T_padded]`` for
-      ``query_segment_ids`` and ``key_value_segment_ids``. NumPy arrays stay NumPy arrays, JAX
-      arrays stay JAX arrays; segment ids that are made for JAX arrays are a JAX array.
+      ``query_segment_ids`` and ``key_value_segment_ids``. NumPy arrays stay NumPy arrays, and JAX
+      arrays stay JAX arrays; segment ids made for JAX arrays are a JAX array.
 
     Raises:
-      ValueError: arrays of different ``[B, T]``, fewer than two axes, an unknown layout,
-        ``segment_ids`` of another shape or of a dtype that is no integer, or an array that is split
-        over Explicit mesh axes which do not divide the padded length.
+      ValueError: arrays of different ``[B, T]``, fewer than two dimensions, an unknown layout,
+        ``segment_ids`` of another shape or of a non-integer dtype, or an array that is sharded over
+        Explicit mesh axes which do not divide the padded length.
     """
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -281,7 +283,7 @@ def pad_to_layout[Tree](
     if segment_ids is None:
         segment_ids = np.ones((batch, length), np.int32)
         if arrays := [leaf for leaf in leaves if isinstance(leaf, jax.Array)]:
-            segment_ids = _split_like(jnp.asarray(segment_ids), arrays[0])
+            segment_ids = _shard_like(jnp.asarray(segment_ids), arrays[0])
     if not hasattr(segment_ids, "dtype"):
         raise ValueError(
             f"segment_ids is a {type(segment_ids).__name__}: it must be an int32 array [B, T]"
@@ -301,37 +303,37 @@ def pad_to_layout[Tree](
 
 
 def _pad_end(x: Array, extra: int) -> Array:
-    """``x`` ``[B, T, ...]`` with ``extra`` zeros behind the T tokens."""
+    """``x`` ``[B, T, ...]`` with ``extra`` zeros appended to the T tokens."""
     widths = [(0, 0), (0, extra)] + [(0, 0)] * (np.ndim(x) - 2)
     if not isinstance(x, jax.Array):
         return np.pad(x, widths)
-    mesh, names = _split_over_explicit_axes(x, 1)
+    mesh, names = _explicit_axes(x, 1)
     devices, length = axes_size(mesh, names), x.shape[1] + extra
     if length % devices:
         raise ValueError(
-            f"the padded length is {length}, and the array's tokens are split over the Explicit "
+            f"the padded length is {length}, and the array's tokens are sharded over the Explicit "
             f"mesh axes {names}, {devices} devices, which do not divide it: make num_shards a "
-            f"multiple of {devices}, or pad before the array is put onto the mesh"
+            f"multiple of {devices}, or pad before the array is placed on the mesh"
         )
     return _over_auto_axes(lambda x: jnp.pad(x, widths), x)
 
 
-def _split_over_explicit_axes(x: jax.Array, axis: int) -> tuple[AbstractMesh, tuple[str, ...]]:
-    """The mesh of ``x``, and the Explicit mesh axes that its dimension ``axis`` is split over."""
+def _explicit_axes(x: jax.Array, axis: int) -> tuple[AbstractMesh, tuple[str, ...]]:
+    """The mesh of ``x``, and the Explicit mesh axes that shard its dimension ``axis``."""
     sharding = jax.typeof(x).sharding
     split = sharding.spec[axis] if axis < len(sharding.spec) else None
     explicit = sharding.mesh.explicit_axes
     return sharding.mesh, tuple(name for name in flat_names(split) if name in explicit)
 
 
-def _split_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """``x`` ``[B, T]``, split over Explicit mesh axes as ``like`` ``[B, T, ...]`` is split."""
-    mesh, batch = _split_over_explicit_axes(like, 0)
-    _, tokens = _split_over_explicit_axes(like, 1)
+def _shard_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` ``[B, T]``, sharded over Explicit mesh axes like ``like`` ``[B, T, ...]``."""
+    mesh, batch = _explicit_axes(like, 0)
+    _, tokens = _explicit_axes(like, 1)
     if not mesh.explicit_axes:
         return x
     if not isinstance(like, jax.core.Tracer) and isinstance(like.sharding, jax.NamedSharding):
-        mesh = like.sharding.mesh  # It knows the devices; the mesh in the type does not.
+        mesh = like.sharding.mesh  # Concrete; the mesh in the type has no devices.
     return jax.reshard(x, jax.NamedSharding(mesh, jax.P(batch or None, tokens or None)))
 
 
@@ -353,10 +355,10 @@ def _permute(x: Array, layout: str, num_shards: int, axis: int, *, inverse: bool
 
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """``function(x)``, sharded as ``x`` is, with Explicit mesh axes treated as Auto inside.
+    """``function(x)`` with the sharding of ``x``, with Explicit mesh axes treated as Auto inside.
 
-    Over Explicit axes JAX must know how every operation's result is split, and for a reshape of
-    split tokens it refuses. Over Auto axes the compiler decides, so ``function`` runs.
+    Over Explicit axes JAX infers the sharding of every result, and rejects a reshape of a sharded
+    sequence as ambiguous. Over Auto axes the compiler decides.
     """
     sharding = jax.typeof(x).sharding
     explicit = tuple(sharding.mesh.explicit_axes)
@@ -369,11 +371,11 @@ def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) ->
 def _reorder(
     x: Any, xp: Any = jnp, *, layout: str, num_shards: int, axis: int, inverse: bool
 ) -> Any:
-    """``x`` in the other order; ``xp`` is the module, NumPy or ``jax.numpy``, that computes it."""
-    # Reshapes, flips and transposes in place of a gather: XLA fuses them into one copy.
+    """``x`` permuted by ``xp``, NumPy or ``jax.numpy``."""
+    # Reshapes, flips and transposes instead of a gather: XLA fuses them into one copy.
     shape = x.shape
     n, lead, tail = num_shards, shape[:axis], shape[axis + 1 :]
-    stripe = stripe_of(layout)
+    stripe = stripe_size(layout)
     if stripe is not None:
         rows = (n, -1, stripe) if inverse else (-1, n, stripe)
         return xp.swapaxes(xp.reshape(x, (*lead, *rows, *tail)), axis, axis + 1).reshape(shape)

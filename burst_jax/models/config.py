@@ -125,28 +125,21 @@ class DecoderConfig:
     feed_forward: type[FeedForward] = GatedMLP
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "num_layers",
-            "embed_dim",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "mlp_chunks",
-        ):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be a positive integer")
+        def check(name: str, valid: bool, remedy: str) -> None:
+            if not valid:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {remedy}")
+
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "mlp_dim", "mlp_chunks"):
+            check(name, _is_count(getattr(self, name)), "it must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}: num_heads must "
                 "be a multiple of num_kv_heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta is {self.rope_theta}: it must be positive")
+        check("head_dim", self.head_dim % 2 == 0, "RoPE rotates pairs, so it must be even")
+        for name in ("rope_theta", "norm_epsilon"):
+            check(name, getattr(self, name) > 0, "it must be positive")
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
                 f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has its own theta; leave "
@@ -154,66 +147,41 @@ class DecoderConfig:
             )
         for name in ("logits_soft_cap", "final_soft_cap", "attention_scale"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be positive, or None")
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon is {self.norm_epsilon}: it must be positive")
-        if not self.layer_pattern:
-            raise ValueError("layer_pattern is empty: it must have at least one LayerKind")
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ValueError(f"lora is a {type(self.lora).__name__}: it must be a Lora, or None")
-        if not (isinstance(self.feed_forward, type) and issubclass(self.feed_forward, FeedForward)):
-            raise ValueError(
-                f"feed_forward is {self.feed_forward!r}: it must be a subclass of "
-                "burst_jax.models.feed_forward.FeedForward"
-            )
+            check(name, value is None or value > 0, "it must be positive, or None")
+        check("layer_pattern", bool(self.layer_pattern), "it must have at least one LayerKind")
+        check("lora", self.lora is None or isinstance(self.lora, Lora), "use a Lora, or None")
+        feed_forward = self.feed_forward
+        valid = isinstance(feed_forward, type) and issubclass(feed_forward, FeedForward)
+        check("feed_forward", valid, "use a subclass of burst_jax.models.FeedForward")
         for name in ("dtype", "param_dtype"):
-            dtype = getattr(self, name)
-            try:
-                floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-            except TypeError:  # Not a dtype's name.
-                floating = False
-            if not floating:
-                raise ValueError(f"{name} is {dtype!r}: use a floating point dtype")
+            check(name, _is_floating(getattr(self, name)), "use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: use one of {', '.join(map(repr, known))}"
-                )
-        self._check_remat_layers()
-
-    def _check_remat_layers(self) -> None:
-        count = self.remat_layers
-        if count is None:
+            check(name, getattr(self, name) in known, f"use one of {str(known)[1:-1]}")
+        if self.remat_layers is None:
             return
         if self.remat != "selective":
             raise ValueError(
-                f"remat_layers is {count!r}, remat {self.remat!r}: it is the number of 'selective' "
-                "layers; use that remat, or leave remat_layers out"
+                f"remat_layers is {self.remat_layers!r}, remat {self.remat!r}: it is the number of "
+                "'selective' layers; use that remat, or leave remat_layers out"
             )
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if not whole or not 1 <= count <= self.num_layers:
+        if not _is_count(self.remat_layers) or self.remat_layers > self.num_layers:
             raise ValueError(
-                f"remat_layers is {count!r}, num_layers {self.num_layers}: it must be an integer "
-                "from 1 to num_layers, or None for all; for none use remat='attention'"
+                f"remat_layers is {self.remat_layers!r}, num_layers {self.num_layers}: it must be "
+                "an integer from 1 to num_layers, or None for all; for none use remat='attention'"
             )
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, with its RoPE."""
-        kinds, ropes = self._given_kinds, self.layer_ropes
-        return tuple(LayerKind(kind.window, rope) for kind, rope in zip(kinds, ropes, strict=True))
+        default = Rope(self.rope_theta) if self.rope is None else self.rope
+        count = len(self.layer_pattern)
+        kinds = (self.layer_pattern[layer % count] for layer in range(self.num_layers))
+        return tuple(LayerKind(kind.window, kind.rope or default) for kind in kinds)
 
     @property
     def layer_ropes(self) -> tuple[Rope, ...]:
         """The RoPE of each layer."""
-        default = Rope(self.rope_theta) if self.rope is None else self.rope
-        return tuple(default if kind.rope is None else kind.rope for kind in self._given_kinds)
-
-    @property
-    def _given_kinds(self) -> list[LayerKind]:
-        count = len(self.layer_pattern)
-        return [self.layer_pattern[layer % count] for layer in range(self.num_layers)]
+        return tuple(kind.rope for kind in self.layer_kinds if kind.rope is not None)
 
     @property
     def num_matmul_params(self) -> int:
@@ -256,3 +224,14 @@ class DecoderConfig:
         each = 6.0 if self.lora is None else 4.0
         weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
         return weights + 12.0 * self.num_heads * self.head_dim * keys
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:  # Not a dtype's name.
+        return False

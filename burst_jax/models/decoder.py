@@ -36,10 +36,10 @@ from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
+    constrain,
     flat_names,
-    gathered,
-    pinned,
-    place_explicit,
+    gather_explicit,
+    reshard_explicit,
     resolve_mesh,
 )
 from burst_jax.parallel.rules import ShardingRules, check_rules
@@ -163,11 +163,11 @@ class Decoder(nnx.Module):
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
         arrays = tokens, positions_in, segment_ids, prefix_lengths
         placed = [
-            None if array is None or spec is None else place_explicit(array, shardings.mesh, spec)
+            None if array is None or spec is None else reshard_explicit(array, shardings.mesh, spec)
             for array, spec in zip(arrays, shardings.input_specs(arrays), strict=True)
         ]
         weights = jax.tree.map(
-            lambda w, spec: place_explicit(w, shardings.mesh, spec),
+            lambda w, spec: reshard_explicit(w, shardings.mesh, spec),
             weights,
             shardings.weight_specs(weights),
         )
@@ -245,13 +245,6 @@ class Decoder(nnx.Module):
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """One device's part of the call, inside a ``shard_map``, with this device's weights.
-
-        Args:
-          shardings: of the decoder.
-          tokens: int32 ``[B, T]``, this device's tokens.
-          positions: int32 ``[B, T]`` or ``[T]``.
-          segment_ids: int32 ``[B, T]``, or None.
-          prefix_lengths: int32 ``[B]``, or None.
 
         Returns:
           ``[B, T, D]``; with a pipeline, this stage's part of the batch.
@@ -336,11 +329,11 @@ class Decoder(nnx.Module):
         kernel = self.head_kernel().astype(hidden.dtype)
         if self.rules is not None:
             mesh, spec = resolve_mesh(dict(self.options).get("mesh")), P(None, self.rules.tensor)
-            kernel = pinned(kernel, mesh, spec)
+            kernel = constrain(kernel, mesh, spec)
         logits = jnp.einsum(
             "...d,dv->...v",
             hidden,
-            gathered(kernel) if self.rules is None else kernel,
+            gather_explicit(kernel) if self.rules is None else kernel,
             preferred_element_type=jnp.float32,
         )
         cap = self.config.final_soft_cap

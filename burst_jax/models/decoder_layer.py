@@ -92,28 +92,22 @@ class DecoderLayer(nnx.Module):
         *,
         remat: Remat,
     ) -> tuple[jax.Array, Any]:
-        """Runs the layer.
+        """Runs the layer on the residual stream ``[B, T, D]``.
 
-        Args:
-          x: ``[B, T, D]``, the residual stream.
-          rope: table of the tokens' positions.
-          segment_ids: int32 ``[B, T]``, or None.
-          window: of the layer's kind.
-          attention_fn: see :meth:`burst_jax.BurstAttention.attend_with`.
-          prefix_lengths: int32 ``[B]``, or None.
-          remat: what this layer stores for its backward pass.
+        ``window`` is that of the layer's kind, ``attention_fn`` that of
+        :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
           ``(x, aux)``: the residual stream after the layer, and what ``attention_fn`` returned next
           to its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        attended, aux = self.attention.attend_with(
-            attention_fn,
+        attended, aux = self.attention.attend(
             self.attention_norm(x),
             rope,
             segment_ids,
             local_window_size=None if window is None else (window - 1, 0),
+            attention_fn=attention_fn,
             prefix_lengths=prefix_lengths,
         )
         if self.post_attention_norm is not None:

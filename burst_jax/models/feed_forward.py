@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.layers.lora import scaled_adapter
 from burst_jax.layers.nnx_layer import add_bias
 from burst_jax.models.remat import MLP_PRODUCTS
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.parallel.rules import LogicalAxes
 from pallas_kernels.arrays import vary, varying_axes
 
-if TYPE_CHECKING:
-    from burst_jax.models.config import DecoderConfig
-
+# burst_jax.models.DecoderConfig, whose module imports this one.
+DecoderConfig = Any
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -161,7 +160,7 @@ class GatedMLP(FeedForward):
         }
         x = x.astype(config.dtype)
         out = _mlp(static, *vary((x, weights), varying_axes(x, weights)))
-        out = sum_over(out, self.hidden_axis)
+        out = psum_manual(out, self.hidden_axis)
         bias = self.down.bias
         return out if bias is None else add_bias(out, bias[...])
 

@@ -18,7 +18,7 @@ from burst_jax.errors import check_seed
 from burst_jax.layers.lora import LORA_A, LORA_B, Lora
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.weights import flat_weights, with_weights
-from burst_jax.parallel.mesh import place_explicit
+from burst_jax.parallel.mesh import reshard_explicit
 
 
 def add_lora(
@@ -115,7 +115,7 @@ def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decod
         if path[-1] != "kernel" or paths[1] not in arrays:
             merged[path] = arrays[path].astype(shape.dtype)
             continue
-        weights = [place_explicit(arrays[each], mesh, specs[each]) for each in paths]
+        weights = [reshard_explicit(arrays[each], mesh, specs[each]) for each in paths]
         weight_specs = tuple(specs[each] for each in paths)
         merged[path] = _merged(*weights, lora.scale, param_dtype, mesh, weight_specs)
     return nnx.merge(graphdef, with_weights(shapes, merged))

@@ -65,28 +65,16 @@ def keeps_mlp_products(remat: Remat) -> bool:
 
 
 def remat_of_layers(remat: Remat, remat_layers: int | None, layers: int) -> tuple[Remat, ...]:
-    """The remat of each layer.
-
-    Args:
-      remat: of the last ``remat_layers`` layers; the others are "attention".
-      remat_layers: a number of layers, at most ``layers``; None is all of them.
-      layers: number of layers.
-    """
+    """The remat of each layer: ``remat`` for the last ``remat_layers``, else "attention"."""
     count = layers if remat_layers is None else remat_layers
     return ("attention",) * (layers - count) + (remat,) * count
 
 
 def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
-    """A layer whose backward pass recomputes as ``remat`` specifies.
+    """``(x, weights, frozen, shared) -> x``, whose backward pass recomputes as specified.
 
-    Args:
-      layer: ``(x, weights, frozen, shared, attention_fn) -> (x, aux)``. ``attention_fn`` replaces
-        ``ring_attention`` (:meth:`burst_jax.BurstAttention.attend_with`), and ``aux`` is what it
-        returns next to its output.
-      remat: what is stored.
-
-    Returns:
-      ``(x, weights, frozen, shared) -> x``, for :mod:`burst_jax.models.stack`.
+    ``layer`` is ``(x, weights, frozen, shared, attention_fn) -> (x, aux)``, with the
+    ``attention_fn`` and ``aux`` of :meth:`burst_jax.BurstAttention.attend`.
     """
     if remat == "half":
         return _half_sequence(layer)

@@ -20,11 +20,11 @@ from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
     check_axes,
+    explicit_spec,
     flat_names,
-    only,
     resolve_mesh,
+    restrict_spec,
     sequence_axes,
-    split_as_it_is,
 )
 from burst_jax.parallel.rules import ShardingRules, check_divides
 from pallas_kernels import find
@@ -140,13 +140,8 @@ def decoder_shardings(
 ) -> DecoderShardings:
     """How a decoder's arrays are sharded.
 
-    Args:
-      weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      config: the decoder's.
-      options: its attention options.
-      rules: the mesh axes of the weights; with None ``tensor_axis`` shards them, and weights that
-        are sharded over Explicit axes keep these, too.
-      microbatches: number of microbatches; None is the number of stages.
+    Without rules ``tensor_axis`` shards the weights, and weights that are sharded over Explicit
+    axes keep these, too. ``microbatches`` None is the number of stages.
 
     Raises:
       ValueError: no mesh, axes that it lacks, sizes that do not divide.
@@ -184,10 +179,7 @@ def decoder_shardings(
 def reject_sharded(weights: Any, shardings: DecoderShardings) -> None:
     """Raises ValueError for a weight that is sharded over Auto axes which its own spec lacks.
 
-    Args:
-      weights: a decoder's state. An array's sharding is known outside of ``jit``; a
-        ``jax.ShapeDtypeStruct`` may have one.
-      shardings: the decoder's.
+    An array's sharding is known outside of ``jit``; a ``jax.ShapeDtypeStruct`` may have one.
     """
     paths = jax.tree_util.tree_leaves_with_path(weights)
     for (path, weight), spec in zip(paths, shardings.specs, strict=True):
@@ -212,7 +204,7 @@ def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
     Gradients are summed over these axes of the batch and the sequence, so the weights are gathered
     layer by layer. Over other axes the whole stack is gathered before the first layer.
     """
-    own = only(split_as_it_is(weight, P(*[None] * weight.ndim)), over)
+    own = restrict_spec(explicit_spec(weight, P(*[None] * weight.ndim)), over)
     return P(*(by_rule or explicit for by_rule, explicit in zip(spec, own, strict=True)))
 
 

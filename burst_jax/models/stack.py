@@ -66,11 +66,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
-    """The blocks with the fewest segments for layers of these kinds.
-
-    Args:
-      kinds: the kind of each layer.
-    """
+    """The blocks with the fewest segments for layers of these kinds."""
     count = len(kinds)
     starts = [i == 0 or kinds[i] != kinds[i - 1] for i in range(count)]
     started = np.cumsum(starts)  # Number of segments that start at or before a layer.
@@ -232,16 +228,9 @@ def _scan(
 ) -> tuple[Any, Any]:
     """``lax.scan`` over all layers, one scan per segment.
 
-    Args:
-      blocks: the layers.
-      body: ``(segment, carry, index of the layer, input) -> (carry, out)``.
-      carry: for the first call of ``body``.
-      inputs: for each block and segment the layers' inputs, stacked; None for none.
-      reverse: whether to start with the last layer.
-
-    Returns:
-      ``(carry, outs)``, the outs stacked as ``inputs`` are: for each block and segment arrays
-      ``[repeats, count, ...]``, or ``[count, ...]`` for a block that does not repeat.
+    ``body`` is ``(segment, carry, index of the layer, input) -> (carry, out)``. Inputs and outs are
+    stacked: for each block and segment arrays ``[repeats, count, ...]``, or ``[count, ...]`` for a
+    block that does not repeat. ``reverse`` starts with the last layer.
     """
     order = -1 if reverse else 1
     outs: list[Any] = [None] * len(blocks)
@@ -273,10 +262,9 @@ def _scan(
 
 
 def _without(vjp: Any, available: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """The arrays that a vjp holds, except for those of the pytree ``available``.
+    """``(arrays, rebuild)``: the arrays that a vjp holds, except for those of ``available``.
 
-    Returns:
-      ``(arrays, rebuild)``; ``rebuild(arrays, available)`` is the vjp again.
+    ``rebuild(arrays, available)`` is the vjp again.
     """
     index_of = {id(array): index for index, array in enumerate(jax.tree.leaves(available))}
     leaves, structure = jax.tree.flatten(vjp)

@@ -38,11 +38,7 @@ _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
 
 
 def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
-    """The logical axes of a decoder's weight.
-
-    Args:
-      path: the weight's path in ``nnx.state(decoder)``, as JAX's tree functions return it.
-      config: the decoder's.
+    """The logical axes of the weight at a path of ``nnx.state(decoder)``.
 
     Raises:
       ValueError: the decoder has no such weight.
@@ -72,17 +68,9 @@ def weight_specs(
     *,
     more_axes: AxisNames = None,
 ) -> Any:
-    """The sharding of each weight by the rules.
+    """A ``PartitionSpec`` for each weight of a decoder's state, by the rules.
 
-    Args:
-      weights: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      config: the decoder's.
-      mesh: the devices.
-      rules: the mesh axes of each logical axis.
-      more_axes: mesh axes that shard weights in addition to fsdp and seq.
-
-    Returns:
-      A ``PartitionSpec`` for each weight.
+    ``more_axes`` are mesh axes that shard weights in addition to fsdp and seq.
 
     Raises:
       ValueError: the mesh lacks an axis of the rules, or a size does not divide.
@@ -94,7 +82,7 @@ def weight_specs(
         axes = logical_axes(path, config)
         if replicated:
             axes = tuple(None if name == "kv_heads" else name for name in axes)
-        found = rules.spec(axes, more_weight_axes=more_axes)
+        found = rules.spec(axes, extra_weight_axes=more_axes)
         check_divides(name_of(path), weight.shape, found, mesh)
         return found
 

@@ -1,9 +1,9 @@
-"""Weights inside a ``shard_map``: gathered where a layer uses them, their gradients scattered.
+"""All-gather of sharded weights and reduce-scatter of their gradients, inside a ``shard_map``.
 
-NCCL's kernels for a gather or a reduce-scatter keep some multiprocessors for as long as they wait
-and move. Attention kernels want all multiprocessors, and take up to half as long again beside them.
-So where the GPUs' copy engines can move blocks, a gather and a reduce-scatter are permutes: one for
-each distance between two devices. Both ways send the same bytes.
+NCCL's all-gather and reduce-scatter kernels occupy SMs while they wait and send, and an attention
+kernel that needs all SMs takes up to 1.5 times as long next to them. So where the GPUs' copy
+engines do permutes, an all-gather or reduce-scatter is n - 1 permutes, one per distance between two
+devices. Both send the same bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from burst_jax.parallel.mesh import AxisNames, flat_names
-from burst_jax.parallel.platform import has_peer_copies
+from burst_jax.parallel.xla_options import has_peer_copies
 from pallas_kernels.arrays import row_major, vary, varying_axes
 
-# For each split dimension of a weight the mesh axes that split it.
-Split = tuple[tuple[int, tuple[str, ...]], ...]
+# For each sharded dimension of a weight the mesh axes that shard it.
+ShardedDims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def gather_weights(
@@ -36,45 +36,44 @@ def gather_weights(
     dtype: DTypeLike | None = None,
     widen: bool = False,
 ) -> Any:
-    """The weights of a pytree, whole but for the mesh axes in ``keep``, inside a ``shard_map``.
+    """All-gathers a pytree of weights over all mesh axes but those in ``keep``, in a ``shard_map``.
 
-    A weight that is split travels in ``dtype``. Its gradient is summed in float32: over the axes
-    that split the weight by a reduce-scatter, which leaves each device the gradient of its own
-    part, and over the other axes of ``over`` by a sum of these parts.
+    A sharded weight is sent in ``dtype``. Its gradient is summed in float32: by a reduce-scatter
+    over the axes that shard the weight, then by an all-reduce of the shards over the rest of
+    ``over``.
 
     Args:
-      weights: one device's parts.
-      specs: for each weight how it is split.
-      over: the mesh axes that activations vary over, those in ``keep`` left out.
-      keep: mesh axes along which weights stay split.
-      dtype: floating dtype in which split weights travel, and which they have then; None keeps each
-        weight's.
-      widen: whether they have their own dtype again after they have travelled. A weight whose
-        gradient is a sum of many parts, like an embedding's over tokens, needs it: the sum has the
-        dtype of the weight that is used, and in bfloat16 a sum of some hundred terms stops growing.
+      weights: one device's shards.
+      specs: the spec of each weight.
+      over: the mesh axes that activations vary over, without those in ``keep``.
+      keep: mesh axes along which weights stay sharded.
+      dtype: floating dtype in which sharded weights are sent and returned; None keeps their own.
+      widen: whether gathered weights are cast back to their own dtype. Needed for a weight whose
+        gradient sums many terms, like an embedding's over tokens: the sum has the dtype of the
+        returned weight, and in bfloat16 a sum of some hundred terms stops growing.
 
     Returns:
-      Weights of the same tree.
+      A pytree of the same structure.
     """
 
     def gather(weight: jax.Array, spec: PartitionSpec) -> jax.Array:
         entries = (tuple(n for n in flat_names(entry) if n not in keep) for entry in spec)
-        split = tuple((dim, names) for dim, names in enumerate(entries) if names)
-        # The transpose of this mark sums over the axes that do not split the weight. It stands
-        # before the gather, so it sums parts, not whole gradients.
+        dims = tuple((dim, names) for dim, names in enumerate(entries) if names)
+        # The transpose of this cast all-reduces over the axes that do not shard the weight. It is
+        # before the gather, so it sums shards, not whole gradients.
         weight = vary(weight, frozenset(over))
-        if not split:
+        if not dims:
             return weight
-        travels = jnp.dtype(weight.dtype if dtype is None else dtype)
-        return _gather(weight, split, travels, weight.dtype if widen else travels)
+        sent = jnp.dtype(weight.dtype if dtype is None else dtype)
+        return _gather(weight, dims, sent, weight.dtype if widen else sent)
 
     return jax.tree.map(gather, weights, specs)
 
 
-def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
-    """``x`` summed over those of the mesh axes that are manual here: inside a ``shard_map``.
+def psum_manual(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """``psum`` of ``x`` over those of the mesh axes that are manual here, inside a ``shard_map``.
 
-    Over Auto and Explicit axes arrays are global, and a product of them is a whole sum already.
+    Over Auto and Explicit axes arrays are global, and a product of them is the full sum.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     names = tuple(name for name in flat_names(axes) if name in manual)
@@ -82,31 +81,31 @@ def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype) -> jax.Array:
-    weight = weight.astype(travels)
-    for dim, names in split:
+def _gather(weight: jax.Array, dims: ShardedDims, sent: jnp.dtype, used: jnp.dtype) -> jax.Array:
+    weight = weight.astype(sent)
+    for dim, names in dims:
         if has_peer_copies():
             weight = gather_by_permutes(weight, names, dim)
         else:
-            # NCCL gathers along the first dimension in memory. For another one XLA transposes: here
-            # one layer's part, not the stack of all layers' that it may be a slice of.
+            # NCCL gathers along the first dimension in memory, and XLA transposes for another one.
+            # row_major makes that a transpose of one layer's shard, not of the stack of all layers.
             weight = lax.all_gather(row_major(weight), names, axis=dim, tiled=True)
     return weight.astype(used)
 
 
 def _gather_fwd(
-    weight: jax.Array, split: Split, travels: jnp.dtype, used: jnp.dtype
+    weight: jax.Array, dims: ShardedDims, sent: jnp.dtype, used: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    # The residual, which holds nothing, has the dtype of the weight.
-    return _gather(weight, split, travels, used), jnp.zeros((0,), weight.dtype)
+    # The empty residual carries the dtype of the weight.
+    return _gather(weight, dims, sent, used), jnp.zeros((0,), weight.dtype)
 
 
 def _gather_bwd(
-    split: Split, travels: jnp.dtype, used: jnp.dtype, empty: jax.Array, gradient: jax.Array
+    dims: ShardedDims, sent: jnp.dtype, used: jnp.dtype, empty: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    del travels, used
+    del sent, used
     gradient = gradient.astype(jnp.float32)
-    for dim, names in reversed(split):
+    for dim, names in reversed(dims):
         if has_peer_copies():
             gradient = scatter_by_permutes(gradient, names, dim)
         else:
@@ -119,20 +118,20 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def gather_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """``lax.all_gather(x, names, axis=dim, tiled=True)``, one permute for each distance."""
+    """``lax.all_gather(x, names, axis=dim, tiled=True)``, one permute per distance."""
     n, me, size = lax.axis_size(names), lax.axis_index(names), x.shape[dim]
     shape = (*x.shape[:dim], n * size, *x.shape[dim + 1 :])
     whole = vary(jnp.zeros(shape, x.dtype), varying_axes(x) | frozenset(names))
     whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
     for distance in range(1, n):
         part = _send(x, names, distance)
-        # It comes from the device that many places before this one.
+        # Received from the device at that distance before this one.
         whole = lax.dynamic_update_slice_in_dim(whole, part, (me - distance) % n * size, dim)
     return whole
 
 
 def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """``lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)``, a permute a distance."""
+    """``lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)``, by permutes."""
     n, me = lax.axis_size(names), lax.axis_index(names)
     size = x.shape[dim] // n
     total = lax.dynamic_slice_in_dim(x, me * size, size, dim)
@@ -143,10 +142,10 @@ def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.A
 
 
 def _send(x: jax.Array, names: tuple[str, ...], distance: int) -> jax.Array:
-    """``x`` of the device ``distance`` places before, in the order of the axes ``names``."""
-    # JAX permutes over axes in the mesh's order alone; a weight may be split in another order.
+    """Receives ``x`` from the device at ``distance`` before this one, in the order of ``names``."""
+    # ppermute numbers devices in the mesh's axis order; a weight may be sharded in another order.
     in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
-    places = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in in_mesh])
-    places = places.transpose([in_mesh.index(name) for name in names]).ravel().tolist()
-    pairs = zip(places, places[distance:] + places[:distance], strict=True)
+    order = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in in_mesh])
+    order = order.transpose([in_mesh.index(name) for name in names]).ravel().tolist()
+    pairs = zip(order, order[distance:] + order[:distance], strict=True)
     return lax.ppermute(x, tuple(in_mesh), list(pairs))

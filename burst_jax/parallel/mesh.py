@@ -1,4 +1,4 @@
-"""Meshes and their axes, and how arrays are split over them."""
+"""Meshes, their axes, and how arrays are sharded over them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | None = None) -> Mesh | AbstractMesh
 
 
 def flat_names(*axes: AxisNames) -> tuple[str, ...]:
-    """The mesh axes that the arguments name, in order; an argument that is None names none."""
+    """The mesh axis names in the arguments, in order; an argument that is None has none."""
     names: list[str] = []
     for axis in axes:
         if axis is not None:
@@ -43,12 +43,12 @@ def flat_names(*axes: AxisNames) -> tuple[str, ...]:
 
 
 def axes_size(mesh: Mesh | AbstractMesh, *axes: AxisNames) -> int:
-    """How many devices lie along the mesh axes that the arguments name, all together."""
+    """Number of devices along all mesh axes that the arguments name together."""
     return math.prod(mesh.shape[axis] for axis in flat_names(*axes))
 
 
 def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
-    """How many devices lie along the mesh axis that an argument of ``burst_attention`` names.
+    """Number of devices along the mesh axis that an argument of ``burst_attention`` names.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -61,8 +61,8 @@ def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
     return mesh.shape[axis]
 
 
-def names_of(argument: str, axes: AxisNames) -> tuple[str, ...]:
-    """The mesh axes that an argument names.
+def axis_names(argument: str, axes: AxisNames) -> tuple[str, ...]:
+    """The mesh axes that an argument names, as a tuple.
 
     Raises:
       ValueError: it is neither a name, nor a tuple of names, nor None.
@@ -80,16 +80,16 @@ def check_axes(
     arguments: Mapping[str, AxisNames],
     used: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ValueError for an argument that names no axis of the mesh, or one that is in use.
+    """Raises ValueError if an argument names an axis that the mesh lacks or that is already in use.
 
     Args:
       mesh: the mesh.
       arguments: the mesh axes that each argument names.
-      used: for mesh axes that are in use already, what uses them.
+      used: mesh axes that are already in use, and the argument that uses each.
     """
     owner = dict(used or {})
     for argument, axes in arguments.items():
-        for axis in names_of(argument, axes):
+        for axis in axis_names(argument, axes):
             size_on_mesh(mesh, argument, axis)
             if axis in owner:
                 raise ValueError(
@@ -100,10 +100,10 @@ def check_axes(
 
 
 def check_has_devices(mesh: Any) -> Mesh:
-    """``mesh`` itself, onto which arrays are to be put.
+    """``mesh`` itself, if it has devices that arrays can be placed on.
 
     Raises:
-      ValueError: it is no ``jax.sharding.Mesh``.
+      ValueError: it is not a ``jax.sharding.Mesh``.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(
@@ -113,17 +113,17 @@ def check_has_devices(mesh: Any) -> Mesh:
 
 
 def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """``mesh`` itself, or the mesh of ``jax.set_mesh`` that an ``AbstractMesh`` is the shape of.
+    """``mesh`` itself, or the concrete mesh of ``jax.set_mesh`` for an ``AbstractMesh``.
 
     Raises:
-      ValueError: it is an ``AbstractMesh``, and no mesh of this shape is set, or that cannot be
-        known because the call is inside ``jax.jit``.
+      ValueError: it is an ``AbstractMesh`` and no mesh of the same shape is set, or the call is
+        inside ``jax.jit``, where the concrete mesh is unknown.
     """
     if isinstance(mesh, Mesh):
         return mesh
     try:
         found = jax.sharding.get_mesh()
-    except ValueError:  # JAX does not say it inside jax.jit.
+    except ValueError:  # jax.sharding.get_mesh raises inside jax.jit.
         raise ValueError(
             "mesh is an AbstractMesh inside jax.jit, which has no devices to put arrays on: call "
             "this function outside of jax.jit, or pass mesh= a jax.sharding.Mesh"
@@ -138,7 +138,7 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def size_in_shard_map(argument: str, axis: str) -> int:
-    """How many devices lie along the manual mesh axis that an argument of ``ring_attention`` names.
+    """Number of devices along the manual mesh axis that an argument of ``ring_attention`` names.
 
     Raises:
       ValueError: the call is not made inside a ``shard_map`` over that axis.
@@ -154,85 +154,86 @@ def size_in_shard_map(argument: str, axis: str) -> int:
 
 
 def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The mesh axes that ``burst_attention`` with these options splits a sequence over."""
+    """The mesh axes that ``burst_attention`` shards the sequence over with these options."""
     return flat_names(options.get("seq_axis", "seq"), options.get("ulysses_axis"))
 
 
 def inside_shard_map(axes: AxisNames) -> bool:
-    """Whether one of the mesh axes is manual here, so that arrays are one device's.
+    """Whether any of the mesh axes is manual here, so that arrays are per-device shards.
 
-    Without axes it is whether any mesh axis is manual.
+    Without axes: whether any mesh axis at all is manual.
     """
     manual, names = jax.sharding.get_abstract_mesh().manual_axes, flat_names(axes)
     return bool(set(manual).intersection(names) if names else manual)
 
 
 def token_spec(batch_axis: AxisNames, seq_axis: AxisNames, ndim: int = 2) -> PartitionSpec:
-    """How ``[B, T, ...]`` of ``ndim`` axes is sharded: B over batch_axis, T over seq_axis."""
+    """The spec of ``[B, T, ...]`` with ``ndim`` dimensions: B over batch_axis, T over seq_axis."""
     return PartitionSpec(batch_axis, seq_axis, *[None] * (ndim - 2))
 
 
-def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
-    """``spec`` without the mesh axes that are not among ``axes``."""
+def restrict_spec(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """``spec`` without the mesh axes that are not in ``axes``."""
     kept = (tuple(name for name in flat_names(entry) if name in axes) for entry in spec)
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-def split_as_it_is(x: jax.Array, otherwise: PartitionSpec) -> PartitionSpec:
-    """How ``x`` is split over Explicit mesh axes, which its type tells.
+def explicit_spec(x: jax.Array, default: PartitionSpec) -> PartitionSpec:
+    """How ``x`` is sharded over Explicit mesh axes, according to its type.
 
     Args:
       x: an array, or a ``jax.ShapeDtypeStruct``.
-      otherwise: the answer if its type names no mesh axis.
+      default: returned if its type names no mesh axis.
     """
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not flat_names(*sharding.spec):
-        return otherwise
+        return default
     return PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
 
 
-def pinned(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """``x`` split by ``spec`` over a mesh with Auto or Explicit axes."""
-    x = place_explicit(x, mesh, spec)
+def constrain(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` sharded by ``spec`` over a mesh with Auto or Explicit axes."""
+    x = reshard_explicit(x, mesh, spec)
     if mesh.auto_axes:
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, only(spec, mesh.auto_axes)))
+        auto = restrict_spec(spec, mesh.auto_axes)
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, auto))
     return x
 
 
-def place_explicit(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """``x`` split by ``spec`` over the mesh's Explicit axes.
+def reshard_explicit(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` sharded by ``spec`` over the mesh's Explicit axes.
 
-    Over Auto axes nothing is done: the compiler moves an array to where ``shard_map`` needs it.
+    Auto axes are left to the compiler, which moves an array to where ``shard_map`` needs it.
     """
     if not mesh.explicit_axes:
         return x
-    return jax.reshard(x, NamedSharding(mesh, only(spec, mesh.explicit_axes)))
+    return jax.reshard(x, NamedSharding(mesh, restrict_spec(spec, mesh.explicit_axes)))
 
 
-def gathered[Weights](weights: Weights) -> Weights:
-    """The arrays of a pytree, or of an nnx module, whole on every device along Explicit mesh axes.
+def gather_explicit[Weights](weights: Weights) -> Weights:
+    """All-gathers a pytree of arrays, or an nnx module, over Explicit mesh axes.
 
-    JAX refuses a product of activations and weights that are both split over an Explicit axis,
-    because the product's own sharding would be ambiguous. Call this function where a layer uses its
-    weights, inside what ``jax.checkpoint`` recomputes: then one layer's weights are whole at a
-    time, and each gradient is split again as its weight is (FSDP, Zhao et al. 2023). Over Auto axes
-    nothing is done, because the compiler gathers weights there where it needs to.
+    JAX rejects a product of activations and weights that are both sharded over an Explicit axis,
+    because the sharding of the result would be ambiguous. Call this where a layer uses its weights,
+    inside what ``jax.checkpoint`` recomputes: then only one layer's weights are gathered at a time,
+    and each gradient is reduce-scattered to the sharding of its weight (FSDP, Zhao et al. 2023).
+    Over Auto axes it is a no-op, because the compiler inserts the gathers.
     """
     if isinstance(weights, nnx.Module):
         graphdef, state = nnx.split(weights)
-        if not any(map(_is_split, jax.tree.leaves(state))):
-            # No copy: what a submodule of a copy writes, like a counter, would be lost.
+        if not any(map(_is_sharded, jax.tree.leaves(state))):
+            # Return the module itself: state that a submodule of a copy writes would be lost.
             return weights
-        return nnx.merge(graphdef, gathered(state))
+        return nnx.merge(graphdef, gather_explicit(state))
 
-    def whole(x: jax.Array) -> jax.Array:
-        if not _is_split(x):
+    def gather(x: jax.Array) -> jax.Array:
+        if not _is_sharded(x):
             return x
         return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
-    return jax.tree.map(whole, weights)
+    return jax.tree.map(gather, weights)
 
 
-def _is_split(x: jax.Array) -> bool:
-    """Whether an array is split over an Explicit mesh axis; its type names no Auto axis."""
+def _is_sharded(x: jax.Array) -> bool:
+    """Whether an array is sharded over an Explicit mesh axis; its type has no Auto axes."""
     return bool(flat_names(*jax.typeof(x).sharding.spec))

@@ -1,39 +1,51 @@
-"""Several processes of one run: starting them, waiting for them, ending them all when one fails."""
+"""Processes of a run: start-up, barriers, process-0 actions, and termination when one fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
-# Launchers that JAX knows: (name, a variable of each process, the variable that counts them).
+# Launchers that JAX detects: (name, a variable of each process, the variable with their number).
 _LAUNCHERS = (
     ("SLURM", "SLURM_STEP_NODELIST", "SLURM_NTASKS"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("Kubernetes", "JOB_COMPLETION_INDEX", None),
 )
+# Errors of process 0 that the other processes raise with the same class; others are RuntimeErrors.
+_KINDS: tuple[type[Exception], ...] = (
+    FileExistsError,
+    FileNotFoundError,
+    PermissionError,
+    OSError,
+    ImportError,
+    ValueError,
+)
+# Size of the broadcast error message in bytes: the array has the same shape on all processes.
+_MESSAGE_BYTES = 2048
 
 
 class Processes:
-    """The processes of a run, which :func:`initialize` starts; a context manager around the run.
+    """The processes of a run, started by :func:`initialize`; a context manager around the run.
 
-    When the run in it ends, it waits until all processes have ended theirs. When the run in it
-    raises, it prints the error with the number and the host of the process and ends the process
-    without waiting, so that the others do not wait for it either: JAX ends them within
-    ``heartbeat_timeout`` seconds, with a message that has the number of the one that is gone. Only
-    after an error that came of a ``JaxRuntimeError``, which may come of another process that is
-    gone, it waits as long for JAX to say so. With one process it does nothing.
+    If the body returns, it waits until all processes have returned. If the body raises, it prints
+    the error with the process index and host, and exits this process at once, so that the others do
+    not wait for it: JAX ends them within ``heartbeat_timeout`` seconds, with a message that names
+    the missing process. Only after a ``JaxRuntimeError``, which may be caused by another process
+    that has exited, it waits for JAX to report that. With one process it does nothing.
 
     Attributes:
-      index: number of this process, from 0 on.
+      index: index of this process, from 0.
       count: number of processes.
       heartbeat_timeout: seconds, see :func:`initialize`.
     """
@@ -58,13 +70,12 @@ class Processes:
         code = error.code if isinstance(error, SystemExit) else 1
         if not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        _say(f"process {self.index} of {self.count} on {socket.gethostname()} ends: {error!r}")
+        _log(f"process {self.index} of {self.count} on {socket.gethostname()} ends: {error!r}")
         if another_may_be_gone(error):
-            # JAX knows which process that is when its heartbeats have been missing for long enough,
-            # says so and ends this process.
-            _say(f"waiting up to {self.heartbeat_timeout} s for JAX to say whether another is gone")
+            # After the heartbeat timeout JAX names the missing process and ends this one.
+            _log(f"waiting up to {self.heartbeat_timeout} s for JAX to report a missing process")
             time.sleep(self.heartbeat_timeout + 5)
-        # Without JAX's own end, which would wait for the others.
+        # Not sys.exit: JAX's exit handler would wait for the other processes.
         os._exit(code if isinstance(code, int) else 1)
 
 
@@ -77,42 +88,41 @@ def initialize(
     heartbeat_timeout: int = 30,
     start_timeout: int = 300,
 ) -> Processes:
-    """Joins this process to the others of the run; does nothing if there is only one.
+    """Joins this process to the others of the run; a no-op for a single process.
 
-    Call it before anything that asks for devices. What is not given is taken from the cluster's
-    environment: SLURM (``srun``), Open MPI (``mpirun``) and Kubernetes (an indexed job) are known
-    to JAX. Without arguments and without such an environment there is one process; so there is with
-    ``num_processes=1``, which also takes a process out of what the launcher has started. ::
+    Call it before anything that asks for devices. Arguments that are None are read from the cluster
+    environment: JAX detects SLURM (``srun``), Open MPI (``mpirun``) and Kubernetes (an indexed
+    job). Without arguments and without such an environment the run has one process; the same holds
+    for ``num_processes=1``, also under a launcher. ::
 
         with initialize():
             ...  # The same program on one process and on many.
 
-    A process that dies or stalls (``SIGKILL``, a host that is gone) stops sending heartbeats, and
-    JAX ends the others ``heartbeat_timeout`` seconds later. Their last message is "The following
-    tasks are unhealthy (stopped sending heartbeats)", with the numbers of those processes. If it is
-    process 0, which listens to the heartbeats, the message is about the coordination service. Each
-    process prints its host and its number on stderr when it has joined.
+    A process that is killed or stalls, or whose host is lost, stops sending heartbeats, and JAX
+    ends the others ``heartbeat_timeout`` seconds later with the message "The following tasks are
+    unhealthy (stopped sending heartbeats)" and the indices of those processes. If process 0, which
+    monitors the heartbeats, is lost, the message is about the coordination service. Each process
+    prints its host and index on stderr when it has joined.
 
     Args:
-      coordinator: ``"host:port"`` of process 0, a port that is free there.
+      coordinator: ``"host:port"`` of process 0, with a port that is free there.
       num_processes: number of processes.
-      process_id: number of this one, from 0 on.
-      local_device_ids: which of the host's GPUs this process takes. None takes all of them, but
-        under SLURM and Open MPI, with more than one process, the one whose number on the host is
-        the process'. Where the launcher shows each process its own GPU only (``srun
-        --gpus-per-task=1``), pass ``[0]``.
-      heartbeat_timeout: seconds without a heartbeat after which a process counts as dead. The
-        heartbeats come from a thread that neither Python nor a compilation holds up; 10 is enough
-        on busy hosts, and less wins nothing.
+      process_id: index of this process, from 0.
+      local_device_ids: the host's GPUs that this process uses. None is all of them, but under SLURM
+        and Open MPI, with several processes, the GPU of the process's local rank. If the launcher
+        shows each process its own GPU only (``srun --gpus-per-task=1``), pass ``[0]``.
+      heartbeat_timeout: seconds without a heartbeat after which a process is considered lost.
+        Heartbeats are sent by a thread that neither Python nor compilation blocks; 10 is enough on
+        busy hosts.
       start_timeout: seconds that a process waits for the others to start.
 
     Returns:
-      Number of this process and of all, a context manager.
+      Index of this process and number of processes, a context manager.
 
     Raises:
-      ValueError: an argument is missing and no environment has it; one is out of range; the
-        coordinator is no ``"host:port"``.
-      RuntimeError: JAX has devices already.
+      ValueError: an argument is missing and the environment does not define it; one is out of
+        range; the coordinator is not ``"host:port"``.
+      RuntimeError: JAX's backends have started.
     """
     _check(coordinator, num_processes, process_id, heartbeat_timeout, start_timeout)
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -127,12 +137,12 @@ def initialize(
             f"{name} is {value!r}" for name, value in given.items() if value is not None
         )
         raise ValueError(
-            f"{known}, but nothing says {' and '.join(missing)}: pass all three, or start the "
-            "processes by srun, by mpirun or as an indexed Kubernetes job and pass none"
+            f"{known}, but {' and '.join(missing)} cannot be detected: pass all three, or start "
+            "the processes by srun, by mpirun or as an indexed Kubernetes job and pass none"
         )
     here = f"{socket.gethostname()}, pid {os.getpid()}"
-    # JAX ends a process that has waited in vain, and says nothing that one could understand.
-    _say(f"{here}: waiting up to {start_timeout} s for the other processes of the run")
+    # JAX ends a process whose start-up times out with a message that does not name the cause.
+    _log(f"{here}: waiting up to {start_timeout} s for the other processes of the run")
     try:
         jax.distributed.initialize(
             coordinator,
@@ -146,18 +156,18 @@ def initialize(
         if not missing:
             raise
         raise ValueError(
-            f"{launcher} has started this process, but JAX cannot tell from it "
-            f"{' and '.join(missing)} ({error}): pass them, or num_processes=1 "
-            "if each process is a run of its own; for Kubernetes, pip install 'jax[k8s]'"
+            f"{launcher} has started this process, but JAX cannot detect {' and '.join(missing)} "
+            f"({error}): pass them, or num_processes=1 if each process is a run of its own; for "
+            "Kubernetes, pip install 'jax[k8s]'"
         ) from error
     processes = Processes(jax.process_index(), jax.process_count(), heartbeat_timeout)
-    # JAX names a process that is gone by its number only.
-    _say(f"{here}: process {processes.index} of {processes.count}")
+    # JAX names a missing process by its index only.
+    _log(f"{here}: process {processes.index} of {processes.count}")
     return processes
 
 
 def another_may_be_gone(error: BaseException) -> bool:
-    """Whether the error is, or came of, one that a collective raises when its other end is gone."""
+    """Whether the error is, or was caused by, the error of a collective whose peer has exited."""
     if jax.process_count() == 1:
         return False
     here: BaseException | None = error
@@ -167,14 +177,65 @@ def another_may_be_gone(error: BaseException) -> bool:
 
 
 def is_main() -> bool:
-    """Whether this is process 0, the one that prints and writes."""
+    """Whether this is process 0, which prints and writes files."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns when all processes have called it with this ``name``; at once if there is one."""
+    """Returns when all processes have called it with this ``name``; at once for one process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def by_first_process(action: Callable[[], None]) -> None:
+    """Calls ``action`` on process 0 only; all processes return when it has returned.
+
+    All processes must call this together. With one process it is ``action()``.
+
+    Raises:
+      Exception: the error of ``action``. Process 0 raises it; the others raise one with the same
+        message, of the same class if that is a common one, else a RuntimeError.
+    """
+    error = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except Exception as raised:
+            error = raised
+    # The broadcast is also the barrier: it returns when process 0 has finished.
+    encoded = np.asarray(multihost_utils.broadcast_one_to_all(_encode(error)))
+    if error is not None:
+        raise error
+    number, message = int(encoded[0]), bytes(encoded[1:]).rstrip(b"\0").decode(errors="replace")
+    if number:
+        kind = (*_KINDS, RuntimeError)[number - 1]
+        raise kind(f"process 0 of the run raised: {message}")
+
+
+def _encode(error: Exception | None) -> np.ndarray:
+    """uint8 array: 0 for None, or the number of the error's class from 1 on, and the message."""
+    encoded = np.zeros(1 + _MESSAGE_BYTES, np.uint8)
+    if error is not None:
+        known = (number for number, kind in enumerate(_KINDS, 1) if isinstance(error, kind))
+        encoded[0] = next(known, len(_KINDS) + 1)
+        text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
+        encoded[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+    return encoded
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process index; a collective of their texts."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    texts = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        json.loads(row[: int(size)].tobytes())
+        for row, size in zip(texts, sizes.reshape(-1), strict=True)
+    ]
 
 
 def _check(
@@ -197,7 +258,7 @@ def _check(
             raise ValueError(f"{name} is {value}: it must be at least 1")
     if process_id is not None:
         if process_id < 0:
-            raise ValueError(f"process_id is {process_id}: processes count from 0")
+            raise ValueError(f"process_id is {process_id}: it must be at least 0")
         if num_processes is not None and process_id >= num_processes:
             raise ValueError(
                 f"process_id is {process_id}: with num_processes {num_processes} it must be in "
@@ -206,13 +267,13 @@ def _check(
 
 
 def _launcher() -> tuple[str | None, str | None]:
-    """The launcher that has started this process, and how many it has started."""
+    """The launcher that started this process, and the number of processes it started."""
     for name, mark, count in _LAUNCHERS:
         if mark in os.environ:
             return name, os.environ.get(count) if count else None
     return None, None
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)

@@ -1,19 +1,19 @@
-"""``ShardingRules``: which mesh axes split batches, sequences, weights and layers.
+"""``ShardingRules``: which mesh axes shard batches, sequences, weights and layers.
 
-Every dimension of a weight or of an activation has a logical name, and the rules say which mesh
-axes split the dimensions of that name::
+Every dimension of a weight or an activation has a logical name, and the rules map logical names to
+mesh axes::
 
-    logical name                    split over
+    logical name                    sharded over
     batch                           data and fsdp
     tokens                          seq
     heads, kv_heads, mlp, vocab     tensor
     embed (of a weight)             fsdp and seq
     layers                          stage
 
-Weights are split over ``fsdp`` and ``seq`` together (ZeRO-3, Rajbhandari et al. 2020): each device
-keeps ``1 / (fsdp * seq)`` of every matrix and of its optimizer state, and the devices gather one
-layer's weights at a time. ``data`` splits batches alone, so its devices keep copies of each other's
-weights.
+Weights are sharded over ``fsdp`` and ``seq`` together (ZeRO-3, Rajbhandari et al. 2020): each
+device stores ``1 / (fsdp * seq)`` of every matrix and of its optimizer state, and the devices
+gather the weights of one layer at a time. ``data`` shards batches only, so weights are replicated
+over it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names, resolve_mesh
 
-# For each dimension of an array its logical name; None is a dimension that is never split.
+# The logical name of each dimension of an array; None is a dimension that is never sharded.
 LogicalAxes = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """The mesh axis, or axes, of each kind of parallelism; None where there is none.
+    """The mesh axis, or axes, of each kind of parallelism; None for unused ones.
 
     Attributes:
-      data: splits the rows of a batch; weights are whole over it.
-      fsdp: splits the rows of a batch and the weights.
-      seq: splits the tokens of a row and the weights. ``(outer, inner)`` is a two-level ring.
-      tensor: splits heads, hidden features of the MLP and the vocabulary.
-      stage: splits the layers into the stages of a pipeline; one mesh axis.
+      data: shards the batch; weights are replicated over it.
+      fsdp: shards the batch and the weights.
+      seq: shards the sequence and the weights. ``(outer, inner)`` is a two-level ring.
+      tensor: shards heads, hidden features of the MLP and the vocabulary.
+      stage: shards the layers into pipeline stages; one mesh axis.
 
     Raises:
-      ValueError: an axis that is no name, or one that two fields name.
+      ValueError: an axis that is not a name, or that two fields name.
     """
 
     data: AxisNames = "data"
@@ -75,24 +75,25 @@ class ShardingRules:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> ShardingRules:
-        """The rules of a mesh whose axes are named as the fields are, all or some of them.
+        """The rules of a mesh whose axes are named like the fields; missing axes become None.
 
         Raises:
-          ValueError: it is no mesh, or has an axis of another name.
+          ValueError: it is not a mesh, or has an axis of another name.
         """
         mesh = resolve_mesh(mesh)
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in mesh.axis_names:
             if name not in fields:
                 raise ValueError(
-                    f"the mesh has an axis {name!r}: ShardingRules.of knows {', '.join(fields)}; "
-                    f"for other names write them out, like ShardingRules(data={name!r}, ...)"
+                    f"the mesh has an axis {name!r}: ShardingRules.of accepts "
+                    f"{', '.join(fields)}; set other names explicitly, like "
+                    f"ShardingRules(data={name!r}, ...)"
                 )
         return cls(**{name: name if name in mesh.axis_names else None for name in fields})
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the rows of a batch."""
+        """The mesh axes that shard the batch."""
         return flat_names(self.data, self.fsdp)
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
@@ -103,22 +104,22 @@ class ShardingRules:
                     raise ValueError(
                         f"ShardingRules' {field} is {axes!r}: the mesh's axes are "
                         f"{', '.join(map(repr, mesh.axis_names))}; name one of them, pass "
-                        f"{field}=None, or take ShardingRules.of(mesh)"
+                        f"{field}=None, or use ShardingRules.of(mesh)"
                     )
 
-    def spec(self, axes: LogicalAxes, *, more_weight_axes: AxisNames = None) -> PartitionSpec:
-        """How an array with these logical dimensions is split.
+    def spec(self, axes: LogicalAxes, *, extra_weight_axes: AxisNames = None) -> PartitionSpec:
+        """The spec of an array with these logical dimensions.
 
         Args:
-          axes: a logical name for each dimension.
-          more_weight_axes: mesh axes that split ``embed`` beside fsdp and seq, like the one on
-            which devices exchange heads.
+          axes: the logical name of each dimension.
+          extra_weight_axes: mesh axes that shard ``embed`` in addition to fsdp and seq, like the
+            Ulysses axis.
 
         Raises:
           ValueError: an unknown name.
         """
-        weight_axes = flat_names(self.fsdp, self.seq, more_weight_axes)
-        # A weight outside the layers is split over the stages, too, where its features are.
+        weight_axes = flat_names(self.fsdp, self.seq, extra_weight_axes)
+        # Weights outside the layers are also sharded over the stages, in their features.
         if "layers" not in axes:
             weight_axes = (*weight_axes, *flat_names(self.stage))
         table: Mapping[str | None, tuple[str, ...]] = {
@@ -132,7 +133,7 @@ class ShardingRules:
         for name in axes:
             if name not in table:
                 known = ", ".join(name for name in table if name is not None)
-                raise ValueError(f"{name!r} is no logical name of a dimension: use {known}")
+                raise ValueError(f"{name!r} is not a logical dimension name: use {known}")
         return PartitionSpec(*(table[name] or None for name in axes))
 
     def _fields(self) -> dict[str, AxisNames]:
@@ -143,7 +144,7 @@ def check_rules(rules: Any) -> ShardingRules:
     """``rules`` itself.
 
     Raises:
-      ValueError: it is no :class:`ShardingRules`.
+      ValueError: it is not a :class:`ShardingRules`.
     """
     if not isinstance(rules, ShardingRules):
         raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
@@ -153,12 +154,12 @@ def check_rules(rules: Any) -> ShardingRules:
 def check_divides(
     what: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises ValueError if a split dimension is no multiple of the devices that it is split over.
+    """Raises ValueError if a sharded dimension is not divisible by its number of devices.
 
     Args:
-      what: what the array is called, for the message.
+      what: the name of the array, for the message.
       shape: its shape.
-      spec: how it is split.
+      spec: how it is sharded.
       mesh: the devices.
     """
     for dimension, entry in enumerate(spec):
@@ -167,7 +168,7 @@ def check_divides(
         if shape[dimension] % count:
             sizes = " x ".join(f"{name} {mesh.shape[name]}" for name in names)
             raise ValueError(
-                f"{what} has shape {shape}: dimension {dimension}, {shape[dimension]}, is split "
+                f"{what} has shape {shape}: dimension {dimension}, {shape[dimension]}, is sharded "
                 f"over {count} devices ({sizes}), which do not divide it; use a size that is a "
                 f"multiple of {count}, or other mesh axes"
             )

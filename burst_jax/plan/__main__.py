@@ -1,4 +1,4 @@
-"""Compares the ways to split an attention, or a training step: ``python -m burst_jax.plan``."""
+"""Compares strategies to shard an attention or a training step: ``python -m burst_jax.plan``."""
 
 from __future__ import annotations
 
@@ -11,54 +11,101 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.plan import GPUS, Plan, TrainingPlan, attention, training
-from burst_jax.plan.shapes import SHAPES, config_of
-from burst_jax.plan.training_table import table
+from burst_jax.models import DecoderConfig, load_config
+from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, training
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
-# What says one attention, and what says a training step. None is not given.
+_LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
+    "norm_epsilon": 1e-5, "qk_norm": False,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": _LLAMA_3
+    | {"num_layers": 32, "embed_dim": 4096, "num_heads": 32, "mlp_dim": 14336},
+    "llama-3-70b": _LLAMA_3
+    | {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "mlp_dim": 28672},
+    "llama-3.2-1b": _LLAMA_3
+    | {
+        "num_layers": 16, "embed_dim": 2048, "num_heads": 32, "head_dim": 64, "mlp_dim": 8192,
+        "tie_embeddings": True,
+    },
+    "mistral-7b": {
+        "vocab_size": 32768, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 14336, "rope_theta": 1_000_000.0,
+        "norm_epsilon": 1e-5, "qk_norm": False,
+    },
+    "qwen-2.5-7b": {
+        "vocab_size": 152064, "num_layers": 28, "embed_dim": 3584, "num_heads": 28,
+        "num_kv_heads": 4, "head_dim": 128, "mlp_dim": 18944, "rope_theta": 1_000_000.0,
+        "qkv_bias": True, "qk_norm": False,
+    },
+    "qwen-3-8b": {
+        "vocab_size": 151936, "num_layers": 36, "embed_dim": 4096, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 12288, "rope_theta": 1_000_000.0,
+    },
+}  # fmt: skip
+# Flags of an attention plan, and flags of a training plan; None is not given.
 _ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "full", "window", "block_mask")
 _TRAINING = ("moments", "moment_dtype", "all")
 
 
+def config_of(name: str) -> DecoderConfig:
+    """The config of a well-known decoder, with bfloat16 compute and float32 weights.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder")
+    return DecoderConfig(**SHAPES[name], dtype=jnp.bfloat16)
+
+
 def tokens(text: str) -> int:
-    """A number of tokens: 65536, 64K, 1M."""
+    """A number of tokens from the command line: 65536, 64K, 1M."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens: 65536, 64K, 1M")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens: 65536, 64K, 1M")
     return int(found.group(1)) * _UNITS[found.group(2)]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m burst_jax.plan",
-        description="Compares the ways to split one attention, or with --model those to train.",
+        description="Compares strategies to shard one attention, or with --model to train.",
     )
     parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
-    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument("--batch", type=int, default=1, help="batch size")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--gpus-per-host", type=int, default=8)
     parser.add_argument(
-        "--host-link", type=float, default=50.0, help="GB/s of one GPU to another host"
+        "--host-link", type=float, default=50.0, help="GB/s that one GPU sends to another host"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
-        help="write all of it here, too, with the recommended mesh and arguments; - is stdout",
+        help="also write the plan here, with the recommended mesh and arguments; - is stdout",
     )  # fmt: skip
     add = parser.add_argument_group("one attention").add_argument
     add("--heads", type=int, help="query heads (default: 32)")
-    add("--kv-heads", type=int, help="default: as many as heads")
-    add("--head-dim", type=int, help="features of a head (default: 128)")
-    add("--value-head-dim", type=int, help="features of a value (default: as of a key)")
+    add("--kv-heads", type=int, help="key/value heads (default: as many as heads)")
+    add("--head-dim", type=int, help="head dim of queries and keys (default: 128)")
+    add("--value-head-dim", type=int, help="head dim of values (default: that of keys)")
     add("--full", action="store_true", default=None, help="no causal mask")
     add("--window", type=tokens, help="local_window_size, to the left")
-    add("--block-mask", type=Path, metavar="FILE.npy", help="a table of blocks, by numpy.save")
+    add("--block-mask", type=Path, metavar="FILE.npy", help="block-sparse mask, by numpy.save")
     add = parser.add_argument_group("a training step").add_argument
-    add("--model", help=f"a model folder, or {', '.join(SHAPES)}")
-    add("--moments", choices=("device", "host"), help="of AdamW (default: compares both)")
-    add("--moment-dtype", choices=("float32", "bfloat16"), help="of AdamW (default: float32)")
-    add("--all", action="store_true", default=None, help="print every way")
+    add("--model", help=f"a checkpoint folder, or {', '.join(SHAPES)}")
+    add(
+        "--moments",
+        choices=("device", "host"),
+        help="where AdamW's moments are (default: both)",
+    )
+    add(
+        "--moment-dtype",
+        choices=("float32", "bfloat16"),
+        help="of AdamW's (default: float32)",
+    )
+    add("--all", action="store_true", default=None, help="print every strategy")
     return parser
 
 
@@ -67,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(arguments)
     wrong, why = (_TRAINING, "needs --model") if args.model is None else (
-        _ATTENTION, "is given beside --model, which says it: leave it out"
+        _ATTENTION, "is given with --model, which defines it: leave it out"
     )  # fmt: skip
     for name in wrong:
         if getattr(args, name) is not None:
@@ -87,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise SystemExit(f"--json: {error}") from error
     if isinstance(found, TrainingPlan):
         folder = str(args.model) if Path(str(args.model)).is_dir() else "DIR"
-        print(table(found, everything=bool(args.all), model=folder))
+        print(found.table(show_all=bool(args.all), model=folder))
     else:
         print(found)
 
@@ -97,7 +144,7 @@ def _cluster(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _attention(args: argparse.Namespace) -> Plan:
+def _attention(args: argparse.Namespace) -> AttentionPlan:
     return attention(
         **_cluster(args),
         num_heads=32 if args.heads is None else args.heads,
@@ -106,16 +153,16 @@ def _attention(args: argparse.Namespace) -> Plan:
         value_head_dim=args.value_head_dim,
         is_causal=not args.full,
         local_window_size=None if args.window is None else (args.window, 0),
-        block_mask=None if args.block_mask is None else _table(args.block_mask),
+        block_mask=None if args.block_mask is None else _load_array(args.block_mask),
     )
 
 
-def _table(path: Path) -> np.ndarray:
-    """The array in a file of numpy.save."""
+def _load_array(path: Path) -> np.ndarray:
+    """The array in a file written by numpy.save."""
     try:
         found = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"--block-mask: {path} is no file of numpy.save: {error}") from error
+        raise ValueError(f"--block-mask: {path} is not a file of numpy.save: {error}") from error
     if not isinstance(found, np.ndarray):
         raise ValueError(f"--block-mask: {path} holds several arrays: save one, by numpy.save")
     return found
@@ -123,9 +170,7 @@ def _table(path: Path) -> np.ndarray:
 
 def _training(args: argparse.Namespace) -> TrainingPlan:
     if Path(args.model).is_dir():
-        from burst_jax.models import load_config
-
-        # As train_lm.py loads it.
+        # As examples/train_lm.py loads it.
         config = load_config(args.model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
     else:
         config = config_of(args.model)

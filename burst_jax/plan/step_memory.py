@@ -1,41 +1,36 @@
 """Memory of a training step on each device.
 
-XLA lets arrays share memory that do not live at the same time, so a step needs what is there
-throughout, and beside it what the largest of its phases needs. Which arrays are alive in a phase
-was read off programs compiled for one to eight GPUs (burst_jax/EXPERIMENTS.md); tests compare the
-sums with other programs.
+XLA lets arrays with disjoint lifetimes share memory, so a step needs what is live throughout, plus
+the largest of its phases. Which arrays are live in a phase was read from programs compiled for one
+to eight GPUs (burst_jax/EXPERIMENTS.md); tests compare the sums with other programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from burst_jax.plan.memory import temp_bytes
-from burst_jax.plan.sizes import Sizes
-from burst_jax.plan.way import Way
+from burst_jax.models.remat import Remat
+from burst_jax.plan.cost_model import temp_bytes
+from burst_jax.plan.device_sizes import DeviceSizes
+from burst_jax.plan.training_strategy import TrainingStrategy
 
-if TYPE_CHECKING:
-    from burst_jax.models.remat import Remat
-
-# Tokens whose logits and slopes the loss has at a time, and the part of them whose logits are
-# float32.
+# Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device; ``total`` is what a GPU must have.
+    """Bytes on one device; ``total`` is what a GPU needs.
 
     Attributes:
-      weights: its parts of the weights.
+      weights: its shards of the weights.
       moments: of the optimizer, on the device.
-      batch: tokens, targets, positions and weights.
-      activations: what layers keep for the backward pass, on the device.
-      gradients: of its parts of the layers' weights and of the head's.
-      work: the phase that needs most beside these.
-      phase: which one: "attention", "feed-forward", "loss" or "optimizer".
-      host: in the host's memory: activations and moments.
+      batch: tokens, targets, positions and loss weights.
+      activations: saved for the backward pass by all layers, on the device.
+      gradients: of its shards of the layers' weights and of the head's.
+      work: temporaries of the phase that needs most, in addition to these.
+      phase: that phase: "attention", "feed-forward", "loss" or "optimizer".
+      host: in host memory: activations and moments.
     """
 
     weights: int
@@ -49,32 +44,32 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """All that is on the device when it has most."""
+        """Peak memory on the device."""
         arguments = self.weights + self.moments + self.batch
         return arguments + self.activations + self.gradients + self.work
 
 
-def kept_bytes(sizes: Sizes, remat: Remat) -> int:
-    """Bytes that one layer keeps for its backward pass, on the device or on the host."""
+def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
+    """Bytes that one layer saves for its backward pass, on the device or on the host."""
     s = sizes
     lse = 4 * s.heads
-    lanes = {
+    features = {
         "full": s.width,
         "attention": s.width + s.query,
         "offload": s.width + s.query,
         "half": s.width + s.query / 2,
         "selective": 2 * s.width + s.post_normed + s.query + 2 * s.hidden,
-        # Norms keep three float32 arrays each; then the inputs of attention and feed-forward, q, k,
-        # v, out, and the products of the feed-forward.
+        # Norms save three float32 arrays each; then the inputs of attention and feed-forward, q, k,
+        # v, out, and the hidden features.
         "none": 3 * 4 / s.itemsize * s.normed + 2 * (s.width + s.query + s.kv + s.hidden),
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
-    return int(s.tokens * (lanes * s.itemsize + rows))
+    return int(s.tokens * (features * s.itemsize + rows))
 
 
 def step_memory(
-    sizes: Sizes,
-    way: Way,
+    sizes: DeviceSizes,
+    strategy: TrainingStrategy,
     rotation: str,
     *,
     fused: bool,
@@ -84,34 +79,34 @@ def step_memory(
     """The memory of one step.
 
     Args:
-      sizes: what one device has.
-      way: how the step is split.
-      rotation: what travels in the ring's backward pass.
-      fused: whether one kernel makes all gradients of attention.
-      chunk_size: number of tokens that the loss takes at a time.
-      moment_size: bytes of one of the optimizer's moments of a weight.
+      sizes: one device's sizes.
+      strategy: how the step is sharded.
+      rotation: of the ring's backward pass.
+      fused: whether one kernel computes all gradients of attention.
+      chunk_size: tokens per chunk of the loss.
+      moment_size: bytes of one optimizer moment of a weight.
     """
     s, p = sizes, sizes.param
-    remats = way.remats(s.layers)
-    kept = {remat: count * kept_bytes(s, remat) for remat, count in remats.items()}
-    offloaded = kept.pop("offload", 0)
+    remats = strategy.remats(s.layers)
+    saved = {remat: count * saved_bytes(s, remat) for remat, count in remats.items()}
+    offloaded = saved.pop("offload", 0)
     moments = 2 * moment_size * s.parts
-    # The whole backward pass has the gradients of all layers: a scan writes each into its place.
+    # Live in the whole backward pass: the scan over layers writes each gradient into the stack.
     gradients = p * (s.layers * s.layer.part + s.head.part)
     on_device, phases = 0, {}
     for remat in remats:
-        # The backward pass begins with the last layers. What they have kept is gone before it comes
-        # to those that keep something else.
-        on_device += kept.get(remat, 0)
-        for name, work in _backward(sizes, way, remat, rotation, fused).items():
+        # The backward pass starts with the last layers, and has freed what they saved before it
+        # reaches those with another remat.
+        on_device += saved.get(remat, 0)
+        for name, work in _backward(sizes, strategy, remat, rotation, fused).items():
             phases[name] = max(phases.get(name, 0), work + on_device + gradients)
-    phases["loss"] = on_device + _loss(sizes, way, chunk_size)
+    phases["loss"] = on_device + _loss(sizes, strategy, chunk_size)
     phases["optimizer"] = gradients + _optimizer(sizes)
     phase = max(phases, key=phases.__getitem__)
-    on_host = offloaded + (moments if way.moments == "host" else 0)
+    on_host = offloaded + (moments if strategy.moments == "host" else 0)
     return StepMemory(
         weights=p * s.parts,
-        moments=moments if way.moments == "device" else 0,
+        moments=moments if strategy.moments == "device" else 0,
         batch=16 * s.tokens,
         activations=on_device,
         gradients=gradients,
@@ -121,37 +116,39 @@ def step_memory(
     )
 
 
-def _backward(s: Sizes, way: Way, remat: Remat, rotation: str, fused: bool) -> dict[str, float]:
+def _backward(
+    s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, rotation: str, fused: bool
+) -> dict[str, float]:
     """Bytes of one layer's backward pass, by its two halves."""
     features = s.tokens * s.itemsize
     one, query, kv = features * s.width, features * s.query, features * 2 * s.kv
-    split = way.weights == "split" and way.rows * way.seq > 1
-    # The layer's weights, or the next layer's: they come one by one as the others go.
+    sharded = strategy.weights == "sharded" and strategy.rows * strategy.seq > 1
+    # The layer's gathered weights, or the next layer's: they replace each other one by one.
     gathered = s.itemsize * s.layer.whole
-    # The gradients of the feed-forward wait for the end of the layer to be summed.
-    summed = 4 * s.mlp.whole if split else 0
+    # The feed-forward's gradients are reduced at the end of the layer.
+    summed = 4 * s.mlp.whole if sharded else 0
     ring = temp_bytes(
-        "fused" if fused else "apart",
+        "fused" if fused else "separate",
         rotation,
-        turns=way.ring[0] if len(way.ring) == 2 else 1,
-        stops=way.seq,
-        exchange=False,
+        passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
+        steps=strategy.seq,
+        ulysses=False,
         q=query,
         kv=kv,
     )
-    # What is fetched from the host lies there as it came.
+    # The copy that was fetched from the host.
     fetched = one if remat == "offload" else 0
-    # The gradient of the residual stream, the normed input; q, out and its gradient; k, v.
+    # Gradient of the residual stream and the normed input; q, out and its gradient; k, v.
     attention = 2 * one + 3 * query + 2 * kv + ring
-    hidden = features * s.hidden / way.mlp_chunks
-    # Gate, up, and the gradients of the hidden features and of gate or up. Products that were kept
-    # are read where they are, and what they were made of is not there again.
-    kept = remat in ("none", "selective")
-    products = max((3 if kept else 4) * hidden, 3 * hidden + 2 / 3 * summed)
-    states = (3 if kept else 5) * one
-    if way.mlp_chunks > 1:
-        # Chunks of inputs and results; they add to the weights' gradients.
-        states += 3 * one / way.mlp_chunks + kv
+    hidden = features * s.hidden / strategy.mlp_chunks
+    # Gate, up, and the gradients of the hidden features and of gate or up. Saved products are read
+    # in place, and their inputs are not recomputed.
+    saved = remat in ("none", "selective")
+    products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
+    states = (3 if saved else 5) * one
+    if strategy.mlp_chunks > 1:
+        # Chunks of inputs and results, which accumulate into the weights' gradients.
+        states += 3 * one / strategy.mlp_chunks + kv
         products += 4 * s.mlp.whole * 4 / 3
     return {
         "attention": fetched + attention + gathered + summed,
@@ -159,14 +156,14 @@ def _backward(s: Sizes, way: Way, remat: Remat, rotation: str, fused: bool) -> d
     }
 
 
-def _loss(s: Sizes, way: Way, chunk_size: int) -> float:
-    """Bytes of the loss: the head and its gradient, hidden states and theirs, a chunk's logits."""
+def _loss(s: DeviceSizes, strategy: TrainingStrategy, chunk_size: int) -> float:
+    """Bytes of the loss: the head and its gradient, hidden states and theirs, logits of a chunk."""
     chunk = min(chunk_size, s.tokens)
     logits = chunk * s.vocab * (s.itemsize + 4 * _FLOAT32_PART)
     states = 3 * s.tokens * s.width * s.itemsize
     return s.head.whole * (4 + s.itemsize) + logits + states + s.itemsize * s.layer.whole
 
 
-def _optimizer(s: Sizes) -> float:
-    """Bytes beside the layers' gradients: the embedding's gradient, in two orders of dimensions."""
+def _optimizer(s: DeviceSizes) -> float:
+    """Bytes on top of the layers' gradients: the embedding's gradient, in two memory layouts."""
     return 2 * 4 * s.embedding.whole + s.tokens * s.width * s.itemsize

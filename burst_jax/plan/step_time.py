@@ -1,35 +1,33 @@
-"""Seconds of a training step: attention, matrix products, passes over memory, and transfers.
+"""Time of a training step: attention, matmuls, memory-bound operations and communication.
 
-A step is the sum of its parts. A transfer counts as far as nothing hides it: a ring's hops lie
-beside its kernels, a layer's weights are gathered beside the layer before, sums over the tensor
-axis lie beside nothing.
+A step is the sum of its parts. Communication counts where it is exposed: ring steps overlap with
+their kernels, the gathers of a layer's weights with the layer before, and all-reduces over the
+tensor axis with nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from burst_jax.plan.model import Attention, Cluster, Estimate, Model
-from burst_jax.plan.sizes import Sizes
-from burst_jax.plan.step_memory import kept_bytes
-from burst_jax.plan.way import Way
+from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.remat import Remat
+from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate
+from burst_jax.plan.device_sizes import DeviceSizes
+from burst_jax.plan.hardware import Cluster
+from burst_jax.plan.step_memory import saved_bytes
+from burst_jax.plan.training_strategy import TrainingStrategy
+from burst_jax.ring.rotation import ROTATIONS
 
-if TYPE_CHECKING:
-    from burst_jax.models.config import DecoderConfig, LayerKind
-    from burst_jax.models.remat import Remat
-
-# Bytes that the operations between a layer's matrix products and kernels read and write, for each
-# token and feature of the residual stream: norms, RoPE, the gate, sums, casts. Forward, backward,
-# and of what the backward pass does again.
+# Bytes per token and feature of the residual stream that the memory-bound operations of a layer
+# read and write (norms, RoPE, gates, sums, casts): forward, and backward with its recomputation.
 _PASSES = {"forward": 45, "backward": 90}
-# Bytes for each logit: float32 logits are written and read twice, slopes written and read once.
+# Bytes per logit: float32 logits are written and read twice, their gradients written and read once.
 _LOGIT_BYTES = 16
-# Bytes for each weight that a device keeps: AdamW reads gradient, weight and moments, writes weight
-# and moments; before that the gradient is divided and its norm taken.
+# Bytes per weight that a device stores: AdamW reads gradient, weight and moments and writes weight
+# and moments; before that the gradient is scaled and its norm computed.
 _UPDATE_BYTES = 24
-# The share of a layer's work, forward or backward, beside which its weights' transfers lie.
-_BESIDE = 0.5
+# Fraction of a layer's work, forward or backward, that its weights' communication overlaps with.
+_OVERLAP = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,55 +36,60 @@ class StepSeconds:
 
     Attributes:
       attention: forward and backward pass of all layers.
-      products: matrix products of all layers.
-      recomputed: what the backward pass does again, attention included.
-      loss: the head's three products, and the passes over logits.
-      memory: other passes over memory, the optimizer's included.
-      links: transfers between GPUs that nothing hides, beside the ring's.
-      host: transfers to and from the host's memory that nothing hides.
+      matmuls: of all layers, attention excluded.
+      recomputed: recomputation in the backward pass, attention included.
+      loss: the head's three matmuls, and the memory traffic of logits.
+      memory: other memory-bound operations, the optimizer's included.
+      communication: exposed communication between GPUs, other than the ring's.
+      host: exposed copies to and from host memory.
     """
 
     attention: float
-    products: float
+    matmuls: float
     recomputed: float
     loss: float
     memory: float
-    links: float
+    communication: float
     host: float
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """Sum of all parts."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def attention_of(
-    config: DecoderConfig, kind: LayerKind, cluster: Cluster, way: Way, *, length: int, rows: int
+    config: DecoderConfig,
+    kind: LayerKind,
+    cluster: Cluster,
+    strategy: TrainingStrategy,
+    *,
+    length: int,
+    rows: int,
 ) -> Estimate:
-    """One layer's attention, with the rotation that ``"auto"`` takes.
+    """One layer's attention, with the rotation of ``backward="auto"``.
 
     Raises:
       ValueError: the layout cannot split the length.
     """
-    attention = Attention(
+    shape = AttentionShape(
         length,
         rows,
-        config.num_heads // way.tensor,
-        max(1, config.num_kv_heads // way.tensor),
+        config.num_heads // strategy.tensor,
+        max(1, config.num_kv_heads // strategy.tensor),
         config.head_dim,
         is_causal=True,
         local_window_size=None if kind.window is None else (kind.window - 1, 0),
     )
-    model = Model(
-        attention, way.ring_cluster(cluster), way.scheme, way.scheme.request(attention, way.layout)
-    )
-    found = [model.estimate(rotation) for rotation in ("rotate_kv", "rotate_query")]
+    request = strategy.attention.request(shape, strategy.layout)
+    model = CostModel(shape, strategy.ring_cluster(cluster), strategy.attention, request)
+    found = [model.estimate(rotation) for rotation in ROTATIONS]
     return min(found, key=lambda each: each.backward_bytes)
 
 
 def step_seconds(
-    sizes: Sizes,
-    way: Way,
+    sizes: DeviceSizes,
+    strategy: TrainingStrategy,
     cluster: Cluster,
     attentions: list[Estimate],
     *,
@@ -97,52 +100,55 @@ def step_seconds(
     """The time of one step.
 
     Args:
-      sizes: what one device has.
-      way: how the step is split.
+      sizes: one device's sizes.
+      strategy: how the step is sharded.
       cluster: the devices.
-      attentions: of each layer.
-      first_half: seconds of all layers' attention for the first half of each row, forward.
-      chunk_size: number of tokens that the loss takes at a time.
-      moment_size: bytes of one of the optimizer's moments of a weight.
+      attentions: the attention of each layer.
+      first_half: forward seconds of all layers' attention over the first half of each sequence.
+      chunk_size: tokens per chunk of the loss.
+      moment_size: bytes of one optimizer moment of a weight.
     """
-    s, gpu, remats = sizes, cluster.gpu, way.remats(sizes.layers)
+    s, gpu, remats = sizes, cluster.gpu, strategy.remats(sizes.layers)
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
     bandwidth = 1e9 * gpu.bandwidth
     forward = sum(each.forward_seconds for each in attentions)
     backward = sum(each.backward_seconds for each in attentions)
-    again = {"full": forward, "half": first_half}.get(way.remat, 0.0)
+    again = {"full": forward, "half": first_half}.get(strategy.remat, 0.0)
 
-    products = s.layers * 2 * s.tokens * s.products / rate
-    made_again = sum(count * _products_again(s, remat) for remat, count in remats.items())
-    done_again = 2 * s.tokens * made_again / rate
+    matmuls = s.layers * 2 * s.tokens * s.products / rate
+    weights_again = sum(count * _recomputed_weights(s, remat) for remat, count in remats.items())
+    matmuls_again = 2 * s.tokens * weights_again / rate
     head = 3 * 2 * s.tokens * s.width * s.vocab / rate
     chunks = -(-s.tokens // chunk_size)
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
 
-    lanes = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
-    passes = {name: lanes * count for name, count in _PASSES.items()}
-    # Every chunk of the feed-forward adds to float32 gradients.
-    sums = s.layers * 8 * s.mlp.whole * (way.mlp_chunks - 1) / bandwidth
-    moments = 4 * moment_size if way.moments == "device" else 0
+    features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
+    passes = {name: features * count for name, count in _PASSES.items()}
+    # Every chunk of the feed-forward accumulates into float32 gradients.
+    sums = s.layers * 8 * s.mlp.whole * (strategy.mlp_chunks - 1) / bandwidth
+    moments = 4 * moment_size if strategy.moments == "device" else 0
     update = (_UPDATE_BYTES + moments) * s.parts / bandwidth
 
-    ahead = forward + products + passes["forward"]
-    back = backward + 2 * products + done_again + again + passes["backward"]
+    ahead = forward + matmuls + passes["forward"]
+    back = backward + 2 * matmuls + matmuls_again + again + passes["backward"]
+    exposed = _exposed_weights(s, strategy, cluster, ahead, back) + _tensor_sums(
+        s, strategy, cluster
+    )
     return StepSeconds(
         attention=forward + backward,
-        products=3 * products,
-        recomputed=done_again + again,
+        matmuls=3 * matmuls,
+        recomputed=matmuls_again + again,
         loss=head + logits,
         memory=sum(passes.values()) + sums + update,
-        links=_weight_links(s, way, cluster, ahead, back) + _tensor_links(s, way, cluster),
-        host=_host(s, way, cluster, ahead, rate, moment_size),
+        communication=exposed,
+        host=_exposed_host_copies(s, strategy, cluster, ahead, rate, moment_size),
     )
 
 
-def _products_again(s: Sizes, remat: Remat) -> int:
-    """Weights of a layer whose products the backward pass makes again.
+def _recomputed_weights(s: DeviceSizes, remat: Remat) -> int:
+    """Weights of a layer whose matmuls the backward pass recomputes.
 
-    Nobody reads the product with Wdown again.
+    The product with Wdown is not needed again.
     """
     if remat == "none":
         return 0
@@ -150,52 +156,59 @@ def _products_again(s: Sizes, remat: Remat) -> int:
     return projections if remat == "selective" else s.products - s.width * s.hidden
 
 
-def _weight_links(s: Sizes, way: Way, cluster: Cluster, ahead: float, back: float) -> float:
-    """Seconds of the weights' transfers that lie beside nothing, forward and backward."""
-    group = way.rows * way.seq
+def _exposed_weights(
+    s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster, ahead: float, back: float
+) -> float:
+    """Exposed seconds of the weights' communication, forward and backward."""
+    group = strategy.rows * strategy.seq
     if group == 1:
         return 0.0
-    hosts = -(-group * way.tensor // cluster.gpus)
+    hosts = -(-group * strategy.tensor // cluster.gpus)
     share = (group - 1) / group
     rate = 1e9 * cluster.exchange_link
     if hosts > 1:
         rate = min(rate, 1e9 * cluster.host_link * group / hosts)
     outside = s.embedding.whole + (s.head.whole if s.head != s.embedding else 0)
-    if way.weights == "whole":
-        # A sum is a reduce-scatter and a gather, both in float32.
-        bare = max(0.0, s.layers * 8 * s.layer.whole * share / rate - _BESIDE * back)
-        return bare + 8 * outside * share / rate
+    if strategy.weights == "replicated":
+        # An all-reduce is a reduce-scatter and an all-gather, both in float32.
+        exposed = max(0.0, s.layers * 8 * s.layer.whole * share / rate - _OVERLAP * back)
+        return exposed + 8 * outside * share / rate
     gather, scatter = (s.layer.whole * size * share / rate for size in (s.itemsize, 4))
-    bare = max(0.0, s.layers * gather - _BESIDE * ahead)
-    bare += max(0.0, s.layers * (gather + scatter) - _BESIDE * back)
-    # The first layer's gathers of each pass, the embedding and the head have nothing beside them.
-    return bare + 2 * gather + (s.itemsize + 4) * outside * share / rate
+    exposed = max(0.0, s.layers * gather - _OVERLAP * ahead)
+    exposed += max(0.0, s.layers * (gather + scatter) - _OVERLAP * back)
+    # The first gathers of each pass, and those of embedding and head, are exposed.
+    return exposed + 2 * gather + (s.itemsize + 4) * outside * share / rate
 
 
-def _tensor_links(s: Sizes, way: Way, cluster: Cluster) -> float:
-    """Seconds of the sums over the tensor axis: activations of attention and feed-forward."""
-    if way.tensor == 1:
+def _tensor_sums(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -> float:
+    """Seconds of the all-reduces of activations over the tensor axis."""
+    if strategy.tensor == 1:
         return 0.0
-    # Two each way, attention's once more where the backward pass makes it again, one of the
-    # embeddings and one of the head's gradient.
-    remats = way.remats(s.layers)
+    # Two per direction and layer, attention's again where it is recomputed, one of the embeddings
+    # and one of the head's gradient.
+    remats = strategy.remats(s.layers)
     again = sum(count for remat, count in remats.items() if remat not in ("none", "selective"))
     sums = 4 * s.layers + again + 2
-    size = 2 * (way.tensor - 1) / way.tensor * s.tokens * s.width * s.itemsize
+    size = 2 * (strategy.tensor - 1) / strategy.tensor * s.tokens * s.width * s.itemsize
     return sums * size / (1e9 * cluster.exchange_link)
 
 
-def _host(
-    s: Sizes, way: Way, cluster: Cluster, ahead: float, rate: float, moment_size: int
+def _exposed_host_copies(
+    s: DeviceSizes,
+    strategy: TrainingStrategy,
+    cluster: Cluster,
+    ahead: float,
+    rate: float,
+    moment_size: int,
 ) -> float:
-    """Seconds of the copies to the host's memory and back that lie beside nothing."""
+    """Exposed seconds of the copies to host memory and back."""
     speed, seconds = 1e9 * cluster.gpu.host_copy, 0.0
-    if way.remat == "offload":
-        copy = s.layers * kept_bytes(s, "offload") / speed
-        # Forward a layer's arrays leave beside all of the next one. Backward XLA fetches them
-        # beside the last product of the layer before.
-        beside = s.layers * 2 * s.tokens * s.width * s.query / rate
-        seconds += max(0.0, copy - ahead) + max(0.0, copy - beside)
-    if way.moments == "host":
+    if strategy.remat == "offload":
+        copy = s.layers * saved_bytes(s, "offload") / speed
+        # Forward, a layer's copies overlap with the next layer. Backward, XLA fetches them during
+        # the last matmul of the layer before.
+        overlap = s.layers * 2 * s.tokens * s.width * s.query / rate
+        seconds += max(0.0, copy - ahead) + max(0.0, copy - overlap)
+    if strategy.moments == "host":
         seconds += 2 * 2 * moment_size * s.parts / speed
     return seconds

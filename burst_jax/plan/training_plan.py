@@ -1,56 +1,48 @@
-"""Compares the ways to train a decoder on a cluster: memory and seconds of a whole step."""
+"""The plan of a training step: estimates of all strategies, the recommended one, and a table."""
 
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+import math
+import shlex
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from burst_jax.layouts.permutation import LAYOUTS, check_length
-from burst_jax.plan.machines import Gpu
-from burst_jax.plan.model import Cluster, Estimate, check_sizes, cluster_of
-from burst_jax.plan.sizes import Sizes, sizes_of
-from burst_jax.plan.step_memory import StepMemory, step_memory
-from burst_jax.plan.step_time import StepSeconds, attention_of, step_seconds
-from burst_jax.plan.training_table import table
-from burst_jax.plan.way import Way, Weights
+from burst_jax.models.config import DecoderConfig
+from burst_jax.plan.attention_plan import as_arguments, as_python, mesh_code
+from burst_jax.plan.hardware import Cluster
+from burst_jax.plan.step_memory import StepMemory
+from burst_jax.plan.step_time import StepSeconds
+from burst_jax.plan.training_strategy import TrainingStrategy
 
-if TYPE_CHECKING:
-    from burst_jax.models.config import DecoderConfig
-    from burst_jax.training.adam import Moments
-
-# The share of a GPU's memory that a step may take: the rest is for CUDA, NCCL, and what the model
-# does not know.
+# Fraction of a GPU's memory that a step may use: the rest is for CUDA, NCCL and the model's error.
 USABLE = 0.94
-# Ways of which the slower takes at most so many times as long are alike: what is kept or moved
-# differs by less than the model knows.
+# Strategies whose times differ by at most this factor are equally fast, within the model's error.
 AS_FAST = 1.01
-_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
-# The default of make_train_step.
-_CHUNK_SIZE = 4096
 _GIB = 2**30
+# JAX preallocates this fraction of a GPU's memory by default.
+_JAX_PREALLOCATES = 0.75
+# GiB of host memory that JAX pins per process by default.
+_JAX_PINS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """One way to train, and what a step costs each device.
+    """The estimated cost of a training step on each device, for one strategy.
 
     Attributes:
-      way: how the step is split, and what its layers keep.
+      strategy: how the step is sharded, and what its layers save.
       memory: bytes.
       seconds: of a step.
-      ring_host_bytes: what the rings of a step send to another host, of the device that sends most
-        there.
-      tokens_per_second: of each GPU.
-      mfu: the share of the GPU's peak that the model's own operations take; None if the peak is
-        not known.
+      ring_host_bytes: bytes that the rings of a step send to another host, by the device that sends
+        most there.
+      tokens_per_second: per GPU.
+      mfu: model FLOPs utilization; None if the GPU's peak is unknown.
     """
 
-    way: Way
+    strategy: TrainingStrategy
     memory: StepMemory
     seconds: StepSeconds
     ring_host_bytes: int
@@ -58,14 +50,14 @@ class StepEstimate:
     mfu: float | None
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        way = self.way
+        """All fields as plain values, for JSON."""
+        strategy = self.strategy
         return {
-            **dataclasses.asdict(way),
-            "mesh": way.mesh,
-            "arguments": way.arguments,
-            "num_shards": way.seq,
-            "flags": way.flags,
+            **dataclasses.asdict(strategy),
+            "mesh": strategy.mesh,
+            "arguments": strategy.arguments,
+            "num_shards": strategy.seq,
+            "flags": strategy.flags,
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "seconds": dataclasses.asdict(self.seconds) | {"total": self.seconds.total},
             "ring_host_bytes": self.ring_host_bytes,
@@ -75,23 +67,23 @@ class StepEstimate:
 
 
 def fits(memory: StepMemory, cluster: Cluster) -> bool:
-    """Whether a GPU has the memory: a part of it is left for what is not the step's."""
+    """Whether a step fits in the usable memory of a GPU."""
     return memory.total <= USABLE * cluster.gpu.memory * _GIB
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """What :func:`training` found; ``print`` it for a table.
+    """The result of :func:`burst_jax.plan.training`; ``print`` it for a table.
 
     Attributes:
       config: the decoder.
-      length: tokens of a row.
-      batch: rows of a step.
-      moment_dtype: of the optimizer's moments.
+      length: sequence length.
+      batch: batch size.
+      moment_dtype: dtype of the optimizer's moments.
       cluster: the GPUs.
-      estimates: of every way that is possible: those that fit into memory first, the fastest of
-        them before the others.
-      left_out: ``(way, reason)`` for every mesh and layout that is not possible.
+      estimates: an estimate for every possible strategy: those that fit in memory first, fastest
+        first.
+      left_out: ``(strategy and layout, reason)`` for every impossible mesh and layout.
     """
 
     config: DecoderConfig
@@ -103,16 +95,16 @@ class TrainingPlan:
     left_out: tuple[tuple[str, str], ...]
 
     def fits(self, estimate: StepEstimate) -> bool:
-        """Whether a GPU has the memory: a part of it is left for what is not the step's."""
+        """Whether a step fits in the usable memory of a GPU."""
         return fits(estimate.memory, self.cluster)
 
     @property
     def best(self) -> StepEstimate | None:
-        """The recommended way, or None if none fits.
+        """The recommended estimate, or None if none fits.
 
-        Of the ways that take at most :data:`AS_FAST` longer than the fastest that fits, it is one
-        that needs no memory of the host, if there is one; of those one that sends the fewest bytes
-        to other hosts; of those the one that needs the least memory.
+        Of those that take at most :data:`AS_FAST` times as long as the fastest that fits, it is one
+        that needs no host memory, if there is one; of these one that sends the fewest bytes to
+        other hosts; of these the one that needs the least memory.
         """
         fit = list(filter(self.fits, self.estimates))
         as_fast = [each for each in fit if each.seconds.total <= AS_FAST * fit[0].seconds.total]
@@ -141,237 +133,151 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        return table(self)
+        return self.table()
 
+    def table(self, *, show_all: bool = False, model: str = "DIR") -> str:
+        """The best estimate of each mesh, all of the recommended mesh, and how to run that.
 
-def training(
-    config: DecoderConfig,
-    *,
-    length: int,
-    batch: int = 1,
-    gpu: str | Gpu = "h200",
-    hosts: int = 1,
-    gpus_per_host: int = 8,
-    host_link: float = 50.0,
-    moment_dtype: DTypeLike = jnp.float32,
-    moments: Moments | None = None,
-) -> TrainingPlan:
-    """Compares ways to train a decoder: which fit into memory, and which is the fastest.
-
-    A way is a mesh, weights that are split over it or whole, the layout of the tokens, what layers
-    keep for the backward pass (``remat``; where not all layers can be "selective", as many as fit
-    are, ``remat_layers``), the chunks of the feed-forward, and where the
-    optimizer's moments are. All of them are compared. The optimizer is AdamW, the loss's
-    ``chunk_size`` the default. Memory is within a tenth of the compiled program's
-    (:mod:`burst_jax.plan.step_memory`), seconds come from measured rates
-    (:mod:`burst_jax.plan.step_time`).
-
-    Args:
-      config: the decoder, like ``burst_jax.models.load_config(folder)``. Its ``remat``,
-        ``remat_layers`` and ``mlp_chunks`` are not read: they are what is planned.
-      length: number of tokens of a row.
-      batch: number of rows of a step, on all devices.
-      gpu: "a100", "h100", "h200", or a :class:`Gpu` of your own.
-      hosts: number of machines.
-      gpus_per_host: number of GPUs on each machine.
-      host_link: GB/s that one GPU sends to another host (50: an adapter of 400 Gbit/s for each).
-      moment_dtype: float32 or bfloat16, of AdamW's moments.
-      moments: "device" or "host", the memory that they are in; None compares both.
-
-    Returns:
-      A :class:`TrainingPlan`: estimates, and the fastest that fits, ``best``, with its mesh, its
-      arguments for ``init_train_state``, and its flags for ``examples/train_lm.py``.
-
-    Raises:
-      NotImplementedError: the decoder has low-rank adapters, which are trained alone.
-      ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments, no
-        ``DecoderConfig``, or no way to split the step at all.
-    """
-    from burst_jax.models.config import DecoderConfig
-    from burst_jax.models.decoder import abstract_decoder
-    from burst_jax.training.adam import Moments
-
-    if not isinstance(config, DecoderConfig):
-        raise ValueError(
-            f"config is a {type(config).__name__}: it must be a DecoderConfig, like "
-            "burst_jax.models.load_config(folder)"
-        )
-    if config.lora is not None:
-        raise NotImplementedError(
-            f"config.lora is {config.lora}: a plan is of a step that trains all weights; pass "
-            "dataclasses.replace(config, lora=None) for what that takes"
-        )
-    check_sizes(length=length, batch=batch)
-    cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
-    try:
-        dtype = jnp.dtype(moment_dtype)
-    except TypeError:  # NumPy knows no dtype of this name.
-        dtype = None
-    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"moment_dtype is {moment_dtype!r}: use float32 or bfloat16")
-    if moments not in (None, *get_args(Moments)):
-        raise ValueError(f"moments is {moments!r}: use 'device', 'host', or None to compare both")
-    places = get_args(Moments) if moments is None else (moments,)
-
-    first = next(_meshes(cluster, 1), None)
-    assert first is not None
-    _, shapes = abstract_decoder(config, mesh=first.abstract_mesh)
-    planner = _Planner(config, shapes, cluster, length, batch, dtype.itemsize)
-    estimates, left_out = [], []
-    for way in _meshes(cluster, batch):
-        try:
-            estimates += planner.of_mesh(way, places)
-        except ValueError as error:
-            left_out.append((f"{_name(way)}, {way.layout}", str(error)))
-    if not estimates:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
-        raise ValueError(
-            f"length is {length}, batch {batch}: no way to split a step over {cluster.size} "
-            f"devices: {reasons}"
-        )
-    found = TrainingPlan(config, length, batch, dtype.name, cluster, (), tuple(left_out))
-
-    def order(each: StepEstimate) -> tuple[bool, float, float]:
-        seconds, size = each.seconds.total, each.memory.total
-        return (False, seconds, size) if found.fits(each) else (True, size, seconds)
-
-    return dataclasses.replace(found, estimates=tuple(sorted(estimates, key=order)))
-
-
-def _name(way: Way) -> str:
-    axes = " ".join(f"{name}={size}" for name, size in way.mesh.items())
-    return f"{axes}, weights {way.weights}"
-
-
-def _meshes(cluster: Cluster, batch: int) -> Iterator[Way]:
-    """Every mesh of the cluster, with weights split and whole, in every layout."""
-    n, gpus = cluster.size, cluster.gpus
-    for tensor in _divisors(gpus):
-        for rows in _divisors(n // tensor):
-            seq = n // tensor // rows
-            inside = min(seq, gpus // tensor)
-            if batch % rows or seq % inside:
-                continue
-            rings = [(seq,)] if seq == inside or inside == 1 else [(seq,), (seq // inside, inside)]
-            for ring in rings:
-                for weights in get_args(Weights) if rows * seq > 1 else ("whole",):
-                    for layout in LAYOUTS if seq > 1 else LAYOUTS[:1]:
-                        yield Way(weights, rows, ring, tensor, layout, "attention")
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Planner:
-    """What is the same for all ways."""
-
-    config: DecoderConfig
-    shapes: Any
-    cluster: Cluster
-    length: int
-    batch: int
-    moment_size: int
-
-    def of_mesh(self, way: Way, places: tuple[Moments, ...]) -> list[StepEstimate]:
-        """The estimates of one mesh and layout, with everything else that is compared.
-
-        Raises:
-          ValueError: the mesh or the layout cannot split the step.
+        Args:
+          show_all: print all estimates instead, the best first.
+          model: the checkpoint folder for the printed ``examples/train_lm.py`` command.
         """
-        from burst_jax.models.remat import Remat
-
-        config, length = self.config, self.length
-        check_length(way.layout, length, way.seq)
-        sizes = sizes_of(config, self.shapes, way, length=length, batch=self.batch)
-        by_kind = {
-            kind: attention_of(
-                config, kind, self.cluster, way, length=length, rows=sizes.rows
+        cluster, config, best = self.cluster, self.config, self.best
+        gpu = cluster.gpu
+        heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"
+        meshes = _firsts(self.estimates, _mesh_of)
+        fit = [each for each in meshes if self.fits(each)]
+        shown = list(self.estimates) if show_all else fit or meshes[:5]
+        rows = [self._cells(each) for each in shown]
+        if not show_all:
+            first = self.estimates[0] if best is None else best
+            same = [each for each in self.estimates if _mesh_of(each) == _mesh_of(first)]
+            layout = first.strategy.layout
+            same_layout = [each for each in same if each.strategy.layout == layout]
+            others = [each for each in same if each.strategy.layout != layout]
+            others = _firsts(others, lambda each: each.strategy.layout)
+            rows += [[]] + [self._cells(each) for each in [*same_layout, *others]]
+        lines = [
+            f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {gpu.memory:g} GiB each, "
+            f"{cluster.link:g} GB/s within a host, {cluster.host_link:g} to another host; rates: "
+            f"{gpu.source}",
+            f"{config.num_layers} layers of {config.embed_dim}, {heads}, hidden {config.mlp_dim}, "
+            f"vocabulary {config.vocab_size:,}; {jnp.dtype(config.dtype).name}, weights "
+            f"{jnp.dtype(config.param_dtype).name}, moments {self.moment_dtype}",
+            f"{self.batch} x {self.length:,} tokens per step; seconds per step, the rest per GPU",
+            "",
+            *_aligned(rows),
+        ]
+        if fit and len(fit) < len(meshes) and not show_all:
+            names = [each.strategy.name for each in meshes if not self.fits(each)]
+            lines.append(f"too little memory with any remat: {'; '.join(names)}")
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out]
+        if best is None:
+            lines.append(
+                f"\nNone fits {gpu.memory:g} GiB (in brackets: too much). Use more devices, a "
+                "shorter length, or a smaller batch."
             )
-            for kind in dict.fromkeys(config.layer_kinds)
-        }  # fmt: skip
-        attentions = [by_kind[kind] for kind in config.layer_kinds]
-        # Without a window the queries of the first half of a row see a quarter of the keys.
-        first_half = sum(
-            by_kind[kind].forward_seconds / (4 if kind.window is None else 2)
-            for kind in config.layer_kinds
-        )
-        found = []
-        for remat in get_args(Remat):
-            if remat == "half" and way.seq > 1 and way.layout == "contiguous":
-                continue  # Some devices have none of the second half.
-            for moments in places:
-                kind = dataclasses.replace(way, remat=remat, moments=moments)
-                found.append(self._in_chunks(kind, sizes, attentions, first_half))
-                if remat == "selective" and not self._fits(found[-1].memory):
-                    found += self._some_selective(kind, sizes, attentions, first_half)
-        return found
+        else:
+            lines += ["", *self._recommended(best, model)]
+        return "\n".join(lines)
 
-    def _some_selective(
-        self, way: Way, sizes: Sizes, attentions: list[Estimate], first_half: float
-    ) -> list[StepEstimate]:
-        """The way with as many "selective" layers as fit; nothing if not one of them does."""
+    def _cells(self, estimate: StepEstimate) -> list[str]:
+        strategy, memory = estimate.strategy, estimate.memory
+        size = f"{memory.total / _GIB:.1f}"
+        remat = strategy.remat
+        if strategy.remat_layers is not None:
+            remat += f" in {strategy.remat_layers}"
+        return [
+            " ".join(f"{name}={size}" for name, size in strategy.mesh.items()),
+            strategy.weights,
+            strategy.layout,
+            remat,
+            str(strategy.mlp_chunks),
+            strategy.moments,
+            f"{estimate.seconds.total:.2f}",
+            f"{estimate.tokens_per_second:,.0f}",
+            "-" if estimate.mfu is None else f"{estimate.mfu:.1%}",
+            size if self.fits(estimate) else f"({size})",
+            f"{memory.host / _GIB:.1f}",
+        ]
 
-        def fits_not(count: int) -> bool:
-            some = dataclasses.replace(way, remat_layers=count)
-            return not any(
-                self._fits(self._memory(each, sizes, attentions)) for each in self._chunked(some)
+    def _recommended(self, best: StepEstimate, model: str) -> list[str]:
+        """The recommended strategy as code, and as flags."""
+        strategy, bfloat16 = best.strategy, self.moment_dtype != "float32"
+        arguments = dict(strategy.arguments)
+        rules = arguments.pop("rules", None)
+        options = as_arguments(arguments)
+        moments = [f"moment_dtype={as_python(self.moment_dtype)}"] if bfloat16 else []
+        moments += ['moments="host"'] if strategy.moments == "host" else []
+        count = strategy.remat_layers
+        lines = [
+            "recommended:",
+            f"    {mesh_code(strategy.mesh)}",
+            f'    config = dataclasses.replace(config, remat="{strategy.remat}", '
+            + ("" if count is None else f"remat_layers={count}, ")
+            + f"mlp_chunks={strategy.mlp_chunks})",
+        ]
+        if moments:
+            lines.append(f"    optimizer = make_optimizer(..., {', '.join(moments)})")
+        if rules is not None:
+            lines.append(f"    rules = burst_jax.ShardingRules({as_arguments(rules)})")
+            options = f"rules=rules, {options}"
+        layout = f"layout={as_python(strategy.layout)}, num_shards={strategy.seq}"
+        lines += [
+            f"    init_train_state(config, optimizer, mesh, seed, {options})",
+            f"    # permute the tokens: make_batch(..., {layout})",
+        ]
+        if strategy.flags is not None:
+            flags = ["--model", shlex.quote(model), *strategy.flags]
+            flags += ["--seq-len", str(self.length), "--batch", str(self.batch)]
+            flags += ["--moment-dtype", self.moment_dtype] if bfloat16 else []
+            lines.append(f"    python examples/train_lm.py {' '.join(flags)}")
+        gpu, gpus = self.cluster.gpu, self.cluster.gpus
+        if best.memory.total > _JAX_PREALLOCATES * gpu.memory * _GIB:
+            lines.append(
+                "    # JAX preallocates three quarters of the memory: set "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
             )
+        pinned = gpus * best.memory.host / _GIB
+        if pinned > _JAX_PINS:
+            lines.append(
+                f"    # JAX pins {_JAX_PINS} GiB of host memory per process, {gpus} GPUs need "
+                f"more: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}"
+            )
+        return lines
 
-        # The more layers, the more memory: so many counts fit.
-        count = bisect_left(range(1, sizes.layers), True, key=fits_not)
-        if count == 0:
-            return []
-        some = dataclasses.replace(way, remat_layers=count)
-        return [self._in_chunks(some, sizes, attentions, first_half)]
 
-    def _in_chunks(
-        self, way: Way, sizes: Sizes, attentions: list[Estimate], first_half: float
-    ) -> StepEstimate:
-        """The fewest chunks of the feed-forward that fit, or those that need the least memory."""
-        ways = self._chunked(way)
-        memories = [self._memory(each, sizes, attentions) for each in ways]
-        fitting = [i for i, memory in enumerate(memories) if self._fits(memory)]
-        at = fitting[0] if fitting else min(range(len(ways)), key=lambda i: memories[i].total)
-        seconds = step_seconds(
-            sizes,
-            ways[at],
-            self.cluster,
-            attentions,
-            first_half=first_half,
-            chunk_size=_CHUNK_SIZE,
-            moment_size=self.moment_size,
-        )
-        rate = self.batch * self.length / seconds.total / self.cluster.size
-        peak = self.cluster.gpu.peak
-        flops = 1e-12 * self.config.train_flops_per_token(self.length) * rate
-        return StepEstimate(
-            way=ways[at],
-            memory=memories[at],
-            seconds=seconds,
-            ring_host_bytes=sum(each.host_bytes for each in attentions),
-            tokens_per_second=rate,
-            mfu=None if peak is None else flops / peak,
+_HEADING = (
+    "mesh", "weights", "layout", "remat", "mlp chunks", "moments", "s", "tokens/s", "MFU", "GiB",
+    "host GiB",
+)  # fmt: skip
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The rows below the heading in columns, words left-aligned and numbers right-aligned."""
+    cells = [list(_HEADING), *rows]
+    widths = [max(len(row[i]) for row in cells if row) for i in range(len(_HEADING))]
+
+    def line(row: list[str]) -> str:
+        left = ("mesh", "weights", "layout", "remat", "moments")
+        pairs = zip(_HEADING, row, widths, strict=True)
+        return "  ".join(
+            cell.ljust(width) if name in left else cell.rjust(width) for name, cell, width in pairs
         )
 
-    def _chunked(self, way: Way) -> list[Way]:
-        """The way with every number of chunks of the feed-forward, the fewest first."""
-        counts = [count for count in _CHUNKS if self.length // way.seq % count == 0]
-        return [dataclasses.replace(way, mlp_chunks=count) for count in counts]
-
-    def _fits(self, memory: StepMemory) -> bool:
-        return fits(memory, self.cluster)
-
-    def _memory(self, way: Way, sizes: Sizes, attentions: list[Estimate]) -> StepMemory:
-        return step_memory(
-            sizes,
-            way,
-            attentions[0].backward,
-            fused=self.cluster.gpu.fused,
-            chunk_size=_CHUNK_SIZE,
-            moment_size=self.moment_size,
-        )
+    heading = line(list(_HEADING))
+    return [heading, "-" * len(heading), *(line(row) if row else "" for row in rows)]
 
 
-__all__ = ["StepEstimate", "TrainingPlan", "training"]
+def _mesh_of(estimate: StepEstimate) -> Hashable:
+    return estimate.strategy.name
+
+
+def _firsts(
+    estimates: Iterable[StepEstimate], key: Callable[[StepEstimate], Hashable]
+) -> list[StepEstimate]:
+    """The first estimate of each key."""
+    found: dict[Hashable, StepEstimate] = {}
+    for each in estimates:
+        found.setdefault(key(each), each)
+    return list(found.values())

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import stripe_of
-from burst_jax.parallel.platform import Target, current_target
+from burst_jax.layouts.permutation import stripe_size
+from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.local import with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Route
@@ -164,7 +164,7 @@ def _check(request: Request, inputs: AttentionInputs) -> None:
 
 def _first_tokens(request: Request, inputs: AttentionInputs) -> int:
     """How many tokens of a shard are made again: half of them, or half a stripe more."""
-    stripe = stripe_of(request.layout) or 1
+    stripe = stripe_size(request.layout) or 1
     return -(-inputs.q_length // (2 * stripe)) * stripe
 
 
@@ -174,7 +174,7 @@ def first_half(request: Request, tokens: int) -> Request:
     Of the orders that those tokens can have it is the one whose busiest devices have least to do.
     Under a causal mask that is zigzag instead of contiguous. With a short window it is contiguous.
     """
-    if stripe_of(request.layout) is not None:
+    if stripe_size(request.layout) is not None:
         return request
     contiguous, zigzag = (
         dataclasses.replace(request, layout=layout) for layout in ("contiguous", "zigzag")

@@ -25,7 +25,7 @@ class Request:
 
     It is hashable, so that an eager call finds its compiled program by it. Shapes and dtypes are
     the arrays' own; platform and compute capability are read where a program is traced
-    (:func:`burst_jax.parallel.platform.current_target`), because one call may be traced for
+    (:func:`burst_jax.parallel.target.current_target`), because one call may be traced for
     several.
 
     Attributes:

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import Layout, shard_runs, stripe_of
+from burst_jax.layouts.permutation import Layout, shard_runs, stripe_size
 from burst_jax.ring.block_mask import Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
@@ -249,7 +249,7 @@ class RingMask:
         if self.blocks is not None:
             block_sizes = self.blocks.q_block, self.blocks.kv_block
         # Of the two ways to see stripes as runs the one with fewer pairs of runs.
-        stripe = stripe_of(self.layout) or 1
+        stripe = stripe_size(self.layout) or 1
         across = stripe**4 <= self.q_length * self.kv_length
         runs_of = functools.partial(
             shard_runs, self.layout, num_shards=self.size, across_stripes=across

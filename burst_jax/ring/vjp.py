@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from burst_jax.parallel.platform import Target, current_target
+from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.backward import backward
 from burst_jax.ring.derivatives import into_kernels, out_of_loops, reverse_mode_only
 from burst_jax.ring.forward import forward

@@ -1,3 +1,3 @@
-"""Long prompts served: prefill by the ring, decoding on a cache that is split over the sequence."""
+"""Serving of long prompts: prefill by the ring, decoding on a sequence-sharded KV cache."""
 
 from burst_jax.serving.generator import Generator as Generator

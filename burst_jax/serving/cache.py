@@ -1,17 +1,17 @@
-"""The cache of keys and values, split over the devices that share a row's tokens.
+"""The KV cache, sharded over the devices that share a sequence.
 
-A row's tokens have places 0, 1, 2, ... in the order of the row. Rows of a batch that differ in
-length begin at different places, so that they end at the same one: the next token of every row has
-the same place. A slot holds the keys and values of one place, for all rows.
+The tokens of a sequence have places 0, 1, 2, ... in order. Sequences of different lengths in a
+batch are aligned at their ends, so the next token of every sequence has the same place. A slot
+holds the keys and values of one place, for all sequences.
 
-Layers without a window keep every place. A prompt's tokens stay on the device that computed them,
-in the order of the ring's layout, and fill the next slots of each device. Generated tokens are
-dealt to the devices one after the other, so that the cache grows evenly::
+Layers without a window keep every place. The tokens of a prompt stay on the device that computed
+them, in the order of the ring's layout, and fill the next slots of each device. Generated tokens
+are distributed round-robin, so that the cache grows evenly::
 
     device 0    first shard of the prompt   | token 0 | token 2 | ...
     device 1    second shard of the prompt  | token 1 | token 3 | ...
 
-Layers with a window keep the places of the window in a ring buffer: the place alone says device and
+Layers with a window keep the places of the window in a ring buffer: the place determines device and
 slot.
 """
 
@@ -19,23 +19,24 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The place of a slot that holds nothing: after all others, so that no token sees it.
+# The place of an empty slot: after all others, so that no token attends to it.
 EMPTY = 2**30 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """Where the layers of one window keep their tokens.
+class CacheCapacity:
+    """The slots of layers with the same window.
 
     Attributes:
-      window: number of places that a token sees, itself included; None is all.
-      slots: slots of each device.
-      devices: number of devices that share a row's tokens.
+      window: number of places that a token attends to, its own included; None is all.
+      slots: slots per device.
+      devices: number of devices that share a sequence.
     """
 
     window: int | None
@@ -43,17 +44,17 @@ class Room:
     devices: int
 
     @classmethod
-    def of(cls, window: int | None, capacity: int, devices: int) -> Room:
-        """The room of a window in a cache of ``capacity`` places."""
+    def of(cls, window: int | None, places: int, devices: int) -> CacheCapacity:
+        """The slots for a window in a cache of ``places`` places."""
         if window is not None:
             slots = -(-window // devices)
-            if slots * devices < capacity:
+            if slots * devices < places:
                 return cls(window, slots, devices)
-        return cls(None, -(-capacity // devices), devices)
+        return cls(None, -(-places // devices), devices)
 
     @property
-    def is_ring(self) -> bool:
-        """Whether the place alone says the slot."""
+    def is_ring_buffer(self) -> bool:
+        """Whether the place determines the slot."""
         return self.window is not None
 
     def slot[Places: (jax.Array, np.ndarray)](self, place: Places) -> tuple[Places, Places]:
@@ -67,12 +68,12 @@ class Room:
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """What the slots of a room hold.
+class SlotMetadata:
+    """What the slots of a capacity hold.
 
     Attributes:
-      places: int32 ``[C]``, the place of each slot, EMPTY if it holds nothing.
-      present: int32 ``[B, C]``, 1 where a row has a token in a slot, 0 elsewhere.
+      places: int32 ``[C]``, the place of each slot, EMPTY if it is empty.
+      present: int32 ``[B, C]``, 1 where a sequence has a token in a slot, 0 elsewhere.
     """
 
     places: jax.Array
@@ -91,73 +92,103 @@ class Cache:
     Attributes:
       keys: for each layer ``[B, C, K, H]``, C the slots of all devices together.
       values: for each layer ``[B, C, K, Hv]``.
-      slots: of each room.
-      lengths: int32 ``[B]``, number of tokens of each row.
+      slots: metadata of each capacity.
+      lengths: int32 ``[B]``, number of tokens of each sequence.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
-    slots: tuple[Slots, ...]
+    slots: tuple[SlotMetadata, ...]
     lengths: jax.Array
 
 
 @dataclasses.dataclass
-class Filled:
-    """How far the cache is filled.
+class FillState:
+    """How far the cache is filled; host values.
 
     Attributes:
       place: the next place.
-      used: slots of each device that are filled, in rooms without a window.
-      dealt: tokens dealt to the devices since the last prompt; those that share a slot's number
-        take one slot of each device.
-      holes: whether a row lacks a token at a place behind its first one.
+      used: filled slots of each device, in capacities without a window.
+      generated: tokens distributed round-robin since the last prompt; one slot of each device holds
+        one token per device.
+      holes: whether a sequence lacks a token at a place after its first one.
     """
 
     place: int = 0
     used: int = 0
-    dealt: int = 0
+    generated: int = 0
     holes: bool = False
 
 
-def empty_slots(room: Room, rows: int) -> Slots:
-    """One device's slots of a room, all empty."""
-    places = jnp.full((room.slots,), EMPTY, jnp.int32)
-    return Slots(places, jnp.zeros((rows, room.slots), jnp.int32))
+class PromptPosition(NamedTuple):
+    """Write position of a prompt chunk, int32 scalars.
+
+    Attributes:
+      used: filled slots of each device, in capacities without a window.
+      first: the first place that is not padding for all sequences.
+      longest: tokens of the longest sequence, its whole prompt included.
+    """
+
+    used: Any
+    first: Any
+    longest: Any
+
+
+class TokenPosition(NamedTuple):
+    """Write position of a generated token, int32 scalars.
+
+    Attributes:
+      place: the token's place.
+      device: the device that stores it, in capacities without a window.
+      slot: its slot on that device.
+      longest: tokens of the longest sequence, this one included.
+    """
+
+    place: Any
+    device: Any
+    slot: Any
+    longest: Any
+
+
+def empty_slots(capacity: CacheCapacity, batch: int) -> SlotMetadata:
+    """Metadata of one device's slots, all empty."""
+    places = jnp.full((capacity.slots,), EMPTY, jnp.int32)
+    return SlotMetadata(places, jnp.zeros((batch, capacity.slots), jnp.int32))
 
 
 def write_token(array: jax.Array, token: jax.Array, slot: jax.Array, mine: jax.Array) -> jax.Array:
-    """``array [B, C, ...]`` with ``token [B, ...]`` in a slot, if the slot is ``mine``."""
+    """``array [B, C, ...]`` with ``token [B, ...]`` written to a slot, if the slot is ``mine``."""
     axis = min(1, token.ndim)
     old = jax.lax.dynamic_index_in_dim(array, slot, axis, keepdims=False)
     new = jnp.where(mine, token.astype(array.dtype), old)
     return jax.lax.dynamic_update_index_in_dim(array, new, slot, axis)
 
 
-def keep_last(
-    room: Room,
+def write_ring_buffer(
+    capacity: CacheCapacity,
     old: jax.Array,
     new: jax.Array,
     places: jax.Array,
     ends: tuple[jax.Array, jax.Array],
     axes: tuple[str, ...],
 ) -> jax.Array:
-    """A ring buffer's array after a prompt's tokens, inside a ``shard_map``.
+    """A ring buffer with the last tokens of a prompt written to it, inside a ``shard_map``.
 
-    The tokens lie in any layout. Each device puts its own into a buffer of all devices' slots; the
-    sum over devices, of which each gets its part, brings them to their slots.
+    The tokens are in any layout. Each device writes its own into a buffer of all devices' slots,
+    and a reduce-scatter of the buffers moves them to their devices.
 
     Args:
-      room: of the layer, a ring buffer.
+      capacity: of a ring buffer.
       old: ``[B, C, ...]``, this device's slots.
       new: ``[B, T, ...]``, this device's tokens.
       places: int32 ``[T]``, their places.
-      ends: the prompt's first place that is no padding, and its last.
-      axes: the mesh axes that split the tokens.
+      ends: the prompt's first place that is not padding, and its last.
+      axes: the mesh axes that shard the tokens.
     """
-    total = room.slots * room.devices
-    device, slot = room.slot(places)
+    total = capacity.slots * capacity.devices
+    device, slot = capacity.slot(places)
     kept = (places > ends[1] - total) & (places >= ends[0])
-    index = jnp.where(kept, device * room.slots + slot, total)
+    index = jnp.where(kept, device * capacity.slots + slot, total)
     buffer = jnp.zeros((old.shape[0], total, *old.shape[2:]), old.dtype)
     buffer = buffer.at[:, index].set(new.astype(old.dtype), mode="drop")
     written = jnp.zeros((total,), jnp.int32).at[index].set(1, mode="drop")

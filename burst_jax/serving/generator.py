@@ -17,48 +17,47 @@ from burst_jax.errors import check_integer, check_seed
 from burst_jax.layouts.permutation import padded_length, positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.parallel.mesh import axes_size
-from burst_jax.serving import saved
-from burst_jax.serving.cache import Cache, Filled
+from burst_jax.serving import saved_cache
+from burst_jax.serving.cache import Cache, FillState, PromptPosition, TokenPosition
 from burst_jax.serving.model import ServedModel
 from burst_jax.serving.prompts import check_prompts, check_stops
 from burst_jax.serving.sampling import Sampling
-from burst_jax.serving.steps import At, Into, Steps
+from burst_jax.serving.steps import Steps
 
 
 class Generator:
-    """Generates tokens with a decoder whose cache is split over the sequence axes of its mesh.
+    """Generates tokens with a decoder whose KV cache is sharded over the sequence axes of its mesh.
 
-    The prompt goes through the ring in the model's layout (chunk by chunk, if asked). Its keys and
-    values stay where they were computed. Each generated token takes one pass over the cache, on
-    every device over its own part, and one exchange of partial results in each layer.
+    The prompt runs through the ring in the model's layout, in chunks if ``prefill_chunk`` is set.
+    Its keys and values stay on the devices that computed them. For each generated token, every
+    device attends to its shard of the cache, with one all-gather of partial results per layer.
 
-    With a :class:`burst_jax.models.DynamicRope` keys stay rotated as they were when they came, as
-    in transformers.
+    With a :class:`burst_jax.models.DynamicRope` keys keep the rotation that they were written with,
+    as in transformers.
 
-    Weights are copied: each layer's by itself, in the dtype of the computation, whole over all mesh
-    axes but the tensor axes, or with ``split_weights`` but for these and the sequence axes. The
-    model may be deleted afterwards.
+    Weights are copied, one array per layer, in the compute dtype. They are sharded over the tensor
+    axes only, or with ``split_weights`` also over the sequence axes. The model may be deleted
+    afterwards.
 
     Args:
-      model: a decoder on a mesh, like :func:`burst_jax.models.load` gives.
-      max_length: tokens of a row at most, of all prompts and all generated ones. A first prompt
-        always has room for its padding; with ``extend`` each further prompt takes up to an eighth
-        more than its tokens, a few tokens at least.
-      batch: rows; a multiple of the devices along the batch axes.
-      prefill_chunk: tokens of a prompt that go through the ring at a time; None is all. Memory for
-        activations grows with it.
-      split_weights: whether each device of the sequence axes keeps and reads a part of each matrix.
-        A token then takes three exchanges of activations more in each layer, and a prompt gathers
-        one layer's weights after the other. The model must have rules.
+      model: a decoder on a mesh, like :func:`burst_jax.models.load` returns.
+      max_length: maximum tokens per sequence, of all prompts and all generated tokens. The first
+        prompt always fits with its padding; each further prompt (``extend``) takes up to an eighth
+        more than its tokens, and at least a few tokens more.
+      batch: batch size; a multiple of the devices along the batch axes.
+      prefill_chunk: maximum tokens of a prompt per pass through the ring; None is all. Memory for
+        activations is proportional to it.
+      split_weights: whether each device of the sequence axes stores and reads a shard of each
+        matrix. Each token then needs three more collectives of activations per layer, and prefill
+        gathers one layer's weights at a time. The model must have rules.
 
     Attributes:
       cache_bytes: bytes of the cache on each device.
-      seconds_to_first_token: of the last call of :meth:`generate`, None before.
+      seconds_to_first_token: of the last call of :meth:`generate`; None before.
 
     Raises:
-      ValueError: a number below 1, a batch that the mesh does not divide, a model with adapters
-        that are not merged, one without rules whose weights are to be split, or a cache that does
-        not fit into the devices' memory.
+      ValueError: a number below 1, a batch that the mesh does not divide, a model with LoRA
+        adapters, ``split_weights`` without rules, or a cache larger than the devices' free memory.
       NotImplementedError: a model with a pipeline.
     """
 
@@ -78,37 +77,42 @@ class Generator:
         if prefill_chunk is not None:
             prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
         served = ServedModel(model, split_weights)
-        rows = axes_size(served.parts.mesh, served.parts.batch_axes)
-        if batch % rows:
+        shards = axes_size(served.shardings.mesh, served.shardings.batch_axes)
+        if batch % shards:
             raise ValueError(
-                f"batch is {batch}, and {rows} devices along {served.parts.batch_axes} share its "
-                f"rows: use a multiple of {rows}"
+                f"batch is {batch}, and it is sharded over {shards} devices along "
+                f"{served.shardings.batch_axes}: use a multiple of {shards}"
             )
         self._layout = dict(model.options).get("layout", "contiguous")
-        self._devices = axes_size(served.parts.mesh, served.parts.token_axes)
-        # Heads are exchanged inside a shard of the layout, which these devices split once more.
-        exchanging = dict(model.options).get("ulysses_axis")
-        self._shards = self._devices // axes_size(served.parts.mesh, exchanging)
+        self._devices = axes_size(served.shardings.mesh, served.shardings.token_axes)
+        # The Ulysses axis splits each shard of the layout.
+        ulysses_axis = dict(model.options).get("ulysses_axis")
+        self._shards = self._devices // axes_size(served.shardings.mesh, ulysses_axis)
         self._chunk = prefill_chunk
-        # A prompt is padded, and the last slot may not be full on all devices.
+        # Prompts are padded, and the last slot may be empty on some devices.
         chunks = 1 if prefill_chunk is None else -(-self.max_length // prefill_chunk)
         padding = chunks * (self._step(-(-self.max_length // chunks)) + 1)
-        capacity = self.max_length + padding + self._devices
-        self._steps = Steps(served, self.batch, capacity, self._layout)
-        config, tensor = served.config, axes_size(served.parts.mesh, served.parts.tensor_axes)
-        slots = sum(self._steps.rooms[i].slots for i in self._steps.room_of)
+        places = self.max_length + padding + self._devices
+        self._steps = Steps(served, self.batch, places, self._layout)
+        config, tensor = (
+            served.config,
+            axes_size(served.shardings.mesh, served.shardings.tensor_axes),
+        )
+        slots = sum(self._steps.capacities[i].slots for i in self._steps.capacity_of)
         each = 2 * served.heads // tensor * config.head_dim * jnp.dtype(config.dtype).itemsize
-        self.cache_bytes = self.batch // rows * slots * each
-        self._refuse_too_large()
-        # None: it was lost when a program failed that it had been given to.
+        self.cache_bytes = self.batch // shards * slots * each
+        self._check_memory()
+        # None after a program that it was donated to has failed.
         self._cache: Cache | None = self._steps.allocate()
-        self._filled = Filled()
+        self._filled = FillState()
         self._lengths = np.zeros(self.batch, np.int64)
-        # Of each device in rooms without a window; None: there are no such rooms.
-        self._room_slots = next((x.slots for x in self._steps.rooms if not x.is_ring), None)
+        # Slots per device of layers without a window; None if all have windows.
+        self._full_slots = next(
+            (x.slots for x in self._steps.capacities if not x.is_ring_buffer), None
+        )
         self._samplers: dict[Sampling, Any] = {}
-        # Of the generation that the cache belongs to.
-        self._latest: object = None
+        # Identifies the call of generate that owns the cache.
+        self._owner: object = None
         self.seconds_to_first_token: float | None = None
 
     def generate(
@@ -123,33 +127,34 @@ class Generator:
         seed: int = 0,
         extend: bool = False,
     ) -> abc.Generator[np.ndarray]:
-        """Tokens that follow the prompts, one of each row at a time.
+        """Generates the tokens that follow the prompts, one per sequence at a time.
 
-        The cache is that of the generator. It is kept when the iterator ends or is dropped, so that
-        a second call with ``extend`` goes on from there.
+        The generator's cache is kept when the iterator ends or is dropped, so that a later call
+        with ``extend`` continues from it.
 
         Args:
-          prompts: for each row of the batch the ids of its tokens; rows may differ in length.
-          max_new_tokens: of each row.
-          temperature: divides logits; 0 takes the most probable token.
-          top_k: only this many of the most probable tokens, or None.
-          top_p: only the most probable tokens that together have this probability, or None.
-          stop_tokens: ids after which a row has ended. The stop token itself is shown and kept.
-          seed: of the random numbers, which depend on it, on the row and on the number of tokens
-            before, not on the mesh.
-          extend: whether the prompts continue the rows that the cache holds, which are what was
-            shown of each. Without it the cache is emptied first.
+          prompts: token ids for each sequence of the batch; lengths may differ.
+          max_new_tokens: maximum number of new tokens per sequence.
+          temperature: divides logits; 0 is greedy.
+          top_k: sample from the k most probable tokens; None is all.
+          top_p: sample from the fewest most probable tokens whose probabilities sum to at least p;
+            None is all.
+          stop_tokens: ids that end a sequence. The stop token itself is returned and stored.
+          seed: of the random numbers, which depend on the seed, the batch index and the number of
+            preceding tokens, but not on the mesh.
+          extend: whether the prompts continue the sequences in the cache, which are what was
+            returned. Otherwise the cache is cleared first.
 
         Yields:
-          int32 ``[batch]``: the next token of each row; -1 where a row has ended. Work begins with
-          the first one, and so does what happens to the cache.
+          int32 ``[batch]``: the next token of each sequence; -1 where it has ended. Prefill, and
+          changes to the cache, happen when the first one is requested.
 
         Raises:
-          ValueError: not one prompt a row, an empty prompt, ids that the vocabulary lacks, more
-            tokens than ``max_length`` or the cache has room for, or numbers out of their range;
-            while it runs, if another call has begun, whose the cache is then.
+          ValueError: not one prompt per sequence, an empty prompt, ids outside of the vocabulary,
+            more tokens than ``max_length`` or than the cache has space for, or values out of range;
+            during iteration, if another call has taken over the cache.
           NotImplementedError: ``extend`` with a model that has windows, and prompts of different
-            lengths or rows that did not end together.
+            lengths or sequences that ended at different tokens.
         """
         vocabulary = self._steps.model.config.vocab_size
         sampling = Sampling(temperature, top_k, top_p)
@@ -157,27 +162,27 @@ class Generator:
         rows = check_prompts(prompts, self.batch, vocabulary)
         stops = check_stops(stop_tokens, vocabulary)
         key = jax.random.key(check_seed(seed))
-        self._check_room(rows, count, extend)
+        self._check_space(rows, count, extend)
         return self._generate(rows, count, sampling, stops, key, extend)
 
     def reset(self) -> None:
-        """Forgets all rows. A generation that has not ended cannot go on."""
-        self._forget()
+        """Clears the cache. A running generation cannot continue."""
+        self._clear()
         self._cache = self._steps.allocate()
 
     def save_cache(self, folder: str | Path) -> None:
-        """Writes the cache into a folder, so that another process can go on from it.
+        """Writes the cache to a folder, so that another process can continue from it.
 
-        It is written by orbax under another name, hashed, and renamed when it is complete. A cache
-        that the folder has already is removed after that. With several processes all of them call
-        this, and all must see the folder.
+        orbax writes it under a temporary name; it is hashed, and renamed when it is complete. Then
+        an older cache in the folder is removed. With several processes, all must call this, and all
+        must have access to the folder.
 
         Args:
-          folder: of this cache alone; it is made if it is not there.
+          folder: for this cache only; created if needed.
 
         Raises:
-          ValueError: the cache is empty, ``folder`` is a file, or it has checkpoints of something
-            else, which would be removed.
+          ValueError: the cache is empty, ``folder`` is a file, or it contains other checkpoints,
+            which would be removed.
           burst_jax.training.CheckpointError: it could not be written.
         """
         if self._cache is None or not self._filled.place:
@@ -185,30 +190,31 @@ class Generator:
                 "there is no cache to save: it is empty before the first token, and after a call "
                 "that failed; generate first"
             )
-        saved.save(folder, self._steps, saved.Kept(self._cache, self._filled, self._lengths))
+        state = saved_cache.CacheState(self._cache, self._filled, self._lengths)
+        saved_cache.save(folder, self._steps, state)
 
     def load_cache(self, folder: str | Path) -> None:
-        """Reads a cache that :meth:`save_cache` has written, in the place of this generator's own.
+        """Replaces the cache by one that :meth:`save_cache` has written.
 
-        ``generate(..., extend=True)`` goes on from there. The model must be the one that made it,
-        with the same weights, dtype and batch. The mesh, the layout, ``max_length`` and
-        ``prefill_chunk`` may be others. A generation that has not ended cannot go on.
+        ``generate(..., extend=True)`` continues from it. The model must be the one that made it,
+        with the same weights, dtype and batch size. The mesh, the layout, ``max_length`` and
+        ``prefill_chunk`` may differ. A running generation cannot continue.
 
         Args:
-          folder: where the cache is.
+          folder: of the saved cache.
 
         Raises:
-          FileNotFoundError: no cache is there.
-          ValueError: it is a cache of another model or batch, or longer than this generator's. The
-            message names what differs; this generator's cache is as it was.
+          FileNotFoundError: the folder has no cache.
+          ValueError: the cache is of another model or batch size, or too long for this generator;
+            the message names the difference, and this generator's cache is unchanged.
           burst_jax.training.CheckpointError: it is damaged. Every file is compared with its hash.
         """
-        kept = saved.load(folder, self._steps, self.max_length, self._forget)
-        self._cache, self._filled, self._lengths = kept
+        state = saved_cache.load(folder, self._steps, self.max_length, self._clear)
+        self._cache, self._filled, self._lengths = state
 
-    def _forget(self) -> None:
-        self._latest, self._cache = None, None
-        self._filled = Filled()
+    def _clear(self) -> None:
+        self._owner, self._cache = None, None
+        self._filled = FillState()
         self._lengths[:] = 0
 
     def _generate(
@@ -222,43 +228,43 @@ class Generator:
     ) -> abc.Generator[np.ndarray]:
         start = time.perf_counter()
         # Other calls may have changed the cache since this one was made.
-        self._check_room(rows, count, extend)
+        self._check_space(rows, count, extend)
         if self._cache is None or (not extend and self._filled.place):
             self.reset()
-        this = self._latest = object()
+        me = self._owner = object()
         logits = self._prefill(rows)
         ended = np.zeros(self.batch, bool)
         for step in range(count):
-            if self._latest is not this:
+            if self._owner is not me:
                 raise ValueError(
-                    "another call of generate has begun, and the cache is that call's: end one "
-                    "generation before the next, or make a Generator for each"
+                    "another call of generate has taken over the cache: finish one generation "
+                    "before the next, or use a Generator for each"
                 )
             chosen = self._choose(sampling, logits, key)
             if step == 0:
                 jax.block_until_ready(chosen)
                 self.seconds_to_first_token = time.perf_counter() - start
-            # The token is put into the cache before it is shown, so that the cache holds what was
-            # shown wherever the caller stops. The program starts before the token has come from the
-            # device, which so has work while the host waits and makes the next call.
+            # The token is written to the cache before it is returned, so that the cache holds what
+            # was returned wherever the caller stops. The program is dispatched before the token is
+            # copied to the host, so that the device is busy while the host waits.
             logits = self._decode(chosen, ~ended)
             tokens = np.asarray(chosen)
-            shown = np.where(ended, -1, tokens).astype(np.int32)
+            returned = np.where(ended, -1, tokens).astype(np.int32)
             ended |= np.isin(tokens, stops)
-            yield shown
+            yield returned
             if ended.all():
                 return
 
     def _choose(self, sampling: Sampling, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """The next token of every row."""
+        """The next token of every sequence."""
         if sampling not in self._samplers:
             self._samplers[sampling] = jax.jit(sampling.choose)
         return self._samplers[sampling](logits, key, self._lengths.astype(np.int32))
 
     def _prefill(self, rows: list[np.ndarray]) -> jax.Array:
-        """The prompts into the cache; logits of their last tokens."""
+        """Writes the prompts to the cache; returns the logits of their last tokens."""
         longest = max(map(len, rows))
-        chunk, total = self._cut(longest)
+        chunk, total = self._chunked(longest)
         tokens, present = (np.zeros((self.batch, total), np.int32) for _ in range(2))
         for row, ids in enumerate(rows):
             tokens[row, total - len(ids) :] = ids
@@ -268,12 +274,12 @@ class Generator:
         logits: Any = None
         filled, shard, lengths = self._filled, chunk // self._devices, [len(ids) for ids in rows]
         cache_was_empty, padding = filled.place == 0, total - longest
-        # Behind tokens that the cache holds, padding takes no places: a token's distance to one of
-        # them is that of their places. What the last slot lacks on some devices stays empty.
+        # After tokens in the cache padding takes no places, because the distance of two tokens must
+        # be that of their places. Slots that only some devices have filled stay empty.
         start = padding if cache_was_empty else filled.place
         at = filled.place if cache_was_empty else filled.place - padding
-        used, longest_row = filled.used, int((self._lengths + lengths).max())
-        cache = self._taken()
+        used, longest_sequence = filled.used, int((self._lengths + lengths).max())
+        cache = self._donate()
         for first in range(0, total, chunk):
             part = first + order
             reach = 0 if cache_was_empty and first == 0 else self._reach(used + shard)
@@ -282,66 +288,69 @@ class Generator:
                 self._steps.put(tokens[:, part], *spec),
                 self._steps.put(present[:, part], *spec),
                 self._steps.put((at + part).astype(np.int32), *spec[1:]),
-                Into(np.int32(used), np.int32(start), np.int32(longest_row)),
+                PromptPosition(np.int32(used), np.int32(start), np.int32(longest_sequence)),
                 reach,
             )
             used += shard
         holes = filled.holes or not (cache_was_empty or len(set(lengths)) == 1)
-        self._cache, self._filled = cache, Filled(at + total, used, 0, holes)
+        self._cache, self._filled = cache, FillState(at + total, used, 0, holes)
         self._lengths += lengths
         return logits
 
-    def _taken(self) -> Cache:
-        """The cache, which a program is given; if that fails there is none."""
+    def _donate(self) -> Cache:
+        """The cache, to be donated to a program; if that fails, there is no cache."""
         cache, self._cache = self._cache, None
         assert cache is not None
         return cache
 
-    def _cut(self, longest: int) -> tuple[int, int]:
-        """``(chunk, total)``: tokens that go through the ring at a time, and all, with padding."""
+    def _chunked(self, longest: int) -> tuple[int, int]:
+        """``(chunk, total)``: tokens per prefill chunk, and in total, with padding."""
         chunks = 1 if self._chunk is None else -(-longest // self._chunk)
         chunk = self._padded(-(-longest // chunks))
         return chunk, chunks * chunk
 
     def _reach(self, slots: int) -> int:
-        """How many slots a prompt reads: a few sizes, so that few programs are compiled."""
-        most = slots if self._room_slots is None else self._room_slots
+        """Number of slots that prefill reads, rounded up so that few programs are compiled."""
+        most = slots if self._full_slots is None else self._full_slots
         step = max(16, 2 ** max(0, math.ceil(math.log2(slots)) - 2))
         return min(most, -(-slots // step) * step)
 
-    def _decode(self, tokens: jax.Array, going: np.ndarray) -> jax.Array:
-        """One token of every row into the cache; logits of the next.
+    def _decode(self, tokens: jax.Array, running: np.ndarray) -> jax.Array:
+        """Writes one token per sequence to the cache; returns the logits of the next.
 
-        ``going``: bool ``[batch]``, the rows that have not ended.
+        ``running``: bool ``[batch]``, the sequences that have not ended.
         """
-        filled, device = self._filled, self._filled.dealt % self._devices
+        filled, device = self._filled, self._filled.generated % self._devices
         used = filled.used + (device == 0)
         numbers = filled.place, device, used - 1, int(self._lengths.max()) + 1
         cache, logits = self._steps.decode(
-            self._taken(), tokens, jnp.asarray(going, jnp.int32), At(*map(np.int32, numbers))
+            self._donate(),
+            tokens,
+            jnp.asarray(running, jnp.int32),
+            TokenPosition(*map(np.int32, numbers)),
         )
         self._cache = cache
-        holes = filled.holes or not going.all()
-        self._filled = Filled(filled.place + 1, used, filled.dealt + 1, holes)
-        self._lengths += going
+        holes = filled.holes or not running.all()
+        self._filled = FillState(filled.place + 1, used, filled.generated + 1, holes)
+        self._lengths += running
         return logits
 
     def _padded(self, length: int) -> int:
-        """A prompt's length as it goes through the ring, which shards divide.
+        """The padded length of a prompt, a multiple of the layout's shards.
 
-        Longer prompts have coarser lengths, an eighth too much at most, so that few programs are
+        Longer prompts are padded to coarser lengths, by at most an eighth, so that few programs are
         compiled.
         """
         step = self._step(length)
         return -(-length // step) * step
 
     def _step(self, length: int) -> int:
-        """What a padded length is a multiple of."""
+        """The divisor of a padded length."""
         unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
-    def _check_room(self, rows: list[np.ndarray], count: int, extend: bool) -> None:
-        """Raises an error if the cache cannot take the prompts and ``count`` tokens more."""
+    def _check_space(self, rows: list[np.ndarray], count: int, extend: bool) -> None:
+        """Raises an error if the cache has no space for the prompts and ``count`` new tokens."""
         if extend and (self._cache is None or not self._filled.place):
             raise ValueError(
                 "extend is True and the cache is empty, as it is after a call that failed: "
@@ -351,30 +360,30 @@ class Generator:
         has_windows = any(window is not None for window in self._steps.model.windows)
         if extend and has_windows and (len(set(lengths)) > 1 or self._filled.holes):
             raise NotImplementedError(
-                "extend is True, the model has windows, and rows would have padding inside, which "
-                "a window would count: the prompts differ in length, or rows did not end together; "
-                "use a Generator of batch 1 for each row"
+                "extend is True, the model has windows, and sequences would have padding inside, "
+                "which a window would count: the prompts differ in length, or sequences ended at "
+                "different tokens; use a Generator of batch 1 for each sequence"
             )
         for row, (length, before) in enumerate(zip(lengths, self._lengths * extend, strict=True)):
             if before + length + count > self.max_length:
                 raise ValueError(
                     f"prompt {row} has {length} tokens after {before} in the cache, and "
-                    f"max_new_tokens is {count}: the cache takes {self.max_length} a row; make a "
-                    "Generator with a larger max_length"
+                    f"max_new_tokens is {count}: the cache holds {self.max_length} per "
+                    "sequence; make a Generator with a larger max_length"
                 )
-        if self._room_slots is None:
+        if self._full_slots is None:
             return
-        needed = self._cut(max(lengths))[1] // self._devices + -(-count // self._devices)
-        left = self._room_slots - self._filled.used * extend
+        needed = self._chunked(max(lengths))[1] // self._devices + -(-count // self._devices)
+        left = self._full_slots - self._filled.used * extend
         if needed > left:
             raise ValueError(
-                f"these prompts and {count} new tokens take {needed} slots on each device, padding "
-                f"included, and the cache has {left} left of {self._room_slots}: make a Generator "
+                f"these prompts and {count} new tokens need {needed} slots on each device, padding "
+                f"included, and the cache has {left} of {self._full_slots} left: make a Generator "
                 f"whose max_length is larger by {(needed - left) * self._devices}"
             )
 
-    def _refuse_too_large(self) -> None:
-        """Raises ValueError if a device lacks memory for the cache."""
+    def _check_memory(self) -> None:
+        """Raises ValueError if a device has too little free memory for the cache."""
         for device in self._steps.mesh.local_devices:
             found = device.memory_stats() or {}
             if "bytes_limit" not in found:
@@ -382,7 +391,7 @@ class Generator:
             free = found["bytes_limit"] - found.get("bytes_in_use", 0)
             if self.cache_bytes > free:
                 raise ValueError(
-                    f"a cache of {self.batch} rows of max_length {self.max_length} takes "
+                    f"a cache of batch {self.batch} and max_length {self.max_length} needs "
                     f"{self.cache_bytes / 2**30:.1f} GiB on each device, and {device} has "
                     f"{free / 2**30:.1f} GiB left: use a smaller max_length or batch, or more "
                     "devices along the sequence axes"

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits; random numbers do not depend on the mesh."""
+"""Sampling of the next token from logits; random numbers do not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from burst_jax.errors import check_integer
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Attributes:
-      temperature: divides logits; 0 takes the most probable token.
-      top_k: only this many of the most probable tokens; None is all.
-      top_p: only the most probable tokens that together have at least this probability; None is
-        all.
+      temperature: divides logits; 0 is greedy.
+      top_k: sample from the k most probable tokens; None is all.
+      top_p: sample from the fewest most probable tokens whose probabilities sum to at least p; None
+        is all.
 
     Raises:
-      ValueError: a number out of its range, or top_k or top_p at temperature 0.
+      ValueError: a value out of range, or top_k or top_p at temperature 0.
     """
 
     temperature: float = 0.0
@@ -37,7 +37,7 @@ class Sampling:
             if isinstance(value, bool) or np.ndim(value) or not np.isreal(value):
                 raise ValueError(f"{name} is {value!r}: it must be a number")
             object.__setattr__(self, name, float(value))
-        # Logits over a smaller temperature are beyond float32.
+        # Logits divided by a smaller temperature overflow float32.
         if self.temperature != 0 and not 1e-6 <= self.temperature < np.inf:
             raise ValueError(
                 f"temperature is {self.temperature}: it must be 0, or finite and at least 1e-6"
@@ -48,17 +48,17 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, or None")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
-                f"top_k is {self.top_k}, top_p {self.top_p}, and temperature is 0, which takes the "
-                "most probable token: leave them out, or pass a temperature above 0"
+                f"top_k is {self.top_k}, top_p {self.top_p}, and temperature is 0, which is "
+                "greedy: leave them out, or pass a temperature above 0"
             )
 
     def choose(self, logits: jax.Array, key: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The next token of every row.
+        """The next token of every sequence.
 
         Args:
           logits: float32 ``[B, V]``.
           key: a ``jax.random.key``.
-          lengths: int32 ``[B]``, tokens of each row; a row has random numbers of its own for each.
+          lengths: int32 ``[B]``, tokens of each sequence; folded into the key with the batch index.
 
         Returns:
           int32 ``[B]``.
@@ -73,7 +73,7 @@ class Sampling:
             ordered = -jnp.sort(-logits, -1)
             probabilities = jax.nn.softmax(ordered, -1)
             before = jnp.cumsum(probabilities, -1) - probabilities
-            # A token is kept while those before it have less than top_p, the first one always.
+            # A token is kept while the sum before it is below top_p; the first one always is.
             least = jnp.where(before < self.top_p, ordered, jnp.inf).min(-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
 

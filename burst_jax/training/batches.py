@@ -1,4 +1,4 @@
-"""From rows of token ids to a batch: shifted, padded, permuted on the host, put onto a mesh."""
+"""From token sequences to a sharded batch: shift, pad and permute on the host, then place."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from pallas_kernels.arrays import as_int32
 
 
 class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
-    """A next-token batch in the order of a layout, each entry ``[B, T]``: see :func:`make_batch`.
+    """A next-token batch, each entry ``[B, T]`` in a layout's order: see :func:`make_batch`.
 
     ``Batch[np.ndarray]`` is on the host, ``Batch[jax.Array]`` on a mesh.
 
     Attributes:
-      inputs: int32, token ids.
+      inputs: int32 token ids.
       targets: int32, the token id that follows each input.
-      positions: int32, index of each token in its row.
-      weights: float32, 1 where the target counts in the loss, else 0. Change them as you like: the
-        loss is the weighted mean.
-      segment_ids: int32, 0 for padding; None if there is no padding and one segment a row.
+      positions: int32, index of each token in its sequence.
+      weights: float32, 1 where the target counts in the loss, else 0. The loss is the weighted
+        mean, so you may change them.
+      segment_ids: int32, 0 for padding; None if there is no padding and one segment per sequence.
     """
 
     inputs: Array
@@ -57,39 +57,38 @@ def make_batch(
     segment_ids: np.ndarray | None = None,
     multiple_of: int = 1,
 ) -> Batch[np.ndarray]:
-    """Makes a next-token batch from rows of T + 1 tokens.
+    """Makes a next-token batch from sequences of T + 1 tokens.
 
-    Targets are shifted first, while the next token still stands beside each token. Then all arrays
-    are padded to a length that the layout can split, and permuted together::
+    Targets are shifted first, in natural order. Then all arrays are padded to a length that the
+    layout supports, and permuted together::
 
         rows      a b c d e          inputs   a b c d     targets  b c d e
         zigzag, 2 shards             inputs   a d b c     targets  b e c d
 
     Args:
-      rows: integers ``[B, T + 1]``.
-      layout: order of the tokens, see :func:`burst_jax.to_layout`.
+      rows: integers ``[B, T + 1]``, the sequences.
+      layout: sequence permutation, see :func:`burst_jax.to_layout`.
       num_shards: number of shards on the ring, see :func:`burst_jax.positions`.
-      segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per row, no padding.
-        Count documents from 1. Where another library counts them from 0, add 1: otherwise each
-        row's first document would be padding, which nothing attends to and no loss counts.
+      segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
+        padding. Count documents from 1. If another library counts them from 0, add 1; otherwise
+        each sequence's first document is padding, which nothing attends to and no loss counts.
       multiple_of: a second number that must divide the padded length, as in
-        :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis`` it is the number of devices
-        on the ring and on that axis together.
+        :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis``, the number of devices on the ring
+        and that axis together.
 
     Returns:
       A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:
 
       - ``inputs``, ``targets``: int32.
-      - ``positions``: int32, the index in the row. It does not restart with a segment, because RoPE
-        depends on differences of positions only.
-      - ``segment_ids``: int32, 0 for padding; None if there is no padding and no ``segment_ids``
-        were given.
-      - ``weights``: float32, 1 where the target counts, else 0. A target counts if it and its token
-        are of one segment other than 0.
+      - ``positions``: int32, the index in the sequence. It does not restart with a segment, because
+        RoPE depends only on differences of positions.
+      - ``segment_ids``: int32, 0 for padding; None without padding and without ``segment_ids``.
+      - ``weights``: float32, 1 where the target and its input are in the same segment other than 0,
+        else 0.
 
     Raises:
-      ValueError: rows of another rank or dtype or shorter than 2, negative token ids or such that
-        int32 cannot hold, segment ids of another shape or dtype, an unknown layout.
+      ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
+        or exceed int32; ``segment_ids`` has another shape or dtype; the layout is unknown.
     """
     rows = np.asarray(rows)
     if rows.ndim != 2 or rows.shape[1] < 2:
@@ -102,6 +101,8 @@ def make_batch(
             f"rows holds token id {rows.min()}: ids count from 0; for padding use any id and "
             "segment id 0"
         )
+    batch_size, length = rows.shape[0], rows.shape[1] - 1
+    weights, segments = np.ones((batch_size, length), np.float32), None
     if segment_ids is not None:
         segment_ids = np.asarray(segment_ids)
         if segment_ids.shape != rows.shape:
@@ -109,10 +110,6 @@ def make_batch(
                 f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
             )
         segment_ids = as_int32("segment_ids", segment_ids)
-    batch_size, length = rows.shape[0], rows.shape[1] - 1
-    weights = np.ones((batch_size, length), np.float32)
-    segments = None
-    if segment_ids is not None:
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
     arrays: dict[str, np.ndarray] = {
@@ -125,13 +122,7 @@ def make_batch(
         arrays, layout, num_shards, segments, multiple_of=multiple_of
     )
     needed = segments is not None or padded_segments.shape[1] != length
-    batch: Batch[np.ndarray] = {
-        "inputs": arrays["inputs"],
-        "targets": arrays["targets"],
-        "positions": arrays["positions"],
-        "weights": arrays["weights"],
-        "segment_ids": np.asarray(padded_segments) if needed else None,
-    }
+    batch: Any = {**arrays, "segment_ids": np.asarray(padded_segments) if needed else None}
     return to_layout(batch, layout, num_shards)
 
 
@@ -144,77 +135,72 @@ def place_batch(
     batch_axis: AxisNames = None,
     process_local: bool = False,
 ) -> Any:
-    """Puts a batch of ``[B, T]`` host arrays onto the mesh: every device gets its own tokens only.
+    """Shards a batch of host arrays ``[B, T]`` over the mesh; each device gets its own tokens.
 
-    With several processes there are two ways to pass a batch, and ``process_local`` says which::
+    With several processes, ``process_local`` selects what each one passes::
 
-        2 processes of 4 devices, mesh ("data", "seq") of (2, 4), batch_axis="data", B = 4 rows
+        2 processes of 4 devices, mesh ("data", "seq") of (2, 4), batch_axis="data", B = 4
 
-                        process 0 passes    process 1 passes
-        False           rows 0 1 2 3        rows 0 1 2 3        each copies its devices' part
-        True            rows 0 1            rows 2 3            a loader per process
+                        process 0 passes       process 1 passes
+        False           sequences 0 1 2 3      sequences 0 1 2 3      each keeps its devices' part
+        True            sequences 0 1          sequences 2 3          one loader per process
 
-    A row is always passed whole, with all its T tokens, because its layout was made of the whole
-    row. So processes whose devices share rows (the seq axis goes through both) pass the same rows
-    in both ways.
+    Sequences are passed whole, because the layout permutes the whole sequence. Processes that hold
+    parts of the same sequences pass the same arrays in both modes.
 
-    Passing a batch in the other way than ``process_local`` says would train on the wrong rows
-    unnoticed. So with several processes the first call for a mesh and a value of ``process_local``
-    compares a hash of the batches between processes. That is a collective of a few bytes: every
-    process that has devices of the mesh must make this call, in the same order among its other
-    programs (not in a loader's thread while a step is started), and it waits until the devices have
-    finished the programs that they were given before. Later calls compare nothing, so they may come
-    from any thread.
+    The wrong mode would silently train on the wrong sequences. So with several processes the first
+    call for each mesh and ``process_local`` compares hashes of the batches, in a small collective:
+    every process with devices of the mesh must make this call, in the same order relative to its
+    other programs, not in a loader thread. Later calls may come from any thread.
 
     Args:
       batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
-      mesh: the mesh to put the arrays on.
-      rules: the decoder's, which say both axes: leave ``seq_axis`` and ``batch_axis`` out.
-      seq_axis: mesh axis, or axes, that T is split over, or None. With a ``ulysses_axis`` it
-        includes that axis, which the ``num_shards`` of :func:`make_batch` does not count.
-      batch_axis: mesh axis, or axes, that B is split over, or None.
+      mesh: mesh of the result.
+      rules: the decoder's sharding rules, which define both axes; then leave ``seq_axis`` and
+        ``batch_axis`` out.
+      seq_axis: mesh axis, or axes, that shard T, or None. With a ``ulysses_axis`` it includes that
+        axis, which the ``num_shards`` of :func:`make_batch` does not count.
+      batch_axis: mesh axis, or axes, that shard B, or None.
       process_local: False: every process passes the same whole batch. True: every process passes
-        the rows that its own devices hold, in the order of the mesh; B is the number of rows of all
-        processes together.
+        the sequences that its own devices hold, in mesh order; B is the total over processes.
 
     Returns:
-      The batch with every array as a global ``jax.Array`` ``[B, T]``, in its dtype.
+      The batch with every array as a global ``jax.Array`` ``[B, T]`` of the same dtype.
 
     Raises:
-      ValueError: arrays that are not all ``[B, T]``, axes that the mesh lacks, B or T that they do
-        not divide, axes beside ``rules``, or processes whose batches do not fit together.
+      ValueError: arrays that are not all ``[B, T]``, axes that the mesh lacks or that do not divide
+        B or T, axes in addition to ``rules``, or processes whose batches do not fit together.
     """
     mesh = check_has_devices(mesh)
     if rules is not None:
-        _refuse_beside_rules(seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
-        check_rules(rules).check_mesh(mesh)
+        _check_rules(mesh, rules, seq_axis=(seq_axis, "seq"), batch_axis=(batch_axis, None))
         seq_axis, batch_axis = rules.seq, rules.batch_axes
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     sharding = NamedSharding(mesh, token_spec(batch_axis, seq_axis))
-    row_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
-    row_shards, token_shards = axes_size(mesh, row_axes), axes_size(mesh, token_axes)
-    of_process = _row_shards_by_process(sharding, row_shards, token_shards)
-    mine = of_process.get(jax.process_index(), ())
-    if process_local and not mine:
+    batch_axes, token_axes = flat_names(batch_axis), flat_names(seq_axis)
+    batch_shards, token_shards = axes_size(mesh, batch_axes), axes_size(mesh, token_axes)
+    held = _batch_shards_by_process(sharding, batch_shards, token_shards)
+    own = held.get(jax.process_index(), ())
+    if process_local and not own:
         raise ValueError(
             f"process_local is True, but process {jax.process_index()} has no device of the mesh: "
-            "only processes with devices of the mesh have rows of their own"
+            "only processes with devices of the mesh have sequences of their own"
         )
-    split = len(mine) if process_local else row_shards
-    several = len(of_process) > 1
+    shards = len(own) if process_local else batch_shards
+    several = len(held) > 1
     hint = several and not process_local
-    wrong = _wrong_shape(batch, split, row_axes, token_shards, token_axes, hint)
-    if mine and several and (mesh, process_local) not in _COMPARED:
+    error = _shape_error(batch, shards, batch_axes, token_shards, token_axes, hint)
+    if own and several and (mesh, process_local) not in _COMPARED:
         # Before this process raises on its own, or the others would wait for it forever.
-        _check_processes(mesh, batch, wrong, split, of_process, process_local)
+        _check_processes(mesh, batch, error, shards, held, process_local)
         _COMPARED.add((mesh, process_local))
-    if wrong is not None:
-        raise ValueError(wrong)
+    if error is not None:
+        raise ValueError(error)
 
     def place(x: np.ndarray) -> jax.Array:
         if process_local:
-            whole = x.shape[0] // split * row_shards, x.shape[1]
-            return jax.make_array_from_process_local_data(sharding, x, whole)
+            shape = x.shape[0] // shards * batch_shards, x.shape[1]
+            return jax.make_array_from_process_local_data(sharding, x, shape)
         return jax.make_array_from_callback(
             x.shape, sharding, lambda index: x[index], dtype=x.dtype
         )
@@ -225,72 +211,71 @@ def place_batch(
 def rows_here(
     mesh: Mesh, batch: int, *, rules: ShardingRules | None = None, batch_axis: AxisNames = None
 ) -> list[int]:
-    """Which rows of a batch the devices of this process hold, for a loader that makes these alone.
+    """Batch indices that this process' devices hold, for a loader that makes only these.
 
-    Pass what it makes to :func:`place_batch` with ``process_local=True``. Processes whose devices
-    share rows, because the sequence axis goes through both, get the same ones.
+    Pass the loader's batches to :func:`place_batch` with ``process_local=True``. If the sequence
+    axis spans processes, those processes get the same indices.
 
     Args:
-      mesh: the mesh of the batch.
-      batch: number of rows, on all devices together.
-      rules: the decoder's, which say the axes: leave ``batch_axis`` out.
-      batch_axis: mesh axis, or axes, that the rows are split over, or None.
+      mesh: mesh of the batch.
+      batch: global batch size.
+      rules: the decoder's sharding rules, which define the axes; then leave ``batch_axis`` out.
+      batch_axis: mesh axis, or axes, that shard B, or None.
 
     Returns:
-      Row numbers, ascending.
+      Batch indices, ascending.
 
     Raises:
-      ValueError: the mesh lacks the axes, they do not divide the rows, or they are given beside
-        ``rules``.
+      ValueError: the mesh lacks the axes, they do not divide the batch, or ``batch_axis`` is given
+        in addition to ``rules``.
     """
     mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
     if rules is not None:
-        _refuse_beside_rules(batch_axis=(batch_axis, None))
-        check_rules(rules).check_mesh(mesh)
+        _check_rules(mesh, rules, batch_axis=(batch_axis, None))
         batch_axis = rules.batch_axes
     check_axes(mesh, {"batch_axis": batch_axis})
-    split = axes_size(mesh, batch_axis)
-    if batch % split:
+    shards = axes_size(mesh, batch_axis)
+    if batch % shards:
         raise ValueError(
-            f"batch is {batch}: it must be a multiple of {split}, the size of mesh axes "
+            f"batch is {batch}: it must be a multiple of {shards}, the size of mesh axes "
             f"{flat_names(batch_axis)}"
         )
     sharding = NamedSharding(mesh, PartitionSpec(batch_axis or None))
-    parts = _row_shards_by_process(sharding, split)[jax.process_index()]
-    rows = batch // split
-    return [row for part in parts for row in range(part * rows, (part + 1) * rows)]
+    own = _batch_shards_by_process(sharding, shards)[jax.process_index()]
+    size = batch // shards
+    return [index for shard in own for index in range(shard * size, (shard + 1) * size)]
 
 
-def _refuse_beside_rules(**given: tuple[AxisNames, AxisNames]) -> None:
-    """Raises ValueError for an argument, given as (value, default), that rules say as well."""
+def _check_rules(mesh: Mesh, rules: Any, **given: tuple[AxisNames, AxisNames]) -> None:
+    """Also raises ValueError for arguments, given as (value, default), that rules define."""
     for name, (axes, default) in given.items():
         if axes != default:
-            raise ValueError(f"{name} is {axes!r} beside rules: the rules say it; leave it out")
+            raise ValueError(
+                f"{name} is {axes!r} in addition to rules, which define it: leave it out"
+            )
+    check_rules(rules).check_mesh(mesh)
 
 
-def _row_shards_by_process(
-    sharding: NamedSharding, row_shards: int, token_shards: int | None = None
+def _batch_shards_by_process(
+    sharding: NamedSharding, batch_shards: int, token_shards: int | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """For each process the parts of B that its devices hold, out of ``row_shards`` parts."""
-    shape = (row_shards,) if token_shards is None else (row_shards, token_shards)
+    """Process index -> which of the ``batch_shards`` shards of B its devices hold."""
+    shape = (batch_shards,) if token_shards is None else (batch_shards, token_shards)
     held: dict[int, set[int]] = {}
-    for device, (rows, *_) in sharding.devices_indices_map(shape).items():
-        held.setdefault(device.process_index, set()).update(range(*rows.indices(row_shards)))
-    return {process: tuple(sorted(parts)) for process, parts in held.items()}
+    for device, (shards, *_) in sharding.devices_indices_map(shape).items():
+        held.setdefault(device.process_index, set()).update(range(*shards.indices(batch_shards)))
+    return {process: tuple(sorted(shards)) for process, shards in held.items()}
 
 
-def _wrong_shape(
+def _shape_error(
     batch: Any,
-    split: int,
-    row_axes: tuple[str, ...],
+    shards: int,
+    batch_axes: tuple[str, ...],
     token_shards: int,
     token_axes: tuple[str, ...],
     hint: bool,
 ) -> str | None:
-    """What is wrong with the arrays' shapes, or None if nothing is.
-
-    With ``hint`` the message about too few rows mentions ``process_local=True``.
-    """
+    """Message about arrays of wrong shapes, or None; ``hint`` mentions ``process_local=True``."""
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
@@ -299,19 +284,17 @@ def _wrong_shape(
     shapes = {np.shape(leaf) for leaf in leaves}
     if len(shapes) != 1 or len(min(shapes)) != 2:
         return f"batch has arrays of shapes {sorted(shapes)}: they must all have one shape [B, T]"
-    ((rows, length),) = shapes
+    ((size, length),) = shapes
     if length % token_shards:
         return (
             f"batch has length T {length}: it must be a multiple of {token_shards}, the size of "
             f"mesh axes {token_axes}; make_batch(..., multiple_of={token_shards}) pads to it, "
             "and its num_shards stays the ring's size"
         )
-    if rows % split:
+    if size % shards:
         return (
-            f"batch has {rows} rows: they must be a multiple of {split}, the parts of mesh axes "
-            f"{row_axes} that they are for"
-            + "; rows that are this process's own need process_local=True"
-            * hint
+            f"batch has {size} sequences: use a multiple of {shards}, the shards of mesh axes "
+            f"{batch_axes}" + "; sequences of this process alone need process_local=True" * hint
         )
     return None
 
@@ -319,46 +302,46 @@ def _wrong_shape(
 def _check_processes(
     mesh: Mesh,
     batch: Any,
-    wrong: str | None,
-    split: int,
-    of_process: dict[int, tuple[int, ...]],
+    error: str | None,
+    shards: int,
+    held: dict[int, tuple[int, ...]],
     process_local: bool,
 ) -> None:
     """Raises on every process unless all processes' batches fit together.
 
-    Every process tells the others two hashes, of its batch's form (names, dtypes, shapes and what
-    is wrong with them) and of its contents.
+    Each process sends two hashes: of the form of its batch (names, dtypes, shapes, shape error) and
+    of its contents.
     """
     leaves, tree = jax.tree.flatten(batch)
     arrays = [np.asarray(leaf) for leaf in leaves]
-    kinds = [(str(x.dtype), *(size / split for size in x.shape[:1]), x.shape[1:]) for x in arrays]
-    form = repr((str(tree), kinds, wrong)).encode()
+    kinds = [(str(x.dtype), *(size / shards for size in x.shape[:1]), x.shape[1:]) for x in arrays]
+    form = repr((str(tree), kinds, error)).encode()
     contents = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays)
     words = np.concatenate([_hash([form]), _hash(contents)])
-    said: dict[int, tuple[int, ...]] = {}
-    for device, row in zip(mesh.devices.flat, _of_all_devices(words, mesh), strict=True):
-        said[device.process_index] = tuple(row.tolist())
-    if len({words[:2] for words in said.values()}) > 1:
-        rows = "for each of its parts of the batch axis" if process_local else "as all others"
+    hashes: dict[int, tuple[int, ...]] = {}
+    for device, row in zip(mesh.devices.flat, _gather_words(words, mesh), strict=True):
+        hashes[device.process_index] = tuple(row.tolist())
+    if len({words[:2] for words in hashes.values()}) > 1:
+        count = "per shard of the batch axis" if process_local else "as all others"
         raise ValueError(
-            wrong
+            error
             or "batch has other names, dtypes or sizes on another process: every process must pass "
-            f"arrays of the same kind, and as many rows {rows}; make segment_ids on all processes "
-            "or on none, and pad to the same length"
+            f"arrays of the same kind, and as many sequences {count}; make segment_ids on all "
+            "processes or on none, and pad to the same length"
         )
-    for parts in of_process.values():
-        same = [other for other in said if not process_local or of_process[other] == parts]
-        if len({said[other] for other in same}) == 1:
+    for own in held.values():
+        same = [other for other in hashes if not process_local or held[other] == own]
+        if len({hashes[other] for other in same}) == 1:
             continue
         if process_local:
             raise ValueError(
                 f"batch differs between processes {same}, whose devices hold parts of the same "
-                "rows: pass the same rows on all of them, or lay the mesh out so that each "
-                "process holds its rows alone (the seq axis inside a process)"
+                "sequences: pass the same sequences on all of them, or use a mesh whose seq axis "
+                "is inside a process"
             )
         raise ValueError(
-            f"batch differs between processes {sorted(said)}: every process must pass the same "
-            "whole batch; for rows that are the process's own, pass process_local=True"
+            f"batch differs between processes {sorted(hashes)}: every process must pass the same "
+            "whole batch; if each passes its own sequences, use process_local=True"
         )
 
 
@@ -370,18 +353,11 @@ def _hash(parts: Iterable[bytes | np.ndarray]) -> np.ndarray:
     return np.frombuffer(digest.digest(), np.uint32)
 
 
-def _of_all_devices(words: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """For every device of the mesh the ``words`` of its process, on all processes.
+def _gather_words(words: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """All-gather of each process' uint32 ``[words]`` to ``[devices, words]``, in mesh order.
 
     ``multihost_utils.process_allgather`` would need every process of the program; this needs only
-    the processes that have devices of the mesh.
-
-    Args:
-      words: uint32 ``[words]``, what this process tells.
-      mesh: the mesh.
-
-    Returns:
-      uint32 ``[devices, words]``, in the order of the mesh's devices.
+    processes with devices of the mesh.
     """
     flat = Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
     split, whole = (NamedSharding(flat, spec) for spec in (PartitionSpec("all"), PartitionSpec()))

@@ -1,9 +1,10 @@
-"""The files of a checkpoint: orbax writes the arrays, a record beside them says what must be there.
+"""On-disk format of a checkpoint: orbax writes the arrays, ``record.json`` lists every file.
 
-orbax stores an array as compressed chunks without a checksum of their own, so that a flipped byte
-could pass for a weight. Each process therefore hashes the files that it has written, and the last
-file of a checkpoint, ``record.json``, lists every file with its size and hash. orbax renames the
-folder to its final name only after that, so that a folder with a final name is complete.
+orbax 0.12.8 guarantees that a checkpoint appears atomically (it writes to a temporary folder and
+renames it), but not that its bytes are still the ones written: OCDBT has checksums for its B-tree
+nodes, not for the array chunks, and orbax exposes no option for one. A flipped byte would be
+restored as a weight (``tests/training/test_checkpoints.py`` shows it). So each process hashes the
+files it wrote, and ``record.json``, written last, lists all files with their sizes and hashes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +24,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 RECORD = "record.json"
-# orbax writes it anew after the record. Nothing in it is restored.
+# orbax rewrites it after the record. Nothing in it is restored.
 _UNREAD = "_CHECKPOINT_METADATA"
 _READERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
       arrays: name -> (shape, dtype) of each array; random keys have dtypes like ``key<fry>``.
-      extra: what the caller saved beside the arrays.
-      files: path within the checkpoint -> (bytes, hash).
+      extra: JSON value that the caller saved with the arrays.
+      files: path within the checkpoint -> (size in bytes, hash).
     """
 
     arrays: dict[str, tuple[tuple[int, ...], str]]
@@ -42,29 +44,28 @@ class Record:
     files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Writes the record into ``folder``, its own hash in the last line."""
+        """Writes the record into ``folder``, with its own hash in the last line."""
         text = json.dumps(dataclasses.asdict(self)) + "\n"
-        (folder / RECORD).write_text(text + _hash_text(text) + "\n")
+        (folder / RECORD).write_text(text + _hash_bytes(text.encode()) + "\n")
 
 
 class Damage(Exception):
-    """A checkpoint is not what was written: which file, and what is wrong with it."""
+    """A checkpoint is not what was written: the file and what is wrong with it."""
 
 
 def read_record(step_folder: Path) -> Record:
-    """Reads the record of a checkpoint and checks its hash.
+    """Reads the record of a checkpoint and verifies its hash.
 
     Raises:
-      Damage: it is missing, or not what was written.
+      Damage: it is missing or differs from what was written.
     """
-    path = step_folder / RECORD
     try:
-        text, _, digest = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
+        data = (step_folder / RECORD).read_bytes()
     except OSError as error:
         raise Damage(f"{RECORD}: {error.strerror}") from None
-    text += b"\n"
-    if hashlib.blake2b(text).hexdigest().encode() != digest:
-        raise Damage(f"{RECORD}: its bytes are not those that were written")
+    text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
+    if _hash_bytes(text + b"\n").encode() != digest:
+        raise Damage(f"{RECORD}: content does not match its hash")
     try:
         fields = json.loads(text)
         for name in ("arrays", "files"):
@@ -74,19 +75,18 @@ def read_record(step_folder: Path) -> Record:
         }
         return Record(**fields)
     except (TypeError, ValueError, KeyError, AttributeError):
-        # The bytes are those that were written, so it was not this code that wrote them.
+        # The hash is right, so the bytes are intact.
         raise Damage(
-            f"{RECORD}: another version of burst_jax wrote it; read it with that"
+            f"{RECORD}: written by another version of burst_jax; read it with that version"
         ) from None
 
 
 def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1) -> None:
-    """Reads each ``parts``-th file of a checkpoint, from ``part`` on, and compares it.
+    """Verifies sizes and hashes of every ``parts``-th file of a checkpoint, starting at ``part``.
 
     Raises:
-      Damage: a file is missing, shorter or longer, unreadable, or has other bytes.
+      Damage: a file is missing, unreadable, or differs from what was written.
     """
-    names = sorted(record.files)[part::parts]
 
     def check(name: str) -> None:
         size, digest = record.files[name]
@@ -95,60 +95,47 @@ def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1
             if found != size:
                 raise Damage(f"{name}: has {found} bytes, {size} were written")
             if _hash_file(step_folder / name) != digest:
-                raise Damage(f"{name}: its bytes are not those that were written")
+                raise Damage(f"{name}: content does not match its hash")
         except OSError as error:
             raise Damage(f"{name}: {error.strerror}") from None
 
     with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(check, names):
+        for _ in pool.map(check, sorted(record.files)[part::parts]):
             pass
 
 
-class Handler(ocp.AsyncCheckpointHandler):
-    """Saves arrays by orbax' own handler, and the record after them."""
+class Handler(ocp.StandardCheckpointHandler):
+    """Saves arrays as orbax' standard handler does, then the record."""
 
-    def __init__(self) -> None:
-        self._arrays = ocp.StandardCheckpointHandler()
-        self._record: Record | None = None
-
-    async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[Any]:
-        """Copies the arrays to the host; the rest happens in what it returns."""
+    async def async_save(  # pyrefly: ignore[bad-override] - orbax passes only these two
+        self, directory: epath.Path, args: SaveArgs
+    ) -> list[Any]:
+        """Copies the arrays to the host; the returned future writes and hashes the files."""
         self._record = args.record
-        futures = await self._arrays.async_save(directory, args=ocp.args.StandardSave(args.arrays))
-        return [_Then(futures or [], lambda: _hash_own_files(Path(directory)))]
-
-    def save(self, directory: epath.Path, args: SaveArgs) -> None:
-        """Not used: every checkpoint is saved asynchronously."""
-        raise NotImplementedError
-
-    def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """Not used: :func:`restore_arrays` needs no checkpointer."""
-        raise NotImplementedError
+        futures = await super().async_save(directory, args=ocp.args.StandardSave(args.arrays))
+        hash_files = partial(_hash_own_files, Path(directory))
+        return [ocp.future.ChainedFuture(futures or [], hash_files)]
 
     def finalize(self, directory: epath.Path) -> None:
-        """Merges what all processes have written, and writes the record; on process 0."""
-        self._arrays.finalize(directory)
+        """Merges the files of all processes and writes the record; runs on process 0."""
+        super().finalize(directory)
         folder = Path(directory)
-        files: dict[str, tuple[int, str]] = {}
+        hashes: dict[str, tuple[int, str]] = {}
         for process in range(jax.process_count()):
             own = folder / _own_hashes(process)
-            files |= json.loads(own.read_text())
+            hashes |= json.loads(own.read_text())
             own.unlink()
-        here = [
+        others = [
             path
             for path in _files(folder)
-            if path.name != _UNREAD and str(path.relative_to(folder)) not in files
+            if path.name != _UNREAD and str(path.relative_to(folder)) not in hashes
         ]
-        files |= _hash_files(folder, here)
-        assert self._record is not None
-        dataclasses.replace(self._record, files=files).write(folder)
-
-    def close(self) -> None:
-        """Releases what orbax holds."""
-        self._arrays.close()
+        hashes |= _hash_files(folder, others)
+        dataclasses.replace(self._record, files=hashes).write(folder)
 
 
-@ocp.args.register_with_handler(Handler, for_save=True)
+# orbax requires arguments for both directions, but Handler never restores.
+@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class SaveArgs(ocp.args.CheckpointArgs):
     """What :class:`Handler` saves: the arrays by name, and the record without its files."""
@@ -157,17 +144,11 @@ class SaveArgs(ocp.args.CheckpointArgs):
     record: Record
 
 
-@ocp.args.register_with_handler(Handler, for_restore=True)
-@dataclasses.dataclass
-class RestoreArgs(ocp.args.CheckpointArgs):
-    """Nothing: orbax wants arguments for both directions."""
-
-
 def restore_arrays(
     step_folder: Path, abstract: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads those arrays of a checkpoint that ``abstract`` has, onto its shardings."""
-    # What saves, StandardCheckpointHandler, is made of this one, and reads all arrays or none.
+    """Reads the arrays named in ``abstract`` onto its shardings."""
+    # StandardCheckpointHandler wraps this one, but restores all arrays or none.
     handler = ocp.PyTreeCheckpointHandler()
     args = ocp.args.PyTreeRestore(
         abstract,
@@ -180,27 +161,14 @@ def restore_arrays(
         handler.close()
 
 
-class _Then:
-    """A future for orbax: the ``futures``, and then ``action``."""
-
-    def __init__(self, futures: Iterable[Any], action: Callable[[], None]) -> None:
-        self._futures, self._action = futures, action
-
-    def result(self, timeout: int | None = None) -> None:
-        for future in self._futures:
-            future.result(timeout=timeout)
-        self._action()
-
-
 def _own_hashes(process: int) -> str:
     return f"hashes.{process}.json"
 
 
 def _hash_own_files(folder: Path) -> None:
-    """Hashes what this process has written, and leaves the hashes for process 0."""
+    """Hashes the files this process wrote and leaves the hashes for process 0."""
     process = jax.process_index()
-    own = folder / f"ocdbt.process_{process}"
-    hashes = _hash_files(folder, _files(own))
+    hashes = _hash_files(folder, _files(folder / f"ocdbt.process_{process}"))
     (folder / _own_hashes(process)).write_text(json.dumps(hashes))
 
 
@@ -221,5 +189,5 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
-def _hash_text(text: str) -> str:
-    return hashlib.blake2b(text.encode()).hexdigest()
+def _hash_bytes(data: bytes) -> str:
+    return hashlib.blake2b(data).hexdigest()

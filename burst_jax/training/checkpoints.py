@@ -1,45 +1,44 @@
-"""Checkpoints of a training run: asynchronous, atomic, checked when they are read, on any mesh."""
+"""Checkpoints of a training run: asynchronous, atomic, verified, restored on any mesh."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import re
 import shutil
 import sys
-import zlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from burst_jax.errors import check_integer
-from burst_jax.parallel.processes import another_may_be_gone
+from burst_jax.parallel.processes import another_may_be_gone, barrier, gather_json
 from burst_jax.training import checkpoint_files as files
-from burst_jax.training.at_exit import before_threads_end
 
-# So many of the newest checkpoints are tried when several are damaged.
+# How many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
 _SHARED = ".all-processes-see-this"
 # In the name of a folder that orbax has not completed.
-_HALF = ".orbax-checkpoint-tmp"
-# In the errors of Python's threads and thread pools.
-_ENDING = ("interpreter shutdown", "new futures after shutdown")
+_TEMPORARY = ".orbax-checkpoint-tmp"
+# In the errors of Python's threads and thread pools at interpreter shutdown.
+_SHUTDOWN = ("interpreter shutdown", "new futures after shutdown")
 _HOST_MEMORY = "pinned_host"
 
 
 class Restored(NamedTuple):
-    """What :meth:`Checkpoints.restore` returns.
+    """Result of :meth:`Checkpoints.restore`.
 
     Attributes:
       step: the step that was saved.
-      state: the pytree of arrays, on the shardings that were asked for.
-      extra: what was saved beside it.
+      state: the pytree of arrays, on the requested shardings.
+      extra: the JSON value saved with it.
       refused: step -> reason, for each newer checkpoint that was damaged.
     """
 
@@ -50,28 +49,27 @@ class Restored(NamedTuple):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none that is there can be read."""
+    """A checkpoint could not be written, or no existing one can be read."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, a subfolder for each step.
+    """The checkpoints of one run, in one folder with a subfolder per step.
 
-    A checkpoint is written under another name and renamed when all of it is on the disk, so a
-    process that is killed leaves the earlier checkpoints as they were. Every file is hashed while
-    it is written and compared when it is read: a damaged checkpoint is never restored.
+    A checkpoint is written to a temporary folder and renamed when it is complete, so a killed
+    process leaves the earlier checkpoints intact. Every file is hashed when it is written and
+    verified when it is read: a damaged checkpoint is never restored.
 
-    With several processes every method but :meth:`latest` is called by all of them, and the folder
-    must be one that all of them see.
+    With several processes all of them call every method except :meth:`latest`, and the folder must
+    be on a shared file system.
 
-    Use it as a context manager, or call :meth:`close`. A program that ends without either still
-    waits for the checkpoint that is being written, but if that fails, a line on stderr is all that
-    says so. Python 3.12.0 to 3.12.2 start no threads in a program that is ending: with them the
-    checkpoint that is being written is lost then, and the line says it.
+    Use it as a context manager or call :meth:`close`. A program that ends without either still
+    waits for the checkpoint being written, but a failure is only printed to stderr. Python 3.12.0
+    to 3.12.2 start no threads at shutdown: there that checkpoint is lost, and the line says so.
 
     Args:
-      folder: where the checkpoints are; it is made when the first one is saved.
-      keep: number of checkpoints that stay. When a new one is complete, :meth:`wait`, and so the
-        next :meth:`save`, removes older ones.
+      folder: folder of the checkpoints, created by the first :meth:`save`.
+      keep: number of checkpoints to keep. :meth:`wait`, and so the next :meth:`save`, removes older
+        ones when a new one is complete.
       timeout: seconds that a process waits for the others to write their part.
 
     Raises:
@@ -83,7 +81,7 @@ class Checkpoints:
             check_integer(name, value, 1)
         if Path(folder).is_file():
             raise ValueError(f"folder is {folder}, a file: name a folder")
-        # orbax takes absolute paths only.
+        # orbax accepts only absolute paths.
         self.folder = Path(folder).absolute()
         self._keep, self._timeout = keep, timeout
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -97,28 +95,27 @@ class Checkpoints:
         self.close()
 
     def latest(self) -> int | None:
-        """The newest step that is complete; None if there is none. It is not checked for damage."""
+        """The newest complete step, or None; it is not verified."""
         return max(self._steps(), default=None)
 
     def save(self, step: int, state: Any, extra: Any = None) -> None:
         """Starts to save ``state`` and ``extra`` as checkpoint ``step``, and returns.
 
-        When it returns, the arrays are copied to the host and may be donated. The files are written
-        while the training goes on. If the one before is still being written, it waits for it.
+        On return the arrays are copied to the host and may be donated; files are written in the
+        background. Waits first if the previous checkpoint is still being written.
 
         Args:
-          step: number of the checkpoint, above all that are there.
-          state: pytree of ``jax.Array``, random keys among them. Each device's part is copied to
-            the host once, or from there if it is in pinned memory; of parts that several devices
-            hold, one is written.
-          extra: what JSON can hold, like the loader's state and the run's configuration; the same
-            on all processes.
+          step: number of the checkpoint, greater than all existing ones.
+          state: pytree of ``jax.Array``, random keys included. Each device's shard is copied once
+            (pinned host memory to host memory); replicated shards are written once.
+          extra: JSON value, like the loader's state and the run's configuration; the same on all
+            processes.
 
         Raises:
-          ValueError: a leaf of ``state`` is no array, or not on all processes; JSON cannot hold
-            ``extra``, or it differs between processes; ``step`` is not above those that are there;
-            the folder is not the same one on all processes.
-          CheckpointError: this checkpoint, or the one before, could not be written.
+          ValueError: a leaf of ``state`` is no array, or not on all processes; ``extra`` is not
+            JSON or differs between processes; ``step`` is not greater than existing ones; the
+            folder is not shared by all processes.
+          CheckpointError: this checkpoint, or the previous one, could not be written.
         """
         step = check_integer("step", step, 0)
         arrays = _by_name(state)
@@ -128,7 +125,7 @@ class Checkpoints:
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"step is {step}: {self.folder} holds checkpoint {latest} already; go on from it "
+                f"step is {step}: {self.folder} already holds checkpoint {latest}; resume from it "
                 "(restore), use another folder, or remove the checkpoints that you do not want"
             )
         if self._writer is None:
@@ -137,18 +134,19 @@ class Checkpoints:
             except OSError as error:
                 raise self._failed(step, error) from error
         try:
-            args = files.SaveArgs(_with_own_memory(arrays), record)
+            args = files.SaveArgs(_copy_host_memory(arrays), record)
             self._writer.save(self.folder / str(step), args=args)
         except Exception as error:
             raise self._failed(step, error) from error
         self._writing = step
-        _end_with_the_program(self)
+        _close_at_exit()
+        _UNFINISHED.add(self)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is complete, and those beyond ``keep`` are removed.
+        """Waits until the last checkpoint is complete, then removes those beyond ``keep``.
 
         Raises:
-          CheckpointError: it could not be written. The checkpoints before it are as they were.
+          CheckpointError: it could not be written. Earlier checkpoints are intact.
         """
         step, self._writing = self._writing, None
         _UNFINISHED.discard(self)
@@ -160,11 +158,11 @@ class Checkpoints:
             raise self._failed(step, error) from error
         if jax.process_index() == 0:
             for old in sorted(self._steps())[: -self._keep]:
-                # What cannot be removed is tried again with the next.
+                # A failed removal is retried after the next checkpoint.
                 shutil.rmtree(self.folder / str(old), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for the last checkpoint, see :meth:`wait`, and ends the threads that write."""
+        """Waits for the last checkpoint, see :meth:`wait`, and ends the writer's threads."""
         try:
             self.wait()
         finally:
@@ -182,23 +180,23 @@ class Checkpoints:
     ) -> Restored | None:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
-        The mesh, the shardings and the number of processes may differ from those of the run that
-        saved it. Every file is read and compared with its hash first. If the newest checkpoint is
-        damaged, a line on stderr says so and names the one that is taken in its place; the damaged
-        one stays, and the next :meth:`save` renames it to ``<step>.refused``.
+        Mesh, shardings and number of processes may differ from those of the run that saved it.
+        Every file is verified first. If the newest checkpoint is damaged, the one before it is
+        restored and a line on stderr reports both; the next :meth:`save` renames the damaged one to
+        ``<step>.refused``.
 
         Args:
           abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays.
-          step: the checkpoint; None is the newest one that is not damaged.
+          step: the checkpoint; None is the newest that is not damaged.
           partial: whether ``abstract_state`` may be a part of what was saved, like the weights
-            without the optimizer's state: ``{"params": ...}`` of ``{"params": ..., "opt_state":
-            ...}``, or ``[params]`` of ``[params, opt_state]``. No memory is taken for the rest.
-          check: called with what was saved beside the state, before the arrays are compared and
-            read; what it raises is raised.
+            without the optimizer state: ``{"params": ...}`` of ``{"params": ..., "opt_state":
+            ...}``, or ``[params]`` of ``[params, opt_state]``. The rest uses no memory.
+          check: called with the saved ``extra`` before arrays are compared and read; what it raises
+            propagates.
 
         Returns:
-          The step, the state, what was saved beside it, and what was refused; None if ``step`` is
-          None and there is no checkpoint at all.
+          Step, state, ``extra`` and rejected checkpoints; None if ``step`` is None and there is no
+          checkpoint.
 
         Raises:
           ValueError: the checkpoint has other arrays than ``abstract_state``; the message lists
@@ -207,15 +205,16 @@ class Checkpoints:
           CheckpointError: checkpoint ``step`` is damaged, or all are.
         """
         wanted = {name: _abstract(name, leaf) for name, leaf in _by_name(abstract_state).items()}
-        there = self._agreed_steps()
+        # The newest first, as process 0 sees the folder.
+        steps = gather_json(sorted(self._steps(), reverse=True)[:_TRIED])[0]
         if step is not None:
-            if check_integer("step", step, 0) not in there:
+            if check_integer("step", step, 0) not in steps:
                 raise FileNotFoundError(
-                    f"{self.folder} has no checkpoint {step}; there are {sorted(there) or 'none'}"
+                    f"{self.folder} has no checkpoint {step}; there are {sorted(steps) or 'none'}"
                 )
-            there = [step]
+            steps = [step]
         refused: dict[int, str] = {}
-        for candidate in there:
+        for candidate in steps:
             folder = self.folder / str(candidate)
             reason = _damage(folder)
             if reason is not None:
@@ -235,17 +234,17 @@ class Checkpoints:
                 "; ".join(
                     f"checkpoint {self.folder / str(s)} is damaged: {refused[s]}" for s in refused
                 )
-                + ". Nothing is restored: pass another step, or begin anew in another folder"
+                + ". Nothing is restored: pass another step, or start over in another folder"
             )
         return None
 
-    def _report(self, refused: dict[int, str], taken: int) -> None:
+    def _report(self, refused: dict[int, str], restored: int) -> None:
         self._refused = list(refused)
         if jax.process_index() == 0:
             for step, reason in refused.items():
                 print(
-                    f"checkpoint {self.folder / str(step)} is refused: {reason}; "
-                    f"checkpoint {self.folder / str(taken)} is taken",
+                    f"checkpoint {self.folder / str(step)} is damaged: {reason}; "
+                    f"restoring {self.folder / str(restored)} instead",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -261,31 +260,21 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     place.rename(aside)
         self._refused = []
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("burst_jax refused checkpoints")
+        barrier("burst_jax refused checkpoints")
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
         return [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
 
-    def _agreed_steps(self) -> list[int]:
-        """The newest steps first, as process 0 sees the folder."""
-        steps = sorted(self._steps(), reverse=True)[:_TRIED]
-        if jax.process_count() == 1:
-            return steps
-        row = np.full(_TRIED, -1, np.int32)
-        row[: len(steps)] = steps
-        return [int(x) for x in multihost_utils.broadcast_one_to_all(row) if x >= 0]
-
     def _make_writer(self) -> ocp.AsyncCheckpointer:
-        """Makes the folder, and removes what a killed run was writing there.
+        """Creates the folder and removes what a killed run was writing there.
 
-        It is called at the first :meth:`save`, so that a program which only reads removes nothing.
+        Called by the first :meth:`save`, so a program that only reads removes nothing.
         """
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for half in self.folder.glob(f"*{_HALF}*"):
+            for half in self.folder.glob(f"*{_TEMPORARY}*"):
                 shutil.rmtree(half)
         if jax.process_count() > 1:
             self._check_shared()
@@ -295,29 +284,29 @@ class Checkpoints:
         mark = self.folder / _SHARED
         if jax.process_index() == 0:
             mark.touch()
-        multihost_utils.sync_global_devices("burst_jax shared folder")
-        seen = np.asarray(multihost_utils.process_allgather(np.array(mark.exists())))
+        barrier("burst_jax shared folder")
+        missing = [index for index, seen in enumerate(gather_json(mark.exists())) if not seen]
         if jax.process_index() == 0:
             mark.unlink()
-        if not seen.all():
+        if missing:
             raise ValueError(
-                f"{self.folder} is not the same folder on all processes: {np.flatnonzero(~seen)} "
-                "do not see what process 0 writes; use a folder of a file system that all share"
+                f"{self.folder} is not the same folder on all processes: {missing} do not see what "
+                "process 0 writes; use a folder on a shared file system"
             )
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         """The error to raise for a checkpoint that could not be written."""
-        # The next writer removes what was left half written.
+        # The next writer removes the incomplete checkpoint.
         writer, self._writer = self._writer, None
         if writer is not None:
-            with contextlib.suppress(Exception):  # The same error once more.
+            with contextlib.suppress(Exception):  # It repeats the same error.
                 writer.close()
         latest = self.latest()
         last = "there is none before it" if latest is None else f"the last good one is {latest}"
-        remedy = "Make room there, or use another folder"
+        remedy = "Free disk space, or use another folder"
         if another_may_be_gone(error):
             remedy = "Another process of the run may be gone"
-        elif any(text in str(error) for text in _ENDING):
+        elif any(text in str(error) for text in _SHUTDOWN):
             remedy = (
                 "The program ended before it was complete, and Python before 3.12.3 starts no "
                 "threads then: use `with Checkpoints(...)`, or call close()"
@@ -332,14 +321,8 @@ class Checkpoints:
 _UNFINISHED: set[Checkpoints] = set()
 
 
-def _end_with_the_program(checkpoints: Checkpoints) -> None:
-    """Sees to it that the program does not end before what is being written is complete."""
-    before_threads_end(close_unfinished)
-    _UNFINISHED.add(checkpoints)
-
-
 def close_unfinished() -> None:
-    """Closes all that have a checkpoint which is still being written, and prints what fails."""
+    """Closes all that have a checkpoint which is still being written, and prints failures."""
     for checkpoints in list(_UNFINISHED):
         try:
             checkpoints.close()
@@ -348,20 +331,25 @@ def close_unfinished() -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+@functools.cache
+def _close_at_exit() -> None:
+    # atexit callbacks run after thread pools have been shut down and joined. The standard library
+    # shuts its own pools down in this hook, which has no public name and runs in reverse order.
+    getattr(threading, "_register_atexit", atexit.register)(close_unfinished)
+
+
 def _reason(error: Exception) -> str:
-    """What the operating system said, if it is in the error, else the error's first line."""
+    """The operating system's message if the error has one, else the error's first line."""
     text = str(error).strip() or repr(error)
-    said = re.search(r"([^:]+) \[os_error_code", text)
-    return said[1].strip() if said else text.splitlines()[0]
+    found = re.search(r"([^:]+) \[os_error_code", text)
+    return found[1].strip() if found else text.splitlines()[0]
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their path, like ``params.layers.kernel``."""
+    """The leaves of a pytree by path, like ``params.layers.kernel``."""
     named: dict[str, Any] = {}
     if not jax.tree.leaves(tree):
-        raise ValueError(
-            f"state is {tree!r}, without any array: pass weights, or what restores them"
-        )
+        raise ValueError(f"state is {tree!r}, without any array: pass a pytree of arrays")
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
@@ -374,18 +362,16 @@ def _by_name(tree: Any) -> dict[str, Any]:
         sharding = leaf.sharding
         if jax.process_count() > 1 and sharding is not None and sharding.is_fully_addressable:
             raise ValueError(
-                f"state has {name} on this process' devices alone: put it onto the mesh of all "
+                f"state has {name} only on this process' devices: put it onto the mesh of all "
                 "processes, like jax.device_put(x, NamedSharding(mesh, PartitionSpec()))"
             )
         named[name] = leaf
     return named
 
 
-def _with_own_memory(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays, with copies of those that are in the host's memory.
-
-    orbax writes from the memory in which it finds them there, and the next step needs it.
-    """
+def _copy_host_memory(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Copies the arrays in host memory: orbax writes directly from there, and the next step
+    overwrites them."""
     on_host = {name: x for name, x in named.items() if x.sharding.memory_kind == _HOST_MEMORY}
     return named | _copies(on_host)
 
@@ -399,7 +385,7 @@ def _abstract(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDty
     if leaf.sharding is None:
         raise ValueError(
             f"abstract_state has {name} without a sharding: "
-            "jax.ShapeDtypeStruct(shape, dtype, sharding=...) says where it goes"
+            "use jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
@@ -409,7 +395,7 @@ def _shapes(named: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _json(extra: Any) -> Any:
-    """``extra`` as JSON gives it back, compared between processes."""
+    """``extra`` after a round trip through JSON, compared between processes."""
     try:
         text = json.dumps(extra, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -417,55 +403,45 @@ def _json(extra: Any) -> Any:
             f"extra cannot be written as JSON ({error}): give it numbers, text, lists and dicts; "
             "arrays belong in state"
         ) from None
-    if jax.process_count() > 1:
-        sums = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
-        if len(set(np.asarray(sums).tolist())) > 1:
-            raise ValueError(
-                "extra differs between processes: one copy of it is saved, so it must be the same "
-                "on all. burst_jax.data.gather_state makes one state of all processes' loaders"
-            )
+    if len(set(gather_json(text))) > 1:
+        raise ValueError(
+            "extra differs between processes: one copy of it is saved, so it must be the same on "
+            "all. burst_jax.data.gather_state makes one state of all processes' loaders"
+        )
     return json.loads(text)
 
 
 def _compare(folder: Path, record: files.Record, wanted: dict[str, Any], partial: bool) -> None:
-    """Raises a ValueError that lists every difference between the arrays there and those wanted.
+    """Raises a ValueError that lists every difference between saved and requested arrays.
 
-    If ``partial``, arrays that are in the checkpoint only are no difference.
+    If ``partial``, arrays that only the checkpoint has are no difference.
     """
     there = record.arrays
     lines = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
     if not partial:
-        lines += [f"{name}: in the checkpoint only" for name in there if name not in wanted]
+        lines += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
     for name in wanted:
         if name in there and there[name] != wanted[name]:
             (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
             lines.append(
                 f"{name}: {dtype}{list(shape)} in the checkpoint, "
-                f"{other_dtype}{list(other_shape)} asked for"
+                f"{other_dtype}{list(other_shape)} requested"
             )
     if lines:
         raise ValueError(
-            f"checkpoint {folder} is of another state, {len(lines)} arrays differ. Start with the "
-            "model and the optimizer that it was saved with (extra may say which), pass "
-            "partial=True to restore a part of it, or begin anew in another folder:\n  "
+            f"checkpoint {folder} has another state: {len(lines)} arrays differ. Use the model and "
+            "the optimizer that it was saved with (extra may name them), pass partial=True to "
+            "restore a part of it, or start over in another folder:\n  "
             + "\n  ".join(sorted(lines))
         )
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; the processes share the reading, and know the answer."""
-    reason = ""
+    """What is wrong with a checkpoint; all processes verify a part and get the same answer."""
+    reason = None
     try:
         record = files.read_record(folder)
         files.check_files(folder, record, jax.process_index(), jax.process_count())
     except files.Damage as damage:
         reason = str(damage)
-    if jax.process_count() > 1:
-        # Text as an array: every process must know, and say, the same.
-        row = np.zeros(512, np.uint8)
-        data = reason.encode()[:512]
-        row[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(row))
-        reasons = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in rows]
-        reason = next((x for x in reasons if x), "")
-    return reason or None
+    return next((each for each in gather_json(reason) if each is not None), None)

@@ -1,14 +1,13 @@
-"""One device's cross entropy fused with the matrix product that makes the logits.
+"""One device's cross entropy fused with the output projection that makes the logits.
 
-The slope of a loss with respect to its logits is known as soon as the loss is. So where gradients
-are wanted the forward pass makes them too, chunk by chunk, with three matrix products: logits,
-gradient of the hidden states, gradient of the kernel. The backward pass only multiplies them by the
-cotangent of the sum. A backward pass of its own would have to compute all logits a second time.
+The gradient of the loss with respect to the logits is known as soon as the loss is. So under
+differentiation the forward pass also computes the gradients, chunk by chunk, with three matrix
+products: logits, gradient of the hidden states, gradient of the kernel. The backward pass only
+scales them by the cotangent; a backward pass of its own would recompute all logits.
 
-A chunk of tokens has two sizes. The kernel's gradient, ``[D, V]`` in float32, is read and written
-once a chunk, so a chunk should have many tokens. The float32 logits are needed only until their
-slopes are made, in the dtype of the hidden states, so they are computed for a part of the chunk at
-a time.
+Chunks have two levels. The kernel's gradient, float32 ``[D, V]``, is read and written once per
+chunk, so chunks should be large. The float32 logits are needed only until their gradient exists in
+the dtype of the hidden states, so they are computed one sub-chunk at a time.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from jax import lax
 
 from pallas_kernels.arrays import vary, varying_axes
 
-# Logits are computed for one such part of a chunk at a time.
-_PARTS = 4
+# Sub-chunks per chunk.
+_SUBCHUNKS = 4
 
 # Hidden states, targets and weights of some tokens.
-Tokens = tuple[jax.Array, jax.Array, jax.Array]
+_PerToken = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class HeadLoss(NamedTuple):
-    """Which loss of the logits, and how it is computed.
+    """Static options of the loss.
 
     Attributes:
       chunk_size: number of tokens in a chunk.
-      vocab_axes: the mesh axes that the vocabulary is split over.
+      vocab_axes: mesh axes that shard the vocabulary.
       z_loss: coefficient of the squared log-sum-exp.
       logits_soft_cap: logits become ``cap * tanh(logits / cap)``; None is no cap.
     """
@@ -58,26 +57,26 @@ def fused_loss(
     ``logits = cap(hidden kernel)``, ``lse = logsumexp(logits)`` over the whole vocabulary.
 
     Args:
-      hidden: ``[tokens, D]`` of any floating dtype; it varies over ``options.vocab_axes``, so that
-        its gradient is summed over them.
-      kernel: ``[D, V / devices]`` of any floating dtype, this device's part of the vocabulary. It
-        is multiplied in hidden's dtype. Its gradient is summed in float32.
-      targets: int32 ``[tokens]``, ids of the whole vocabulary, not read where the weight is 0. The
-        loss of an id that the vocabulary lacks is NaN.
+      hidden: ``[tokens, D]``, any floating dtype; varying over ``options.vocab_axes``, so that its
+        gradient is summed over them.
+      kernel: ``[D, V / devices]``, any floating dtype, this device's shard of the vocabulary.
+        Products use hidden's dtype; the gradient accumulates in float32.
+      targets: int32 ``[tokens]``, ids in the whole vocabulary, ignored where the weight is 0. An id
+        outside the vocabulary makes the loss NaN.
       weights: float32 ``[tokens]``; they get no gradient.
-      options: which loss.
+      options: static options.
 
     Returns:
-      A float32 scalar: the sum over this device's tokens, the same along ``options.vocab_axes``.
+      A float32 scalar: the sum over this device's tokens, replicated over ``options.vocab_axes``.
     """
     size = _sizes(hidden.shape[0], options.chunk_size)[2]
     kernel = kernel.astype(hidden.dtype)
 
-    def part(_: None, xs: Tokens) -> tuple[None, jax.Array]:
+    def subchunk(_: None, xs: _PerToken) -> tuple[None, jax.Array]:
         hidden, targets, weights = xs
         return None, _losses(_matmul(hidden, kernel), targets, weights, options)[0]
 
-    _, losses = lax.scan(part, None, _split((hidden, targets, weights), size))
+    _, losses = lax.scan(subchunk, None, _split((hidden, targets, weights), size))
     return jnp.sum(losses)
 
 
@@ -90,38 +89,40 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """The loss, and the gradients of hidden and kernel."""
     count, features = hidden.shape
-    chunks, parts, size = _sizes(count, options.chunk_size)
+    chunks, subchunks, size = _sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
 
-    def part(d_logits: jax.Array, xs: tuple[jax.Array, Tokens]) -> tuple[jax.Array, jax.Array]:
+    def subchunk(
+        d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]
+    ) -> tuple[jax.Array, jax.Array]:
         index, (hidden, targets, weights) = xs
         products = _matmul(hidden, cast)
         loss, lse, columns = _losses(products, targets, weights, options)
-        slopes = _slopes(products, lse, columns, weights, options).astype(hidden.dtype)
-        return lax.dynamic_update_slice_in_dim(d_logits, slopes, index * size, 0), loss
+        new = _d_products(products, lse, columns, weights, options).astype(hidden.dtype)
+        return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), loss
 
-    # The compiler leaves out a product whose result is not used, like that of a frozen kernel.
+    # XLA eliminates a product whose result is unused, like the gradient of a frozen kernel.
     def chunk(
-        sums: tuple[jax.Array, jax.Array], xs: Tokens
+        sums: tuple[jax.Array, jax.Array], xs: _PerToken
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         d_kernel, d_logits = sums
-        d_logits, losses = lax.scan(part, d_logits, (jnp.arange(parts), xs))
+        d_logits, losses = lax.scan(subchunk, d_logits, (jnp.arange(subchunks), xs))
         d_hidden = _matmul(d_logits, cast.T).astype(hidden.dtype)
         d_kernel = d_kernel + _matmul(xs[0].reshape(-1, features).T, d_logits)
         return (d_kernel, d_logits), (losses, d_hidden)
 
     tokens = jax.tree.map(
-        lambda x: x.reshape(chunks, parts, *x.shape[1:]),
-        _split((hidden, targets, weights), size, chunks * parts),
+        lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
+        _split((hidden, targets, weights), size, chunks * subchunks),
     )
-    # Every chunk writes its slopes to the same memory: a fresh array would be filled with zeros.
+    # All chunks write their d_logits to one buffer; a new one would be zero-filled each time.
     zeros = (
         jnp.zeros(kernel.shape, jnp.float32),
-        jnp.zeros((parts * size, kernel.shape[1]), hidden.dtype),
+        jnp.zeros((subchunks * size, kernel.shape[1]), hidden.dtype),
     )
     zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
     (d_kernel, _), (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
-    # The last residual, which holds nothing, has the dtype of the kernel.
+    # The last residual is empty and carries the kernel's dtype.
     residuals = d_hidden.reshape(-1, features)[:count], d_kernel, jnp.zeros((0,), kernel.dtype)
     return jnp.sum(losses), residuals
 
@@ -129,34 +130,35 @@ def _forward(
 def _backward(
     options: HeadLoss, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    """The gradients of the forward pass times the cotangent of the sum."""
+    """Scales the forward pass' gradients by the cotangent."""
     del options
-    d_hidden, d_kernel, of_kernel = residuals
+    d_hidden, d_kernel, like_kernel = residuals
     d_hidden = (cotangent * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype)
-    return d_hidden, (cotangent * d_kernel).astype(of_kernel.dtype), None, None
+    return d_hidden, (cotangent * d_kernel).astype(like_kernel.dtype), None, None
 
 
 fused_loss.defvjp(_forward, _backward)
 
 
 def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
-    """``(chunks, parts of a chunk, tokens of a part)``, of nearly equal parts.
+    """``(chunks, sub-chunks per chunk, tokens per sub-chunk)``, nearly equal.
 
-    All parts together hold at least ``tokens``; a chunk has no more than ``chunk_size``.
+    Together they hold at least ``tokens``; a chunk has at most ``chunk_size``.
     """
-    most = max(1, chunk_size // _PARTS)
+    most = max(1, chunk_size // _SUBCHUNKS)
     chunks = max(1, -(-tokens // (chunk_size // most * most)))
     in_chunk = -(-tokens // chunks)
-    parts = max(1, -(-in_chunk // most))
-    return chunks, parts, -(-in_chunk // parts)
+    subchunks = max(1, -(-in_chunk // most))
+    return chunks, subchunks, -(-in_chunk // subchunks)
 
 
-def _split(tokens: Tokens, size: int, parts: int | None = None) -> Tokens:
-    """Each array ``[tokens, ...]`` as ``[parts, size, ...]``; None is as few parts as hold them.
+def _split(tokens: _PerToken, size: int, count: int | None = None) -> _PerToken:
+    """Each array ``[tokens, ...]`` as ``[count, size, ...]``; None is the smallest count.
 
-    Zeros fill the last part; their weight is 0 too, so they add nothing.
+    The end is padded with zeros, whose weight is 0.
     """
-    count = -(-tokens[0].shape[0] // size) if parts is None else parts
+    if count is None:
+        count = -(-tokens[0].shape[0] // size)
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
@@ -167,12 +169,12 @@ def _split(tokens: Tokens, size: int, parts: int | None = None) -> Tokens:
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a b`` in float32, of factors of one dtype, which tensor cores multiply."""
+    """``a b`` with float32 accumulation; both factors have one dtype, for tensor cores."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def _cap(products: jax.Array, options: HeadLoss) -> jax.Array:
-    """The logits, of products of hidden states and kernel."""
+    """Logits from the product of hidden states and kernel."""
     cap = options.logits_soft_cap
     return products if cap is None else cap * jnp.tanh(products / cap)
 
@@ -180,17 +182,10 @@ def _cap(products: jax.Array, options: HeadLoss) -> jax.Array:
 def _losses(
     products: jax.Array, targets: jax.Array, weights: jax.Array, options: HeadLoss
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The weighted sum of some tokens' losses, and what their slopes are made of.
+    """``(weighted sum of losses, lse, index)`` of float32 ``products [size, V / devices]``.
 
-    Args:
-      products: float32 ``[size, V / devices]``.
-      targets: int32 ``[size]``.
-      weights: float32 ``[size]``.
-      options: which loss.
-
-    Returns:
-      ``(sum, lse, index)``: lse float32 ``[size]``; index int32 ``[size]``, the targets as columns
-      of ``products``, or beyond them if they are on other devices.
+    ``lse`` is float32 ``[size]``; ``index`` is int32 ``[size]``, the targets as columns of
+    ``products``, out of range for targets on other devices.
     """
     here, vocab = products.shape[-1], options.vocab_axes
     counts = weights != 0
@@ -204,7 +199,7 @@ def _losses(
     picked = jnp.where(present, picked, 0.0)
     found = present.astype(jnp.float32)
     if vocab:
-        # The sum of both is the same for any constant, so this one needs no derivative.
+        # Log-sum-exp does not depend on the subtracted constant, so it needs no derivative.
         whole = lax.pmax(lax.stop_gradient(largest), vocab)
         total = total * jnp.exp(largest - whole)
         total, picked, found = lax.psum(jnp.stack([total, picked, found]), vocab)
@@ -213,33 +208,33 @@ def _losses(
     loss = lse - picked
     if options.z_loss:
         loss = loss + options.z_loss * lse**2
-    # No device has a target that the vocabulary lacks: its count is 0.
+    # found is 0 for a target outside the vocabulary.
     loss = jnp.where(found == 1, loss, jnp.nan)
     return jnp.sum(jnp.where(counts, weights * loss, 0.0)), lse, index
 
 
-def _slopes(
+def _d_products(
     products: jax.Array, lse: jax.Array, index: jax.Array, weights: jax.Array, options: HeadLoss
 ) -> jax.Array:
-    """The gradient of :func:`_losses`' sum with respect to ``products``, of the same shape.
+    """The gradient of :func:`_losses`' sum with respect to ``products``.
 
     ``weights * ((1 + 2 z_loss lse) softmax(logits) - onehot(target)) * d logits / d products``.
     """
     logits = _cap(products, options)
     scale = weights * (1 + 2 * options.z_loss * lse) if options.z_loss else weights
     is_target = lax.broadcasted_iota(jnp.int32, products.shape, 1) == index[:, None]
-    slopes = scale[:, None] * jnp.exp(logits - lse[:, None])
-    slopes = slopes - jnp.where(is_target, weights[:, None], 0.0)
+    gradient = scale[:, None] * jnp.exp(logits - lse[:, None])
+    gradient = gradient - jnp.where(is_target, weights[:, None], 0.0)
     if options.logits_soft_cap is not None:
-        slopes = slopes * (1 - (logits / options.logits_soft_cap) ** 2)
-    return slopes
+        gradient = gradient * (1 - (logits / options.logits_soft_cap) ** 2)
+    return gradient
 
 
 @jax.custom_jvp
 def _max_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest of each row, and the sum of ``exp(logits - largest)``, ``[size]`` each.
+    """Row maximum and row sum of ``exp(logits - maximum)``, ``[size]`` each, in one pass.
 
-    Both in one pass: the logits of a large vocabulary come from memory each time they are read.
+    The logits of a large vocabulary do not fit the cache, so every pass reads them from memory.
     """
 
     def merge(
@@ -259,7 +254,7 @@ def _max_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _max_and_sum_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """For second derivatives. The largest counts as a constant, which log-sum-exp lets it be."""
+    """For second derivatives; the maximum is a constant, on which log-sum-exp does not depend."""
     largest, total = _max_and_sum(*primals)
     change = jnp.sum(jnp.exp(primals[0] - largest[:, None]) * tangents[0], axis=-1)
     return (largest, total), (jnp.zeros_like(largest), change)

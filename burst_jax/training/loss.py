@@ -1,4 +1,4 @@
-"""Cross entropy: every device computes the loss of its own tokens, a chunk at a time."""
+"""Chunked cross entropy over sharded sequences, without materializing the logits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from burst_jax.models.decoder import Decoder
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
     AxisNames,
+    explicit_spec,
     flat_names,
-    place_explicit,
+    reshard_explicit,
     resolve_mesh,
-    split_as_it_is,
     token_spec,
 )
 from burst_jax.parallel.rules import check_divides
@@ -26,8 +26,8 @@ from burst_jax.training.batches import Batch
 from burst_jax.training.fused_loss import HeadLoss, fused_loss
 from pallas_kernels.arrays import vary
 
-# The kernel's gradient passes through memory once a chunk. With 4K tokens that is a few hundredths
-# of the time of the chunk's products, and slopes and logits of a 128K vocabulary take 1.5 GiB.
+# Each chunk reads and writes the kernel's gradient once. With 4K tokens this takes a few percent of
+# the time of the chunk's products; logits and their gradient take 1.5 GiB with a 128K vocabulary.
 CHUNK_SIZE = 4096
 
 
@@ -51,47 +51,44 @@ def chunked_cross_entropy(
 
     ``logits = hidden kernel``, with a soft cap ``cap * tanh(hidden kernel / cap)``.
 
-    Every device takes its own tokens through a scan over chunks. Where gradients are wanted they
-    are made in the same pass, with three matrix products a chunk (two, if only the hidden states'
-    or only the kernel's gradient is wanted); the value alone takes one. No device ever holds the
-    logits of more than ``chunk_size`` tokens. The sums and the gradient of the kernel are added up
-    over the mesh once.
+    Each device scans over chunks of its own tokens and never holds logits of more than
+    ``chunk_size`` tokens. Gradients are computed in the same pass, with three matrix products per
+    chunk (two if only one gradient is needed, one for the value alone). Sums and the kernel's
+    gradient are reduced over the mesh once.
 
     B batch, T length, D features, V vocabulary.
 
     Args:
-      hidden: ``[B, T, D]`` of any floating dtype, B sharded over ``batch_axis`` and T over
-        ``seq_axis``, tokens in any order. Products are multiplied in this dtype and accumulated in
-        float32; logits, log-sum-exp and softmax are float32, and what the gradients are multiplied
-        from is rounded to this dtype.
-      kernel: ``[D, V]`` of any floating dtype. Its gradient is accumulated in float32 over the
-        chunks and converted to the kernel's dtype at the end.
-      targets: int32 ``[B, T]``. A target whose weight is 0 is not read.
-      weights: float32 ``[B, T]``, 0 for padding; None is 1 everywhere. They are constants and get
-        no gradient.
+      hidden: ``[B, T, D]``, any floating dtype, B sharded over ``batch_axis`` and T over
+        ``seq_axis``, in any token order. Products use this dtype with float32 accumulation; logits,
+        log-sum-exp and softmax are float32; the logits' gradient is rounded to this dtype.
+      kernel: ``[D, V]``, any floating dtype. Its gradient accumulates in float32 over the chunks
+        and is converted to the kernel's dtype at the end.
+      targets: int32 ``[B, T]``, ignored where the weight is 0.
+      weights: float32 ``[B, T]``, 0 for padding; they get no gradient. None is 1 everywhere.
       mesh: None is the mesh of ``jax.set_mesh``.
-      seq_axis: mesh axis, or axes, that T is split over.
-      batch_axis: mesh axis, or axes, that B is split over, or None.
-      vocab_axis: mesh axis, or axes, that V is split over, or None. Each device then computes the
-        logits of its part of the vocabulary, and the devices add up their sums of exponentials.
-      kernel_spec: how the kernel is split; it is gathered over all axes but ``vocab_axis``. None is
-        over ``vocab_axis`` alone, but over Explicit axes as it is split.
-      chunk_size: number of tokens in one device's chunk; it need not divide the device's tokens.
-        With gradients a device holds the slopes of so many tokens' logits in hidden's dtype, and
-        the float32 logits of a quarter as many. Each chunk reads and writes the kernel's gradient
-        once, ``8 D V`` bytes, so small chunks are slow.
+      seq_axis: mesh axis, or axes, that shard T.
+      batch_axis: mesh axis, or axes, that shard B, or None.
+      vocab_axis: mesh axis, or axes, that shard V, or None. Each device then computes the logits of
+        its shard of the vocabulary, and sums of exponentials are reduced over the axis.
+      kernel_spec: sharding of the kernel, which is gathered over all axes but ``vocab_axis``. None
+        is ``vocab_axis`` alone, or the kernel's own sharding over Explicit axes.
+      chunk_size: number of tokens in a device's chunk; it need not divide the device's tokens.
+        Under differentiation a device holds the logits' gradient of one chunk in hidden's dtype,
+        and float32 logits of a quarter of it. Each chunk reads and writes the kernel's gradient,
+        ``8 D V`` bytes, so small chunks are slow.
       z_loss: coefficient of the squared log-sum-exp, 0 or more; it keeps logits from drifting
         (arXiv 2204.02311, section 5).
-      logits_soft_cap: keeps the logits between -cap and cap, as Gemma 2 does (arXiv 2408.00118,
-        section 2); None is no cap.
-      frozen_kernel: whether the kernel is a constant, whose gradient is 0 and is not computed.
+      logits_soft_cap: bounds the logits to (-cap, cap), as in Gemma 2 (arXiv 2408.00118, section
+        2); None is no cap.
+      frozen_kernel: whether the kernel is a constant; its gradient is then 0 and not computed.
 
     Returns:
       ``(sum of losses in nats, sum of weights)``, float32 scalars.
 
     Raises:
       ValueError: no mesh, a chunk_size below 1, a z_loss below 0, a soft cap that is not positive,
-        sizes that a mesh axis does not divide, or shapes and dtypes other than these.
+        sizes that a mesh axis does not divide, or other shapes and dtypes.
     """
     mesh = resolve_mesh(mesh)
     if weights is None:
@@ -99,12 +96,12 @@ def chunked_cross_entropy(
     _check(hidden, kernel, targets, weights)
     options = _options(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
     if kernel_spec is None:
-        kernel_spec = split_as_it_is(kernel, PartitionSpec(None, vocab_axis))
+        kernel_spec = explicit_spec(kernel, PartitionSpec(None, vocab_axis))
     check_divides("kernel", kernel.shape, kernel_spec, mesh)
     tokens = token_spec(batch_axis, seq_axis)
-    # Hidden states are not moved here: that would cost much, so the caller must split them so.
-    targets, weights = (place_explicit(x, mesh, tokens) for x in (targets, weights))
-    kernel = place_explicit(kernel, mesh, kernel_spec)
+    # Hidden states are not resharded here, because that is expensive.
+    targets, weights = (reshard_explicit(x, mesh, tokens) for x in (targets, weights))
+    kernel = reshard_explicit(kernel, mesh, kernel_spec)
     if frozen_kernel:
         kernel = lax.stop_gradient(kernel)
     local = jax.shard_map(
@@ -127,13 +124,13 @@ def next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`chunked_cross_entropy` of a decoder on a batch of :func:`make_batch`.
 
-    The decoder's attention options say the mesh and its axes, and its config says the soft cap.
+    Mesh and axes are those of the decoder's attention options, the soft cap that of its config.
 
     Args:
       model: the decoder.
-      batch: int32 and float32 arrays ``[B, T]``.
-      chunk_size: number of tokens in one device's chunk.
-      z_loss: coefficient of the squared log-sum-exp, which is added to each token's loss.
+      batch: a batch of :func:`place_batch`.
+      chunk_size: number of tokens in a device's chunk.
+      z_loss: coefficient of the squared log-sum-exp.
 
     Returns:
       ``(sum of losses in nats, number of targets)``, float32 scalars.
@@ -153,7 +150,7 @@ def next_token_loss(
         batch_axis=parts.out_batch_axes,
         vocab_axis=parts.tensor_axes,
         kernel_spec=kernel_spec,
-        # Beside adapters nothing else is trained.
+        # With LoRA only the adapters are trained.
         frozen_kernel=model.config.lora is not None,
     )
 
@@ -169,10 +166,10 @@ def _local_loss(
     options: HeadLoss,
     frozen_kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """One device's part, and the sums of loss and weight over the mesh axes of the tokens."""
+    """Sums of loss and weight over one device's tokens, reduced over the token axes."""
     if not frozen_kernel:
         hidden, kernel = _gradients_together(hidden, kernel)
-    # Gathered here, so that the kernel's gradient is summed over the mesh once, not once a chunk.
+    # Gathered outside the scan, so that its gradient is reduced once, not once per chunk.
     kernel = gather_weights(
         kernel, kernel_spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
         widen=True,
@@ -185,10 +182,10 @@ def _local_loss(
 
 @jax.custom_vjp
 def _gradients_together(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are. The gradient of hidden is passed on when that of kernel is summed.
+    """The identity, whose backward pass ties both gradients with an optimization barrier.
 
-    Nothing but the optimizer waits for the kernel's gradient. XLA would sum it over the devices
-    after the backward pass of all layers, beside which each device would have it whole.
+    Only the optimizer needs the kernel's gradient, so XLA would delay its reduction until all
+    layers' backward passes are done, and each device would hold the whole gradient meanwhile.
     """
     return hidden, kernel
 
@@ -207,7 +204,7 @@ _gradients_together.defvjp(_together_forward, _together_backward)
 def _options(
     chunk_size: int, vocab_axes: tuple[str, ...], z_loss: float, logits_soft_cap: float | None
 ) -> HeadLoss:
-    """The checked options of a device's loss."""
+    """Validated static options."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}: it must be at least 1")
     if not 0 <= z_loss < math.inf:

@@ -1,4 +1,4 @@
-"""AdamW and its schedule. Any optax transformation can take its place in a training step."""
+"""AdamW with warm-up and cosine decay. A training step accepts any optax transformation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from burst_jax.errors import check_integer
@@ -19,8 +18,8 @@ class Optimizer(NamedTuple):
     """An optax transformation and its schedule.
 
     Attributes:
-      transform: turns gradients into updates; its state counts the steps.
-      schedule: the learning rate of each step, a float32 scalar.
+      transform: computes updates from gradients; its state counts the steps.
+      schedule: step -> learning rate, a float32 scalar.
     """
 
     transform: optax.GradientTransformation
@@ -42,40 +41,36 @@ def make_optimizer(
 ) -> Optimizer:
     """AdamW with linear warm-up, cosine decay and clipping by global norm.
 
-    Weight decay applies to matrices only, not to norms, biases and embeddings. A parameter's name
-    decides (``kernel`` decays), because the layers are stacked, and a stack of norm scales has two
-    axes, as a matrix has.
+    Weight decay applies only to parameters named ``kernel``, not to norms, biases and embeddings.
+    The name decides, because in stacked layers a norm's scale has two dimensions, as a matrix has.
 
-    For each weight there are two moments. In float32 on the device they take twice the memory of
-    float32 weights; ``moment_dtype`` halves that, ``moments="host"`` leaves next to nothing of it
-    on the device. Both together are possible. The arithmetic is in float32 either way.
+    The two moments in float32 on the device take twice the memory of float32 weights.
+    ``moment_dtype`` halves that, ``moments="host"`` offloads nearly all; both can be combined.
+    Arithmetic is always float32.
 
     Args:
       learning_rate: the schedule's peak.
       steps: number of steps of the schedule, which ends at ``final_fraction * learning_rate``.
-      warmup_steps: number of steps in which the learning rate rises; None is a tenth of ``steps``,
-        at most 1000.
-      final_fraction: last learning rate as a share of the peak.
-      weight_decay: each step takes ``weight_decay * learning_rate`` times the weight off it.
+      warmup_steps: number of warm-up steps; None is a tenth of ``steps``, at most 1000.
+      final_fraction: final learning rate as a fraction of the peak.
+      weight_decay: each step subtracts ``weight_decay * learning_rate`` times the weight.
       clip_norm: largest global norm of the gradient; a longer gradient is scaled down to it.
       b1: decay of Adam's first moment.
       b2: decay of Adam's second moment.
-      moment_dtype: float32 or bfloat16, of both moments. They are rounded to bfloat16 at random,
-        up as often as the part that is dropped says: to the nearest, a second moment with ``b2``
-        of 0.999 would never fall. The random bits depend on the step and on the element alone, so
-        that a run is the same after a restart, and its roundings on every mesh.
-      moments: "device", or "host": the moments are in the host's pinned memory, and each step
-        fetches, renews and writes back a part of them after the other. The results are those of
-        "device". The state's arrays are made where they shall be by :func:`init_train_state`, and
-        stay there.
+      moment_dtype: dtype of both moments, float32 or bfloat16. bfloat16 uses stochastic rounding:
+        with rounding to nearest, a second moment with ``b2=0.999`` would never decrease. The random
+        bits depend only on step and element, so they are the same after a restart and on any mesh.
+      moments: "device", or "host": optimizer-state offload. The moments are in pinned host memory;
+        each step fetches, updates and writes back one chunk after another. Results are bitwise
+        those of "device". :func:`init_train_state` places them.
 
     Returns:
       The transformation and its schedule.
 
     Raises:
-      ValueError: a learning rate or clip_norm that is not positive, or infinite, final_fraction or
-        weight_decay below 0, a moment's decay that is not from 0 to below 1, steps below 1, a
-        warm-up that is not shorter than the schedule, another moment_dtype or moments.
+      ValueError: a learning rate or clip_norm that is not positive and finite, a negative
+        final_fraction or weight_decay, b1 or b2 outside [0, 1), steps below 1, a warm-up that is
+        not shorter than the schedule, an unknown moment_dtype or moments.
     """
     check_integer("steps", steps, 1)
     if warmup_steps is None:
@@ -94,7 +89,12 @@ def make_optimizer(
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
         )
-    dtype = _dtype("moment_dtype", moment_dtype)
+    try:
+        dtype: Any = jnp.dtype(moment_dtype)
+    except TypeError:
+        dtype = repr(moment_dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moment_dtype is {dtype}: use float32 or bfloat16")
     if moments not in get_args(Moments):
         raise ValueError(
             f"moments is {moments!r}: use one of {', '.join(map(repr, get_args(Moments)))}"
@@ -108,12 +108,12 @@ def make_optimizer(
     )
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        # optax mixes dtypes, which JAX refuses where the caller has set strict promotion.
+        # optax mixes dtypes, which raises under the caller's strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             return jnp.asarray(curve(count), jnp.float32)
 
     transform = optax.chain(
-        # Clipping once stood here, and the names of a checkpoint's arrays count the places.
+        # Keeps the array names of old checkpoints: they contain the index in the chain.
         optax.identity(),
         clipped_adam(clip_norm, b1, b2, moment_dtype=dtype, moments=moments),
         optax.add_decayed_weights(weight_decay, mask=decay_mask),
@@ -126,16 +126,6 @@ def _real(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}: it must be a number")
     return float(value)
-
-
-def _dtype(name: str, value: Any) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}: use float32 or bfloat16") from None
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{name} is {dtype}: use float32 or bfloat16")
-    return dtype
 
 
 def decay_mask(params: Any) -> Any:

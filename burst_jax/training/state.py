@@ -1,4 +1,4 @@
-"""A run's state: weights and optimizer, how they are split, and how they are made split."""
+"""The training state: weights and optimizer state, their shardings, their initialization."""
 
 from __future__ import annotations
 
@@ -27,40 +27,36 @@ def init_train_state(
     params: nnx.State | None = None,
     **options: Any,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.OptState]:
-    """Weights and optimizer state, made on the mesh: each device makes its own parts only.
+    """Weights and optimizer state, initialized sharded: each device creates only its own shards.
 
-    The same seed gives the same weights on every mesh. To train weights that are there already,
-    pass them::
+    The same seed gives the same weights on every mesh. To train existing weights, pass them::
 
         model = burst_jax.models.load(folder, mesh=mesh, rules=rules, param_dtype=jnp.float32)
         graphdef, params, opt_state = init_train_state(
             model.config, optimizer, mesh, seed, rules=rules, params=nnx.state(model)
         )
 
-    If the decoder has low-rank adapters (``config.lora``), the optimizer has a state for these
-    alone.
+    With LoRA (``config.lora``) the optimizer state covers only the adapters.
 
     Args:
-      config: sizes and dtypes of the decoder.
-      optimizer: what :func:`make_optimizer` returns, or any optax transformation.
-      mesh: the mesh of the weights and of the decoder's attention.
+      config: config of the decoder.
+      optimizer: result of :func:`make_optimizer`, or any optax transformation.
+      mesh: mesh of the weights and of the decoder's attention.
       seed: seed of the random weights.
-      rules: how weights and optimizer state are split; None keeps them whole on every device, but
-        for the heads, hidden features and vocabulary that ``tensor_axis`` splits.
+      rules: sharding rules of weights and optimizer state; None replicates them, except for heads,
+        hidden features and vocabulary, which ``tensor_axis`` shards.
       microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
-      params: the state of a decoder with this config, on any devices; ``seed`` then says nothing.
-        They are put where the rules say. What lies there already is not copied, and the first step
-        takes its memory: then the decoder that it came from has no weights any more. None draws
-        random weights.
-      **options: attention options of the decoder beside ``mesh``, see
-        :class:`burst_jax.models.Decoder`.
+      params: state of a decoder with this config, on any devices, resharded to ``rules``; ``seed``
+        is then unused. Arrays with the right sharding are not copied, and the first step donates
+        them, which deletes the weights of the decoder they came from. None draws random weights.
+      **options: further attention options of the decoder, see :class:`burst_jax.models.Decoder`.
 
     Returns:
       ``(graphdef, params, opt_state)``; ``nnx.merge(graphdef, params)`` is the decoder.
 
     Raises:
       ValueError: the mesh lacks an axis of the rules, a size does not divide, the seed is not in
-        0 ... 2**32 - 1, or ``params`` are another decoder's.
+        0 ... 2**32 - 1, or ``params`` does not fit the config.
     """
     check_has_devices(mesh)
     check_seed(seed)
@@ -83,7 +79,7 @@ def init_train_state(
 
 
 def _check_weights(params: nnx.State, shapes: nnx.State) -> None:
-    """Raises ValueError unless weights have the names, shapes and dtypes of a decoder's."""
+    """Raises ValueError unless the weights have the names, shapes and dtypes of ``shapes``."""
 
     def described(tree: nnx.State) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -93,8 +89,8 @@ def _check_weights(params: nnx.State, shapes: nnx.State) -> None:
     for name in sorted(given.keys() | wanted.keys()):
         if given.get(name) != wanted.get(name):
             raise ValueError(
-                f"params{name} is {given.get(name, 'missing')}, and config says "
-                f"{wanted.get(name, 'nothing of it')}: pass the state of a decoder with this "
+                f"params{name} is {given.get(name, 'missing')}, but config requires "
+                f"{wanted.get(name, 'no such array')}: pass the state of a decoder with this "
                 "config, nnx.state(model) with model.config"
             )
 
@@ -108,23 +104,23 @@ def abstract_train_state(
     microbatches: int | None = None,
     **options: Any,
 ) -> tuple[nnx.GraphDef, nnx.State, optax.OptState]:
-    """What :func:`init_train_state` makes, without arrays: for restoring, and for compiling ahead.
+    """Shapes and shardings of :func:`init_train_state`, for restore and ahead-of-time compilation.
 
-    The arguments are those of :func:`init_train_state`.
+    Arguments are those of :func:`init_train_state`.
 
     Returns:
       ``(graphdef, params, opt_state)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
 
     Raises:
       ValueError: the mesh lacks an axis of the rules, or a size does not divide.
-      NotImplementedError: moments on the host under ``optax.MultiSteps``, or the like.
+      NotImplementedError: offloaded moments inside ``optax.MultiSteps`` or a similar wrapper.
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params, specs = _shapes_and_specs(config, options)
     opt_state = _types(transform_of(optimizer).init, split_trained(params)[0])
-    _refuse_wrapped_moments(opt_state)
-    return graphdef, *placed((params, opt_state), params, specs, mesh)
+    _reject_wrapped_offload(opt_state)
+    return graphdef, *with_shardings((params, opt_state), params, specs, mesh)
 
 
 def abstract_params(
@@ -135,46 +131,38 @@ def abstract_params(
     microbatches: int | None = None,
     **options: Any,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The weights alone of :func:`abstract_train_state`, for which no optimizer is needed.
+    """Shapes and shardings of the weights alone; needs no optimizer.
 
-    What restores the weights of a checkpoint, on any mesh and without the optimizer's state::
+    Restores the weights of a checkpoint on any mesh, without the optimizer state::
 
         graphdef, shapes = abstract_params(config, mesh, rules=rules, layout="zigzag")
         restored = checkpoints.restore({"params": shapes}, partial=True)
         model = nnx.merge(graphdef, restored.state["params"])
 
-    Args:
-      config: sizes and dtypes of the decoder.
-      mesh: the mesh of the weights and of the decoder's attention.
-      rules: how the weights are split, see :func:`init_train_state`.
-      microbatches: of a pipeline, see :class:`burst_jax.models.Decoder`.
-      **options: attention options of the decoder beside ``mesh``.
+    Arguments and errors are those of :func:`init_train_state`.
 
     Returns:
       ``(graphdef, params)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
-
-    Raises:
-      ValueError: the mesh lacks an axis of the rules, or a size does not divide.
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, params, specs = _shapes_and_specs(config, options)
-    return graphdef, placed(params, params, specs, mesh)
+    return graphdef, with_shardings(params, params, specs, mesh)
 
 
 def _shapes_and_specs(
     config: DecoderConfig, options: dict[str, Any]
 ) -> tuple[nnx.GraphDef, nnx.State, Any]:
-    """The graph definition of a decoder, its weights' shapes, and how each weight is split."""
+    """Graph definition of a decoder, shapes of its weights, and the PartitionSpec of each."""
     graphdef, params = abstract_decoder(config, **options)
     return graphdef, params, nnx.merge(graphdef, params).shardings(params).weight_specs(params)
 
 
 def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The weights that are trained, and those that are frozen.
+    """Splits weights into trained and frozen ones.
 
-    Those of low-rank adapters are trained alone, all weights if there are none.
-    ``nnx.merge_state(trained, frozen)`` is all of them again.
+    With LoRA adapters, only these are trained; otherwise all weights are.
+    ``nnx.merge_state(trained, frozen)`` joins them again.
 
     Args:
       params: a decoder's state, arrays or shapes.
@@ -186,23 +174,21 @@ def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     return (adapters, others) if jax.tree.leaves(adapters) else (others, adapters)
 
 
-def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes with shardings for weights, and for whatever an optimizer keeps for each of them.
+def with_shardings(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Adds shardings to weights and to the arrays that an optimizer keeps per weight.
 
-    An array of an optimizer's state belongs to the weight whose path its own path ends with. If it
-    has the weight's shape, it is split as the weight is. If it lacks some of the weight's
-    dimensions, as the factors of Adafactor do, it is split as the remaining ones are. All other
-    arrays are whole on every device.
+    An array of the optimizer state belongs to the weight whose path is a suffix of its own path.
+    If it has the weight's shape, it is sharded as the weight is. If it lacks some dimensions, like
+    Adafactor's factors, it is sharded as the remaining ones are. Other arrays are replicated.
 
     Args:
-      tree: arrays, shapes or types, like an optimizer's state. What a type has in the host's memory
-        is placed there.
+      tree: arrays, shapes or types, like an optimizer state; types in host memory stay there.
       params: the weights, arrays or shapes.
-      specs: how each weight is split.
-      mesh: the devices.
+      specs: PartitionSpec of each weight.
+      mesh: mesh of the shardings.
 
     Returns:
-      ``jax.ShapeDtypeStruct`` with a sharding in place of each array of ``tree``.
+      ``tree`` with ``jax.ShapeDtypeStruct`` with shardings as leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path
     weights = [
@@ -213,9 +199,9 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
     def place(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
         names = _names(path)
         spec = PartitionSpec()
-        for weight, shape, of_weight in weights:
+        for weight, shape, weight_spec in weights:
             if names[-len(weight) :] == weight:
-                spec = _of_dimensions_left(shape, of_weight, x.shape)
+                spec = _remaining_spec(shape, weight_spec, x.shape)
         sharding = NamedSharding(mesh, spec)
         if _is_on_host(x):
             sharding = _in_host_memory(sharding)
@@ -225,7 +211,7 @@ def placed(tree: Any, params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any
 
 
 def _types(init: Any, params: Any) -> Any:
-    """What ``init`` makes of the weights, as types: they say an array's memory, too."""
+    """Types of the results of ``init``, which unlike shapes include the memory."""
     jaxpr, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.out_avals)
 
@@ -234,28 +220,29 @@ def _is_on_host(x: Any) -> bool:
     return getattr(x, "memory_space", None) == jax.memory.Space.Host
 
 
-def _refuse_wrapped_moments(opt_state: Any) -> None:
-    """Raises NotImplementedError if another transformation keeps moments that are on the host.
+def _reject_wrapped_offload(opt_state: Any) -> None:
+    """Raises NotImplementedError if a wrapping transformation holds offloaded moments.
 
-    Those that keep the state of others, like ``optax.MultiSteps``, choose between its old and its
-    new arrays. XLA has the host do this, one element after the other.
+    Wrappers like ``optax.MultiSteps`` select between old and new arrays of the inner state. In host
+    memory XLA does this on the host, element by element.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
-        # Chains are tuples; everything else has names.
+        # Chains are tuples; all other states have named fields.
         fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         if _is_on_host(x) and fields[0] not in ("mu", "nu"):
             raise NotImplementedError(
-                f"moments is 'host', and opt_state{jax.tree_util.keystr(path)} is kept by another "
-                "transformation, which would compute in the host's memory: use moments='device' "
-                "with it. optax.chain may stay, and make_train_step(accumulate=) adds up gradients"
+                f"moments is 'host', and opt_state{jax.tree_util.keystr(path)} is wrapped by "
+                "another transformation, which would compute in host memory: use moments='device' "
+                "with it. optax.chain is supported, and make_train_step(accumulate=) accumulates "
+                "gradients"
             )
 
 
 def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
     here = sharding.with_memory_kind("pinned_host")
     if here.memory_kind is None:
-        # The devices of a topology, for which programs are compiled ahead, have no memories to
-        # name, and JAX drops the name. A mesh without devices keeps it.
+        # Devices of a topology description have no memories, so JAX drops the memory kind. An
+        # abstract mesh keeps it.
         mesh = sharding.mesh.abstract_mesh
         return NamedSharding(mesh, sharding.spec, memory_kind="pinned_host")
     return here
@@ -275,7 +262,7 @@ def transform_of(
         hasattr(optimizer, "init") and hasattr(optimizer, "update")
     ):
         raise ValueError(
-            f"optimizer is {optimizer!r}: pass what make_optimizer returns, or an "
+            f"optimizer is {optimizer!r}: pass the result of make_optimizer, or an "
             "optax.GradientTransformation"
         )
     return optimizer
@@ -285,17 +272,17 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,)) for key in path)
 
 
-def _of_dimensions_left(
-    shape: tuple[int, ...], spec: PartitionSpec, left: tuple[int, ...]
+def _remaining_spec(
+    shape: tuple[int, ...], spec: PartitionSpec, remaining: tuple[int, ...]
 ) -> PartitionSpec:
-    """``spec`` of those dimensions of ``shape`` that an array of shape ``left`` has kept."""
+    """``spec`` of the dimensions of ``shape`` that an array of shape ``remaining`` still has."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    kept, dim = [], 0
-    for size in left:
+    found, dim = [], 0
+    for size in remaining:
         while dim < len(shape) and shape[dim] != size:
             dim += 1
         if dim == len(shape):
             return PartitionSpec()
-        kept.append(entries[dim])
+        found.append(entries[dim])
         dim += 1
-    return PartitionSpec(*kept)
+    return PartitionSpec(*found)

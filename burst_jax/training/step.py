@@ -1,11 +1,11 @@
-"""The jitted training step."""
+"""The jitted training step, and evaluation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 from burst_jax.errors import check_integer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
-from burst_jax.parallel.platform import compiler_options as default_compiler_options
+from burst_jax.parallel.xla_options import compiler_options as default_compiler_options
 from burst_jax.training.batches import Batch
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import split_trained, transform_of
 
+# (params, batch) -> (sum of losses in nats, number of targets).
+EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
+
+
+class Evaluation(NamedTuple):
+    """Result of :func:`evaluate`.
+
+    Attributes:
+      nll: mean negative log-likelihood in nats per target.
+      perplexity: its exponential.
+      tokens: number of targets.
+    """
+
+    nll: float
+    perplexity: float
+    tokens: int
+
 
 class TrainStep:
-    """The jitted training step of a decoder, which :func:`make_train_step` makes.
+    """The jitted training step of a decoder, created by :func:`make_train_step`.
 
-    ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. The memory of the old
-    ``params`` and ``opt_state`` is donated to the new ones, which keep the old ones' shardings. If
-    the decoder has low-rank adapters, they alone have gradients, and all other weights stay.
-    Metrics are float32 scalars: ``loss`` (weighted mean of nats per target, before the update),
-    ``grad_norm`` (norm of the gradient before clipping), and ``learning_rate`` if the optimizer is
-    an :class:`burst_jax.training.Optimizer` whose state counts its steps.
+    ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``params`` and ``opt_state``
+    are donated; the new ones keep their shardings. With LoRA only the adapters are trained.
+    Metrics are float32 scalars: ``loss`` (weighted mean, nats per target, before the update),
+    ``grad_norm`` (before clipping), and ``learning_rate`` if the optimizer is an
+    :class:`burst_jax.training.Optimizer` whose state counts its steps.
     """
 
     def __init__(
@@ -55,11 +71,10 @@ class TrainStep:
     def __call__(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
     ) -> tuple[nnx.State, optax.OptState, dict[str, jax.Array]]:
-        """Takes one step with a batch of :func:`place_batch`.
+        """Runs one step with a batch of :func:`place_batch`.
 
         Raises:
-          ValueError: the first batch is in the order of another layout than the decoder's, or of
-            another number of shards.
+          ValueError: the first batch has another layout or number of shards than the decoder.
         """
         if self._jitted is None:
             nnx.merge(self._graphdef, params).refuse_other_layout(batch["positions"])
@@ -68,18 +83,17 @@ class TrainStep:
     def trace(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
     ) -> jax.stages.Traced:
-        """The traced program, to lower and compile ahead of time.
+        """The traced program, for ahead-of-time compilation.
 
-        The arguments may be arrays or ``jax.ShapeDtypeStruct`` with shardings.
+        Arguments are arrays or ``jax.ShapeDtypeStruct`` with shardings.
         """
         return self._jit(params, opt_state).trace(params, opt_state, batch)
 
     def _jit(self, params: nnx.State, opt_state: optax.OptState) -> jax.stages.Wrapped:
         if self._jitted is None:
             nnx.merge(self._graphdef, params).refuse_split_weights()
-            # The shardings of weights and optimizer state are known from the first call only. If
-            # the compiler chose those of the new weights, it might shard one over the sequence
-            # axis, and every later step would gather it.
+            # Only the first call knows the shardings. Left to itself, the compiler might shard a
+            # new weight over the sequence axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
             self._weight_shardings = jax.tree.map(_named_sharding, split_trained(params)[0])
             options = self._compiler_options
@@ -118,39 +132,39 @@ class TrainStep:
         if self._accumulate == 1:
             (total, count), grads = gradient(trained, batch)
         else:
-            parts = nnx.merge(self._graphdef, trained, frozen).shardings()
-            total, count, grads = self._accumulated(gradient, trained, batch, parts)
-        count = jnp.where(count == 0, 1.0, count)  # A batch without targets has the loss 0.
+            shardings = nnx.merge(self._graphdef, trained, frozen).shardings()
+            total, count, grads = self._accumulated(gradient, trained, batch, shardings)
+        count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
         return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
     def _accumulated(
-        self, gradient: Any, trained: Any, batch: Batch[jax.Array], parts: DecoderShardings
+        self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: DecoderShardings
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """The sums of loss, targets and gradient over parts of the batch, one after the other."""
-        rows = batch["inputs"].shape[0]
-        devices = axes_size(parts.mesh, parts.batch_axes)
-        stages = axes_size(parts.mesh, parts.stage_axis)
-        microbatches = math.lcm(stages, parts.microbatches)
+        """Sums of loss, targets and gradient over ``accumulate`` slices of the batch."""
+        size = batch["inputs"].shape[0]
+        devices = axes_size(shardings.mesh, shardings.batch_axes)
+        stages = axes_size(shardings.mesh, shardings.stage_axis)
+        microbatches = math.lcm(stages, shardings.microbatches)
         multiple = self._accumulate * devices * microbatches
-        if rows % multiple:
+        if size % multiple:
             pipeline = f" and of {microbatches} microbatches of the pipeline"
             raise ValueError(
-                f"accumulate is {self._accumulate}, the batch has {rows} rows: use a multiple of "
-                f"{multiple} rows, so that each part has some for each of {devices} devices"
+                f"accumulate is {self._accumulate}, the batch has {size} sequences: use a multiple "
+                f"of {multiple}, so that each slice has some for each of {devices} devices"
                 + pipeline
                 * (microbatches > 1)
             )
-        rows_and_tokens = parts.token_spec(2)
+        spec = shardings.token_spec(2)
 
-        # Each device cuts its own rows, so nothing moves.
-        def cut(x: jax.Array) -> jax.Array:
+        # Each device slices its own sequences, so nothing is communicated.
+        def slices(x: jax.Array) -> jax.Array:
             return x.reshape(self._accumulate, x.shape[0] // self._accumulate, *x.shape[1:])
 
-        cuts = jax.shard_map(
-            partial(jax.tree.map, cut),
-            mesh=parts.mesh,
-            in_specs=rows_and_tokens,
-            out_specs=PartitionSpec(None, *rows_and_tokens),
+        sliced = jax.shard_map(
+            partial(jax.tree.map, slices),
+            mesh=shardings.mesh,
+            in_specs=spec,
+            out_specs=PartitionSpec(None, *spec),
         )(batch)
 
         def add(sums: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:
@@ -159,7 +173,7 @@ class TrainStep:
 
         zero = jnp.zeros((), jnp.float32)
         zeros = zero, zero, jax.tree.map(jnp.zeros_like, trained)
-        return jax.lax.scan(add, zeros, cuts)[0]
+        return jax.lax.scan(add, zeros, sliced)[0]
 
 
 def make_train_step(
@@ -175,25 +189,84 @@ def make_train_step(
 
     Args:
       graphdef: graph definition of the decoder, see :func:`init_train_state`.
-      optimizer: what :func:`make_optimizer` returns, or any optax transformation.
-      chunk_size: number of tokens that the loss takes at a time on each device.
-      accumulate: number of parts of the batch whose gradients are computed one after the other and
-        added up, in the dtype of the weights. The step is that of the whole batch, in the memory of
-        a part.
-      z_loss: coefficient of the squared log-sum-exp that is added to each target's loss, and so to
-        the metric ``loss``; see :func:`chunked_cross_entropy`.
-      compiler_options: options for ``jax.jit``; None is what :func:`burst_jax.compiler_options`
-        returns.
+      optimizer: result of :func:`make_optimizer`, or any optax transformation.
+      chunk_size: number of tokens in a device's chunk of the loss.
+      accumulate: gradient accumulation: number of slices of the batch, computed one after another
+        and summed in the dtype of the weights. The step is that of the whole batch, in the memory
+        of one slice.
+      z_loss: coefficient of the squared log-sum-exp, included in the metric ``loss``; see
+        :func:`chunked_cross_entropy`.
+      compiler_options: options for ``jax.jit``; None is :func:`burst_jax.compiler_options`.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``, a :class:`TrainStep`.
 
     Raises:
-      ValueError: accumulate or chunk_size below 1, an optimizer that is none.
+      ValueError: accumulate or chunk_size below 1, an invalid optimizer.
     """
     check_integer("accumulate", accumulate, 1)
     check_integer("chunk_size", chunk_size, 1)
     return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss)
+
+
+def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> EvalStep:
+    """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
+
+    Args:
+      graphdef: graph definition of the decoder, see :func:`init_train_state`.
+      chunk_size: number of tokens in a device's chunk of the loss.
+
+    Returns:
+      The function; both results are float32 scalars. Its first call raises ValueError if the batch
+      has another layout or number of shards than the decoder, or if weights are sharded although
+      the decoder has no rules.
+
+    Raises:
+      ValueError: chunk_size below 1.
+    """
+    check_integer("chunk_size", chunk_size, 1)
+
+    @jax.jit
+    def jitted(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
+
+    checked = False
+
+    def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        nonlocal checked
+        if not checked:
+            model = nnx.merge(graphdef, params)
+            model.refuse_split_weights()
+            model.refuse_other_layout(batch["positions"])
+            checked = True
+        return jitted(params, batch)
+
+    return eval_step
+
+
+def evaluate(
+    eval_step: EvalStep,
+    params: nnx.State,
+    batches: Iterable[Batch[jax.Array]],
+) -> Evaluation:
+    """Mean loss over all targets of all batches.
+
+    Args:
+      eval_step: result of :func:`make_eval_step`.
+      params: weights of the decoder.
+      batches: batches of :func:`place_batch`.
+
+    Raises:
+      ValueError: no batch has a target.
+    """
+    total, count = 0.0, 0.0
+    for batch in batches:
+        batch_total, batch_count = eval_step(params, batch)
+        total += float(batch_total)
+        count += float(batch_count)
+    if not count:
+        raise ValueError("batches hold no targets: there is nothing to evaluate")
+    return Evaluation(nll=total / count, perplexity=math.exp(total / count), tokens=round(count))
 
 
 def _update(
@@ -203,19 +276,17 @@ def _update(
     params: Any,
     weight_shardings: Any,
 ) -> tuple[Any, Any]:
-    """The transformation's updates and new state, split as weights and state are.
+    """The transformation's updates and new state, with the shardings of weights and state.
 
-    ``weight_shardings`` goes to those transformations that take further arguments: over Auto axes
-    the arrays do not tell how they are split.
-
-    Transformations are written for arrays of any sharding, as they are over Auto axes. Over
-    Explicit axes JAX refuses, for example, Adafactor's product of a row and a column that are split
-    over different axes.
+    Transformations that accept extra arguments get ``weight_shardings``, because over Auto axes an
+    array's type lacks its sharding. Over Explicit axes the update runs in Auto mode: optax does not
+    annotate shardings, and JAX rejects, for example, Adafactor's product of a row and a column that
+    are sharded over different axes.
     """
-    with_more = optax.with_extra_args_support(transform)
+    extended = optax.with_extra_args_support(transform)
 
     def update(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        return with_more.update(grads, opt_state, params, weight_shardings=weight_shardings)
+        return extended.update(grads, opt_state, params, weight_shardings=weight_shardings)
 
     if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(params)):
         return update(grads, opt_state, params)
@@ -225,11 +296,11 @@ def _update(
 
 
 def _named_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
-    """The sharding of ``x`` if it names mesh axes; None leaves the choice to the compiler."""
+    """The sharding of ``x`` if it is a NamedSharding; None leaves the choice to the compiler."""
     return x.sharding if isinstance(x.sharding, NamedSharding) else None
 
 
 def _step_count(opt_state: optax.OptState) -> jax.Array | None:
-    """The number of updates so far, which the optimizer counts; None if it counts none."""
+    """The optimizer's count of updates, or None if it has none."""
     counts = optax.tree_utils.tree_get_all_with_path(opt_state, "count")
     return counts[0][1] if counts else None

@@ -1,10 +1,9 @@
-"""The test of scores by a table of blocks, where a tile has several of its entries.
+"""Testing scores by a block-sparse mask, for tiles with several of its entries.
 
-A gather of an entry for every score would take an address for each, which are more registers than
-there are. So the table is packed: for a row of it and a tile of keys, a bit of a word says whether
-the queries of the row see one run of keys, all of which are in one column. A query of a tile reads
-the word of its row. A score shifts it by the run that its key is in, which is known while the
-kernel is compiled.
+Gathering an entry per score would take an address per score, more registers than there are. So the
+table is packed: per row and KV tile, each bit of a word is the entry of one run of keys, all of
+which are in one column. A query reads the word of its row. A score shifts it by its key's run,
+which is known at compile time.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _BITS = 32
 
 
 class BlockWords(NamedTuple):
-    """What is static of the test.
+    """Static parameters of the test.
 
     Attributes:
-      run: keys of a bit.
-      words: words of a row and a tile.
-      tiles: tiles of keys.
-      block_kv: keys of a tile.
+      run: keys per bit.
+      words: words per row and KV tile.
+      tiles: number of KV tiles.
+      block_kv: keys per tile.
     """
 
     run: int
@@ -72,14 +71,14 @@ class BlockWords(NamedTuple):
         tile: Any,
         shaped: tuple[Callable[..., Any], Callable[..., Any]],
     ) -> jax.Array:
-        """Which scores of a tile the table lets count.
+        """Which scores of a tile the mask allows.
 
         Args:
           words: reference to the words of the program's heads.
-          head: which of them.
+          head: index of the head among them.
           rows: int32, the table's row of each query.
-          tile: which keys.
-          shaped: how queries lie in a tile of scores, and how keys do: ``as_column``, ``as_row``.
+          tile: KV tile.
+          shaped: shape queries and keys for a tile of scores: ``as_column``, ``as_row``.
         """
         of_queries, of_keys = shaped
         first = (rows * jnp.int32(self.tiles) + tile) * jnp.int32(self.words)

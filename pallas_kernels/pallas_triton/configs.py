@@ -1,9 +1,9 @@
-"""Tile configs of the Triton kernels: what fits, what does not spill, what is fast.
+"""Tile configs of the Triton kernels.
 
-Every entry fits its GPU's shared memory and spills no register there, also where gradients are
-added in place; tests compile them all. The Hopper entries were measured on an H200. The A100
-entries are reasoned from the compiled kernels, and so are those for keys that are wider than their
-values. EXPERIMENTS.md has both.
+Every entry fits its GPU's shared memory and spills no register, also where gradients are added in
+place; tests compile them all. The Hopper entries were measured on an H200. The A100 entries, and
+those for keys that are wider than values, were derived from compiled kernels. EXPERIMENTS.md has
+both.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pallas_kernels.spec import AttentionSpec, Tiles
 
 
 def padded_lanes(dim: int) -> int:
-    """The head dim rounded up to a power of two, as Triton's tensors are; padding loads as zero."""
+    """The head dim rounded up to a power of two, which Triton requires; padding loads as zero."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """How a kernel is cut up.
+    """How a kernel is tiled.
 
     Attributes:
-      block_q: queries a tile.
-      block_kv: keys a tile.
+      block_q: queries per tile.
+      block_kv: keys per tile.
       num_warps: warps per program.
-      num_stages: how many tiles of the side that is walked over are in shared memory or arriving.
+      num_stages: pipeline stages of the side that is looped over.
       rows_in_registers: keep the program's own rows (q, and dO for dQ) in registers instead of
         shared memory; a Hopper instruction reads them from either.
     """
@@ -61,23 +61,23 @@ class TritonConfig:
     def shared_memory(
         self, kernel: str, head_dim: int, itemsize: int, value_dim: int | None = None
     ) -> int:
-        """Bytes of shared memory that the tiles of one program take at most.
+        """Upper bound on the bytes of shared memory of a program's tiles.
 
-        ``num_stages`` tiles of the two arrays that are walked over, and the program's own tiles: q
+        ``num_stages`` tiles of the two arrays that are looped over, and the program's own tiles: q
         for "forward", q and dO for "dq", k and v for "dkv". Triton adds up to 2 KiB of positions
-        and statistics, and on Ampere holds one stage less. ``value_dim``: that of v and dO; None is
+        and statistics, and on Ampere uses one stage less. ``value_dim``: of v and dO; None is
         ``head_dim``.
         """
         row = padded_lanes(head_dim) * itemsize
         both = row + padded_lanes(head_dim if value_dim is None else value_dim) * itemsize
-        walked = self.block_q if kernel == "dkv" else self.block_kv
+        looped = self.block_q if kernel == "dkv" else self.block_kv
         own = {
             "forward": self.block_q * row,
             "dq": self.block_q * both,
             "dkv": self.block_kv * both,
         }[kernel]
         own = 0 if self.rows_in_registers else own
-        return walked * self.num_stages * both + own
+        return looped * self.num_stages * both + own
 
 
 class TritonConfigs(NamedTuple):
@@ -89,24 +89,24 @@ class TritonConfigs(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Tiles for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
+    """Configs for head dims up to ``head_dim``, of values up to ``value_dim``; None is the same.
 
-    ``fast`` is for whole tiles without segment ids, soft cap, bias, dropout or functions of the
-    caller's. All of these take registers: where ``fast`` spills with them, ``general`` does not.
-    Packed documents are short, which smaller tiles suit better anyway. Where ``general`` has no
-    registers either, ``ranges`` is for ranges of keys, and for masks by blocks that scores are
-    tested by, and ``functions`` for functions of the caller's.
+    ``fast`` is for whole tiles without segment ids, soft cap, bias, dropout or user functions. All
+    of these take registers: where ``fast`` spills with them, ``general`` does not. Packed documents
+    are short, which suits smaller tiles anyway. Where ``general`` has no registers either,
+    ``kv_bounds`` is for KV bounds and for block-sparse masks that scores are tested by, and
+    ``functions`` for user functions.
     """
 
     head_dim: int
     fast: tuple
     general: tuple | None = None
     value_dim: int | None = None
-    ranges: tuple | None = None
+    kv_bounds: tuple | None = None
     functions: tuple | None = None
 
-    def takes(self, head_dim: int, value_dim: int) -> bool:
-        """Whether the tiles are for these head dims of q and k, and of v."""
+    def fits(self, head_dim: int, value_dim: int) -> bool:
+        """Whether the entry is for these head dims."""
         most = self.head_dim if self.value_dim is None else self.value_dim
         return head_dim <= self.head_dim and value_dim <= most
 
@@ -170,7 +170,7 @@ _HOPPER: _Table = {
             64,
             fast=(128, 64, 4, 3, True),
             general=(128, 64, 4, 3),
-            ranges=(128, 64, 8, 3),
+            kv_bounds=(128, 64, 8, 3),
             functions=(128, 64, 8, 3),
         ),
         _Entry(128, (128, 64, 8, 3), (64, 64, 4, 3, True)),
@@ -207,24 +207,24 @@ def triton_configs(
     has_segments: bool,
     has_bias: bool = False,
     value_dim: int | None = None,
-    has_key_ranges: bool = False,
+    has_kv_bounds: bool = False,
     block_mask: BlockMask | None = None,
     groups: int = 1,
 ) -> TritonConfigs:
-    """The tiles for head dims of 256 at most; ``value_dim`` is that of values, None ``head_dim``.
+    """The shipped configs for head dims up to 256; ``value_dim``: None is ``head_dim``.
 
-    A GPU that no table is for gets tiles that are small enough for every GPU since Ampere.
+    GPUs without a table get configs that fit every GPU since Ampere.
     """
     table = _TABLES.get(compute_capability, _ANY)
     itemsize = jnp.dtype(dtype).itemsize
     value_dim = head_dim if value_dim is None else value_dim
 
     def choose(kernel):
-        entry = next(e for e in table[kernel, itemsize] if e.takes(head_dim, value_dim))
+        entry = next(e for e in table[kernel, itemsize] if e.fits(head_dim, value_dim))
         fast = TritonConfig(*entry.fast)
         whole = q_length % fast.block_q == 0 and kv_length % fast.block_kv == 0
         plain = whole and not has_segments and spec.score.logits_soft_cap is None
-        plain = plain and spec.dropout is None and not has_key_ranges and not spec.calls_functions
+        plain = plain and spec.dropout is None and not has_kv_bounds and not spec.calls_functions
         # On an A100 the fast tiles have registers for a bias; on Hopper not all of them have.
         plain = plain and (not has_bias or compute_capability == 8.0)
         together = groups if kernel == "dkv" else 1
@@ -234,8 +234,8 @@ def triton_configs(
         plain = plain and not by_blocks
         if spec.calls_functions and entry.functions is not None:
             return TritonConfig(*entry.functions)
-        if (has_key_ranges or by_blocks) and entry.ranges is not None:
-            return TritonConfig(*entry.ranges)
+        if (has_kv_bounds or by_blocks) and entry.kv_bounds is not None:
+            return TritonConfig(*entry.kv_bounds)
         if plain or entry.general is None:
             return fast
         return TritonConfig(*entry.general)
@@ -245,11 +245,11 @@ def triton_configs(
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """How the kernels are built.
+    """Options of the kernels.
 
     Attributes:
-      fixed: tiles for every call; None takes them from the table.
-      compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
+      fixed: configs for every call; None: from the table.
+      compute_capability: selects the table, 8.0 for A100, 9.0 for H100; None: fits any GPU.
       interpret: run the kernels on any platform, slowly.
     """
 
@@ -258,7 +258,7 @@ class Build:
     interpret: bool
 
     def configs(self, inputs: AttentionInputs, spec: AttentionSpec) -> TritonConfigs:
-        """The tiles for these inputs."""
+        """The configs for these inputs."""
         if self.fixed is not None:
             return self.fixed
         return triton_configs(

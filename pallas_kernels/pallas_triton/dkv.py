@@ -1,8 +1,8 @@
 """dK and dV of local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
 
-One program per (batch row, key head, key tile). It walks the query tiles inside its bounds for
-every query head that shares the key head, so that grouped queries need no second sum, and adds to
-the incoming dK and dV, in place.
+One program per (batch index, key/value head, KV tile). It loops over the query tiles within its
+bounds for every query head that shares the key/value head, so that GQA needs no second sum, and
+adds to the incoming dK and dV, in place.
 """
 
 from __future__ import annotations
@@ -104,32 +104,32 @@ def _kernel(
         q = load(q_ref.at[tokens, h, :], tile_mask(query_ok, lane_ok))
         do = load(do_ref.at[tokens, h, :], tile_mask(query_ok, value_lane_ok))
         shift = load(stat(stats_ref, 0, h, tokens), query_ok) * -LOG2_E
-        # Both products come before the exponentials, so that the tensor cores work meanwhile.
+        # Both products are issued before the exponentials, to overlap with them.
         raw = spec.score.raw(lowering.dot(k, q.T))
         queries = sides.queries(tokens, query_ok, as_row, masked=masked)
         positions = queries.positions, keys.positions
-        places = sides.places(h, queries, keys)
-        scores, factor = spec.score.in_base_2(raw, *positions, sides.per_head_of(h), places)
+        coordinates = sides.coordinates(h, queries, keys)
+        scores, factor = spec.score.in_base_2(raw, *positions, sides.per_head_of(h), coordinates)
         dp = lowering.dot(v, do.T)
         p = weights(spec.score, scores, factor, shift[None, :], interpret=interpret)
         if masked:
             table_rows = sides.table_rows(tokens, query_ok)
             by_blocks = static.by_blocks(sides, h, table_rows, tile)
-            ok = score_mask(static.mask, queries, keys, by_blocks, places)
+            ok = score_mask(static.mask, queries, keys, by_blocks, coordinates)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         delta = load(stat(stats_ref, 1, h, tokens), query_ok)
         rows = sides.rows((h, tokens), query_ok, as_row)
         dp = dropped(spec.dropout, rows, columns, dp if unit == 1 else dp * unit)
-        ds = spec.score.to_products(raw, p, p * (dp - delta[None, :]), places)
+        ds = spec.score.to_products(raw, p, p * (dp - delta[None, :]), coordinates)
         kept = dropped(spec.dropout, rows, columns, p)
         dv += lowering.dot(kept.astype(do.dtype), do)
         return dk + lowering.dot(ds.astype(q.dtype), q), dv
 
     dk, dv = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(v_ref.shape, jnp.float32)
     if dkv_in_refs:
-        # dV starts from what it is added to. dK cannot, because its scale comes last. Added at the
-        # end, both would take more registers there than there are.
+        # dV starts from the incoming dV. dK cannot, because its scale is applied at the end. Adding
+        # both at the end would take more registers than there are.
         dv = load(dkv_in_refs[1].at[:, :], v_tile_ok)
         dv = dv if unit == 1 else dv / unit
     dk, dv = over_tiles(table, query_tile, (dk, dv), static.groups, listed=static.listed)

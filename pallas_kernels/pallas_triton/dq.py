@@ -1,7 +1,7 @@
 """dQ of local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
 
-One program per (batch row, query head, query tile); it walks the key tiles inside its bounds and
-adds ``scale ds k`` to the incoming dQ, in place.
+One program per (batch index, query head, query tile). It loops over the KV tiles within its bounds
+and adds ``scale ds k`` to the incoming dQ, in place.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def backward_dq(
         arguments.add(array, block)
     if dq is not None:
         arguments.add(dq, query_block, result=0)
-    # Gradients of a per-head array, [B, N, T], still to be summed over B and T.
+    # Gradients of a per-head parameter, [B, N, T], to be summed over B and T.
     per_head_sums = (
         stats.shape[1:],
         jnp.float32,
@@ -101,7 +101,7 @@ def _kernel(
         q, do = (lowering.in_registers(x, interpret=interpret) for x in (q, do))
     lse, delta = (load(stat(stats_ref, which), query_ok) for which in (0, 1))
     shift = lse * -LOG2_E
-    # Queries beyond the end are never stored, so their scores need no mask.
+    # Queries past the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
     rows = sides.rows(slice(None), query_ok, as_column)
@@ -116,12 +116,12 @@ def _kernel(
         raw = spec.score.raw(lowering.dot(q, k.T))
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
         positions = queries.positions, keys.positions
-        places = sides.places(jnp.int32(0), queries, keys)
-        scores, factor = spec.score.in_base_2(raw, *positions, per_head, places)
+        coordinates = sides.coordinates(jnp.int32(0), queries, keys)
+        scores, factor = spec.score.in_base_2(raw, *positions, per_head, coordinates)
         p = weights(spec.score, scores, factor, shift[:, None], interpret=interpret)
         if masked:
             by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
-            ok = score_mask(static.mask, queries, keys, by_blocks, places)
+            ok = score_mask(static.mask, queries, keys, by_blocks, coordinates)
             if ok is not None:
                 p = jnp.where(ok, p, 0.0)  # Also where lse is -inf and exp2 is inf.
         dp = lowering.dot(do, v.T)
@@ -131,7 +131,7 @@ def _kernel(
         ds = p * (dp - delta[:, None])
         parts = spec.score.per_head_gradients(ds, *positions)
         per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
-        ds = spec.score.to_products(raw, p, ds, places)
+        ds = spec.score.to_products(raw, p, ds, coordinates)
         return dq + lowering.dot(ds.astype(k.dtype), k), per_head_sums
 
     per_head_sums = dict.fromkeys(spec.score.differentiated, jnp.zeros((block_q,), jnp.float32))

@@ -1,7 +1,7 @@
 """Forward local attention as a Pallas kernel, lowered by Triton (Ampere and newer).
 
-One program per (batch row, query head, query tile). It walks the key tiles inside its bounds with
-an online softmax in base 2. At the end it merges the incoming (o, lse), in place.
+One program per (batch index, query head, query tile). It loops over the KV tiles within its bounds
+with an online softmax in base 2, and finally merges with the incoming (o, lse), in place.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _kernel(
     q = load(q_ref.at[:, :], q_tile_ok)
     if static.config.rows_in_registers:
         q = lowering.in_registers(q, interpret=interpret)
-    # Queries beyond the end are never stored, so their scores need no mask.
+    # Queries past the end are never stored, so their scores need no mask.
     queries = sides.queries(slice(None), query_ok, as_column)._replace(inside=None)
     per_head = sides.per_head_of(jnp.int32(0))
     rows = sides.rows(slice(None), query_ok, as_column)
@@ -112,12 +112,12 @@ def _kernel(
         k = load(k_ref.at[tokens, :], tile_mask(key_ok, lane_ok))
         raw = spec.score.raw(lowering.dot(q, k.T))
         keys = sides.keys(tokens, key_ok, as_row, masked=masked)
-        places = sides.places(jnp.int32(0), queries, keys)
+        coordinates = sides.coordinates(jnp.int32(0), queries, keys)
         positions = queries.positions, keys.positions
-        scores, factor = spec.score.in_base_2(raw, *positions, per_head, places)
+        scores, factor = spec.score.in_base_2(raw, *positions, per_head, coordinates)
         if masked:
             by_blocks = static.by_blocks(sides, jnp.int32(0), table_rows, j)
-            ok = score_mask(static.mask, queries, keys, by_blocks, places)
+            ok = score_mask(static.mask, queries, keys, by_blocks, coordinates)
             if ok is not None:
                 scores = jnp.where(ok, scores, -jnp.inf)
         m_next = jnp.maximum(m, scores.max(-1) * factor)

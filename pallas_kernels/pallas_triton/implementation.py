@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Dkv, Implementation, runs_anywhere
-from pallas_kernels.bounds import halves_of_tiles, key_bounds, query_bounds
+from pallas_kernels.bounds import key_bounds, query_bounds, split_tiles
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.pallas_triton.configs import Build, TritonConfig, TritonConfigs
 from pallas_kernels.pallas_triton.dkv import backward_dkv
@@ -18,8 +18,7 @@ from pallas_kernels.pallas_triton.dq import backward_dq
 from pallas_kernels.pallas_triton.forward import forward
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
-# Operations that Triton has for tiles, in JAX's Pallas lowering; those on single numbers are in all
-# of these dtypes.
+# Operations that JAX's Triton lowering supports for tiles, in all of _DTYPES.
 _OPERATIONS = frozenset((
     *("abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt"),
     *("ceil", "clamp", "convert_element_type", "cos", "cosh", "div", "eq", "exp", "exp2", "expm1"),
@@ -40,8 +39,8 @@ def triton(
 
     Args:
       interpret: run them on any platform, slowly.
-      config: tiles for all kernels; None is each kernel's own from the table.
-      compute_capability: whose table, 8.0 for A100, 9.0 for H100; None is one that fits any GPU.
+      config: for all kernels; None: each kernel's own from the table.
+      compute_capability: selects the table, 8.0 for A100, 9.0 for H100; None: fits any GPU.
     """
     of_config = None if config is None else TritonConfigs(config, config, config)
     build = Build(of_config, compute_capability, interpret)
@@ -53,7 +52,7 @@ def triton(
         backward_dkv=functools.partial(backward_dkv, build=build),
         forward_bounds=functools.partial(_forward_bounds, build=build),
         backward_bounds=functools.partial(_backward_bounds, build=build),
-        split_backward=halves_of_tiles,
+        split_backward=split_tiles,
         unsupported=_unsupported,
         unsupported_functions=_unsupported_functions,
         unavailable=runs_anywhere if interpret else _needs_ampere,
@@ -97,10 +96,10 @@ def _backward_bounds(
 def _unsupported(inputs: AttentionInputs) -> str | None:
     q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k.dtype:
-        return f"query is {q.dtype} and key {k.dtype}; it takes bfloat16, float16 or float32"
+        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16, float16 or float32"
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim > 256:
-            return f"the head dim{what} is {dim}; it takes 256 at most"
+            return f"the head dim{what} is {dim}; it supports 256 at most"
     return None
 
 

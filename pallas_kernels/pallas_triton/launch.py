@@ -1,4 +1,4 @@
-"""The host half of the Triton kernels: a launch's sizes and grid, and its arguments in blocks."""
+"""Launching a Triton kernel: static parameters, grid, and arguments with their blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.arrays import varying_axes
-from pallas_kernels.dropout import column_numbers
+from pallas_kernels.dropout import column_hashes
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
@@ -29,16 +29,16 @@ from pallas_kernels.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One program per (batch row, head, tile).
+    """One program per (batch index, head, tile).
 
-    Tiles vary fastest: the programs that run at one time share few heads' keys in the L2 cache.
+    Tiles vary fastest: concurrent programs share few heads' keys in the L2 cache.
 
     Attributes:
-      batch: rows of the batch.
-      heads: heads.
-      tiles: tiles of the side that programs are split over.
-      last_first: start with the last tile. Where positions ascend, causal masks give the last query
-        tile and the first key tile the most work, and long programs must not be left to the end.
+      batch: B.
+      heads: number of heads.
+      tiles: number of tiles on the side that work is split over.
+      last_first: start with the last tile. With ascending positions, causal masks give the last
+        query tile and the first KV tile the most work, and long programs must not come last.
     """
 
     batch: int
@@ -57,30 +57,30 @@ class Grid:
         return self.tiles - 1 - i if self.last_first else i
 
     def index_map(self, index: Callable[[Any, Any, Any], tuple]) -> Callable[..., tuple]:
-        """An index map over the grid from one over ``(batch row, head, tile)``."""
+        """An index map over the grid from one over ``(batch index, head, tile)``."""
         return lambda i, h, b: index(b, h, self.tile(i))
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonStatic:
-    """What is static about one launch of a Triton kernel.
+    """Static parameters of a launch.
 
     Attributes:
-      split: the side over whose tiles the programs are split.
-      spec: the mask and the score.
+      split: the side that work is split over.
+      spec: mask, score and dropout.
       mask: the mask that scores are tested by, :meth:`.inputs.AttentionInputs.folded`.
-      config: how the kernel is cut into tiles.
-      interpret: run it on any platform, slowly.
-      grid: its programs.
+      config: tile sizes.
+      interpret: run on any platform, slowly.
+      grid: the programs.
       q_length: T.
       kv_length: S.
-      groups: how many query heads share a key head.
+      groups: query heads per key/value head.
       dim: H.
-      lanes: H as blocks have it, a power of two.
+      lanes: H padded to a power of two.
       value_dim: Hv.
-      value_lanes: Hv as blocks have it.
-      listed: whether the tiles to visit are listed, as a mask by blocks needs it.
-      block_words: how scores are tested by a mask by blocks; None if they need no test by one.
+      value_lanes: Hv padded.
+      listed: whether bounds are tile lists, as with a block-sparse mask.
+      block_words: test of scores by a block-sparse mask; None if not needed.
     """
 
     split: Literal["queries", "keys"]
@@ -100,9 +100,9 @@ class TritonStatic:
     block_words: BlockWords | None
 
     def lanes_inside(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Which lanes belong to the head dim of q and k, and to that of v; None if all do.
+        """Which lanes are within the head dim of q and k, and of v; None if all are.
 
-        Where both head dims are one, so are both masks.
+        With equal head dims, both are the same array.
         """
         of_keys = lanes_in(self.lanes, self.dim)
         if self.value_dim == self.dim:
@@ -110,13 +110,13 @@ class TritonStatic:
         return of_keys, lanes_in(self.value_lanes, self.value_dim)
 
     def by_blocks(self, sides: SideRefs, head: Any, rows: Any, tile: Any) -> jax.Array | None:
-        """Which scores of a tile a mask by blocks leaves; None if no test by it is needed.
+        """Which scores of a tile the block-sparse mask allows; None if no test is needed.
 
         Args:
           sides: the program's references.
-          head: which of the program's query heads.
+          head: index among the program's query heads.
           rows: :meth:`SideRefs.table_rows` of the queries.
-          tile: the tile of keys.
+          tile: KV tile.
         """
         if self.block_words is None:
             return None
@@ -134,7 +134,7 @@ class TritonStatic:
         config: TritonConfig,
         interpret: bool,
     ) -> TritonStatic:
-        """The launch of a kernel whose programs are split over the tiles of one side."""
+        """From a call's inputs."""
         batch, q_length, heads, dim = inputs.query.q.shape
         kv_length, kv_heads = inputs.kv.k.shape[1:3]
         if split == "queries":
@@ -150,15 +150,15 @@ class TritonStatic:
 
 
 class Arguments:
-    """A kernel's arguments and their blocks, in the order in which the kernel takes them.
+    """A kernel's arguments and their blocks, in the kernel's order.
 
-    The first ones are alike for all kernels: the bounds table, then positions, segment ids, ranges
-    of keys, per-head arrays, dropout's numbers, what tests scores by blocks, and the numbers of
-    rows and heads (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
+    All kernels start with the bounds, positions, segment ids, KV bounds, per-head parameters,
+    dropout hashes, the block-sparse mask and global indices
+    (:class:`pallas_kernels.pallas_triton.tiles.SideRefs`).
 
     Args:
-      static: what is static about the launch.
-      inputs: the arrays. Those that all kernels read are added here, apart from q, k and v.
+      static: static parameters of the launch.
+      inputs: the arrays. Those above are added here.
       bounds: the kernel's tile bounds.
     """
 
@@ -170,7 +170,7 @@ class Arguments:
         self._has_segments = inputs.has_segments
         self._per_head_names = tuple(inputs.shared.score_parameters)
         self._add_bounds(bounds)
-        # Of one side a program has a tile, of the other one all tokens.
+        # A program has a tile of one side, and all tokens of the other one.
         by_query = static.split == "queries"
         q_size = static.config.block_q if by_query else static.q_length
         kv_size = static.kv_length if by_query else static.config.block_kv
@@ -193,18 +193,18 @@ class Arguments:
             self.add(array, self.per_head_block())
         self._has_dropout = inputs.shared.dropout_seeds is not None
         if self._has_dropout:
-            # Made once for all programs: each of them would make the numbers of all its columns.
+            # Computed once: each program would hash all of its keys.
             rows = self.stat_block() if by_query else self.all_stats_block()
             self.add(inputs.dropout_rows, rows)
             index = (lambda b, h, i: (0,)) if by_query else (lambda b, h, i: (i,))
-            columns = column_numbers(inputs.kv_positions)
+            columns = column_hashes(inputs.kv_positions)
             self.add(columns, self.block((kv_size,), index))
         if static.block_words is not None:
             assert inputs.shared.block_mask is not None
             rows = inputs.shared.block_mask.rows(inputs.q_positions)
             self.add(rows, self.block((q_size,), (lambda b, h, i: (i if by_query else 0,))))
             words = static.block_words.packed(inputs)
-            # Of a table for all heads there is one.
+            # A table shared by all heads has one block.
             heads = 1 if by_query or len(words) == 1 else static.groups
             which = (lambda b, h, i: (h, 0)) if len(words) > 1 else (lambda b, h, i: (0, 0))
             self.add(words, self.block((heads, words.shape[1]), which))
@@ -214,7 +214,7 @@ class Arguments:
             self.add(inputs.shared.indices.head, self.per_head_block())
 
     def _add_bounds(self, bounds: jax.Array) -> None:
-        """Adds the table of bounds, or the lists of tiles."""
+        """Adds the bounds or the tile lists."""
         by_batch = bounds.shape[0] != 1
         if not self._static.listed:
             self.add(
@@ -231,30 +231,30 @@ class Arguments:
         )
 
     def stat_block(self) -> pl.BlockSpec:
-        """Of ``[B, N, T]``, for programs that are split over queries."""
+        """Block of ``[B, N, T]`` for programs that are split over queries."""
         return self.block((None, None, self._static.config.block_q), lambda b, h, i: (b, h, i))
 
     def all_stats_block(self) -> pl.BlockSpec:
-        """Of ``[B, N, T]``, for programs that are split over keys."""
+        """Block of ``[B, N, T]`` for programs that are split over keys."""
         block = (None, self._static.groups, self._static.q_length)
         return self.block(block, lambda b, h, i: (b, h, 0))
 
     @staticmethod
     def _by_row(by_batch: bool, is_tile: bool) -> Callable[..., tuple]:
-        """Where a program finds its part of an array ``[B or 1, tokens]``."""
+        """Index of a program's block of an array ``[B or 1, tokens]``."""
         return lambda b, h, i: (b if by_batch else 0, i if is_tile else 0)
 
     def block(self, shape: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
-        """A block at ``index(batch row, head, tile)``."""
+        """A block at ``index(batch index, head, tile)``."""
         return pl.BlockSpec(shape, self._static.grid.index_map(index))
 
     def per_head_block(self) -> pl.BlockSpec:
-        """The block of a per-head array: the program's query heads, which are one or a group."""
+        """Block of a per-head parameter: the program's query heads, one or a group."""
         heads = 1 if self._static.split == "queries" else self._static.groups
         return self.block((heads,), lambda b, h, i: (h,))
 
     def add(self, array: jax.Array, spec: pl.BlockSpec, result: int | None = None) -> None:
-        """Adds an argument; ``result`` is the number of the result that is written over it."""
+        """Adds an argument; ``result`` is the index of the result that overwrites it."""
         if result is not None:
             self._aliases[len(self._arrays)] = result
         self._arrays.append(array)

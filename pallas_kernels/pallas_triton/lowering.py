@@ -1,10 +1,8 @@
-"""The one place that speaks to JAX's Triton lowering of Pallas.
+"""The only module that calls ``jax.experimental.pallas.triton``.
 
-JAX has deprecated that lowering in favour of Mosaic GPU, which has no attention for Ampere yet. A
-successor replaces this file; kernels call nothing of ``jax.experimental.pallas.triton`` themselves.
-
-JAX says so with a DeprecationWarning when a program is lowered. Python hides it by default. Whoever
-turns warnings into errors has to let "The Pallas Triton backend is deprecated" through.
+JAX has deprecated that lowering in favor of Mosaic GPU, and emits a DeprecationWarning at lowering,
+which Python hides by default. Where warnings are errors, ignore "The Pallas Triton backend is
+deprecated".
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def exp2_affine(x: jax.Array, factor: float, offset: jax.Array, *, interpret: bool) -> jax.Array:
     """``2^(factor x + offset)`` elementwise, float32; ``offset`` broadcasts against ``x``.
 
-    Two instructions: a fused multiply-add and ``ex2``. Left to the compiler it is six, because XLA
-    neither contracts the multiply-add nor flushes subnormal results to zero.
+    Two instructions, an FMA and ``ex2``. Compiled by XLA it is six, because XLA neither contracts
+    the multiply-add nor flushes subnormal results to zero.
     """
     if interpret:
         return jnp.exp2(x * factor + offset)
@@ -50,9 +48,9 @@ def exp2_affine(x: jax.Array, factor: float, offset: jax.Array, *, interpret: bo
 def in_registers(tile: jax.Array, *, interpret: bool) -> jax.Array:
     """The same ``[rows, lanes]`` tile, kept in registers as a matmul's left operand.
 
-    On Hopper Triton reads a loaded left operand from shared memory for every product again, which
-    is as much traffic as a 64 x 64 tile's right operand. The result of a product it keeps in
-    registers, so this is one by the identity: exact, once per program.
+    On Hopper, Triton reads a loaded left operand from shared memory again for every product, which
+    is as much traffic as a 64 x 64 tile's right operand. It keeps results of products in registers,
+    so this multiplies by the identity: exact, once per program.
     """
     if interpret:
         return tile
@@ -63,7 +61,7 @@ def in_registers(tile: jax.Array, *, interpret: bool) -> jax.Array:
 
 def call(
     kernel: Callable[..., None],
-    *operands: Any,
+    *arrays: Any,
     name: str,
     grid: tuple[int, ...],
     in_specs: Sequence[pl.BlockSpec],
@@ -85,4 +83,4 @@ def call(
         input_output_aliases=input_output_aliases or {},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
-    )(*operands)
+    )(*arrays)

@@ -1,4 +1,4 @@
-"""What the bodies of the Triton kernels share: masked loads, masks, the walk over tiles."""
+"""Shared code of the Triton kernels: masked loads, masks, the loop over tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.elementwise import Places, on_tiles
+from pallas_kernels.elementwise import ScoreCoordinates, on_tiles
 from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.pallas_triton import lowering
@@ -27,12 +27,12 @@ def in_range(start: jax.Array, block: int, length: int) -> jax.Array | None:
 
 
 def lanes_in(lanes: int, dim: int) -> jax.Array | None:
-    """Which lanes belong to the head dim; None if all do."""
+    """Which lanes are within the head dim; None if all are."""
     return None if lanes == dim else jnp.arange(lanes, dtype=jnp.int32) < dim
 
 
 def tile_mask(rows: jax.Array | None, lanes: jax.Array | None) -> jax.Array | None:
-    """The mask of a ``[rows, lanes]`` tile; None where nothing is cut off."""
+    """The mask of a ``[rows, lanes]`` tile; None if it has no padding."""
     if rows is None:
         return None if lanes is None else lanes[None, :]
     return rows[:, None] if lanes is None else rows[:, None] & lanes[None, :]
@@ -47,18 +47,17 @@ def tile_masks(
 
 
 def load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads a tile, 0 where masked: beyond an array's end a GPU reads its neighbour."""
+    """Loads a tile, 0 where masked: past its end an array's neighbor would be read."""
     if mask is None:
         return lowering.load(ref)
     return lowering.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def stat(ref: Any, which: int, *index: Any) -> Any:
-    """A reference to lse (``which`` is 0) or delta (1), indexed further, from one to both stacked.
+    """A reference to lse (``which`` is 0) or delta (1), indexed further, from the stacked array.
 
-    A load takes an array as an index, and no Python number. It gives the slices beside that index
-    starts of JAX's default integer dtype, int64 under ``jax_enable_x64``. Interpret mode wants all
-    of them to be of one dtype, so the index has the default one too.
+    The index must be an array. The slices next to it get JAX's default integer dtype, int64 under
+    ``jax_enable_x64``, and interpret mode requires one dtype, so the index has the default one.
     """
     return ref.at[(jnp.asarray(which, int), *(index or (slice(None),)))]
 
@@ -74,52 +73,50 @@ def as_row(x: jax.Array | None) -> jax.Array | None:
 
 
 class TileTokens(NamedTuple):
-    """Positions and segment ids of one side of a tile, shaped to broadcast over its scores.
+    """Tokens of one side of a tile, shaped to broadcast over its scores.
 
     Attributes:
       positions: int32; None where neither mask nor score read them.
       segment_ids: int32, or None.
       inside: which tokens are inside the array; None if all are.
-      key_ranges: of queries, ``kv_starts`` and ``kv_ends`` by name, those that there are.
+      kv_bounds: of queries, ``kv_starts`` and ``kv_ends`` by name, those that there are.
     """
 
     positions: Any
     segment_ids: Any
     inside: jax.Array | None
-    key_ranges: dict[str, Any]
+    kv_bounds: dict[str, Any]
 
 
 class SideRefs(NamedTuple):
-    """References to what belongs to queries, keys and heads beside q, k and v.
+    """References to the inputs of scores apart from q and k.
 
     Attributes:
       q_positions: int32 positions of the queries.
       kv_positions: int32 positions of the keys.
       q_segment_ids: int32 segment ids of the queries, or None.
       kv_segment_ids: int32 segment ids of the keys, or None.
-      key_ranges: int32 ``kv_starts`` and ``kv_ends`` of the queries, those that there are.
-      per_head: the per-head arrays that logits are made with, one number for each query head of the
-        program.
-      dropout_rows: int32, the number of each query's row of weights; None without dropout.
-      dropout_columns: int32, the number of each key's column of weights; None without dropout.
-      block_rows: int32, the row of each query in the table of a mask by blocks; None where tiles
-        are not tested by one.
-      block_words: int32, the table of the program's heads, packed (:class:`BlockWords`), or None.
-      numbering: int32, the number of the program's row of the batch and those of its query heads;
-        None where no function of the caller's reads them.
+      kv_bounds: int32, KV bounds of the queries by name.
+      per_head: per-head parameters of logits, of the program's query heads.
+      dropout_rows: int32, dropout hashes of the queries; None without dropout.
+      dropout_columns: int32, dropout hashes of the keys; None without dropout.
+      block_rows: int32, the row of each query in the block-sparse mask; None if scores are not
+        tested by it.
+      block_words: int32, the mask of the program's heads, packed (:class:`BlockWords`), or None.
+      indices: global batch index and query head indices; None without user functions.
     """
 
     q_positions: Any
     kv_positions: Any
     q_segment_ids: Any
     kv_segment_ids: Any
-    key_ranges: dict[str, Any]
+    kv_bounds: dict[str, Any]
     per_head: dict[str, Any]
     dropout_rows: Any = None
     dropout_columns: Any = None
     block_rows: Any = None
     block_words: Any = None
-    numbering: GlobalIndices | None = None
+    indices: GlobalIndices | None = None
 
     def queries(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
         """The tokens of some queries.
@@ -127,11 +124,11 @@ class SideRefs(NamedTuple):
         Args:
           which: slice of the query axis.
           inside: which of them are inside the array; the others are loaded as 0.
-          shaped: :func:`as_column` or :func:`as_row`, as the queries lie in a tile of scores.
-          masked: whether the tile needs a mask. If not, only a bias of the logits and functions of
-            the caller's read the tokens.
+          shaped: :func:`as_column` or :func:`as_row`, the queries' axis of a tile of scores.
+          masked: whether the tile needs a mask. If not, only a bias and user functions read the
+            tokens.
         """
-        refs = self.q_positions, self.q_segment_ids, self.key_ranges
+        refs = self.q_positions, self.q_segment_ids, self.kv_bounds
         return self._tokens(refs, which, inside, shaped, masked)
 
     def keys(self, which: Any, inside: Any, shaped: Any, *, masked: bool = True) -> TileTokens:
@@ -142,46 +139,48 @@ class SideRefs(NamedTuple):
     def _tokens(
         self, refs: tuple, which: Any, inside: Any, shaped: Any, masked: bool
     ) -> TileTokens:
-        positions, segment_ids, key_ranges = refs
-        reads_positions = bool(self.per_head) or self.numbering is not None
+        positions, segment_ids, kv_bounds = refs
+        reads_positions = bool(self.per_head) or self.indices is not None
         if not masked and not reads_positions:
             return TileTokens(None, None, None, {})
 
         def loaded(ref: Any) -> Any:
             return None if ref is None else shaped(load(ref.at[which], inside))
 
-        # Ranges stand for the positions of their queries, but where something else reads those.
-        read = None if key_ranges and not reads_positions else positions
-        ranges = {name: loaded(ref) for name, ref in key_ranges.items()}
+        # KV bounds include the window, so only a bias or a user function reads query positions.
+        read = None if kv_bounds and not reads_positions else positions
+        ranges = {name: loaded(ref) for name, ref in kv_bounds.items()}
         return TileTokens(loaded(read), loaded(segment_ids), shaped(inside), ranges)
 
     def rows(self, which: Any, inside: Any, shaped: Any) -> Any:
-        """Dropout's numbers of some queries; None without dropout."""
+        """Dropout hashes of some queries; None without dropout."""
         if self.dropout_rows is None:
             return None
         return shaped(load(self.dropout_rows.at[which], inside))
 
     def columns(self, which: Any, inside: Any, shaped: Any) -> Any:
-        """Dropout's numbers of some keys; None without dropout."""
+        """Dropout hashes of some keys; None without dropout."""
         if self.dropout_columns is None:
             return None
         return shaped(load(self.dropout_columns.at[which], inside))
 
     def table_rows(self, which: Any, inside: Any) -> Any:
-        """The rows of some queries in the table of a mask by blocks; None without a test by it."""
+        """Rows of some queries in the block-sparse mask; None if scores are not tested by it."""
         return None if self.block_rows is None else load(self.block_rows.at[which], inside)
 
-    def places(self, head: Any, queries: TileTokens, keys: TileTokens) -> Places | None:
-        """Where a tile's scores are, of one of the program's query heads; None if nobody asks."""
-        if self.numbering is None:
+    def coordinates(
+        self, head: Any, queries: TileTokens, keys: TileTokens
+    ) -> ScoreCoordinates | None:
+        """Coordinates of a tile's scores; None without user functions."""
+        if self.indices is None:
             return None
-        batch, heads = self.numbering
+        batch, heads = self.indices
         numbers = lowering.load(batch.at[jnp.int32(0)]), lowering.load(heads.at[head])
         run = functools.partial(on_tiles, replaced={})
-        return Places(*numbers, queries.positions, keys.positions, run)
+        return ScoreCoordinates(*numbers, queries.positions, keys.positions, run)
 
     def per_head_of(self, head: Any) -> dict[str, jax.Array]:
-        """Of each per-head array, the number of one of the program's query heads."""
+        """The per-head parameters of one of the program's query heads."""
         return {name: lowering.load(ref.at[head]) for name, ref in self.per_head.items()}
 
 
@@ -208,26 +207,26 @@ def split_sides(
     blocks = ()
     if has_blocks:
         *blocks, rest = *rest[:2], rest[2:]
-    numbering = None
+    indices = None
     if has_functions:
-        numbering, rest = GlobalIndices(*rest[:2]), rest[2:]
+        indices, rest = GlobalIndices(*rest[:2]), rest[2:]
     numbers = rows, columns, *blocks
     of_tokens = q_positions, kv_positions, q_ids, kv_ids, ranges, per_head
-    sides = SideRefs(*of_tokens, *numbers, numbering=numbering)
+    sides = SideRefs(*of_tokens, *numbers, indices=indices)
     return table, sides, rest
 
 
 def dropped(dropout: Dropout | None, rows: Any, columns: Any, x: jax.Array) -> jax.Array:
-    """``x`` of a tile's scores, 0 where weights are dropped; all of it without dropout."""
+    """``x``, which has a value per score of a tile, 0 where dropped."""
     return x if dropout is None else jnp.where(dropout.kept(rows, columns), x, 0.0)
 
 
 def weights(
     score: Score, scores: jax.Array, factor: float, shift: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """``2^(factor score + shift)``, 0 where a function of the caller's has hidden the score."""
+    """``2^(factor score + shift)``, 0 where a ``score_mod`` returned -inf."""
     p = lowering.exp2_affine(scores, factor, shift, interpret=interpret)
-    # A row that sees no key has lse -inf, with which 2^(-inf - lse) is no number.
+    # A query without keys has lse -inf, and 2^(-inf - lse) is NaN.
     return p if score.score_mod is None else jnp.where(scores == -jnp.inf, 0.0, p)
 
 
@@ -236,18 +235,17 @@ def score_mask(
     q: TileTokens,
     kv: TileTokens,
     by_blocks: jax.Array | None = None,
-    places: Places | None = None,
+    coordinates: ScoreCoordinates | None = None,
 ) -> jax.Array | None:
-    """Which scores of a tile count, a ragged tile's tail cut off; None if all do.
+    """Which scores of a tile count, without a partial tile's padding; None if all do.
 
-    ``by_blocks``: those that a mask by blocks leaves; None if it leaves all. ``places``: where the
-    scores are.
+    ``by_blocks``: those that the block-sparse mask allows; None if it allows all.
     """
-    # Both cuts first: in another order the A100's tiles spill.
+    # Both paddings first: in another order the A100's tiles spill.
     cuts = [cut for cut in (kv.inside, q.inside) if cut is not None]
     inside = functools.reduce(operator.and_, cuts) if cuts else None
     ids = q.segment_ids, kv.segment_ids
-    allowed = mask.allowed(q.positions, kv.positions, *ids, **q.key_ranges, places=places)
+    allowed = mask.allowed(q.positions, kv.positions, *ids, **q.kv_bounds, coordinates=coordinates)
     tests = [test for test in (allowed, inside, by_blocks) if test is not None]
     return functools.reduce(operator.and_, tests) if tests else None
 
@@ -262,11 +260,11 @@ def over_tiles[State](
 ) -> State:
     """Runs ``visit(masked, head, tile, state)`` for every head over the tiles in the bounds table.
 
-    One loop visits the tiles before and behind the full ones, for all heads, and a second loop the
-    full ones. Two loops without loops around them hold fewer values alive and keep their load
-    pipelines running. Heads vary fastest, so that the division is by a constant.
+    One loop visits the tiles before and after the full ones, for all heads, and a second loop the
+    full ones. Two loops that are not nested keep fewer values alive and their load pipelines
+    running. Heads vary fastest, so that the division is by a constant.
 
-    ``listed``: the table is a list of tiles, and not a range (:mod:`pallas_kernels.bounds`).
+    ``listed``: the table is a tile list instead of a range (:mod:`pallas_kernels.bounds`).
     """
 
     def step(masked, tile, t, state):

@@ -110,11 +110,11 @@ NO_MODEL: Any = nnx.graphdef(nnx.Dict())
 STEPS = {
     "optimizer-text": (
         lambda: state(mesh_of(seq=1), optimizer="adam"),
-        "optimizer is 'adam': pass what make_optimizer returns, or an optax.GradientTransfor",
+        "optimizer is 'adam': pass the result of make_optimizer, or an optax.GradientT",
     ),
     "optimizer-of-step": (
         lambda: make_train_step(NO_MODEL, text),
-        "optimizer is 'adam': pass what",
+        "optimizer is 'adam': pass the",
     ),
     "accumulate": (
         lambda: make_train_step(NO_MODEL, make_optimizer(1e-3, 10), accumulate=half),
@@ -185,7 +185,7 @@ PLACES = {
     ),
     "rows": (
         lambda: place(BATCH, mesh_of(data=4), seq_axis=None, batch_axis="data"),
-        r"batch has 2 rows: they must be a multiple of 4, the parts of mesh axes \('data',\)",
+        r"batch has 2 sequences: use a multiple of 4, the shards of mesh axes \('data',\)",
     ),
     "rows_here-axis": (
         lambda: here(mesh_of(seq=2), 4, batch_axis="data"),

@@ -18,14 +18,14 @@ from ring_cases import a_case, assert_exact, case_id, make_inputs
 
 import burst_jax
 from burst_jax import LinenBurstAttention
-from pallas_kernels.dropout import Dropout, column_numbers, row_numbers
+from pallas_kernels.dropout import Dropout, column_hashes, row_hashes
 
 
 def kept(rate, seeds, length):
     """Which weights of rows of this length are kept, ``[seeds, length, length]``."""
     positions = jnp.arange(length, dtype=jnp.int32)
-    rows = row_numbers(seeds[:, None], positions[None])[..., None]
-    return np.asarray(Dropout(rate).kept(rows, column_numbers(positions)))
+    rows = row_hashes(seeds[:, None], positions[None])[..., None]
+    return np.asarray(Dropout(rate).kept(rows, column_hashes(positions)))
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.9])

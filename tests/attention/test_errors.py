@@ -200,7 +200,7 @@ def test_explicit_axes_split_otherwise(spec):
         }
         query = jax.device_put(zeros(B, T, 4, H), jax.NamedSharding(mesh, spec))
         message = (
-            r"query is split as .* over Explicit mesh axes, the ring needs .*'seq'.*: set "
+            r"query is sharded as .* over Explicit mesh axes, the ring needs .*'seq'.*: set "
             r"seq_axis, batch_axis and tensor_axis .*, or reshard it: jax.reshard\(query, "
         )
         with pytest.raises(ValueError, match=message):

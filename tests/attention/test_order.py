@@ -116,6 +116,18 @@ def test_positions_may_restart_inside_a_segment(layout, n, start, size):
     assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
 
 
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_positions_of_padding_do_not_matter(layout, n):
+    """They may be an arange along the array, like a few tokens that are padded after to_layout."""
+    natural = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    ids = to_layout((natural < 2).astype(np.int32), layout, n)
+    places = np.where(ids != 0, to_layout(natural, layout, n), 100 + natural)
+    x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout}
+    assert refuse_wrong_order(x, places, ids, options | {"is_causal": True}) is x
+    if n == 4:
+        assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
+
+
 MESHES = {
     "ring": ((4,), ("seq",), {}),
     "two levels": ((2, 2), ("outer", "inner"), {"seq_axis": ("outer", "inner")}),

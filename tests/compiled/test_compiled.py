@@ -461,7 +461,7 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     mesh, seen = compiled.gpu_mesh(gpu, 1), []
 
     def local(x):
-        from burst_jax.parallel.platform import compute_capability, current_platform
+        from burst_jax.parallel.target import compute_capability, current_platform
 
         seen.append((current_platform(), compute_capability()))
         return x

@@ -16,7 +16,7 @@ from served_models import CONFIG
 
 from burst_jax.models import Decoder
 from burst_jax.serving import Generator
-from burst_jax.serving.steps import At
+from burst_jax.serving.cache import TokenPosition
 from pallas_kernels.pallas_triton.decode import partial_attention
 
 pytestmark = pytest.mark.cuda_compiler
@@ -74,7 +74,13 @@ def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     one, row = shapes((jnp.int32(0), jnp.zeros(1, jnp.int32)))
-    arguments = shapes(steps.model.weights), shapes(server._cache), row, row, At(*[one] * 4)
+    arguments = (
+        shapes(steps.model.weights),
+        shapes(server._cache),
+        row,
+        row,
+        TokenPosition(*[one] * 4),
+    )
     with jax.set_mesh(mesh):
         program = steps._decode.lower(steps, *arguments).compile()
     factors = [factor for *both, _ in compiled.matrix_products(program) for factor in both]

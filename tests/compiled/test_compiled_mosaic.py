@@ -15,13 +15,13 @@ import pytest
 
 from burst_jax import burst_attention
 from pallas_kernels import AttentionSpec, BlockMask, Dropout, mosaic_sm90
-from pallas_kernels.pallas_mosaic.configs import (
+from pallas_kernels.mosaic.sm90.configs import (
     SHARED_MEMORY,
     MosaicConfig,
     backward_config,
     forward_config,
 )
-from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.hopper_kernels]
 
@@ -366,7 +366,7 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim,
     def computed(config):
         if half == "forward":
             out_dtype = jnp.bfloat16 if rounded else jnp.float32
-            memory = ForwardMemory.of(config, out_dtype=out_dtype, carried=not rounded, **dims)
+            memory = ForwardMemory.of(config, out_dtype=out_dtype, has_carry=not rounded, **dims)
         else:
             memory = BackwardMemory.of(config, **dims)
         return memory.nbytes

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
-from burst_jax.plan.sizes import sizes_of
+from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.step_memory import step_memory
-from burst_jax.plan.way import Way
+from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.training import chunked_cross_entropy
 
 pytestmark = pytest.mark.cuda_compiler
@@ -121,10 +121,10 @@ def compiled_and_planned(config, tokens):
     program, params, _ = compile_small("a100", "triton", sizes, config, tokens)
 
     def planned(remat: Remat, count: int | None) -> int:
-        way = Way("split", 1, (2,), 1, "zigzag", remat, remat_layers=count)
-        of_device = sizes_of(config, params, way, length=2 * tokens, batch=1)
+        strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)
+        of_device = device_sizes(config, params, strategy, length=2 * tokens, batch=1)
         memory = step_memory(
-            of_device, way, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+            of_device, strategy, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
         )
         return memory.activations + memory.gradients + memory.work
 

@@ -1,4 +1,4 @@
-"""Rows of tokens for training: every token of every document, as often and where it should be."""
+"""Packing: every token of every document, as often and where it should be."""
 
 from __future__ import annotations
 
@@ -18,15 +18,8 @@ from data_files import (
     write_tokenizer,
 )
 
-from burst_jax.data import (
-    ByteTokens,
-    TokenizerFile,
-    open_corpus,
-    save_tokens,
-)
+from burst_jax.data import ByteTokens, TokenizerFile, open_corpus, save_tokens
 from burst_jax.training import make_batch
-
-PACKINGS = ("first_fit", "split", "none")
 
 
 @pytest.fixture
@@ -54,7 +47,7 @@ def bpe(tmp_path_factory, text):
 
 
 def segments(batches):
-    """Every segment's tokens, stream by stream, in the order in which they stand."""
+    """Every segment's tokens, stream by stream, in order."""
     for stream in range(len(batches[0]["rows"])):
         for batch in batches:
             row, ids = batch["rows"][stream], batch["segment_ids"][stream]
@@ -62,15 +55,7 @@ def segments(batches):
                 yield row[ids == segment]
 
 
-# --- which tokens come -------------------------------------------------------------------------
-
-
-def test_rows_have_the_shapes_that_make_batch_takes(arrays):
-    batch = taken(loader_of(open_corpus(arrays)), 1)[0]
-    assert batch["rows"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
-    assert batch["rows"].dtype == batch["segment_ids"].dtype == np.int32
-    made = make_batch(**batch, layout="zigzag", num_shards=4)
-    assert made["inputs"].shape == (4, SEQ_LEN)
+# --- which tokens --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -78,6 +63,8 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
     batches = taken(loader_of(open_corpus(arrays), epochs=epochs))
     predicted = Counter()
     for batch in batches:
+        assert batch["rows"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
+        assert batch["rows"].dtype == batch["segment_ids"].dtype == np.int32
         made = make_batch(**batch)
         counts = made["weights"] > 0
         predicted.update(made["targets"][counts].tolist())
@@ -85,14 +72,9 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
         np.testing.assert_array_equal(made["targets"][counts], made["inputs"][counts] + 1)
     every = [1000 * d + p for d, length in enumerate(LENGTHS) for p in range(1, length)]
     assert predicted == Counter(dict.fromkeys(every, epochs))
-
-
-def test_first_fit_keeps_a_document_that_fits_in_one_row(arrays):
-    found = {
-        tuple(each.tolist()) for each in segments(taken(loader_of(open_corpus(arrays), epochs=1)))
-    }
+    found = {tuple(each.tolist()) for each in segments(batches)}
     for document, length in enumerate(LENGTHS):
-        if 2 <= length <= SEQ_LEN + 1:
+        if 2 <= length <= SEQ_LEN + 1:  # It fits, so it is whole.
             assert tuple(range(1000 * document, 1000 * document + length)) in found
 
 
@@ -107,25 +89,23 @@ def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays, epochs):
     for stream in range(4):
         ids = np.concatenate([batch["segment_ids"][stream] for batch in batches])
         filled = np.flatnonzero(ids)
-        assert len(filled) == filled[-1] + 1, "padding stands only behind all tokens"
+        assert len(filled) == filled[-1] + 1, "padding comes only after all tokens"
 
 
-def test_without_packing_a_row_is_one_segment_of_the_split_stream(arrays):
+@pytest.mark.parametrize(("epochs", "count"), [(None, 30), (2, None)])
+def test_without_packing_a_sequence_is_one_segment_of_the_split_stream(arrays, epochs, count):
     corpus = open_corpus(arrays)
-    for epochs, count in ((None, 30), (2, None)):
-        plain = taken(loader_of(corpus, epochs=epochs, packing="none"), count)
-        split = taken(loader_of(corpus, epochs=epochs, packing="split"), count)
-        for one, other in zip(plain, split, strict=True):
-            np.testing.assert_array_equal(one["rows"], other["rows"])
-            if epochs is None:
-                assert one["segment_ids"] is None
-            else:
-                np.testing.assert_array_equal(
-                    one["segment_ids"], np.minimum(other["segment_ids"], 1)
-                )
+    plain = taken(loader_of(corpus, epochs=epochs, packing="none"), count)
+    split = taken(loader_of(corpus, epochs=epochs, packing="split"), count)
+    for one, other in zip(plain, split, strict=True):
+        np.testing.assert_array_equal(one["rows"], other["rows"])
+        if epochs is None:
+            assert one["segment_ids"] is None
+        else:
+            np.testing.assert_array_equal(one["segment_ids"], np.minimum(other["segment_ids"], 1))
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own(arrays):
+def test_every_epoch_and_seed_has_its_own_order(arrays):
     def order(seed):
         loader = loader_of(open_corpus(arrays), seed=seed, epochs=2, batch=1, packing="split")
         tokens = np.concatenate(list(segments(taken(loader)))) // 1000
@@ -147,57 +127,44 @@ def test_long_documents_are_spread(tmp_path):
     assert (np.diff(starts) != SEQ_LEN).mean() > 0.9
 
 
-def test_a_two_dimensional_array_has_a_document_a_row(tmp_path):
+def test_a_two_dimensional_array_has_a_document_per_row_and_stays_on_disk(tmp_path):
     np.save(tmp_path / "rows.npy", np.arange(60, dtype="u2").reshape(12, 5))
     corpus = open_corpus(tmp_path / "rows.npy")
     assert (len(corpus), corpus.size) == (12, 60)
     found = sorted(each.tolist() for each in segments(taken(loader_of(corpus, epochs=1))))
     assert found == np.arange(60).reshape(12, 5).tolist()
-
-
-def test_arrays_stay_on_the_disk(arrays):
-    reader: Any = open_corpus(arrays).reader
+    reader: Any = corpus.reader
     assert all(isinstance(ids, np.memmap) for ids in reader._ids)
 
 
-def test_json_lines_are_documents(lines):
-    corpus = open_corpus(lines)
-    assert len(corpus) == len(LENGTHS)
-    batches = taken(loader_of(corpus, seq_len=1000, epochs=1))
-    found = sorted(ByteTokens().decode(each) for each in segments(batches))
-    assert found == [f"{d:02} é " + "x" * length for d, length in enumerate(LENGTHS)]
-
-
-def test_json_lines_longer_than_a_row_are_cut_into_rows(lines):
-    batches = taken(loader_of(open_corpus(lines), epochs=1))
-    predicted = sum(int(make_batch(**batch)["weights"].sum()) for batch in batches)
+@pytest.mark.parametrize("separator", [None, 256])
+def test_json_lines_are_documents_that_end_in_separators(lines, separator):
+    corpus, tokens = open_corpus(lines), ByteTokens(separator=separator)
+    assert (len(corpus), tokens.vocab_size) == (len(LENGTHS), 256 if separator is None else 257)
+    found = list(segments(taken(loader_of(corpus, seq_len=1000, epochs=1, tokens=tokens))))
+    if separator is not None:
+        assert all((each[-1], each[:-1].max() < 256) == (256, True) for each in found)
+    texts = [f"{d:02} é " + "x" * length for d, length in enumerate(LENGTHS)]
+    assert sorted(map(tokens.decode, found)) == texts
+    short = taken(loader_of(corpus, epochs=1))  # Longer lines are cut into sequences.
+    predicted = sum(int(make_batch(**batch)["weights"].sum()) for batch in short)
     assert predicted == sum(length + 5 for length in LENGTHS)
 
 
-def test_separators_end_documents(lines):
-    tokens = ByteTokens(separator=256)
-    assert tokens.vocab_size == 257
-    batches = taken(loader_of(open_corpus(lines), seq_len=1000, epochs=1, tokens=tokens))
-    found = list(segments(batches))
-    assert len(found) == len(LENGTHS)
-    for each in found:
-        assert (each[-1], each[:-1].max() < 256) == (256, True)
-
-
-def test_a_separator_is_no_row_of_its_own(tmp_path):
-    """A document that fills a row exactly is cut so that the separator is predicted."""
+def test_a_separator_is_no_sequence_of_its_own(tmp_path):
+    """A document that fills a sequence exactly is cut so that the separator is predicted."""
     (tmp_path / "a.txt").write_text("x" * (SEQ_LEN + 1))
     loader = loader_of(open_corpus(tmp_path / "a.txt"), epochs=1, tokens=ByteTokens(separator=0))
     found = sorted((each.tolist() for each in segments(taken(loader))), key=len)
     assert found == [[ord("x"), 0], [ord("x")] * (SEQ_LEN + 1)]
 
 
-# --- tokenizers --------------------------------------------------------------------------------
+# --- tokenizers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "split"])
-def test_a_tokenizer_s_tokens_are_those_of_the_text(tmp_path, text, bpe, packing):
-    """The file's truncation and padding are off, and a text is cut where lines end."""
+def test_tokens_are_those_of_the_text(tmp_path, text, bpe, packing):
+    """Truncation and padding of the file are disabled, and texts are cut at ends of lines."""
     tokens = TokenizerFile(bpe, separator="<|end|>")
     texts = [text[:9000], text[9000:9300] + "é" * 40 + "\n", "a line's end\n" * 30, "one\n"]
     for name, part in enumerate(texts):
@@ -208,46 +175,45 @@ def test_a_tokenizer_s_tokens_are_those_of_the_text(tmp_path, text, bpe, packing
     ids = np.concatenate(found)
     assert (ids == tokens.separator_id).sum() == len(texts)
     if packing == "split":
-        # Pieces go from a line's end to a line's end, so every line stands there whole.
+        # Chunks start and end at ends of lines, so every line is whole.
         assert Counter(tokens.decode(ids).splitlines()) == Counter("".join(texts).splitlines())
     else:
-        # Each piece's first token is not predicted, and is a token more.
+        # Each chunk's first token is not predicted and duplicated.
         whole = sum(len(tokens.encode(part.encode())) + 1 for part in texts)
-        pieces = sum(-(-len(part.encode()) // (16 * (SEQ_LEN + 1))) for part in texts)
-        assert whole - pieces <= sum(len(each) - 1 for each in found) < whole
+        chunks = sum(-(-len(part.encode()) // (16 * (SEQ_LEN + 1))) for part in texts)
+        assert whole - chunks <= sum(len(each) - 1 for each in found) < whole
 
 
-def test_cuts_leave_no_character_in_halves(tmp_path, bpe):
-    (tmp_path / "a.txt").write_text("漢字" * 3000)
-    tokens, said = TokenizerFile(bpe), ""
+@pytest.mark.parametrize("letters", ["漢字", "🌀🌊", "aé漢🌀"], ids=["3-bytes", "4-bytes", "mixed"])
+def test_cuts_never_split_a_character(tmp_path, bpe, letters):
+    (tmp_path / "a.txt").write_text(letters * 1500)
+    tokens, decoded = TokenizerFile(bpe), ""
     for part in open_corpus(tmp_path / "a.txt").split(0.3):
         batches = taken(loader_of(part, tokens=tokens, epochs=1, packing="split", batch=1))
-        said += tokens.decode(np.concatenate(list(segments(batches))))
-    assert Counter(said) == {"漢": 3000, "字": 3000}
+        decoded += tokens.decode(np.concatenate(list(segments(batches))))
+    assert Counter(decoded) == dict.fromkeys(letters, 1500)
 
 
 @pytest.mark.parametrize("separator", [None, "<|end|>"])
-def test_saved_tokens_are_those_that_were_made(lines, tmp_path, bpe, separator):
+def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, separator):
     tokens, corpus = TokenizerFile(bpe, separator=separator), open_corpus(lines)
     saved = save_tokens(corpus, tokens, tmp_path / "tokens.npy")
     assert len(saved) == len(corpus)
     assert np.load(tmp_path / "tokens.npy").dtype == np.uint16
-    assert sorted(file.name for file in tmp_path.glob("tokens*")) == [
-        "tokens.npy",
-        "tokens.offsets.npy",
-    ]
-    made = taken(loader_of(corpus, tokens=tokens, epochs=1, seq_len=2000, batch=1))
-    kept = taken(loader_of(saved, epochs=1, seq_len=2000, batch=1))
-    assert len(made) == len(kept) == 1
-    np.testing.assert_array_equal(made[0]["rows"], kept[0]["rows"])
-    np.testing.assert_array_equal(made[0]["segment_ids"], kept[0]["segment_ids"])
+    names = sorted(file.name for file in tmp_path.glob("tokens*"))
+    assert names == ["tokens.npy", "tokens.offsets.npy"]
+    encoded = taken(loader_of(corpus, tokens=tokens, epochs=1, seq_len=2000, batch=1))
+    loaded = taken(loader_of(saved, epochs=1, seq_len=2000, batch=1))
+    assert len(encoded) == len(loaded) == 1
+    for name in ("rows", "segment_ids"):
+        np.testing.assert_array_equal(encoded[0][name], loaded[0][name])
 
 
-# --- held out ----------------------------------------------------------------------------------
+# --- held out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.99])
-def test_training_never_sees_what_is_held_out(arrays, fraction):
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.99])
+def test_training_and_held_out_documents_are_disjoint(arrays, fraction):
     corpus = open_corpus(arrays)
     seen = []
     for part in corpus.split(fraction):
@@ -257,10 +223,6 @@ def test_training_never_sees_what_is_held_out(arrays, fraction):
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == set(range(len(LENGTHS)))
     assert len(corpus.split(fraction)[1]) == min(max(1, round(18 * fraction)), 17)
-
-
-def test_nothing_is_held_out_of_a_zeroth(arrays):
-    corpus = open_corpus(arrays)
     train, held_out = corpus.split(0)
     assert (len(train), len(held_out)) == (len(corpus), 0)
     assert train.fingerprint() == corpus.fingerprint()

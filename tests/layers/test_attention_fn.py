@@ -144,7 +144,7 @@ PADDED: dict[str, Any] = {
 def test_lengths_that_the_mesh_does_not_divide_are_padded(case):
     (batch, t, s), options, axes, kind = PADDED[case]
     mesh = make_mesh(**axes, kind=kind)
-    ids: dict[str, Any] = {}
+    ids: Any = {}
     keep, segments = None, np.ones((batch, t), np.int32)
     if case == "segments":
         segments = np.repeat(np.array([[1, 2, 0], [3, 3, 3]], np.int32), [4, 5, 2], axis=1)

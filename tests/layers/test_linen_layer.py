@@ -44,6 +44,9 @@ def test_it_has_the_nnx_layers_arguments():
         if field.name not in LINEN_FIELDS
     }
     assert got == own | {name: optional[name].default for name in names}
+    shown = inspect.signature(LinenBurstAttention).parameters
+    assert [name for name in shown if name not in LINEN_FIELDS] == list(got)
+    assert (make_linen(layout="zigzag").head_dim, make_linen().layout) == (H, "contiguous")
 
 
 @pytest.mark.parametrize(

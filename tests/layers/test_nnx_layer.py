@@ -97,7 +97,7 @@ def test_positions_are_required_checked_and_shared():
         layer(X, POSITIONS)
 
 
-def test_attend_with_returns_what_the_function_computes():
+def test_attend_returns_what_the_function_computes():
     layer = make_layer(is_causal=True)
     rope = rope_table(POSITIONS, H)
 
@@ -106,11 +106,11 @@ def test_attend_with_returns_what_the_function_computes():
         assert options["local_window_size"] == 3
         return jnp.repeat(value, N // K, 2), {"keys": key}
 
-    out, aux = layer.attend_with(attention_fn, X, rope, local_window_size=3)
+    out, aux = layer.attend(X, rope, local_window_size=3, attention_fn=attention_fn)
     want = layer.out(jnp.repeat(layer.value(X), N // K, 2))
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(aux["keys"], apply_rope(layer.key(X), rope))
-    np.testing.assert_array_equal(layer.attend(X, rope), layer(X, POSITIONS))
+    np.testing.assert_array_equal(layer.attend(X, rope)[0], layer(X, POSITIONS))
     with pytest.raises(TypeError, match="BurstAttention's call got sinks: next to segment_ids"):
         layer.attend(X, rope, sinks=None)  # pyrefly: ignore
 
@@ -330,7 +330,7 @@ def test_dropout_inside_a_shard_map_differs_between_sequences_and_heads():
     @quick_jit
     def attend(params, x, key):
         def local(params, x, key):
-            return nnx.merge(graphdef, params).attend(x, None, dropout_key=key)
+            return nnx.merge(graphdef, params).attend(x, None, dropout_key=key)[0]
 
         return jax.shard_map(local, mesh=mesh, in_specs=(specs, spec, P()), out_specs=spec)(
             params, x, key

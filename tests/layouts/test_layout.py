@@ -19,7 +19,7 @@ from burst_jax.layouts.permutation import (
     padded_length,
     shard_positions,
     shard_unit,
-    stripe_of,
+    stripe_size,
 )
 
 RNG = np.random.default_rng(0)
@@ -49,7 +49,7 @@ def test_four_devices_and_sixteen_tokens(layout):
 
 def test_the_table_has_every_layout():
     assert tuple(TABLE)[:-1] == LAYOUTS
-    assert stripe_of(tuple(TABLE)[-1]) == 2
+    assert stripe_size(tuple(TABLE)[-1]) == 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
 from burst_jax.models.hf.config import config_json
 from burst_jax.models.remat import keeps_mlp_products
-from burst_jax.parallel.collectives import sum_over
+from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.rules import LogicalAxes
 
 B, T, D, M = 2, 12, 16, 24
@@ -165,7 +165,7 @@ class Mixture(FeedForward):
         hidden = jax.nn.silu(jnp.einsum("btd,edm->btem", x, self.up[...]))
         out = jnp.einsum("btem,emd->bted", hidden, self.down[...])
         out = jnp.einsum("bted,bte->btd", out, jax.nn.softmax(self.router(x)))
-        return sum_over(out, self.hidden_axis)
+        return psum_manual(out, self.hidden_axis)
 
     @classmethod
     def num_matmul_params(cls, config):
@@ -197,5 +197,5 @@ def test_what_is_known_of_a_feed_forward_of_ones_own():
         config_json(MIXTURE, "float32", 64)
     with pytest.raises(NotImplementedError, match="feed_forward is Mixture: the planner knows Gat"):
         burst_jax.plan.training(MIXTURE, length=64, batch=8)
-    with pytest.raises(ValueError, match="feed_forward is 'moe': it must be a subclass of burst_"):
+    with pytest.raises(ValueError, match="feed_forward is 'moe': use a subclass of burst_jax"):
         dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore

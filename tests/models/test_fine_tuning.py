@@ -1,4 +1,4 @@
-"""Model folders that are trained on."""
+"""Fine-tuning of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROWS, LENGTH = 2, 48
 
 
 def rows(step):
-    """Two packed rows of two documents, with padding at the end of one."""
+    """Two packed sequences of two documents, with padding at the end of one."""
     tokens = np.random.default_rng(step).integers(0, hf_models.VOCAB, (ROWS, LENGTH + 1))
     segments = np.ones((ROWS, LENGTH + 1), np.int32)
     segments[0, 17:], segments[1, 40:] = 2, 0
@@ -111,41 +111,32 @@ def plain_losses(folder, steps):
     return losses
 
 
-@pytest.mark.parametrize(
-    ("steps", "axes"),
-    [
-        (3, {"fsdp": 2, "seq": 2}),
-        pytest.param(20, {"fsdp": 2, "seq": 2, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["3-steps", "20-steps"],
-)
-def test_a_loaded_model_takes_the_steps_of_a_plain_one(tmp_path, steps, axes):
+def test_a_loaded_model_takes_the_steps_of_a_plain_one(tmp_path):
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
-    got, want = ring_losses(folder, mesh_of(**axes), steps), plain_losses(folder, steps)
+    got, want = ring_losses(folder, mesh_of(fsdp=2, seq=2), 3), plain_losses(folder, 3)
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
-def test_weights_of_another_decoder_are_refused(tmp_path):
+def test_weights_of_another_decoder_raise(tmp_path):
     mesh = mesh_of(seq=2)
     model = load(hf_models.write_folder("qwen3", tmp_path / "model"), mesh=mesh, dtype=jnp.float32)
     other = dataclasses.replace(model.config, mlp_dim=2 * model.config.mlp_dim)
     weights = nnx.state(model)
-    with pytest.raises(ValueError, match=r"params.*'mlp'.* is float32 .*, and config says float32"):
+    with pytest.raises(
+        ValueError, match=r"params.*'mlp'.* is float32 .*, but config requires float32"
+    ):
         init_train_state(other, OPTIMIZER, mesh, 0, layout="zigzag", params=weights)
     wide = dataclasses.replace(model.config, param_dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"is float32 .*, and config says bfloat16"):
+    with pytest.raises(ValueError, match=r"is float32 .*, but config requires bfloat16"):
         init_train_state(wide, OPTIMIZER, mesh, 0, layout="zigzag", params=weights)
 
 
-# More than LONG tokens of text, and padding up to ROW, which eight devices split.
+# More than LONG tokens of text, padded to ROW, which eight devices divide.
 LONG, ROW = 2**15, 2**15 + 256
 
 
 def library_text(tokenizer_path):
-    """A real text: sources of Python's standard library, and a tokenizer that is trained on them.
-
-    It has some tokens more than LONG.
-    """
+    """A text of just over LONG tokens, and a tokenizer trained on it: Python's standard library."""
     modules: Any = argparse, typing, inspect
     text = "".join(Path(module.__file__).read_text() for module in modules)
     tokens = TokenizerFile(write_tokenizer(tokenizer_path, text))
@@ -159,8 +150,8 @@ def library_text(tokenizer_path):
 
 @pytest.mark.slow  # attention over 32,768 tokens, five times forward and twice backward
 def test_a_long_text_from_checkpoint_to_checkpoint(tmp_path):
-    """Loaded, evaluated by a ring of eight and by one device, trained, saved and loaded again."""
-    # So long a row takes longer to compute than to compile.
+    """Loaded, evaluated on a ring of eight and on one device, trained, saved and loaded again."""
+    # Here execution takes longer than compilation.
     jax.config.update("jax_disable_most_optimizations", False)
     mesh = mesh_of(seq=8)
     options: Any = {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
@@ -187,7 +178,7 @@ def test_a_long_text_from_checkpoint_to_checkpoint(tmp_path):
     (ids,) = perplexity.documents(open_corpus(path), tokens)
     assert LONG < len(ids) <= ROW
     assert before["mesh"]["tokens"] == len(ids) - 1
-    row, segments, _ = perplexity.filled([perplexity.Window(ids, len(ids) - 1)], ROW)
+    row, segments, _ = perplexity.sequence([perplexity.Window(ids, len(ids) - 1)], ROW)
     made = make_batch(row[None], segment_ids=segments[None], layout="zigzag", num_shards=8)
     batch = place_batch(made, mesh, rules=options["rules"])
     optimizer = make_optimizer(3e-3, steps=10, warmup_steps=0)
@@ -198,7 +189,6 @@ def test_a_long_text_from_checkpoint_to_checkpoint(tmp_path):
     for _ in range(2):
         params, state, metrics = step(params, state, batch)
         losses.append(float(metrics["loss"]))
-    # Training and evaluation mean the same tokens, and measure the same.
     np.testing.assert_allclose(losses[0], before["mesh"]["nll"], rtol=1e-5)
 
     save(nnx.merge(graphdef, params), tuned)
@@ -237,21 +227,21 @@ LORA = ["--lora-rank=4", "--lora-alpha=8", "--lora-targets=query|up", "--lr=1e-2
 
 
 @pytest.mark.slow
-def test_train_lm_trains_adapters_and_goes_on_from_them(tmp_path, capsys):
-    """Two steps in two runs are two steps in one; the base is as it was, and in no checkpoint."""
+def test_train_lm_trains_adapters_and_resumes(tmp_path, capsys):
+    """Two steps in two runs are two steps in one; checkpoints do not contain the base."""
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
     np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     every = "--checkpoint-every=1"
     assert train_lm.main(arguments(folder, tmp_path, *LORA, every)) == 0
-    assert "weights of adapters are trained, on query, up, and no others" in capsys.readouterr().out
+    assert "M adapter weights, on query, up\n" in capsys.readouterr().out
     whole, out = tmp_path / "whole", tmp_path / "out"
     out.rename(whole)
     # The same run, but killed after its first step.
     shutil.copytree(whole / "checkpoints" / "1", out / "checkpoints" / "1")
     more = [*LORA, every, "--lora-export=adapter"]
     assert train_lm.main(arguments(folder, tmp_path, *more)) == 0
-    assert "going on from step 1" in capsys.readouterr().out
+    assert "resuming from step 1" in capsys.readouterr().out
     last = [(run / "metrics.jsonl").read_text().splitlines()[-1] for run in (whole, out)]
     assert [json.loads(line)["step"] for line in last] == [2, 2]
     assert json.loads(last[0])["loss"] == json.loads(last[1])["loss"]
@@ -281,39 +271,39 @@ def test_train_lm_trains_adapters_and_goes_on_from_them(tmp_path, capsys):
     other = folder.rename(tmp_path / "other")
     with pytest.raises(SystemExit, match="2"):
         train_lm.main(arguments(other, tmp_path, *more))
-    assert f"--model is {other}: the checkpoints in" in capsys.readouterr().err
+    assert f"--model is {other}: the run of the checkpoints in" in capsys.readouterr().err
 
 
 def test_adapters_need_a_model(capsys):
     with pytest.raises(SystemExit, match="2"):
         train_lm.main(["--lora-rank=8"])
-    message = "--lora-rank is 8: adapters are trained beside a model; give --model"
+    message = "--lora-rank is 8: LoRA adapts an existing model; give --model"
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--lora-alpha=8"], "--lora-alpha is of low-rank adapters: give --lora-rank, too"),
-        (["--lora-export=adapter"], "--lora-export is of low-rank adapters: give --lora-rank, too"),
+        (["--lora-alpha=8"], "--lora-alpha needs --lora-rank"),
+        (["--lora-export=adapter"], "--lora-export needs --lora-rank"),
         (["--lora-rank=0"], "--lora-rank is 0: it must be at least 1"),
         (["--lora-rank=8", "--lora-alpha=0"], "--lora-alpha is 0.0: it must be positive, and fin"),
         (["--lora-rank=8", "--lora-targets=q"], "targets is 'q': it matches none of query (q_proj"),
-        (["--layers=2"], "--layers is given beside --model, which says it: leave it out"),
-        (["--tokenizer=x"], "--tokenizer is x, but --data holds tokens already"),
+        (["--layers=2"], "--layers is given with --model, which defines it: leave it out"),
+        (["--tokenizer=x"], "--tokenizer is x, but --data already holds tokens"),
         (
             ["--mesh=stage=2"],
-            "--model has 3 layers: --mesh splits them over stage=2, 2 parts, which do not divide "
-            "3; use another --mesh\n",
+            "--model has 3 layers: --mesh shards them over stage=2, but 2 does not divide 3; use "
+            "another --mesh\n",
         ),
-        (["--mesh=tensor=3"], "--model has 4 query heads: --mesh splits them over tensor=3"),
+        (["--mesh=tensor=3"], "--model has 4 query heads: --mesh shards them over tensor=3"),
         (
             ["--out={tmp}"],
             "--model is {tmp}/model, where the result goes: use another --out than {tmp}",
         ),
     ],
 )
-def test_mistakes_with_a_model_are_said(tmp_path, capsys, more, message):
+def test_mistakes_with_a_model(tmp_path, capsys, more, message):
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     with pytest.raises(SystemExit, match="2"):

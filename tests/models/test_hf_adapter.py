@@ -1,4 +1,4 @@
-"""Low-rank adapters in folders of peft, and merged into folders of transformers."""
+"""PEFT adapters, and adapters merged into Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loaded(folder, mesh):
 
 
 def trained(model):
-    """A decoder with adapters as after some training: no B is zero."""
+    """A decoder with adapters whose B is not zero."""
     graphdef, adapters, others = nnx.split(
         add_lora(model, RANK, alpha=ALPHA, targets=TARGETS), nnx.LoRAParam, ...
     )
@@ -55,7 +55,7 @@ def logits(model, shards):
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_folders_compute_what_the_adapters_do(tmp_path, name):
+def test_checkpoints_compute_what_the_adapters_do(tmp_path, name):
     folder = hf_models.write_folder(name, tmp_path / "model")
     mesh = mesh_of(seq=2, tensor=2)
     model = trained(loaded(folder, mesh))
@@ -63,12 +63,12 @@ def test_folders_compute_what_the_adapters_do(tmp_path, name):
     save_adapter(model, tmp_path / "adapter", base=folder)
     save(model, tmp_path / "merged")
 
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert said["peft_type"] == "LORA"
-    assert said["task_type"] == "CAUSAL_LM"
-    assert said["base_model_name_or_path"] == str(folder)
-    assert (said["r"], said["lora_alpha"]) == (RANK, ALPHA)
-    assert said["target_modules"] == ["down_proj", "o_proj", "q_proj", "v_proj"]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written == written | {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder),
+        "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False,
+        "target_modules": ["down_proj", "o_proj", "q_proj", "v_proj"],
+    }  # fmt: skip
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     weights = hf_models.tensors(name)
     projections = [tensor for tensor in weights if re.search(r"(down|o|q|v)_proj\.weight$", tensor)]
@@ -116,9 +116,8 @@ def adapter_folder(tmp_path, adapter):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_models_and_adapters_are_put_on_the_mesh_that_is_set(tmp_path, adapter_folder, kind):
-    folder = hf_models.write_folder("qwen3", tmp_path / "model")
+def test_models_and_adapters_are_placed_on_the_mesh_that_is_set(tmp_path, adapter_folder):
+    folder, kind = hf_models.write_folder("qwen3", tmp_path / "model"), AxisType.Explicit
     mesh = mesh_of(kind, seq=2, fsdp=2)
     want = load_adapter(loaded(folder, mesh), adapter_folder)
     placed = functools.partial(
@@ -160,58 +159,58 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "message"),
     [
-        ({"peft_type": "IA3"}, {}, NotImplementedError, "has peft_type 'IA3': there is 'LORA'"),
+        ({"peft_type": "IA3"}, {}, NotImplementedError, "has peft_type 'IA3': only 'LORA'"),
         ({"use_dora": True}, {}, NotImplementedError, "use_dora is True. .* merge_and_unload"),
         ({"bias": "all"}, {}, NotImplementedError, "bias is 'all'"),
         ({"rank_pattern": {"q": 1}}, {}, NotImplementedError, r"rank_pattern is \{'q': 1\}"),
         ({"new_kind": 3}, {}, NotImplementedError, "new_kind is 3"),
-        # peft would take the part of W that was drawn away from it.
+        # peft would subtract the initial adapter from W.
         ({"init_lora_weights": "pissa_niter_4"}, {}, NotImplementedError, "is 'pissa_niter_4'"),
         ({"init_lora_weights": "OLoRA"}, {}, NotImplementedError, "init_lora_weights is 'OLoRA'"),
         ({"lora_alpha": None}, {}, ValueError, "adapter_config.json lacks lora_alpha"),
         ({"r": 5}, {}, ValueError, r"of another shape: .*lora_A.weight is \[3, 32\], expected \[5"),
         ({}, {FIRST: None}, ValueError, "that adapter_config.json and the model .*; missing: base"),
-        ({}, {"other": np.ones(1, np.float32)}, ValueError, "left over: other"),
+        ({}, {"other": np.ones(1, np.float32)}, ValueError, "unexpected: other"),
     ],
 )  # fmt: skip
-def test_adapters_that_are_refused(tmp_path, adapter, config, tensors, error, message):
-    model, said, there = adapter
+def test_unsupported_adapters_raise(tmp_path, adapter, config, tensors, error, message):
+    model, written, there = adapter
     changed = {name: x for name, x in (there | tensors).items() if x is not None}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said | config))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written | config))
     save_file(changed, tmp_path / "adapter_model.safetensors")
     with pytest.raises(error, match=message):
         load_adapter(model, tmp_path)
 
 
-def test_adapters_that_were_drawn_beside_the_whole_weights_are_taken(tmp_path, adapter):
-    model, said, there = adapter
-    config = said | {"init_lora_weights": "Gaussian"}
+def test_initializers_that_do_not_change_the_weights_are_supported(tmp_path, adapter):
+    model, written, there = adapter
+    config = written | {"init_lora_weights": "Gaussian"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(there, tmp_path / "adapter_model.safetensors")
     assert load_adapter(model, tmp_path).config.lora is not None
 
 
-def test_folders_that_are_refused(tmp_path, adapter):
-    model, said, there = adapter
-    with pytest.raises(ValueError, match="model has no adapters: add_lora gives it some; save wri"):
+def test_wrong_folders_raise(tmp_path, adapter):
+    model, written, there = adapter
+    with pytest.raises(ValueError, match="model has no adapters: add some with add_lora; save wri"):
         save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config.json: name a folder that"):
+    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config.json: pass the folder of a"):
         load_adapter(model, tmp_path)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"adapter_config.json is \[\]: it must be a JSON object"):
         load_adapter(model, tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
     with pytest.raises(FileNotFoundError, match=r"lacks adapter_model.safetensors"):
         load_adapter(model, tmp_path)
     save_file({"x": there[FIRST]}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="has no tensor of a projection: it is no LoRA of peft"):
+    with pytest.raises(ValueError, match="has no tensor of a projection: not a LoRA adapter"):
         load_adapter(model, tmp_path)
-    del said["r"]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    del written["r"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"adapter_config.json lacks r"):
         load_adapter(model, tmp_path)
     with_adapters = add_lora(model, RANK)
-    with pytest.raises(ValueError, match=r"model has adapters already, Lora\(rank=3"):
+    with pytest.raises(ValueError, match=r"model already has adapters, Lora\(rank=3"):
         load_adapter(with_adapters, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
     with pytest.raises(NotImplementedError, match="'gemma3', and the decoder is a 'qwen3': peft"):

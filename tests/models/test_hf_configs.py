@@ -1,11 +1,14 @@
-"""``config.json`` of published models: their options, and as many weights as they have."""
+"""``config.json``: published models, what is rejected, and what is written."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
+import hf_models
 import jax
+import jax.numpy as jnp
 import pytest
 
 from burst_jax.models import LayerKind, LinearRope, Llama3Rope, Rope, abstract_decoder
@@ -33,8 +36,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-# The keys that tell, as the models' own files have them; the weights that their authors count, and
-# the kind of the first layer and of the sixth.
+# Keys as in the models' own files; their authors' number of weights; the kinds of the first and of
+# the sixth layer.
 PUBLISHED = {
     "Llama-2-7B": (
         {"model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None}
@@ -86,7 +89,7 @@ PUBLISHED = {
         999_885_952,
         [LayerKind(512, Rope(1e4)), LayerKind(None, Rope(1e6))],
     ),
-    # Of a model with images; what its text_config leaves out are transformers' defaults.
+    # Its text_config omits transformers' defaults.
     "gemma-3-4b": (
         {
             "model_type": "gemma3",
@@ -108,70 +111,110 @@ PUBLISHED = {
 
 
 @pytest.fixture
-def read(tmp_path):
-    """The config that a ``config.json`` of this family, with sizes of four layers, is read as."""
+def read_file(tmp_path):
+    """The config of a ``config.json``."""
 
-    def read(model_type, ignore=(), **options):
-        written = {"model_type": model_type, **sizes(4, 8, 16, 2, 1, 32), "head_dim": 4, **options}
+    def read(written, **options):
         (tmp_path / "config.json").write_text(json.dumps(written))
-        return read_config(tmp_path, ignore=ignore)[0]
+        return read_config(tmp_path, **options)[0]
 
     return read
 
 
-def apart(full=None, sliding=None):
+@pytest.fixture
+def read(read_file):
+    """The config of a ``config.json`` of this family, with sizes of four layers."""
+
+    def read(model_type, ignore=(), **options):
+        written = {"model_type": model_type, **sizes(4, 8, 16, 2, 1, 32), "head_dim": 4, **options}
+        return read_file(written, ignore=ignore)
+
+    return read
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(tmp_path, name):
+    written, count, kinds = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config, _, multimodal = read_config(tmp_path)
+    assert [config.layer_kinds[0], config.layer_kinds[5]] == kinds
+    assert (multimodal is not None) == (name == "gemma-3-4b")
+    _, shapes = abstract_decoder(config)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == count
+
+
+def per_type(full=None, sliding=None):
     """Gemma 3's ``rope_parameters``."""
     return {"full_attention": full or {}, "sliding_attention": sliding or {}}
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+GEMMA3_ROPES = [
+    ({}, Rope(1e4), Rope(1e6)),
+    ({"rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+    ({"rope_parameters": per_type(), "rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
+    ({"rope_parameters": per_type(), "rope_local_base_freq": 3e4}, Rope(3e4), Rope(1e6)),
+    ({"rope_parameters": per_type(sliding={"rope_theta": 2e4})}, Rope(2e4), Rope(1e6)),
+    ({"rope_scaling": LINEAR}, Rope(1e4), LinearRope(1e6, factor=8.0)),
+    (
+        {"rope_scaling": LINEAR, "rope_parameters": per_type(LINEAR)},
+        Rope(1e4),
+        LinearRope(1e6, factor=8.0),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("written", "sliding", "full"),
-    [
-        ({}, Rope(1e4), Rope(1e6)),
-        ({"rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
-        ({"rope_parameters": apart(), "rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
-        ({"rope_parameters": apart(), "rope_local_base_freq": 3e4}, Rope(3e4), Rope(1e6)),
-        ({"rope_parameters": apart(sliding={"rope_theta": 2e4})}, Rope(2e4), Rope(1e6)),
-        ({"rope_scaling": LINEAR}, Rope(1e4), LinearRope(1e6, factor=8.0)),
-        (
-            {"rope_scaling": LINEAR, "rope_parameters": apart(LINEAR)},
-            Rope(1e4),
-            LinearRope(1e6, factor=8.0),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("written", "sliding", "full"), GEMMA3_ROPES)
 def test_ropes_of_gemma_3_are_those_of_transformers(read, written, sliding, full):
-    """What transformers 5.23's Gemma3TextConfig makes of these."""
+    """As in transformers 5.23's Gemma3TextConfig."""
     config = read("gemma3_text", sliding_window_pattern=2, **written)
     assert config.layer_ropes == (sliding, full, sliding, full)
 
 
-@pytest.mark.parametrize(
-    ("family", "written", "message"),
-    [
-        (
-            "gemma3_text",
-            {"rope_scaling": LINEAR, "rope_parameters": apart()},
-            "has rope_scaling .* and rope_parameters .* do not say the same",
-        ),
-        (
-            "llama",
-            {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}},
-            "do not say the same.*remove one of them",
-        ),
-        ("gemma3_text", {"rope_scaling": apart(LINEAR)}, "must be in rope_parameters"),
-        ("gemma3_text", {"rope_parameters": LINEAR}, "a dictionary for each type of layer"),
-        ("llama", {"rope_scaling": "linear"}, "'linear': it must be a JSON object"),
-        ("llama", {"rope_parameters": [1]}, r"\[1\]: it must be a JSON object"),
-        ("gemma3_text", {"rope_parameters": apart("linear")}, "it must be a JSON object"),
-    ],
-)
-def test_ropes_that_say_two_things_or_nothing_are_refused(read, family, written, message):
-    with pytest.raises(ValueError, match=message):
+VALUE, UNSUPPORTED = ValueError, NotImplementedError
+TYPES = ["full_attention", "sliding_attention"] * 2
+REJECTED = [
+    ("mamba", {}, UNSUPPORTED, "model_type 'mamba': supported are llama"),
+    ("llava", {"text_config": {}}, UNSUPPORTED, "save its language model with transformers"),
+    ("llama", {"vocab_size": None}, VALUE, "lacks vocab_size"),
+    ("llama", {"attention_dropout": 0.1}, UNSUPPORTED, "attention_dropout is 0.1 and"),
+    ("llama", {"new_trick": 1}, UNSUPPORTED, r"new_trick is 1, and unknown.*ignore=\('new"),
+    ("llama", {"hidden_act": "relu"}, UNSUPPORTED, "hidden_act is 'relu': supported are silu"),
+    ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, "partial_rotary_factor is 0.5: only 1"),
+    ("llama", {"rope_scaling": {"type": "longrope"}}, UNSUPPORTED, "type 'longrope': supported"),
+    ("llama", {"rope_scaling": LINEAR | {"offset": 1}}, UNSUPPORTED, "'linear' has offset"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, VALUE, "'linear' lacks factor"),
+    ("llama", {"rope_scaling": LINEAR | {"factor": "2"}}, VALUE, "must be a number"),
+    ("llama", {"rope_scaling": "linear"}, VALUE, "'linear': it must be a JSON object"),
+    ("llama", {"rope_parameters": [1]}, VALUE, r"\[1\]: it must be a JSON object"),
+    (
+        "llama",
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}},
+        VALUE,
+        "rope_scaling .* and rope_parameters .* disagree.*remove one of them",
+    ),
+    (
+        "gemma3_text",
+        {"rope_scaling": LINEAR, "rope_parameters": per_type()},
+        VALUE,
+        "disagree",
+    ),
+    ("gemma3_text", {"rope_scaling": per_type(LINEAR)}, VALUE, "must be in rope_parameters"),
+    ("gemma3_text", {"rope_parameters": LINEAR}, VALUE, "a dictionary for each type of layer"),
+    ("gemma3_text", {"rope_parameters": per_type("linear")}, VALUE, "must be a JSON object"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, UNSUPPORTED, "is 50.0 and must be None"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, VALUE, "it needs 4 entries"),
+    ("gemma3_text", {"sliding_window": None}, VALUE, "sliding_window is null"),
+    ("gemma2", {"use_bidirectional_attention": True}, UNSUPPORTED, "must be False"),
+    ("qwen2", {"layer_types": TYPES}, VALUE, "its use_sliding_window is false: make it true"),
+    ("qwen3", {"dtype": "float8"}, UNSUPPORTED, "dtype 'float8': pass dtype="),
+]
+
+
+@pytest.mark.parametrize(("family", "written", "error", "message"), REJECTED)
+def test_configs_that_are_rejected(read, family, written, error, message):
+    with pytest.raises(error, match=message):
         read(family, **written)
 
 
@@ -183,34 +226,19 @@ def test_ropes_that_say_two_things_or_nothing_are_refused(read, family, written,
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
     ],
 )
-def test_keys_beside_the_language_model_are_refused(tmp_path, change, message):
-    written = PUBLISHED["gemma-3-4b"][0] | change
-    (tmp_path / "config.json").write_text(json.dumps(written))
+def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, message):
     with pytest.raises(NotImplementedError, match=message):
-        read_config(tmp_path)
+        read_file(PUBLISHED["gemma-3-4b"][0] | change)
 
 
-def test_layers_that_slide_without_a_window_are_refused(read):
-    types = ["full_attention", "sliding_attention"] * 2
-    for family in ("qwen2", "qwen3"):
-        with pytest.raises(ValueError, match="and its use_sliding_window is false: make it true"):
-            read(family, layer_types=types, sliding_window=8)
-        kinds = read(family, layer_types=types, sliding_window=8, use_sliding_window=True)
-        assert [kind.window for kind in kinds.layer_kinds] == [None, 8, None, 8]
-
-
-def test_gemma_3_has_no_cap_of_the_attention_logits(read):
-    """transformers has the key, and computes the same whatever it says."""
-    cap = {"attn_logit_softcapping": 50.0}
-    with pytest.raises(NotImplementedError, match=r"attn_logit_softcapping is 50.0 and must be N"):
-        read("gemma3_text", **cap)
-    ignored = read("gemma3_text", ignore=tuple(cap), **cap)
-    assert ignored.logits_soft_cap is None
-    assert config_json(ignored, "float32", None)[0]["attn_logit_softcapping"] == 50.0
-    assert read("gemma2", **cap).logits_soft_cap == 50.0
-
-
-def test_options_of_rope_that_are_absent_or_ignored(read):
+def test_options_that_are_absent_or_ignored(read):
+    kinds = read("qwen3", layer_types=TYPES, sliding_window=8, use_sliding_window=True).layer_kinds
+    assert [kind.window for kind in kinds] == [None, 8, None, 8]
+    last = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert [kind.window for kind in read("qwen2", **last).layer_kinds] == [None, None, None, 8]
+    short = {key: value for key, value in YARN.items() if key != "factor"}
+    rope = read("llama", rope_scaling=short, max_position_embeddings=512).layer_ropes[0]
+    assert (rope.factor, rope.old_positions) == (2.0, 256)
     plain = read("llama", rope_scaling=YARN)
     zeros = read("llama", rope_scaling=YARN | {"mscale": 0, "mscale_all_dim": 0.0})
     assert zeros.layer_ropes == plain.layer_ropes
@@ -220,14 +248,37 @@ def test_options_of_rope_that_are_absent_or_ignored(read):
     ignored = read("llama", ignore=("finetuned",), rope_scaling=scaling)
     assert ignored == plain
     assert config_json(ignored, "float32", None)[0]["rope_scaling"] == YARN
+    # transformers reads this key for Gemma 2 only.
+    cap = {"attn_logit_softcapping": 50.0}
+    ignored = read("gemma3_text", ignore=tuple(cap), **cap)
+    assert ignored.logits_soft_cap is None
+    assert config_json(ignored, "float32", None)[0]["attn_logit_softcapping"] == 50.0
+    assert read("gemma2", **cap).logits_soft_cap == 50.0
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models(tmp_path, name):
-    written, count, kinds = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    config, _, part = read_config(tmp_path)
-    assert [config.layer_kinds[0], config.layer_kinds[5]] == kinds
-    assert (part is not None) == (name == "gemma-3-4b")
-    _, shapes = abstract_decoder(config)
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == count
+def test_execution_does_not_change_what_is_written(read_file):
+    golden = hf_models.golden("llama3")["config"]
+    config = read_file(golden)
+    running = {"remat": "selective", "remat_layers": 1, "mlp_chunks": 2, "dtype": jnp.bfloat16}
+    other = dataclasses.replace(config, param_dtype=jnp.float16, **running)
+    for each in (config, other):
+        assert config_json(each, jnp.float32, None)[0] == golden
+    written, _ = config_json(config, jnp.float32, 4096)
+    assert written == golden | {"max_position_embeddings": 4096}
+    dynamic = read_file(hf_models.golden("llama_dynamic")["config"])
+    assert config_json(dynamic, jnp.float32, 256)[0]["max_position_embeddings"] == 256
+    for config in (dynamic, dataclasses.replace(dynamic, hf_config=None)):
+        with pytest.raises(ValueError, match=r"max_length is 4096.*max_positions=256"):
+            config_json(config, jnp.float32, 4096)
+
+
+@pytest.mark.parametrize("name", [name for name in hf_models.names() if "images" not in name])
+def test_a_new_file_has_the_format_of_each_version_of_transformers(read_file, name):
+    config = dataclasses.replace(read_file(hf_models.golden(name)["config"]), hf_config=None)
+    written, _ = config_json(config, jnp.float32, None if "dynamic" in name else 1024)
+    old = {key: value for key, value in written.items() if key != "rope_parameters"}
+    before_5 = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    new = {key: value for key, value in written.items() if key not in before_5}
+    assert len(old) < len(written) > len(new)
+    for each in (written, old, new):
+        assert read_file(each).layer_kinds == config.layer_kinds

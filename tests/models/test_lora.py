@@ -1,4 +1,4 @@
-"""Decoders with low-rank adapters: what they compute, what is trained, what is refused."""
+"""Decoders with low-rank adapters: what they compute, what is trained, what raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.layers.lora import LORA_A, LORA_B, add_adapter, set_adapter
 from burst_jax.models import DecoderConfig, Lora, abstract_decoder, add_lora, merge_lora
-from burst_jax.models.remat import Remat
 from burst_jax.training import (
     init_train_state,
     make_batch,
@@ -56,14 +55,14 @@ def base(mesh, config=CONFIG, **options):
     return nnx.merge(graphdef, weights)
 
 
-def with_random_adapters(mesh, *, targets=".*", remat: Remat = "attention", **options):
+def with_random_adapters(mesh, *, targets=".*", implementation=None, **fields):
     """One with adapters whose B is not zero, so that A has gradients."""
-    lora = Lora(RANK, ALPHA, targets)
-    return base(mesh, dataclasses.replace(CONFIG, lora=lora, remat=remat), **options)
+    config = dataclasses.replace(CONFIG, lora=Lora(RANK, ALPHA, targets), **fields)
+    return base(mesh, config, implementation=implementation)
 
 
 def rows():
-    """Packed rows of two documents, in the order of the text, and a cotangent."""
+    """Packed sequences of two documents in natural order, and a cotangent."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, CONFIG.vocab_size, (B, T)).astype(np.int32)
     segments = np.ones((B, T), np.int32)
@@ -72,7 +71,7 @@ def rows():
 
 
 def by_ring(model, mesh):
-    """Hidden states in the order of the text, and the gradients of the adapters."""
+    """Hidden states in natural order, and the gradients of the adapters."""
     shards = mesh.shape.get("seq", 1)
     tokens, segments, cotangent = (burst_jax.to_layout(x, "zigzag", shards) for x in rows())
     positions = burst_jax.positions("zigzag", T, num_shards=shards)
@@ -129,43 +128,30 @@ UNCHECKED = dataclasses.replace(XLA, name="unchecked", checks_vma=False)
 @pytest.mark.parametrize(
     ("kind", "axes", "options"),
     [
-        (AUTO, {"fsdp": 2, "seq": 2}, {}),
+        (AUTO, {"fsdp": 2, "seq": 2}, {"targets": "v_proj|down|gate"}),
         # More devices than key heads, and JAX inserts no sums over devices by itself.
         pytest.param(AUTO, {"seq": 2, "tensor": 4}, {"implementation": UNCHECKED}, marks=SLOW),
         pytest.param(EXPLICIT, {"fsdp": 2, "seq": 2, "tensor": 2}, {}, marks=SLOW),
         pytest.param(AUTO, {"stage": 2, "fsdp": 2, "seq": 2}, {"remat": "half"}, marks=SLOW),
     ],
-    ids=[
-        "fsdp2-seq2",
-        "seq2-tensor4-unchecked",
-        "explicit-fsdp2-seq2-tensor2",
-        "stage2-fsdp2-seq2-half",
-    ],
+    ids=["targets", "tensor4-unchecked", "explicit", "pipeline-half"],
 )
 def test_values_and_gradients_are_those_of_dense_formulas(kind, axes, options):
     mesh = mesh_of(kind, **axes)
     model = with_random_adapters(mesh, **options)
-    assert_close(by_ring(model, mesh), dense(model), 1e-5)
-
-
-@SLOW
-def test_chosen_projections_alone_have_adapters():
-    mesh = mesh_of(seq=2)
-    model = with_random_adapters(mesh, targets="v_proj|down|gate")
     out, gradients = by_ring(model, mesh)
-    layers = gradients["layers"]
-    assert {part: set(of) for part, of in layers.items()} == {
-        "attention": {"value"},
-        "mlp": {"gate", "down"},
-    }
-    assert layers["attention"]["value"]["kernel_lora_a"].shape == (2, 32, RANK)
-    assert layers["attention"]["value"]["kernel_lora_b"].shape == (2, RANK, 16)
-    assert model.config.num_adapter_params == sum(x.size for x in jax.tree.leaves(gradients))
     assert_close((out, gradients), dense(model), 1e-5)
+    assert model.config.num_adapter_params == sum(x.size for x in jax.tree.leaves(gradients))
+    if "targets" in options:
+        adapted = {part: set(names) for part, names in gradients["layers"].items()}
+        assert adapted == {"attention": {"value"}, "mlp": {"gate", "down"}}
+        value = gradients["layers"]["attention"]["value"]
+        assert value["kernel_lora_a"].shape == (2, 32, RANK)
+        assert value["kernel_lora_b"].shape == (2, RANK, 16)
 
 
 def test_products_are_those_that_qwix_intercepts():
-    """On one projection, which qwix runs by replacing JAX's product while it is called."""
+    """On one projection; qwix replaces JAX's product during the call."""
     linear = nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))
     provider = qwix.LoraProvider(module_path=".*", rank=RANK, alpha=ALPHA)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 4, 8)), jnp.float32)
@@ -192,7 +178,7 @@ def batch_of(mesh):
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=SLOW)])
 def test_a_step_moves_adapters_alone(accumulate):
-    """The base is bfloat16, and stays as it is to the bit; adapters are float32."""
+    """The bfloat16 base does not change by a bit; adapters are float32."""
     mesh = mesh_of(fsdp=2 // accumulate, seq=2)
     half = dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16)
     plain = base(mesh, half)
@@ -211,7 +197,7 @@ def test_a_step_moves_adapters_alone(accumulate):
     before = jax.device_get((trained, frozen))
     step = make_train_step(graphdef, optimizer, accumulate=accumulate, compiler_options=QUICK)
     batch = batch_of(mesh)
-    # No gradient of a frozen weight is made: none of the size of a kernel is sent.
+    # Frozen weights have no gradients: none of the size of a kernel is sent.
     traced = step.trace(params, opt_state, batch)
     sent = [eqn for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "reduce_scatter"]
     assert {math.prod(eqn.outvars[0].aval.shape) for eqn in sent} == {RANK * 32 // mesh.size}
@@ -245,9 +231,8 @@ def test_new_adapters_change_nothing_and_are_the_same_on_every_mesh():
     assert not np.array_equal(a[0], a[1])
 
 
-@SLOW
 def test_merged_weights_are_the_sum():
-    mesh = mesh_of(fsdp=2, seq=2, tensor=2)
+    mesh = mesh_of(fsdp=2, seq=2)
     model = with_random_adapters(mesh, targets=("out", "up"))
     merged = merge_lora(model)
     assert merged.config == CONFIG
@@ -265,7 +250,10 @@ def test_merged_weights_are_the_sum():
         ({"rank": 0}, "rank is 0: it must be an integer, at least 1"),
         ({"rank": 4, "alpha": -1.0}, "alpha is -1.0: it must be positive and finite, or None"),
         ({"rank": 4, "targets": "q"}, r"targets is 'q': it matches none of query \(q_proj\), key"),
-        ({"rank": 4, "targets": "("}, r"targets is '\(': no regular expression .* 'query\|value'"),
+        (
+            {"rank": 4, "targets": "("},
+            r"targets is '\(': not a regular .* 'query\|value'",
+        ),
         ({"rank": 4, "targets": ["query", "norm"]}, r"targets is \('query', 'norm'\): pass a reg"),
         ({"rank": 4, "targets": []}, r"targets is \(\): it matches none of query"),
         ({"rank": 4, "seed": -1}, "seed is -1: it must be an integer, at least 0"),
@@ -280,10 +268,8 @@ def test_adapters_twice_or_not_at_all():
     model = base(mesh_of(seq=1))
     with pytest.raises(ValueError, match="model has no adapters: there is nothing to merge"):
         merge_lora(model)
-    with pytest.raises(ValueError, match=r"model has adapters already, Lora.*merge_lora adds them"):
+    with pytest.raises(ValueError, match=r"model already has adapters, Lora.*: merge them first"):
         add_lora(add_lora(model, RANK), RANK)
-    with pytest.raises(ValueError, match="lora is a int: it must be a Lora, or None"):
-        dataclasses.replace(CONFIG, lora=8)  # pyrefly: ignore
 
 
 def test_without_qwix_the_message_says_what_to_install(monkeypatch):
@@ -293,7 +279,7 @@ def test_without_qwix_the_message_says_what_to_install(monkeypatch):
 
 
 def test_flops_of_frozen_weights():
-    """A frozen weight has no gradient of its own, an adapter's has."""
+    """Frozen weights have no gradients, adapters have."""
     lora = dataclasses.replace(CONFIG, lora=Lora(RANK))
     attention = CONFIG.train_flops_per_token(T) - 6 * CONFIG.num_matmul_params
     want = 4 * CONFIG.num_matmul_params + 6 * lora.num_adapter_params + attention
@@ -302,12 +288,14 @@ def test_flops_of_frozen_weights():
 
 def test_any_optax_transformation_trains_adapters():
     mesh = mesh_of(fsdp=2, seq=2)
-    model = add_lora(base(mesh), RANK, targets="query")
+    model = add_lora(base(mesh), RANK, targets="query|out")
     _, params, state = init_train_state(
         model.config, optax.adafactor(1e-3), mesh, 0, params=nnx.state(model), rules=model.rules,
         layout="zigzag",
     )  # fmt: skip
     adapters = model.config.num_adapter_params
     assert sum(x.size for x in jax.tree.leaves(state)) < 3 * adapters
-    kernel = params["layers"]["attention"]["query"]["kernel_lora_a"]
-    assert kernel.sharding.spec == jax.P(None, ("fsdp", "seq"), None)
+    attention = params["layers"]["attention"]
+    spec = attention["query"]["kernel_lora_a"].sharding.spec
+    assert spec == jax.P(None, ("fsdp", "seq"), None)
+    assert attention["out"]["kernel_lora_b"].sharding.spec == jax.P(None, None, ("fsdp", "seq"))

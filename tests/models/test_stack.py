@@ -16,6 +16,7 @@ from split_runs import CONFIG, ONE, losses, sized
 
 from burst_jax import ShardingRules
 from burst_jax.models import abstract_decoder
+from burst_jax.models.remat import remat_of_layers
 from burst_jax.models.stack import Block, Segment, blocks_of, run_ahead, run_layers
 
 
@@ -139,6 +140,12 @@ def test_each_stage_stores_the_products_of_its_selective_layers(layers, per_stag
     # In each tick, for one microbatch of the four sequences and half of their tokens.
     count = microbatches or 2
     assert stored == [(count + 1, per_stage, 4 // count, 24, CONFIG.mlp_dim)] * 2
+
+
+def test_the_last_layers_are_selective():
+    found = remat_of_layers("selective", 1, 3)
+    assert found == ("attention", "attention", "selective")
+    assert remat_of_layers("full", None, 2) == ("full", "full")
 
 
 def test_selective_layers_that_stages_cannot_share_raise():

@@ -13,7 +13,7 @@ from cases import key_ranges
 
 from burst_jax import positions
 from pallas_kernels import AttentionSpec, Tiles, key_bounds, query_bounds
-from pallas_kernels.bounds import halves_of_tiles, over_batch
+from pallas_kernels.bounds import over_batch, split_tiles
 
 HUGE = 2**31 - 1
 
@@ -330,7 +330,7 @@ def test_over_batch(rows, joint):
 def test_halves_have_all_of_the_work_between_them():
     rng = np.random.default_rng(0)
     tables = {n: jnp.asarray(rng.integers(1, 9, (2, n, 4)), jnp.int32) for n in (1, 2, 7, 8)}
-    first, second = halves_of_tiles(tables)
+    first, second = split_tiles(tables)
     for n, table in tables.items():
         assert not np.asarray(first[n])[:, (n + 1) // 2 :].any()
         assert not np.asarray(second[n])[:, : (n + 1) // 2].any()

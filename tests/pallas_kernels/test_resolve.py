@@ -15,7 +15,7 @@ from jaxprs import equations
 from meshes import mesh_of
 
 import burst_jax
-from burst_jax.parallel.platform import Target
+from burst_jax.parallel.target import Target
 from burst_jax.ring import vjp
 from pallas_kernels import (
     MOSAIC_SM90,

@@ -16,7 +16,7 @@ from cases import packed_segments
 from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
 from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
-from pallas_kernels.bounds import halves_of_tiles, lists_for_all
+from pallas_kernels.bounds import lists_for_all, split_tiles
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
 N, T, S, SHARDS = 4, 24, 36, 2
@@ -107,7 +107,7 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
         np.testing.assert_array_equal(some, whole)
         assert_lists(got, some, whole, tight=True)
         visited.append(np.asarray(got)[..., 1].sum())
-        halves = halves_of_tiles(got)
+        halves = split_tiles(got)
         np.testing.assert_array_equal(halves[0] + halves[1], got)
         assert not np.asarray(halves[0])[:, :, 4:].any()
     assert 0 < sum(visited) < 3 * 16 * 8

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton, tune
-from pallas_kernels.pallas_mosaic import configs as mosaic_configs
-from pallas_kernels.pallas_mosaic.configs import MosaicConfig
-from pallas_kernels.pallas_mosaic.memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.sm90 import configs as mosaic_configs
+from pallas_kernels.mosaic.sm90.configs import MosaicConfig
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
@@ -45,7 +45,7 @@ def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim, value_dim):
     for config in space:
         if kernel == "forward":
             dtypes = jnp.bfloat16, jnp.bfloat16
-            memory = ForwardMemory.of(config, dim, *dtypes, carried=True, value_dim=value_dim)
+            memory = ForwardMemory.of(config, dim, *dtypes, has_carry=True, value_dim=value_dim)
         else:
             memory = BackwardMemory.of(config, dim, jnp.bfloat16, value_dim)
         assert memory.nbytes <= mosaic_configs.SHARED_MEMORY
@@ -158,7 +158,7 @@ def test_the_tuner_says_that_it_needs_a_gpu(monkeypatch):
 
 def problem(*given):
     """In interpret mode."""
-    made = tune.Problem(tune.arguments(["--implementation", "triton", *SMALL, *given]))
+    made = tune.Measurement(tune.arguments(["--implementation", "triton", *SMALL, *given]))
     made.backend = dataclasses.replace(
         made.backend, make=lambda config: triton(interpret=True, config=config), options={}
     )
@@ -204,7 +204,7 @@ class TestSearch:
         monkeypatch.setattr(jax, "devices", lambda: [device])
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
-        class Problem:
+        class Measurement:
             scores = 10**12 // (2 * 128)
 
             def __init__(self, args):
@@ -221,7 +221,7 @@ class TestSearch:
                     raise ArithmeticError("it is wrong")
                 return 1e-2 if config.block_kv == 128 else 2e-2
 
-        monkeypatch.setattr(tune, "Problem", Problem)
+        monkeypatch.setattr(tune, "Measurement", Measurement)
 
     def search(self, monkeypatch, capsys, *given):
         monkeypatch.setattr(sys, "argv", ["tune", *given])
@@ -249,7 +249,7 @@ class TestSearch:
     def test_it_says_why_what_was_named_is_refused(self, monkeypatch, capsys):
         given = "--kernels", "forward", "--configs", "128,64,3", "128,64,2"
         printed = self.search(monkeypatch, capsys, *given)
-        assert "forward: 1 configs run, 1 refused\n  refused (128, 64, 3): it is wrong" in printed
+        assert "forward: 1 configs run, 1 failed\n  failed (128, 64, 3): it is wrong" in printed
 
     @pytest.mark.parametrize(
         ("given", "reason"),

@@ -1,4 +1,4 @@
-"""The ring on meshes of several axes, of every kind, and in the caller's own shard_map."""
+"""The ring on meshes of several axes, Auto and Explicit, and in the caller's own shard_map."""
 
 from __future__ import annotations
 
@@ -35,40 +35,26 @@ from pallas_kernels.arrays import unvary
 
 
 @pytest.mark.parametrize(
-    ("shape", "batch_axis", "tensor_axis"),
+    ("shape", "batch_axis", "tensor_axis", "shard"),
     [
-        ((1, 8, 1), None, None),
-        ((2, 2, 2), "data", "model"),
-        pytest.param((1, 4, 2), None, ("model",), marks=pytest.mark.slow),
-        pytest.param((2, 4, 1), ("data",), None, marks=pytest.mark.slow),
-        ((2, 2, 2), ("data", "model"), None),
-        ((1, 4, 2), ("data",), ("model",)),
+        ((2, 2, 2), "data", "model", (2, T // 2, N // 2, H)),
+        ((2, 2, 2), ("data", "model"), None, (1, T // 2, N, H)),
+        pytest.param((1, 4, 2), None, ("model",), (4, T // 4, N // 2, H), marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), ("data",), None, (2, T // 4, N, H), marks=pytest.mark.slow),
     ],
-    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
-def test_batch_and_head_axes(shape, batch_axis, tensor_axis):
+def test_batch_and_head_axes(shape, batch_axis, tensor_axis, shard):
     arrays, cotangents = make_inputs(batch=4)
     mesh = make_mesh(*shape)
-    run = attend(mesh, batch_axis=batch_axis, tensor_axis=tensor_axis)
+    run = attend(mesh, layout="contiguous", batch_axis=batch_axis, tensor_axis=tensor_axis)
     got = forward_and_gradients(run)(arrays, cotangents)
     assert_close(got, one_device(arrays, cotangents))
-    n, split = shape[1], [batch_axis, tensor_axis]
-    sizes = [
-        int(np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]))
-        for axis in split
-    ]
-    placed = jax.jit(
-        functools.partial(
-            burst_jax.burst_attention, mesh=mesh, batch_axis=batch_axis, tensor_axis=tensor_axis
-        )
-    )(*arrays)
-    shard = placed.sharding.shard_shape(placed.shape)
-    assert shard == (4 // sizes[0], T // n, N // sizes[1], H)
+    assert got[0].sharding.shard_shape(got[0].shape) == shard
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_rows_that_no_axis_splits(kind):
-    """Without a ring, in the library's shard_map and in the caller's own."""
+def test_unsharded_sequences(kind):
+    """``seq_axis=None``, in the library's shard_map and in the caller's own."""
     arrays, cotangents = make_inputs()
     mesh, spec = mesh_of(kind, data=2, model=2), P("data", None, "model")
     options: Any = {"is_causal": True, "layout": "zigzag", "return_residual": True}
@@ -93,10 +79,11 @@ def test_rows_that_no_axis_splits(kind):
         assert got[0].sharding.shard_shape(got[0].shape) == (B // 2, T, N // 2, H)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)], ids=["2x2x2", "1x4x2"])
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("shape", "jit"), [((2, 2, 2), True), ((1, 4, 2), False)], ids=["2x2x2-jit", "1x4x2-eager"]
+)
 def test_explicit_axes(shape, jit):
-    """Types carry the sharding: in the arguments', in the results', and in the gradients'."""
+    """Results and gradients have the sharding of the arguments in their types."""
     arrays, cotangents = make_inputs()
     mesh = make_mesh(*shape, kind=AxisType.Explicit)
     spec = P("data", "seq", "model")
@@ -123,7 +110,7 @@ def test_explicit_axes(shape, jit):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_mesh_of_the_context_is_the_mesh_of_the_argument(kind):
+def test_the_mesh_in_context_equals_the_argument(kind):
     arrays, _ = make_inputs()
     mesh = make_mesh(1, 4, 1, kind=kind)
     arrays = jax.device_put(arrays, jax.NamedSharding(mesh, P(None, "seq")))
@@ -137,9 +124,10 @@ def test_mesh_of_the_context_is_the_mesh_of_the_argument(kind):
     assert shape == {(B, T // 4, N, H)}
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_inputs_that_are_not_sharded(jit, kind):
+@pytest.mark.parametrize(
+    ("kind", "jit"), [(np.asarray, False), (jnp.asarray, True)], ids=["numpy-eager", "jax-jit"]
+)
+def test_inputs_on_one_device(kind, jit):
     arrays, cotangents = make_inputs()
     placed = jax.tree.map(kind, (arrays, cotangents))
     got = forward_and_gradients(ring_of(4), jit)(*placed)
@@ -149,7 +137,7 @@ def test_inputs_that_are_not_sharded(jit, kind):
 # --- the caller's own shard_map ------------------------------------------------------------------
 
 
-def in_shard_map(mesh, specs, check_vma, **options):
+def in_shard_map(mesh, specs, check_vma, axis_names=frozenset(), **options):
     """``(query, key, value) -> (out, lse)`` by ring_attention."""
 
     def local(*arrays):
@@ -158,12 +146,15 @@ def in_shard_map(mesh, specs, check_vma, **options):
         )
 
     return jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[0]), check_vma=check_vma
-    )
+        local, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[0]), check_vma=check_vma,
+        axis_names=axis_names,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_check"])
-@pytest.mark.parametrize("backward", ["rotate_kv", "rotate_query"])
+@pytest.mark.parametrize(
+    ("check_vma", "backward"),
+    [(True, "rotate_kv"), (True, "rotate_query"), (False, "rotate_query")],
+)
 def test_ring_attention_in_the_callers_shard_map(check_vma, backward):
     arrays, cotangents = make_inputs()
     specs = (P("data", "seq", "model"),) * 3
@@ -173,8 +164,8 @@ def test_ring_attention_in_the_callers_shard_map(check_vma, backward):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no_check"])
-def test_keys_that_all_rows_of_the_batch_share(check_vma):
-    """K and V replicated over the data axis, Q split: their gradients are summed over it."""
+def test_keys_shared_by_the_batch(check_vma):
+    """K and V are replicated over the data axis and Q is sharded: dK and dV are summed over it."""
     arrays, cotangents = make_inputs(kv_batch=1)
     specs = (P("data", "seq"), P(None, "seq"), P(None, "seq"))
     run = in_shard_map(make_mesh(2, 4, 1), specs, check_vma)
@@ -183,15 +174,15 @@ def test_keys_that_all_rows_of_the_batch_share(check_vma):
 
 
 def shared_keys(arrays, cotangents):
-    """The truth for K and V of one row that both rows of Q attend to."""
+    """float64 results for K and V of batch size 1 that both sequences of Q attend to."""
     q, k, v = arrays
     repeated = (q, *(np.repeat(x, 2, axis=0) for x in (k, v)))
     out, lse, dq, dk, dv = one_device(repeated, cotangents)
     return out, lse, dq, dk.sum(0, keepdims=True), dv.sum(0, keepdims=True)
 
 
-def test_results_vary_over_the_ring_whatever_the_kernels_say_of_theirs():
-    """Hopper's kernels mark no result as varying: read so, its gradient would be summed."""
+def test_results_vary_over_the_ring_even_if_the_kernels_are_unmarked():
+    """Hopper's kernels mark no result as varying, and gradients of such results would be summed."""
 
     def forward(*args, **options):
         return jax.tree.map(unvary, XLA.forward(*args, **options))
@@ -212,7 +203,7 @@ def test_results_vary_over_the_ring_whatever_the_kernels_say_of_theirs():
 
 
 def test_gradients_taken_inside_the_shard_map():
-    """With check_vma the sum over the data axis is made where the gradient is taken."""
+    """With check_vma the sum over the data axis is part of the gradient."""
     arrays, cotangents = make_inputs(kv_batch=1)
     mesh = make_mesh(2, 4, 1)
     q, kv = P("data", "seq"), P(None, "seq")
@@ -236,22 +227,9 @@ def test_gradients_taken_inside_the_shard_map():
     assert_close(run(arrays, cotangents), shared_keys(arrays, cotangents))
 
 
-def test_shard_map_over_the_sequence_alone():
-    """The other mesh axes stay automatic."""
+def test_shard_map_over_the_sequence_axis_only():
+    """The other mesh axes stay Auto."""
     arrays, cotangents = make_inputs()
-    spec = P(None, "seq")
-
-    def local(*arrays):
-        return burst_jax.ring_attention(
-            *arrays, axis_name="seq", is_causal=True, return_residual=True
-        )
-
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(2, 2, 2),
-        in_specs=(spec,) * 3,
-        out_specs=(spec, spec),
-        axis_names={"seq"},
-    )
+    run = in_shard_map(make_mesh(2, 2, 2), (P(None, "seq"),) * 3, True, axis_names={"seq"})
     got = forward_and_gradients(run)(arrays, cotangents)
     assert_close(got, one_device(arrays, cotangents))

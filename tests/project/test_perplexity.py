@@ -1,4 +1,4 @@
-"""The example that evaluates a model folder."""
+"""The example that evaluates a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def documents(tmp_path):
 
 
 def losses(folder, ids, adapter=None):
-    """The negative log-likelihood of each token of a document but the first, by one device."""
+    """The negative log-likelihood of each token but the first, on one device."""
     model = load(folder, mesh=make_mesh(), dtype=jnp.float32)
     if adapter is not None:
         model = load_adapter(model, adapter)
@@ -52,7 +52,7 @@ def run(folder, documents, tmp_path, *options):
     return json.loads((out / "perplexity.json").read_text())
 
 
-def test_packed_documents_do_not_see_each_other(folder, documents, tmp_path):
+def test_packed_documents_do_not_attend_to_each_other(folder, documents, tmp_path):
     found = run(
         folder, documents, tmp_path,
         "--seq-len", "96", "--packed", "--mesh", "fsdp=2,seq=2", "--check",
@@ -66,7 +66,7 @@ def test_packed_documents_do_not_see_each_other(folder, documents, tmp_path):
 
 def test_an_adapter_counts(folder, documents, tmp_path):
     model = add_lora(load(folder, mesh=make_mesh(), dtype=jnp.float32), 2, seed=1)
-    # B is zero at first: an adapter that changes nothing would show nothing.
+    # B is initialized with zeros, which would change nothing.
     params = jax.tree.map(lambda x: x + 0.5, nnx.state(model, nnx.LoRAParam))
     nnx.update(model, params)
     save_adapter(model, tmp_path / "adapter", base=folder)
@@ -97,17 +97,17 @@ def test_windows_count_each_token_once(folder, documents, tmp_path):
     np.testing.assert_allclose(found["mesh"]["nll"], want.mean(), rtol=1e-5)
 
 
-def test_windows_and_rows():
+def test_windows_and_packs():
     ids = np.arange(10)
     cut = [(w.tokens.tolist(), w.counted) for w in example.windows(ids, 4, 3)]
     assert cut == [([0, 1, 2, 3, 4], 4), ([3, 4, 5, 6, 7], 3), ([6, 7, 8, 9], 2)]
     assert sum(counted for _, counted in cut) == 9
     assert not list(example.windows(ids[:1], 4, 4))
-    rows = example.packed(example.windows(ids, 3, 3), 7)
-    assert [len(row) for row in rows] == [2, 1]
+    packs = example.packed(example.windows(ids, 3, 3), 7)
+    assert [len(pack) for pack in packs] == [2, 1]
 
 
-def test_a_text_begins_with_the_tokenizer_s_special_token(tmp_path):
+def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="a"))
@@ -133,7 +133,7 @@ def test_a_text_begins_with_the_tokenizer_s_special_token(tmp_path):
         ([], "none: there is no such folder"),
     ],
 )
-def test_mistakes_are_said(options, message, documents, tmp_path, capsys):
+def test_mistakes_are_reported(options, message, documents, tmp_path, capsys):
     if options:
         (tmp_path / "none").mkdir()
     paths: Any = ["--model", str(tmp_path / "none"), "--data", str(documents)]
@@ -142,9 +142,9 @@ def test_mistakes_are_said(options, message, documents, tmp_path, capsys):
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
-def test_ids_that_the_model_lacks_are_refused(folder, tmp_path, capsys):
+def test_ids_outside_the_vocabulary_are_reported(folder, tmp_path, capsys):
     np.save(tmp_path / "ids.npy", np.arange(80))
     with pytest.raises(SystemExit, match="2"):
         example.main(["--model", str(folder), "--data", str(tmp_path / "ids.npy")])
-    message = "the text has token ids from 0 to 79, and the model has 64"
+    message = "--data has token ids from 0 to 79, but the model's vocabulary is 64"
     assert message in capsys.readouterr().err

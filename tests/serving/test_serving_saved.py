@@ -1,4 +1,4 @@
-"""A cache that is written to the disk, and read onto the same and onto other meshes."""
+"""Saving a cache, and loading it on the same mesh and on others."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from served_models import CONFIG, LIKE_GPT, WINDOWS, Watched, models, prompts_of
 
 from burst_jax.models import Decoder
 from burst_jax.serving import Generator
+from burst_jax.serving.cache import EMPTY
 from burst_jax.training import CheckpointError, Checkpoints
 
 PROMPTS = prompts_of([9, 5])
-# From a zigzag with max_length 64 to another mesh, layout and max_length. The first is arranged as
-# it was saved.
+# From zigzag with max_length 64 to another mesh, layout and max_length. The first one keeps its
+# arrangement.
 SAVED = [
     ({"seq": 2}, {"seq": 2}, "zigzag", 64, {}),
     ({"seq": 4}, {"data": 2, "seq": 3}, "striped", 80, {"layer_pattern": WINDOWS}),
-    # One key head, of which four devices have a copy, and then two.
+    # One key head, of which four devices, then two, have a copy.
     ({"tensor": 4}, {"tensor": 2, "seq": 2}, "zigzag", 90, LIKE_GPT),
 ]
 
 
 @pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
-def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
+def test_generation_continues_from_a_saved_cache(case, tmp_path):
     before, after, layout, max_length, config = case
     config = dataclasses.replace(CONFIG, **config, num_layers=2)
     first = Watched(models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=20)
@@ -37,7 +38,7 @@ def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
         models(config, after, layout)[1], max_length=max_length, batch=2, prefill_chunk=20
     )
     rows, more = prompts_of([31, 17]), prompts_of([6, 6], 1)
-    # Of two caches in one folder the second is there.
+    # The second save replaces the first.
     for prompts in (prompts_of([3, 4]), rows):
         list(first.generate(prompts, 5))
         first.save_cache(tmp_path / "cache")
@@ -48,15 +49,33 @@ def test_a_saved_cache_goes_on_on_any_mesh(case, tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
-def test_a_cache_that_does_not_fit_is_refused(tmp_path):
+def test_a_rearranged_cache_is_filled_evenly(tmp_path):
+    """Loaded tokens are packed; the next generated token starts a new slot on device 0."""
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    one = Generator(models(config, {"seq": 1}, "contiguous")[0], max_length=64)
+    list(one.generate(prompts_of([7]), 4))
+    one.save_cache(tmp_path / "cache")
+    two = Generator(models(config, {"seq": 2}, "contiguous")[1], max_length=64)
+    two.load_cache(tmp_path / "cache")
+    assert dataclasses.astuple(two._filled) == (11, 6, 0, False)
+    assert two._cache is not None
+    (slots,) = two._cache.slots
+    half = len(slots.places) // 2
+    places = [np.asarray(slots.places[start : start + 7]) for start in (0, half)]
+    np.testing.assert_array_equal(places[0], [0, 2, 4, 6, 8, 10, EMPTY])
+    np.testing.assert_array_equal(places[1], [1, 3, 5, 7, 9, EMPTY, EMPTY])
+
+
+def test_caches_that_cannot_be_loaded(tmp_path):
     folder = tmp_path / "cache"
-    model = Decoder(CONFIG, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    model = Decoder(config, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
     other = Generator(model, max_length=64, batch=2)
     with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
         other.save_cache(folder)
     with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
         other.load_cache(folder)
-    served = models(CONFIG, {"seq": 2}, "zigzag")[1]
+    served = models(config, {"seq": 2}, "zigzag")[1]
     server = Generator(served, max_length=64, batch=2)
     list(server.generate(PROMPTS, 3))
     server.save_cache(folder)
@@ -64,12 +83,15 @@ def test_a_cache_that_does_not_fit_is_refused(tmp_path):
     list(other.generate(PROMPTS, 1))
     with pytest.raises(ValueError, match="is of another model or batch: sum of the weights' bits"):
         other.load_cache(folder)
-    # What a generator holds is kept when another cache is refused.
+    # A failed load leaves the cache unchanged.
     rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
     np.testing.assert_array_equal(rest[0], whole[2])
     cases: list[Any] = [
         ({"max_length": 64}, "batch is 2 there and 1 here"),
-        ({"max_length": 9, "batch": 2}, "has a row of 12 tokens, and max_length is 9: make a Gen"),
+        (
+            {"max_length": 9, "batch": 2},
+            "has a sequence of 12 tokens, and max_length is 9: make a Gen",
+        ),
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -77,9 +99,9 @@ def test_a_cache_that_does_not_fit_is_refused(tmp_path):
     with Checkpoints(tmp_path / "run") as run:
         run.save(3, {"w": jnp.ones(2)})
     for refused in (server.save_cache, server.load_cache):
-        with pytest.raises(ValueError, match="has checkpoints of something else: name a folder"):
+        with pytest.raises(ValueError, match="has checkpoints that are not a cache: use a folder"):
             refused(tmp_path / "run")
     largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(reversed(largest.read_bytes())))
-    with pytest.raises(CheckpointError, match="its bytes are not those that were written"):
+    with pytest.raises(CheckpointError, match="content does not match its hash"):
         server.load_cache(folder)

@@ -1,4 +1,4 @@
-"""A process that saves checkpoints until it is killed, until the disk is full, or until it ends.
+"""A process that saves checkpoints until it is killed, the disk is full, or it exits.
 
 ``python checkpoint_writer.py FOLDER forever|limited|unclosed|unclosed-error``; started by
 tests/training/test_checkpoints.py.
@@ -18,7 +18,7 @@ from burst_jax.training import CheckpointError, Checkpoints
 
 
 def save_forever(folder: Path) -> None:
-    """Saves a state that says its step, each step as soon as the one before is written."""
+    """Saves the step number as state, one checkpoint after another."""
     checkpoints = Checkpoints(folder, keep=2)
     step = (checkpoints.latest() or 0) + 1
     while True:
@@ -28,7 +28,7 @@ def save_forever(folder: Path) -> None:
 
 
 def save_limited(folder: Path) -> None:
-    """Saves one that fits, two that do not, and one that fits when there is room again."""
+    """Saves one that fits, two that do not, and one that fits after the limit is lifted."""
     checkpoints = Checkpoints(folder)
     small, large = (jax.random.normal(jax.random.key(0), (n, 1024)) for n in (16, 1024))
     checkpoints.save(1, {"x": small})
@@ -50,7 +50,7 @@ def save_limited(folder: Path) -> None:
 
 
 def end_unclosed(folder: Path) -> Checkpoints:
-    """Saves one that is complete and one that is still being written when the program ends."""
+    """Saves one that is complete and one that is still being written at exit."""
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, {"x": jnp.ones((8, 8))})
     checkpoints.save(2, {"x": jax.random.normal(jax.random.key(0), (2048, 1024))})

@@ -1,4 +1,4 @@
-"""Documents on the disk for the tests of burst_jax.data."""
+"""Documents on disk for the tests of burst_jax.data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from burst_jax.data import Loader
 
-# Tokens of each document: shorter than a row, a row, many rows, and a single one.
+# Tokens per document: shorter than a sequence, one sequence, many, and a single token.
 LENGTHS = [1, 2, 5, 16, 17, 18, 33, 100, 900, 3, 7, 40, 12, 12, 12, 64, 31, 8]
 SEQ_LEN = 16
 
@@ -29,7 +29,7 @@ def write(folder, files):
 
 
 def write_arrays(folder):
-    """Documents whose token ids say where they stand: 1000 * document + position."""
+    """Documents whose token ids encode their place: 1000 * document + position."""
     return write(
         folder,
         {
@@ -51,7 +51,7 @@ def write_lines(file):
 
 
 def write_tokenizer(file, text):
-    """A tokenizer of 400 tokens, whose file asks for truncation and padding too."""
+    """A tokenizer of 400 tokens, with truncation and padding enabled in its file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -69,18 +69,18 @@ def write_tokenizer(file, text):
 
 
 def loader_of(corpus, *, seq_len: int = SEQ_LEN, batch: int = 4, **options: Any):
-    """A loader of short rows."""
+    """A loader of short sequences."""
     return Loader(corpus, seq_len=seq_len, batch=batch, **options)
 
 
 def taken(loader, count=None):
-    """``count`` batches, or all, and the loader's threads ended."""
+    """``count`` batches, or all; closes the loader."""
     with loader:
         return [next(loader) for _ in range(count)] if count is not None else list(loader)
 
 
 def reads_of(corpus, monkeypatch):
-    """A list that every later read of a document is added to."""
+    """A list to which every later read of a document is appended."""
     reads, read = [], corpus.reader.read
 
     def noted(document, start, stop):

@@ -1,21 +1,21 @@
-"""The Mosaic GPU kernels on a CPU: JAX's interpreter for them, and what it lacks for these kernels.
+"""The sm90 kernels on a CPU: JAX's Mosaic GPU interpreter, with the rules these kernels need added.
 
-The interpreter (``jax/_src/pallas/mosaic_sm90/interpret``) runs every warpgroup of a program as a
-thread, the programs one after the other, and finds data races by vector clocks. Here it learns:
+The interpreter (``jax/_src/pallas/mosaic_gpu/interpret``) runs every warpgroup of a CTA as a
+thread, one CTA after the other, and finds data races by vector clocks. Added here:
 
-- matrix products that are asynchronous, with a left operand in registers too: a product reads its
-  operands and adds to its accumulator when its warpgroup waits for it, not before, and to overwrite
+- asynchronous matrix products, also with the left operand in registers: a product reads its
+  operands and updates its accumulator when its warpgroup waits for it, not before, and overwriting
   an operand earlier is a race;
-- copies to device memory that add, and copies under a condition;
-- copies into the memory of all programs of a cluster, of which each makes its part;
-- that a program may not end while another of its cluster still arrives at its barriers;
-- the kernels' own instructions: the drawing of tickets, a fence, a multiply-add that rounds once;
-- that a wait which nobody ends is an error.
+- copies to global memory that add, and copies with a predicate;
+- multicast copies to all CTAs of a cluster, of which each copies its part;
+- a CTA may not exit while another CTA of its cluster still arrives at its barriers;
+- the kernels' own instructions: fetching a work-tile index, a proxy fence, a fused multiply-add;
+- a barrier wait that never completes is an error.
 
-It does not show races between the threads of one warpgroup, register layouts, and what the copy
-engine does late: copies are made at once (but a read that does not wait for one is a race).
+It does not show races between the threads of one warpgroup, register layouts, and late effects of
+TMA: copies complete at once (but a read that does not wait for one is a race).
 
-This leans on private names of JAX 0.12. :func:`check_overrides` says which of them have changed.
+This depends on private names of JAX 0.12. :func:`check_overrides` names those that have changed.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pallas_mosaic import tickets, tiles
+from pallas_kernels.mosaic import fragments, tile_scheduler
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
-# Every copy and product has a clock of its own, of so many that are used in turn. Two that share
-# one are not seen to race.
+# Number of clocks that asynchronous copies and products use in turn. A race between two that share
+# one is missed.
 _CLOCKS = 97
 _DEVICES = 8
 
 
 class _Place(NamedTuple):
-    """Part of a buffer: the buffer's key, and which elements."""
+    """Elements of a buffer."""
 
     key: Any
     access: Any
 
     @classmethod
     def of(cls, key: Any, transforms: Any) -> _Place:
-        """From what a callback is given of a reference."""
+        """From a callback's reference arguments."""
         key = shared_memory.HostAllocationKey.from_array(key)
         transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
         return cls(key, _memory().access(key, transforms))
@@ -81,7 +81,7 @@ class _Place(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A matrix product that has been started: ``acc += a @ b``; ``a``: a place or an array."""
+    """An issued matrix product ``acc += a @ b``; ``a`` is in memory or an array."""
 
     acc: _Place
     a: Any
@@ -89,7 +89,7 @@ class _Product(NamedTuple):
     clock: Any
 
     def finish(self, thread: Any) -> None:
-        """Computes it. What the warpgroup does from now on comes after its reads."""
+        """Computes it, and orders the warpgroup's later operations after its reads."""
         a = self.a.read(thread) if isinstance(self.a, _Place) else self.a
         product = a.astype(np.float32) @ self.b.read(thread).astype(np.float32)
         self.acc.write(thread, self.acc.read(thread) + product)
@@ -99,15 +99,14 @@ class _Product(NamedTuple):
 
 
 class _Memory(shared_memory.GPUSharedMemory):
-    """Also keeps the products that every warpgroup has started and not waited for."""
+    """Also keeps each warpgroup's issued matrix products."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.started = collections.defaultdict(collections.deque)
-        # Held while something in device memory is read and changed in one go.
+        # Held during an atomic read-modify-write of global memory.
         self.atomic = threading.Lock()
-        # Of a tile that the programs of a cluster copy together, the parts that have arrived: by
-        # barrier, and by the program that copied them.
+        # Parts of a multicast tile that have arrived: by barrier, and by the CTA that copied them.
         self.parts = collections.defaultdict(dict)
 
     def kernel_thread_finished(self, thread):
@@ -121,7 +120,7 @@ def _memory() -> Any:
 
 
 class _Impatient(threading.Condition):
-    """A condition that is not waited for without end."""
+    """A condition whose waits time out."""
 
     patience = 0.0  # Set by :func:`interpreted`.
 
@@ -132,7 +131,7 @@ class _Impatient(threading.Condition):
 
 
 class _Barrier(shared_memory.Barrier):
-    """A barrier that says who waits for it in vain."""
+    """A barrier that reports deadlocks."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -151,7 +150,7 @@ class _Barrier(shared_memory.Barrier):
 
 
 class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
-    """A copy that adds to device memory, as one of many may at the same time."""
+    """An atomic copy that adds to global memory."""
 
     def __call__(self, tma_thread_id):
         memory = _memory()
@@ -172,7 +171,7 @@ class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
 
 
 class _ClusterBarrier(shared_memory.ClusterBarrier):
-    """A barrier of a cluster, at which nobody arrives after its memory's program has ended."""
+    """A cluster barrier; an arrival after its CTA has exited is an error."""
 
     def deallocate(self):
         super().deallocate()
@@ -182,13 +181,13 @@ class _ClusterBarrier(shared_memory.ClusterBarrier):
             seen = max(barrier.last_observed_phase_by_thread.values(), default=0)
             if seen != barrier.phase:
                 raise ValueError(
-                    f"a program may end before the last arrival at {barrier}: it has waited "
+                    f"a CTA may exit before the last arrival at {barrier}: it has waited "
                     f"{seen} times, and all have arrived {barrier.phase} times"
                 )
 
 
 class _CopyOfPart(gpu_callbacks.AsyncCopyGmemToSmemTask):
-    """Copies one program's part of a tile into the memory of one program of the cluster."""
+    """Copies one CTA's part of a tile to the shared memory of one CTA of the cluster."""
 
     def post_write(self, tma_thread_id, shared_memory):
         source, parts = self.thread.block_id, shared_memory.parts[id(self.barrier)]
@@ -206,7 +205,7 @@ class _CopyOfPart(gpu_callbacks.AsyncCopyGmemToSmemTask):
 
 
 def _wait_until_allocated(*keys: Any) -> None:
-    """Waits for another program of the cluster, as all do on a GPU before they begin."""
+    """Waits until another CTA of the cluster has started, as all CTAs of a cluster do on a GPU."""
     memory = _memory()
     while True:
         memory.check_failed()
@@ -217,7 +216,7 @@ def _wait_until_allocated(*keys: Any) -> None:
 
 
 def _part_of(access: Any, part: int, parts: int) -> Any:
-    """The part of an access that one of several programs copies: a slice of the first axis."""
+    """The part of an access that one of several CTAs copies: a slice of the first axis."""
     ranges = list(access.range)
     axis = next(i for i, r in enumerate(ranges) if isinstance(r, slice))
     size, rest = divmod(ranges[axis].stop - ranges[axis].start, parts)
@@ -227,7 +226,7 @@ def _part_of(access: Any, part: int, parts: int) -> Any:
     return dataclasses.replace(access, range=tuple(ranges))
 
 
-# What a kernel's operations do when they are run: callbacks, named and called as JAX's own are.
+# Callbacks that run a kernel's operations, called like JAX's own.
 
 
 @gpu_callbacks.fail_on_exception
@@ -280,17 +279,15 @@ def _copy_part_to_all(
     dst_allocation_key_as_array, dst_transforms, barrier_allocation_key_as_array, source_info,
 ):  # fmt: skip
     memory = _memory()
-    programs = memory.num_blocks_per_cluster
+    ctas = memory.num_blocks_per_cluster
     source = _Place.of(src_allocation_key_as_array, src_transforms)
     target = _Place.of(dst_allocation_key_as_array, dst_transforms)
     barrier = shared_memory.HostAllocationKey.from_array(barrier_allocation_key_as_array)
-    for program in range(programs):
-        # The same memory of another program.
-        key, barrier_key = (
-            dataclasses.replace(key, block_id=program) for key in (target.key, barrier)
-        )
+    for cta in range(ctas):
+        # The same memory of another CTA.
+        key, barrier_key = (dataclasses.replace(key, block_id=cta) for key in (target.key, barrier))
         _wait_until_allocated(key, barrier_key)
-        parts = [_part_of(place.access, thread.block_id, programs) for place in (source, target)]
+        parts = [_part_of(place.access, thread.block_id, ctas) for place in (source, target)]
         copy = _CopyOfPart(
             mesh_location, thread, source.key, parts[0], key, parts[1], barrier_key, source_info,
             memory.incr_clock(thread) if memory.detect_races else None,
@@ -300,30 +297,30 @@ def _copy_part_to_all(
 
 
 @gpu_callbacks.fail_on_exception
-def _draw_ticket(*, token, thread, count, slot, source_info):
-    memory, count, slot = _memory(), _Place.of(*count), _Place.of(*slot)
+def _fetch_index(*, token, thread, counter, slot, source_info):
+    memory, counter, slot = _memory(), _Place.of(*counter), _Place.of(*slot)
     if thread.block_id:
-        return token  # The first program of a cluster draws for all.
+        return token  # The first CTA of a cluster fetches for all.
     with memory.atomic:
-        ticket = count.read(thread)
-        count.write(thread, ticket + 1)
-    for program in range(memory.num_blocks_per_cluster):
-        theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=program))
+        index = counter.read(thread)
+        counter.write(thread, index + 1)
+    for cta in range(memory.num_blocks_per_cluster):
+        theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=cta))
         if memory.detect_races:
             clock = memory.incr_clock(thread).generic_clock
             gpu_callbacks.get_races().check_write(thread, clock, *theirs, source_info=source_info)
-        theirs.write(thread, ticket.astype(np.float32))
+        theirs.write(thread, index.astype(np.float32))
     return token
 
 
-def _multiply_add(x, y, z):
+def _fma(x, y, z):
     """``x y + z``, rounded once: the product of two float32 is exact in float64."""
     x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
     return (x * y + z).astype(np.float32)
 
 
 def _call(interpreter, eqn, function, token, results=_TOKEN, **kwargs):
-    """Has a callback run when the equation is."""
+    """Runs a callback in place of an equation."""
     run = functools.partial(function, source_info=eqn.source_info)
     return callback.io_callback(run, results, token=token, thread=interpreter.thread, **kwargs)
 
@@ -337,7 +334,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             if eqn.primitive is primitives.wgmma_wait_p:
                 raise NotImplementedError("wait for products by reading an accumulator")
             if eqn.primitive is primitives.wgmma_accumulator_store_p:
-                # The interpreter does not know it; to it this is a store like others.
+                # Handled as any other store.
                 whole = {"tree": jax.tree.structure(())}
                 eqn = eqn.replace(primitive=state_primitives.swap_p, params=whole)
             eqns.append(eqn)
@@ -402,31 +399,31 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _interpret_inline_mgpu_p(self, eqn, token, get_invals):
         function = eqn.params["mgpu_fn"]
         name = function.__module__, function.__qualname__
-        if name == (tiles.__name__, "end_reads"):
+        if name == (fragments.__name__, "proxy_fence"):
             where = {"mesh_location": self.mesh_location}
             return _call(self, eqn, gpu_callbacks.commit_smem, token, **where), []
-        if name == (tiles.__name__, "meet"):
+        if name == (fragments.__name__, "warpgroup_barrier"):
             return token, []  # A warpgroup is one thread here.
-        if name == (tiles.__name__, "_multiply_add"):
-            return token, [jax.pure_callback(_multiply_add, eqn.outvars[0].aval, *get_invals())]
-        if name == (tiles.__name__, "_shrink_rows"):
+        if name == (fragments.__name__, "_fma"):
+            return token, [jax.pure_callback(_fma, eqn.outvars[0].aval, *get_invals())]
+        if name == (fragments.__name__, "_rescale_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
-        draws = "_draw", "_draw_for_cluster"
-        assert name in [(tickets.__name__, draw) for draw in draws], (
-            f"what {function} does is to be written here"
+        fetches = "_fetch", "_fetch_for_cluster"
+        assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
+            f"{function} has no rule here"
         )
-        count, slot, *leaves = get_invals()
+        counter, slot, *leaves = get_invals()
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
-        count, slot = zip((count, slot), transforms, strict=True)
-        return _call(self, eqn, _draw_ticket, token, count=count, slot=slot), []
+        counter, slot = zip((counter, slot), transforms, strict=True)
+        return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
 
 
 _compiling = threading.Lock()
 
 
 def _run_jaxpr(jaxpr, consts, *args):
-    """One warpgroup. The first one compiles the program that all of them run."""
+    """Runs one warpgroup. The first one compiles the program that all of them run."""
     with _compiling:
         lowered = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args).lower()
         run = lowered.compile({"xla_backend_optimization_level": 0})
@@ -439,7 +436,7 @@ _OVERRIDES = (
 
 
 def check_overrides(classes: tuple[type, ...] = _OVERRIDES) -> None:
-    """Fails where a method that is overridden here is no longer called, or is called otherwise."""
+    """Raises if JAX no longer has a method that is overridden here, or changed its arguments."""
     for own in classes:
         base = own.__mro__[1]
         methods = {name: f for name, f in vars(own).items() if inspect.isfunction(f)}
@@ -447,19 +444,19 @@ def check_overrides(classes: tuple[type, ...] = _OVERRIDES) -> None:
         for name, method in methods.items():
             theirs = getattr(base, name, None)
             ours = list(inspect.signature(method).parameters)
-            has = "is not there"
+            has = "does not exist"
             if theirs is not None:
                 has = f"takes {list(inspect.signature(theirs).parameters)}"
             if has != f"takes {ours}":
                 raise RuntimeError(
                     f"in JAX {jax.__version__} {base.__qualname__}.{name} {has}; adapt "
-                    f"tests/support/interpreted.py, which overrides one that takes {ours}"
+                    f"tests/support/interpreted.py, which overrides it with {ours}"
                 )
 
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True, patience: float = 120.0):
-    """Kernels that are traced, compiled and run inside are interpreted.
+    """Kernels that are traced and run inside are interpreted.
 
     Args:
       detect_races: whether a race is an error.

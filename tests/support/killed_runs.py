@@ -1,7 +1,6 @@
-"""Runs of ``examples/train_lm.py`` that are killed: when, how, and what is left of them.
+"""Runs of ``examples/train_lm.py`` that are killed, for tests/training/test_kills.py.
 
-Used by tests/training/test_kills.py. Every process is a process group of its own, and SIGKILL goes
-to all of the group.
+Every process is a process group of its own, and SIGKILL is sent to the group.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
-from ports import free_port
+from local_processes import free_port
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train_lm.py"
 EVERY = 3  # Steps between two checkpoints.
@@ -29,7 +28,7 @@ TINY = (
     "--layers=1 --embed-dim=16 --heads=2 --kv-heads=1 --head-dim=8 --mlp-dim=16 --seq-len=32 "
     f"--batch=2 --eval-batches=1 --sample-tokens=0 --checkpoint-every={EVERY}"
 ).split()
-# In the name of a folder that orbax is writing.
+# In the name of a folder that orbax has not completed.
 HALF = ".orbax-checkpoint-tmp"
 _PATIENCE = 200  # Seconds, several times what a run takes on busy cores.
 
@@ -41,11 +40,10 @@ class Moment:
     """A moment in the life of a process.
 
     Attributes:
-      when: "start": before or soon after its first step. "step": after some steps. "writing": while
-        a checkpoint is written. "end": during the evaluation after the last step.
-      count: of the steps, or of the checkpoints, that this process has begun.
-      delay: seconds after that; for "start", in parts of the time that the last process took to its
-        first step.
+      when: "start": around its first step. "step": after some steps. "writing": while a checkpoint
+        is written. "end": during the evaluation after the last step.
+      count: number of steps or checkpoints that this process has started.
+      delay: seconds after that; for "start", relative to the last process' time to first step.
     """
 
     when: When
@@ -54,7 +52,7 @@ class Moment:
 
 
 def draw_moments(count: int, seed: int) -> list[Moment]:
-    """So many moments: two of five while a checkpoint is written, a tenth after the last step."""
+    """``count`` moments: two of five while a checkpoint is written, a tenth after the last step."""
     draw = random.Random(seed)
     kinds: tuple[When, ...] = ("writing", "step", "writing", "start", "step")
     at_end = -(-count // 10)
@@ -62,7 +60,7 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
     for index in range(count - at_end):
         when = kinds[index % len(kinds)]
         if when == "writing":
-            # Not a process' first checkpoint, before which it removes what a killed one has left.
+            # Not the first checkpoint, before which partial ones are removed.
             moments.append(Moment(when, draw.randint(2, 3), draw.uniform(0, 0.05)))
         elif when == "step":
             moments.append(Moment(when, draw.randint(1, 2 * EVERY), draw.uniform(0, 0.1)))
@@ -72,7 +70,7 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
 
 
 def steps_for(moments: Iterable[Moment]) -> int:
-    """Number of steps that a run needs, so that it does not end before all of the moments."""
+    """Number of steps of a run that outlasts all of the moments."""
     checkpoints = 0
     for moment in moments:
         begun = {"start": 2, "step": -(-moment.count // EVERY), "writing": moment.count, "end": 0}
@@ -102,16 +100,16 @@ class Process:
 
     @property
     def out(self) -> str:
-        """What it has printed on stdout."""
+        """Its stdout so far."""
         return self._out.read_text()
 
     @property
     def errors(self) -> str:
-        """What it has printed on stderr."""
+        """Its stderr so far."""
         return self._errors.read_text()
 
     def kill(self) -> int:
-        """Sends SIGKILL to its group; returns its exit code, which may be from before."""
+        """Sends SIGKILL to its group if it still runs; returns its exit code."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
@@ -121,7 +119,7 @@ class Process:
         return self._process.wait(_PATIENCE)
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Waits until something has happened while the process runs."""
+        """Waits for a condition while the process runs."""
         end = time.monotonic() + _PATIENCE
         while not happened():
             assert self._process.poll() is None, self.out + self.errors
@@ -129,7 +127,7 @@ class Process:
             time.sleep(0.001)
 
     def until_first_step(self) -> int:
-        """Waits for its first step; returns the number of the step before, the one it began at."""
+        """Waits for its first step; returns the number of the step it started from."""
         self.until(lambda: "\nstep " in self.out)
         return int(re.findall(r"^step (\d+)/", self.out, re.MULTILINE)[0]) - 1
 
@@ -141,8 +139,8 @@ class Training:
       out: the folder.
       steps: number of its last step.
       corpus: the texts that it trains on.
-      cache: JAX's compilation cache. The first process fills it; the others only read it, so that
-        none is killed while it writes there.
+      cache: JAX's compilation cache, written by the first process and only read by the others,
+        which may be killed.
       options: more of the command line, the mesh for example.
     """
 
@@ -154,7 +152,7 @@ class Training:
         self._cache, self._started, self._to_first_step = cache, 0, 0.0
 
     def start(self, *options: str, devices: int = 4) -> Process:
-        """Starts a process; it has so many CPU devices."""
+        """Starts a process with ``devices`` CPU devices."""
         first = "0.1" if self._started == 0 else "1000"
         self._started += 1
         environment = {
@@ -170,7 +168,7 @@ class Training:
 
     @contextmanager
     def start_pair(self) -> Iterator[list[Process]]:
-        """Starts a pair of processes, which have half of the devices each."""
+        """Starts a pair of processes with half of the devices each."""
         found = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes=2"]
         found += [f"--heartbeat-timeout={HEARTBEAT}"]
         with ExitStack() as stack:
@@ -189,7 +187,7 @@ class Training:
         """Starts a process and kills it at a moment of its life.
 
         Returns:
-          Whether this has left half of the checkpoint that it was to hit.
+          Whether this left a partial checkpoint.
         """
         began, summary, due = time.monotonic(), self._summary_written(), 0
         with self.start() as process:
@@ -212,7 +210,7 @@ class Training:
         return bool(self.half(due))
 
     def records(self) -> list[dict[str, float]]:
-        """What ``metrics.jsonl`` has of each step."""
+        """The records of ``metrics.jsonl``."""
         lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -222,13 +220,13 @@ class Training:
         return int(records[-1]["step"]) if records else 0
 
     def losses(self) -> list[float]:
-        """The losses of all steps, each of which stands there once."""
+        """The losses of all steps, each logged once."""
         records = self.records()
         assert [record["step"] for record in records] == list(range(1, self._steps + 1))
         return [record["loss"] for record in records]
 
     def half(self, step: int) -> list[Path]:
-        """The folder of checkpoint ``step`` while it is being written; one, or none."""
+        """The folder of checkpoint ``step`` while it is being written, if it is."""
         return list(self.checkpoints.glob(f"{step}{HALF}*"))
 
     def _summary_written(self) -> int | None:

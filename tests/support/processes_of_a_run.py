@@ -1,7 +1,7 @@
 """One process of a run: ``python processes_of_a_run.py PORT PROCESS COUNT MODE [FOLDER]``.
 
-Started by tests/parallel/test_processes.py. All of a run's processes together have eight CPU
-devices. What a process saw goes to stdout as one line of JSON.
+Started by tests/parallel/test_processes.py. The processes of a run have eight CPU devices together.
+Each prints what it found as one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8 // COUNT)
 
 
 def make_state(mesh, seed: int):
-    """Arrays on all processes, made of numbers that every process knows."""
+    """Arrays sharded over all processes, with values that depend only on the seed."""
     x = np.random.default_rng(seed).normal(size=(16, 32)).astype(np.float32)
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
@@ -48,7 +48,7 @@ def error_of(call) -> str:
 
 
 def use_checkpoints() -> None:
-    """Takes the good one of the folder's two checkpoints, and saves two more."""
+    """Restores the undamaged one of the folder's two checkpoints, and saves two more."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     state = make_state(mesh, seed=5)
     with Checkpoints(FOLDER, keep=2) as checkpoints:
@@ -74,7 +74,7 @@ def use_checkpoints() -> None:
 
 
 def fill_the_disk() -> None:
-    """Saves one checkpoint, and one more when process 1 has no room for its part."""
+    """Saves one checkpoint, and another one while process 1 has no disk space for its part."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     keys = jax.jit(jax.random.split, static_argnums=1, out_shardings=NamedSharding(mesh, P("data")))
     with Checkpoints(FOLDER) as checkpoints:
@@ -86,7 +86,7 @@ def fill_the_disk() -> None:
 
 
 def loop() -> None:
-    """Meets the others twenty times a second, until it is ended."""
+    """Runs a barrier twenty times a second until it is killed."""
     barrier("start")
     print("meeting", flush=True)
     while True:

@@ -1,4 +1,4 @@
-"""Small decoders that tests of serving generate with."""
+"""Small decoders for the tests of serving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models(config, sizes, layout):
     rng = np.random.default_rng(0)
 
     def drawn(path, weight):
-        # Biases are zeros at first, and what is added once or twice would be the same.
+        # Not zeros, as they are initialized, so that a bias that is added twice is noticed.
         if "bias" not in jax.tree_util.keystr(path):
             return weight
         return jnp.asarray(0.3 * rng.normal(size=weight.shape), weight.dtype)
@@ -50,7 +50,7 @@ def models(config, sizes, layout):
 
 
 class Watched(Generator):
-    """Keeps the logits that each token was chosen by."""
+    """Records the logits of each step."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

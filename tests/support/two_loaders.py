@@ -1,9 +1,8 @@
 """One of two processes that load their own rows: ``python two_loaders.py PORT PROCESS FOLDER``.
 
-Started by tests/data/test_data_resume.py. Each process has four CPU devices. It puts batches onto
-a mesh
-of all eight, saves the gathered state on the way, goes on from it with a new loader, and writes
-what its devices hold as one line of JSON.
+Started by tests/data/test_data_resume.py. Each process has four CPU devices. It places batches on a
+mesh of all eight, gathers the loaders' state, resumes from it with a new loader, and prints what
+its devices hold as one line of JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def make_loader() -> Loader:
 
 
 def held(loader: Loader) -> list:
-    """``[global row, first column, tokens]`` of every shard of the next batch on this process."""
+    """``[batch index, first token, tokens]`` of each local shard of the next batch."""
     batch = make_batch(**next(loader), layout="zigzag", num_shards=2)
     placed = place_batch(batch, mesh, batch_axis="data", process_local=True)
     return [

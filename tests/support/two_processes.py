@@ -1,7 +1,7 @@
-"""One of two that place batches and save a model: ``python two_processes.py PORT PROCESS FOLDER``.
+"""One of two processes that place batches and save a model: arguments PORT PROCESS FOLDER.
 
-Started by tests/parallel/test_processes.py. Each process has two CPU devices; what it saw goes to
-stdout as one line of JSON, and a crash is a traceback.
+Started by tests/parallel/test_processes.py. Each process has two CPU devices, and prints what it
+found as one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def held(batch) -> list:
 
 
 def place(rows, mesh, **options):
-    """The batch as this process holds it, or the error; of a program's first batch."""
+    """This process's shards of the batch, or the error, as for the first batch of a program."""
     batches._COMPARED.clear()
     try:
         batch = make_batch(rows, layout="zigzag", num_shards=mesh.shape["seq"])
@@ -58,7 +58,7 @@ def place(rows, mesh, **options):
 
 
 def saved(model, name: str) -> list[str]:
-    """The files of the folder that was saved, when this process returns, or the error."""
+    """The saved files when ``save`` returns on this process, or the error."""
     try:
         save(model, FOLDER / name, max_file_bytes=1000)
     except (OSError, RuntimeError) as error:

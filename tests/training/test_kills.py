@@ -1,12 +1,11 @@
-"""A run of examples/train_lm.py that is killed at any moment goes on as if it had not been.
+"""A killed run of examples/train_lm.py resumes as if it had not been killed.
 
-``--kills 20`` kills as often, and says when it did; without it a few times are enough.
+``--kills 20`` kills it 20 times and prints when; the default is a few times.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from killed_runs import EVERY, HEARTBEAT, TRAIN, Training, draw_moments, steps_for
 
-from burst_jax.training import CheckpointError, Checkpoints, RunLog
+from burst_jax.training import Checkpoints, RunLog
 
 sys.path.insert(0, str(TRAIN.parent))
 import train_lm
@@ -27,7 +26,7 @@ import train_lm
 MESH = "--mesh=fsdp=2,seq=2"
 # Which of two processes is killed, and when. Process 0 writes the log and completes checkpoints.
 PAIR_KILLS = [(1, "writing"), (0, "step"), (1, "step"), (0, "writing")]
-# What the other one says. JAX notices at once that process 0, to which it speaks, is gone.
+# The other one's last message. JAX notices at once that process 0, the coordinator, is gone.
 LAST_WORDS = {
     0: r"the leader task was preempted/died/restarted",
     1: r"stopped sending heartbeats\):\n1\n|Task 1 heartbeat timeout",
@@ -45,7 +44,7 @@ def corpus(tmp_path):
 
 
 def damage_newest(run: Training) -> tuple[Path, Path, int]:
-    """Cuts a file of the newest checkpoint; returns that checkpoint, the file and its old size."""
+    """Truncates a file of the newest checkpoint; returns checkpoint, file and old size."""
     newest = run.checkpoints / str(Checkpoints(run.checkpoints).latest())
     file = max((newest / "d").iterdir(), key=lambda file: file.stat().st_size)
     size = file.stat().st_size
@@ -54,7 +53,7 @@ def damage_newest(run: Training) -> tuple[Path, Path, int]:
 
 
 def kill_one_of_two(run: Training, gone: int, when: str) -> None:
-    """Kills one process of a pair that goes on; the other one ends in time and names it."""
+    """Kills one process of a resumed pair; the other one ends in time and names it."""
     with run.start_pair() as pair:
         # Two checkpoints are complete by then.
         due = pair[0].until_first_step() + 3 * EVERY
@@ -67,13 +66,13 @@ def kill_one_of_two(run: Training, gone: int, when: str) -> None:
         assert pair[1 - gone].wait() != 0
         took = time.monotonic() - killed
         print(f"process {gone} killed at {when}: the other ended after {took:.1f} s")
-        # By itself it takes HEARTBEAT; the rest is for a busy machine.
+        # It takes HEARTBEAT seconds; the rest is for a busy machine.
         assert took < 2 * HEARTBEAT
         assert re.search(LAST_WORDS[gone], pair[1 - gone].errors), pair[1 - gone].errors
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills):
+def test_a_killed_run_ends_like_an_uninterrupted_one(corpus, tmp_path, kills):
     moments = draw_moments(kills, seed=kills)
     steps, cache = steps_for(moments), tmp_path / "cache"
     whole, killed, pair = (
@@ -92,7 +91,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
     first, second = ((run.out / "summary.json").read_text() for run in (whole, killed))
     assert first == second
 
-    # The same with one of two processes, but on another mesh and by one process in the end.
+    # The same with one of two processes, and finally one process on another mesh.
     for gone, when in PAIR_KILLS[: 1 + kills // 6]:
         kill_one_of_two(pair, gone, when)
     moved = Training(tmp_path / "moved", steps, corpus, cache, "--mesh=seq=4")
@@ -100,15 +99,15 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
     newest, file, size = damage_newest(moved)
     with moved.start() as process:
         assert process.wait() == 0, process.errors
-    before = re.findall(r"going on from step (\d+)", process.out)[0]
+    before = re.findall(r"resuming from step (\d+)", process.out)[0]
     assert int(before) == int(newest.name) - EVERY
     assert (
-        f"checkpoint {newest} is refused: {file.relative_to(newest)}: has {size - 5} bytes, {size} "
-        f"were written; checkpoint {newest.with_name(before)} is taken"
+        f"checkpoint {newest} is damaged: {file.relative_to(newest)}: has {size - 5} bytes, {size} "
+        f"were written; restoring {newest.with_name(before)} instead"
     ) in process.errors
     np.testing.assert_allclose(moved.losses(), whole.losses(), rtol=1e-5)
 
-    if len(moments) >= 20:  # By default there is no time for two runs more.
+    if len(moments) >= 20:  # Too slow for the default.
         other = Training(tmp_path / "other", steps, corpus, cache, MESH)
         for run in (pair, other):
             with run.start_pair() as processes:
@@ -116,7 +115,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(corpus, tmp_path, kills
         assert pair.losses() == other.losses()
 
 
-# --- what a run goes on from ---------------------------------------------------------------------
+# --- what a run resumes from ---------------------------------------------------------------------
 
 
 def arguments_of(**changed):
@@ -127,8 +126,11 @@ def arguments_of(**changed):
     return argparse.Namespace(**given | here | changed)
 
 
-def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
+def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
     state = {"x": jnp.arange(3.0)}
+    # Another dtype makes another state, and the message must name the flag.
+    half = {"x": state["x"].astype(jnp.bfloat16)}
+    half_message = "--moment-dtype is bfloat16: the run of .* has float32"
     with Checkpoints(tmp_path) as checkpoints:
         saved = train_lm.same_arguments(arguments_of())
         checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
@@ -136,34 +138,33 @@ def test_a_run_goes_on_only_with_the_same_data_and_schedule(tmp_path, capsys):
         step, restored, extra = train_lm.restore(arguments_of(), checkpoints, state)
         assert (step, extra["loader"]) == (3, "its state")
         assert jnp.array_equal(restored["x"], state["x"])
-        message = "--seed is 1: the checkpoints in here are of a run with 0; use the same"
-        with pytest.raises(ValueError, match=message):
-            train_lm.restore(arguments_of(seed=1), checkpoints, state)
-        with pytest.raises(ValueError, match=r"--model is there: .* are of a run with None"):
-            train_lm.restore(arguments_of(model="there"), checkpoints, state)
-        with pytest.raises(ValueError, match=r"--lora-rank is 8: .* are of a run with None"):
-            train_lm.restore(arguments_of(lora_rank=8), checkpoints, state)
-        # Another dtype makes another state, and the message must say which flag it is.
-        other, message = {"x": state["x"].astype(jnp.bfloat16)}, "--moment-dtype is bfloat16: the c"
-        with pytest.raises(ValueError, match=message):
-            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, other)
+        for changed, abstract, message in (
+            (
+                {"seed": 1},
+                state,
+                "--seed is 1: the run of the checkpoints in here has 0; use the s",
+            ),
+            ({"model": "there"}, state, r"--model is there: .* has None"),
+            ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
+            ({"moment_dtype": "bfloat16"}, half, half_message),
+            ({"resume": "never"}, state, r"--resume is never, and .* holds checkpoints"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                train_lm.restore(arguments_of(**changed), checkpoints, abstract)
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
-        assert "with --lr 0.002, which was 0.001" in capsys.readouterr().out
-        with pytest.raises(ValueError, match=r"--resume is never, and .* holds checkpoints"):
-            train_lm.restore(arguments_of(resume="never"), checkpoints, state)
-        # A run of before there was the flag.
-        del saved["moment_dtype"]
+        assert "--lr changed from 0.001 to 0.002" in capsys.readouterr().out
+        del saved["moment_dtype"]  # An old checkpoint.
         checkpoints.save(4, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         assert train_lm.restore(arguments_of(), checkpoints, state)[0] == 4
-        with pytest.raises(ValueError, match=f"{message}.* of a run with float32"):
-            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, other)
+        with pytest.raises(ValueError, match=half_message):
+            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, half)
 
 
 @pytest.mark.parametrize("loss", [1.5, 2.5, None])
-def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path, loss):
-    """``loss``: in the metrics; a checkpoint without one, of an earlier version, fits any."""
+def test_a_run_does_not_resume_in_the_metrics_of_another(tmp_path, loss):
+    """``loss``: in the metrics; an old checkpoint without one fits any."""
     state, out = {"x": jnp.arange(3.0)}, tmp_path / "out"
     extra = {"arguments": train_lm.same_arguments(arguments_of()), "loader": None}
     with Checkpoints(tmp_path / "saved") as checkpoints:
@@ -176,36 +177,8 @@ def test_a_run_does_not_go_on_in_the_metrics_of_another(tmp_path, loss):
             assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == 3
             return
         message = (
-            r"--out is .*out, whose metrics.jsonl is of another run than the checkpoints in here: "
-            r"their losses at step 3 are 2.5 and 1.5; use another --out, or that of these"
+            r"--out is .*out, whose metrics.jsonl belongs to another run than the checkpoints in "
+            r"here: the losses at step 3 are 2.5 and 1.5; use another --out, or the one of these"
         )
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(out=out), checkpoints, state)
-
-
-# --- files that cannot be written ----------------------------------------------------------------
-
-
-def test_a_log_that_finds_no_room_says_where_and_goes_on_when_there_is(tmp_path):
-    given = {"tokens_per_step": 8, "flops_per_step": 1.0, "peak": None}
-    metrics = {"loss": 1.0, "grad_norm": 1.0}
-    path = tmp_path / "metrics.jsonl"
-    with RunLog(tmp_path, 3, **given) as log:
-        log.step(1, metrics)
-        assert log._file is not None
-        whole = log._file
-        log._file = open("/dev/full", "a")  # noqa: SIM115 - a disk without room
-        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
-            log.step(2, metrics)
-        whole.write('{"step": 2, "lo')  # As much of the line as there was room for.
-        whole.close()
-    with RunLog(tmp_path, 3, start=1, **given) as log:
-        log.step(2, metrics)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_checkpoint(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="checkpoint 1 could not be written to") as e:
-        Checkpoints(tmp_path / "file" / "run").save(1, {"x": jnp.zeros(3)})
-    assert "Not a directory" in str(e.value)

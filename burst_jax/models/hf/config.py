@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.layers.rope import DynamicRope
-from burst_jax.models.config import DecoderConfig, Remat
+from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
 from burst_jax.models.hf.ropes import without_options
@@ -48,32 +48,16 @@ def read_config(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
-    remat: Remat = "attention",
-    remat_layers: int | None = None,
-    mlp_chunks: int = 1,
     ignore: Collection[str] = (),
+    **fields: Any,
 ) -> tuple[DecoderConfig, Family, Multimodal | None]:
-    """The decoder of a Hugging Face checkpoint's ``config.json``.
+    """The decoder of a checkpoint's ``config.json``, see :func:`burst_jax.models.load`.
 
     For a model of text and images this is the language model.
-
-    Args:
-      folder: the checkpoint.
-      dtype: of the computation; None is that of ``config.json``, or float32 if it has none.
-      param_dtype: of the weights; None is ``dtype``.
-      remat: see :class:`DecoderConfig`.
-      remat_layers: see :class:`DecoderConfig`.
-      mlp_chunks: see :class:`DecoderConfig`.
-      ignore: keys of ``config.json``, and of its RoPE, to ignore.
 
     Returns:
       ``(config, family, multimodal)``; ``multimodal`` is the model of text and images that the
       decoder is part of, or None.
-
-    Raises:
-      FileNotFoundError: there is no ``config.json``.
-      ValueError: it is not JSON, or it lacks something.
-      NotImplementedError: an unsupported model family, option or value.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -106,11 +90,9 @@ def read_config(
         family.read(values),
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
-        remat=remat,
-        remat_layers=remat_layers,
-        mlp_chunks=mlp_chunks,
         # Normalized, so that equal models have equal configs.
         hf_config=json.dumps(given, sort_keys=True),
+        **fields,
     )
     return config, family, multimodal
 
@@ -118,20 +100,10 @@ def read_config(
 def config_json(
     config: DecoderConfig, dtype: DTypeLike, max_length: int | None
 ) -> tuple[dict[str, Any], Family]:
-    """A decoder's ``config.json`` and family.
+    """A decoder's ``config.json`` and family, see :func:`burst_jax.models.save`.
 
     A loaded decoder keeps the ``config.json`` of its checkpoint, with a new dtype and, if given,
     ``max_length``. For others it is that of the first family that can express the config.
-
-    Args:
-      config: the decoder's.
-      dtype: of the tensors.
-      max_length: ``max_position_embeddings``; None is that of the loaded checkpoint, or of a
-        dynamic RoPE.
-
-    Raises:
-      ValueError: no max_length where it is needed, or one that differs from a dynamic RoPE's.
-      NotImplementedError: no family can express the config.
     """
     name = jnp.dtype(dtype).name
     for rope in config.layer_ropes:

@@ -49,11 +49,9 @@ _TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
 
 
 def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
-    """The RoPE of full and of sliding layers.
+    """The RoPE of full and of sliding layers of a ``config.json`` with the family's defaults.
 
-    Args:
-      values: ``config.json``, with the family's defaults.
-      thetas: the base of each type of layer where ``config.json`` has none.
+    ``thetas`` has the base of each type of layer where ``config.json`` has none.
 
     Raises:
       NotImplementedError: an unsupported type of RoPE, or option of one.
@@ -163,14 +161,11 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
 
 
 def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
-    """The keys of ``config.json`` that :func:`read_ropes` reads as these RoPEs.
+    """The keys of ``config.json`` that :func:`read_ropes` reads as these RoPEs by type of layer.
 
     Both formats, for any version of transformers; only the new one where the old one cannot express
-    them, as it has no more than a base for sliding layers.
-
-    Args:
-      ropes: by type of layer, for the types that some layer has.
-      per_type: whether the family has a RoPE per type of layer.
+    them, as it has no more than a base for sliding layers. ``per_type`` is whether the family has a
+    RoPE per type of layer.
     """
     new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
     if not per_type:

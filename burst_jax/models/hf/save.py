@@ -26,7 +26,7 @@ from burst_jax.models.hf.files import INDEX, SINGLE, safetensors
 from burst_jax.models.hf.tensors import Weight, weights_of
 from burst_jax.models.lora import merge_lora
 from burst_jax.models.weights import flat_weights
-from burst_jax.parallel.first_process import by_first_process
+from burst_jax.parallel.processes import by_first_process
 
 # Each file's tensors: (name, the weight, the layer or None).
 Files = dict[str, list[tuple[str, Weight, int | None]]]
@@ -91,15 +91,7 @@ def write_folder(
     dtype: jnp.dtype,
     texts: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Writes tensors and JSON files into a new folder, see :func:`save`.
-
-    Args:
-      folder: a folder that does not exist, or is empty.
-      files: each file's tensors.
-      arrays: the weights by path.
-      dtype: of the tensors.
-      texts: the content of each JSON file.
-    """
+    """Writes tensors, from weights by path, and JSON files into a new folder, see :func:`save`."""
     writer = _Writer(folder, dtype)
     try:
         by_first_process(writer.begin)
@@ -116,17 +108,34 @@ def write_folder(
 
 
 class _Writer:
-    """The first process's part of :func:`write_folder`."""
+    """The first process's part of :func:`write_folder`.
+
+    It writes into a temporary folder next to the final one, and renames that when complete.
+    """
 
     def __init__(self, folder: Path, dtype: jnp.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
-        self._new: _NewFolder | None = None
+        self._given, self._final, self._dtype = folder, folder.resolve(), dtype
+        self._temporary: Path | None = None
         self._content: dict[str, np.ndarray] = {}
         self._error: Exception | None = None
 
     def begin(self) -> None:
+        """Creates the temporary folder, see :func:`save` for what raises."""
         safetensors()
-        self._new = _NewFolder(self._folder)
+        folder, final = self._given, self._final
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise FileExistsError(f"{folder} exists: choose a folder that does not, or is empty")
+        if final.is_mount():
+            raise ValueError(
+                f"{folder} is a mount point, to which no complete folder can be renamed: choose a "
+                f"folder in it, like {folder / 'model'}"
+            )
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # mkdtemp's name is unique and its folder private; the one inside has the umask's mode.
+        prefix = f".{final.name}.being-written-"
+        self._temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+        self._path = self._temporary / final.name
+        self._path.mkdir()
 
     def add(self, name: str, weight: Weight, whole: jax.Array) -> None:
         """Adds a tensor to the next file. Errors are raised in ``write``, after all gathers."""
@@ -138,25 +147,40 @@ class _Writer:
                 self._error = error
 
     def write(self, file: str) -> None:
-        assert self._new is not None
         if self._error is not None:
             raise self._error
         # transformers requires this metadata.
-        safetensors().numpy.save_file(
-            self._content, self._new.path / file, metadata={"format": "pt"}
-        )
+        safetensors().numpy.save_file(self._content, self._path / file, metadata={"format": "pt"})
         self._content = {}
 
     def finish(self, texts: Mapping[str, Mapping[str, Any]]) -> None:
-        assert self._new is not None
+        """Writes the JSON files, and renames the folder once it is on disk."""
         for file, content in texts.items():
             text = json.dumps(content, indent=2, sort_keys=True)
-            (self._new.path / file).write_text(text + "\n")
-        self._new.finish()
+            (self._path / file).write_text(text + "\n")
+        for path in (*self._path.iterdir(), self._path):
+            _sync(path)
+        try:
+            os.replace(self._path, self._final)
+        except OSError as error:
+            self._temporary = None
+            state = f"{self._final} cannot be replaced; {self._path} is complete"
+            raise OSError(error.errno, f"{error.strerror}: {state}") from error
+        _sync(self._final.parent)
 
     def discard(self) -> None:
-        if self._new is not None:
-            self._new.discard()
+        """Removes the temporary folder."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file, or a folder's entries, to disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Files:
@@ -213,16 +237,10 @@ def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
 def take_layer(
     weight: jax.Array, layer: jax.Array, *, mesh: Mesh, spec: PartitionSpec
 ) -> jax.Array:
-    """One layer of a stacked weight, sharded as its other dimensions are.
+    """One layer of a stacked weight ``[L, ...]``, sharded as its other dimensions are.
 
     A pipeline's stages shard the layers. The stage that has the layer sends it to the others, which
     add zeros, so that no device holds a whole stack.
-
-    Args:
-      weight: ``[L, ...]``, for L layers.
-      layer: index of the layer, int32.
-      mesh: the weight's.
-      spec: the weight's.
     """
     stages, *others = spec or (None,)
 
@@ -242,62 +260,3 @@ def take_layer(
         take, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(*others)
     )
     return run(weight, layer)
-
-
-class _NewFolder:
-    """A folder that is written next to its final place and renamed when complete.
-
-    Args:
-      folder: the final place, which does not exist or is empty; symbolic links are followed.
-
-    Raises:
-      FileExistsError: the folder is not empty.
-      ValueError: it is a mount point, to which nothing can be renamed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = final = folder.resolve()
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
-            raise FileExistsError(f"{folder} exists: choose a folder that does not, or is empty")
-        if final.is_mount():
-            raise ValueError(
-                f"{folder} is a mount point, to which no complete folder can be renamed: choose a "
-                f"folder in it, like {folder / 'model'}"
-            )
-        final.parent.mkdir(parents=True, exist_ok=True)
-        # mkdtemp's name is unique and its folder private; the one inside has the umask's mode.
-        prefix = f".{final.name}.being-written-"
-        self._temporary: Path | None = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
-        self.path = self._temporary / final.name
-        self.path.mkdir()
-
-    def finish(self) -> None:
-        """Renames the folder once it is on disk.
-
-        Raises:
-          OSError: a disk error; or the rename failed, with the temporary name in the message.
-        """
-        for path in (*self.path.iterdir(), self.path):
-            _sync(path)
-        try:
-            os.replace(self.path, self._folder)
-        except OSError as error:
-            self._temporary = None
-            state = f"{self._folder} cannot be replaced; {self.path} is complete"
-            message = f"{error.strerror}: {state}"
-            raise OSError(error.errno, message) from error
-        _sync(self._folder.parent)
-
-    def discard(self) -> None:
-        """Removes the temporary folder."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -65,13 +65,7 @@ class Weight(NamedTuple):
 
 
 def weights_of(shapes: Any, family: Family, num_layers: int) -> list[Weight]:
-    """A decoder's weights with their tensors' names.
-
-    Args:
-      shapes: the decoder's state, arrays or ``jax.ShapeDtypeStruct``.
-      family: the model family.
-      num_layers: number of layers.
-    """
+    """A decoder's weights, from its state or shapes, with their tensors' names."""
     weights = []
     for path, leaf in flat_weights(shapes).items():
         stacked = path[0] == "layers"

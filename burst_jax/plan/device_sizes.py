@@ -1,0 +1,151 @@
+"""One device's share of a decoder and its batch: numbers of weights, tokens and features."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from burst_jax.models.config import DecoderConfig
+from burst_jax.models.feed_forward import GatedMLP
+from burst_jax.models.weights import name_of, weight_specs
+from burst_jax.parallel.mesh import flat_names
+from burst_jax.plan.training_strategy import TrainingStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Number of weights in one or several matrices.
+
+    Attributes:
+      whole: gathered, as a device uses them: only the tensor axis shards them.
+      part: the shard that a device stores.
+    """
+
+    whole: int
+    part: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSizes:
+    """One device's share of a training step.
+
+    Attributes:
+      layers: number of layers.
+      tokens: number of tokens, over all of its sequences.
+      rows: number of these sequences.
+      width: features of the residual stream.
+      query: features of the device's query heads together.
+      kv: features of its key heads together, and of its value heads.
+      heads: number of its query heads.
+      hidden: its hidden features of the feed-forward.
+      normed: features that one layer's norms read, in total.
+      post_normed: those of them that post-norms of attention and feed-forward read.
+      vocab: its shard of the vocabulary.
+      itemsize: bytes of an activation.
+      param: bytes of a weight.
+      attention: the four projections of one layer, and norms of heads.
+      mlp: the three matrices of one layer's feed-forward.
+      layer: all weights of one layer.
+      embedding: the embedding.
+      head: the output projection; the embedding again if they are tied.
+      parts: all weights that the device stores.
+    """
+
+    layers: int
+    tokens: int
+    rows: int
+    width: int
+    query: int
+    kv: int
+    heads: int
+    hidden: int
+    normed: int
+    post_normed: int
+    vocab: int
+    itemsize: int
+    param: int
+    attention: Matrix
+    mlp: Matrix
+    layer: Matrix
+    embedding: Matrix
+    head: Matrix
+    parts: int
+
+    @property
+    def products(self) -> int:
+        """Weights of one layer that are multiplied with each of the device's tokens."""
+        return 2 * self.width * (self.query + self.kv) + 3 * self.width * self.hidden
+
+
+def device_sizes(
+    config: DecoderConfig, shapes: Any, strategy: TrainingStrategy, *, length: int, batch: int
+) -> DeviceSizes:
+    """The share of one device.
+
+    Args:
+      config: the decoder's config.
+      shapes: its state as shapes.
+      strategy: how it is sharded.
+      length: sequence length.
+      batch: batch size.
+
+    Raises:
+      ValueError: a weight or the batch is not divisible by the mesh.
+      NotImplementedError: a feed-forward other than GatedMLP.
+    """
+    if config.feed_forward is not GatedMLP:
+        raise NotImplementedError(
+            f"feed_forward is {config.feed_forward.__name__}: the planner supports GatedMLP only"
+        )
+    rules, mesh, tensor = strategy.weight_rules, strategy.abstract_mesh, strategy.tensor
+    for name, size in (("num_heads", config.num_heads), ("mlp_dim", config.mlp_dim)):
+        if size % tensor:
+            raise ValueError(f"{name} is {size}: {tensor} devices do not divide it")
+    specs = weight_specs(shapes, config, mesh, rules)
+    whole: dict[str, int] = {}
+    part: dict[str, int] = {}
+    named = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, weight), spec in zip(named, jax.tree.leaves(specs), strict=True):
+        name = name_of(path)
+        saved = math.prod(NamedSharding(mesh, spec).shard_shape(weight.shape))
+        part[name] = saved
+        axes, names = ("fsdp", *strategy.attention.mesh), flat_names(*spec)
+        gathered = math.prod(mesh.shape[axis] for axis in axes if axis in names)
+        whole[name] = saved * gathered
+
+    def matrix(start: str) -> Matrix:
+        names = [name for name in part if name.startswith(start)]
+        layers = config.num_layers if start.startswith("layers") else 1
+        return Matrix(*(sum(found[n] for n in names) // layers for found in (whole, part)))
+
+    rows = batch // strategy.rows
+    head_features = config.head_dim
+    query = config.num_heads // tensor * head_features
+    kv = max(1, config.num_kv_heads // tensor) * head_features
+    post_normed = 2 * config.embed_dim if config.post_norms else 0
+    return DeviceSizes(
+        layers=config.num_layers,
+        tokens=rows * length // strategy.seq,
+        rows=rows,
+        width=config.embed_dim,
+        query=query,
+        kv=kv,
+        heads=config.num_heads // tensor,
+        hidden=config.mlp_dim // tensor,
+        normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
+        post_normed=post_normed,
+        vocab=config.vocab_size // tensor,
+        itemsize=jnp.dtype(config.dtype).itemsize,
+        param=jnp.dtype(config.param_dtype).itemsize,
+        attention=matrix("layers.attention."),
+        mlp=matrix("layers.mlp."),
+        layer=matrix("layers."),
+        embedding=matrix("embedding"),
+        head=matrix("embedding" if config.tie_embeddings else "head."),
+        parts=sum(part.values()),
+    )

@@ -1,0 +1,132 @@
+"""GPUs and clusters known to the planner, with the sources of their rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Rates and sizes of one GPU.
+
+    Attributes:
+      name: name for :func:`find_gpu`.
+      memory: GiB.
+      forward: TFLOP/s of the forward kernel on a long causal shard, head dim 128, 16-bit.
+      backward: TFLOP/s of the backward kernel on such a shard.
+      small_head: fraction of these rates reached with head dims up to 64.
+      launch: fixed cost of a kernel in seconds: launch, prologue and epilogue, tile tables.
+      bandwidth: GB/s of device memory, reads and writes together.
+      link: GB/s sent to a GPU of the same host by an NCCL permute while a kernel runs.
+      fused: whether one kernel computes dQ, dK and dV.
+      source: where the rates come from.
+      peer_link: GB/s of a permute by the copy engines, where one process has all GPUs; None is
+        ``link``.
+      exchange_link: GB/s within a host of all-to-alls while no kernel runs, and of all-gathers of
+        weights and reductions of gradients; None is ``link``.
+      matmul: TFLOP/s of large 16-bit matmuls in a training step; None is ``forward``.
+      peak: TFLOP/s of the data sheet, for MFU; None omits the MFU.
+      host_copy: GB/s to host memory, and the same back at the same time.
+    """
+
+    name: str
+    memory: float
+    forward: float
+    backward: float
+    small_head: float
+    launch: float
+    bandwidth: float
+    link: float
+    fused: bool
+    source: str
+    peer_link: float | None = None
+    exchange_link: float | None = None
+    matmul: float | None = None
+    peak: float | None = None
+    host_copy: float = 50.0
+
+
+_H200 = Gpu(
+    "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, True,
+    "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
+    exchange_link=255, matmul=650, peak=989,
+)  # fmt: skip
+GPUS = {
+    "h200": _H200,
+    "h100": dataclasses.replace(
+        _H200, name="h100", memory=80, bandwidth=2700,
+        source="the H200's rates: the same chip with other memory",
+    ),
+    "a100": Gpu(
+        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 87, False,
+        "not measured: derived from shared-memory reads and others' kernels "
+        "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
+        peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
+    ),
+}  # fmt: skip
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in GPUS:
+        raise ValueError(f"gpu is {name!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")
+    return GPUS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts, their GPUs and the interconnect.
+
+    Attributes:
+      gpu: the GPU model.
+      hosts: number of hosts.
+      gpus: number of GPUs per host.
+      host_link: GB/s that one GPU sends to another host.
+    """
+
+    gpu: Gpu
+    hosts: int
+    gpus: int
+    host_link: float
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.hosts * self.gpus
+
+    @property
+    def link(self) -> float:
+        """GB/s of a permute within a host; several hosts are several processes, which use NCCL."""
+        gpu = self.gpu
+        return gpu.link if self.hosts > 1 or gpu.peer_link is None else gpu.peer_link
+
+    @property
+    def exchange_link(self) -> float:
+        """GB/s within a host of an all-to-all, all-gather or reduction."""
+        gpu = self.gpu
+        return gpu.link if gpu.exchange_link is None else gpu.exchange_link
+
+
+def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float) -> Cluster:
+    """The cluster of a plan's arguments.
+
+    Raises:
+      ValueError: an unknown GPU, or a number that is not positive.
+    """
+    check_sizes(hosts=hosts, gpus_per_host=gpus_per_host)
+    if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
+        raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
+    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    return Cluster(found, hosts, gpus_per_host, float(host_link))
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError for a size that is not a positive integer."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}: it must be a positive integer")

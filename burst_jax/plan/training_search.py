@@ -1,0 +1,255 @@
+"""The planner for training: every mesh, layout, remat and offload on a cluster, compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from burst_jax.layouts.permutation import LAYOUTS, check_length
+from burst_jax.models.config import DecoderConfig
+from burst_jax.models.decoder import abstract_decoder
+from burst_jax.models.remat import Remat
+from burst_jax.plan.cost_model import Estimate
+from burst_jax.plan.device_sizes import DeviceSizes, device_sizes
+from burst_jax.plan.hardware import Cluster, Gpu, check_sizes, cluster_of
+from burst_jax.plan.step_memory import StepMemory, step_memory
+from burst_jax.plan.step_time import attention_of, step_seconds
+from burst_jax.plan.training_plan import StepEstimate, TrainingPlan, fits
+from burst_jax.plan.training_strategy import TrainingStrategy, Weights
+from burst_jax.training.adam import Moments
+from burst_jax.training.loss import CHUNK_SIZE
+
+_MLP_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def training(
+    config: DecoderConfig,
+    *,
+    length: int,
+    batch: int = 1,
+    gpu: str | Gpu = "h200",
+    hosts: int = 1,
+    gpus_per_host: int = 8,
+    host_link: float = 50.0,
+    moment_dtype: DTypeLike = jnp.float32,
+    moments: Moments | None = None,
+) -> TrainingPlan:
+    """Compares strategies to train a decoder: which fit in memory, and which is the fastest.
+
+    A strategy is a mesh, weights that are sharded over it or replicated, a layout, what layers save
+    for the backward pass (``remat``, and ``remat_layers`` where only some layers can be
+    "selective"), the chunks of the feed-forward, and where the optimizer's moments are. All
+    combinations are compared. The optimizer is AdamW, and the loss has its default ``chunk_size``.
+    Memory is within 10 % of the compiled program's (:mod:`burst_jax.plan.step_memory`); seconds
+    follow from measured rates (:mod:`burst_jax.plan.step_time`).
+
+    Args:
+      config: the decoder, like ``burst_jax.models.load_config(folder)``. Its ``remat``,
+        ``remat_layers`` and ``mlp_chunks`` are ignored: they are what is planned.
+      length: sequence length.
+      batch: batch size, over all devices.
+      gpu: "a100", "h100", "h200", or a :class:`burst_jax.plan.Gpu`.
+      hosts: number of hosts.
+      gpus_per_host: number of GPUs per host.
+      host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).
+      moment_dtype: float32 or bfloat16, of AdamW's moments.
+      moments: "device" or "host", the memory that they are in; None compares both.
+
+    Returns:
+      A :class:`burst_jax.plan.TrainingPlan`: estimates, and the fastest that fits, ``best``, with
+      its mesh, its arguments for ``init_train_state``, and its flags for ``examples/train_lm.py``.
+
+    Raises:
+      NotImplementedError: the decoder has LoRA adapters, which are trained without the weights.
+      ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments,
+      not
+        a ``DecoderConfig``, or no possible strategy.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}: it must be a DecoderConfig, like "
+            "burst_jax.models.load_config(folder)"
+        )
+    if config.lora is not None:
+        raise NotImplementedError(
+            f"config.lora is {config.lora}: the planner assumes that all weights are trained; pass "
+            "dataclasses.replace(config, lora=None) to plan that"
+        )
+    check_sizes(length=length, batch=batch)
+    cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
+    try:
+        dtype = jnp.dtype(moment_dtype)
+    except TypeError:  # Not the name of a dtype.
+        dtype = None
+    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"moment_dtype is {moment_dtype!r}: use float32 or bfloat16")
+    if moments not in (None, *get_args(Moments)):
+        raise ValueError(f"moments is {moments!r}: use 'device', 'host', or None to compare both")
+    places = get_args(Moments) if moments is None else (moments,)
+
+    first = next(_meshes(cluster, 1), None)
+    assert first is not None
+    _, shapes = abstract_decoder(config, mesh=first.abstract_mesh)
+    search = _Search(config, shapes, cluster, length, batch, dtype.itemsize)
+    estimates, left_out = [], []
+    for strategy in _meshes(cluster, batch):
+        try:
+            estimates += search.of_mesh(strategy, places)
+        except ValueError as error:
+            left_out.append((f"{strategy.name}, {strategy.layout}", str(error)))
+    if not estimates:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
+        raise ValueError(
+            f"length is {length}, batch {batch}: no strategy can shard a step over {cluster.size} "
+            f"devices: {reasons}"
+        )
+
+    def order(each: StepEstimate) -> tuple[bool, float, float]:
+        seconds, size = each.seconds.total, each.memory.total
+        fit = fits(each.memory, cluster)
+        return (False, seconds, size) if fit else (True, size, seconds)
+
+    estimates.sort(key=order)
+    return TrainingPlan(
+        config, length, batch, dtype.name, cluster, tuple(estimates), tuple(left_out)
+    )
+
+
+def _meshes(cluster: Cluster, batch: int) -> Iterator[TrainingStrategy]:
+    """Every mesh of the cluster, with sharded and replicated weights, in every layout."""
+    n, gpus = cluster.size, cluster.gpus
+    for tensor in _divisors(gpus):
+        for rows in _divisors(n // tensor):
+            seq = n // tensor // rows
+            inside = min(seq, gpus // tensor)
+            if batch % rows or seq % inside:
+                continue
+            rings = [(seq,)] if seq == inside or inside == 1 else [(seq,), (seq // inside, inside)]
+            for ring in rings:
+                for weights in get_args(Weights) if rows * seq > 1 else ("replicated",):
+                    for layout in LAYOUTS if seq > 1 else LAYOUTS[:1]:
+                        yield TrainingStrategy(weights, rows, ring, tensor, layout, "attention")
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The arguments of :func:`training` that all strategies share."""
+
+    config: DecoderConfig
+    shapes: Any
+    cluster: Cluster
+    length: int
+    batch: int
+    moment_size: int
+
+    def of_mesh(self, mesh: TrainingStrategy, places: tuple[Moments, ...]) -> list[StepEstimate]:
+        """The estimates of one mesh and layout, with every remat and place of the moments.
+
+        Raises:
+          ValueError: the mesh or the layout cannot shard the step.
+        """
+        config, length = self.config, self.length
+        check_length(mesh.layout, length, mesh.seq)
+        sizes = device_sizes(config, self.shapes, mesh, length=length, batch=self.batch)
+        by_kind = {
+            kind: attention_of(config, kind, self.cluster, mesh, length=length, rows=sizes.rows)
+            for kind in dict.fromkeys(config.layer_kinds)
+        }
+        attentions = [by_kind[kind] for kind in config.layer_kinds]
+        # Without a window the first half of the queries attends to a quarter of the keys.
+        first_half = sum(
+            by_kind[kind].forward_seconds / (4 if kind.window is None else 2)
+            for kind in config.layer_kinds
+        )
+        found = []
+        for remat in get_args(Remat):
+            if remat == "half" and mesh.seq > 1 and mesh.layout == "contiguous":
+                continue  # Some devices hold none of the second half.
+            for moments in places:
+                strategy = dataclasses.replace(mesh, remat=remat, moments=moments)
+                found.append(self._in_chunks(strategy, sizes, attentions, first_half))
+                if remat == "selective" and not fits(found[-1].memory, self.cluster):
+                    found += self._some_selective(strategy, sizes, attentions, first_half)
+        return found
+
+    def _some_selective(
+        self,
+        strategy: TrainingStrategy,
+        sizes: DeviceSizes,
+        attentions: list[Estimate],
+        first_half: float,
+    ) -> list[StepEstimate]:
+        """The strategy with as many "selective" layers as fit; empty if not even one does."""
+
+        def too_large(count: int) -> bool:
+            some = dataclasses.replace(strategy, remat_layers=count)
+            memories = (self._memory(each, sizes, attentions) for each in self._chunked(some))
+            return not any(fits(memory, self.cluster) for memory in memories)
+
+        # Memory grows with the number of layers.
+        count = bisect_left(range(1, sizes.layers), True, key=too_large)
+        if count == 0:
+            return []
+        some = dataclasses.replace(strategy, remat_layers=count)
+        return [self._in_chunks(some, sizes, attentions, first_half)]
+
+    def _in_chunks(
+        self,
+        strategy: TrainingStrategy,
+        sizes: DeviceSizes,
+        attentions: list[Estimate],
+        first_half: float,
+    ) -> StepEstimate:
+        """With the fewest chunks of the feed-forward that fit, or else with the least memory."""
+        options = [
+            (each, self._memory(each, sizes, attentions)) for each in self._chunked(strategy)
+        ]
+        fitting = [option for option in options if fits(option[1], self.cluster)]
+        best, memory = fitting[0] if fitting else min(options, key=lambda each: each[1].total)
+        seconds = step_seconds(
+            sizes,
+            best,
+            self.cluster,
+            attentions,
+            first_half=first_half,
+            chunk_size=CHUNK_SIZE,
+            moment_size=self.moment_size,
+        )
+        rate = self.batch * self.length / seconds.total / self.cluster.size
+        peak = self.cluster.gpu.peak
+        flops = 1e-12 * self.config.train_flops_per_token(self.length) * rate
+        return StepEstimate(
+            strategy=best,
+            memory=memory,
+            seconds=seconds,
+            ring_host_bytes=sum(each.host_bytes for each in attentions),
+            tokens_per_second=rate,
+            mfu=None if peak is None else flops / peak,
+        )
+
+    def _chunked(self, strategy: TrainingStrategy) -> list[TrainingStrategy]:
+        """The strategy with every possible number of chunks of the feed-forward, fewest first."""
+        tokens = self.length // strategy.seq
+        counts = [count for count in _MLP_CHUNKS if tokens % count == 0]
+        return [dataclasses.replace(strategy, mlp_chunks=count) for count in counts]
+
+    def _memory(
+        self, strategy: TrainingStrategy, sizes: DeviceSizes, attentions: list[Estimate]
+    ) -> StepMemory:
+        return step_memory(
+            sizes,
+            strategy,
+            attentions[0].backward,
+            fused=self.cluster.gpu.fused,
+            chunk_size=CHUNK_SIZE,
+            moment_size=self.moment_size,
+        )

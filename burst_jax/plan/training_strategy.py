@@ -1,0 +1,137 @@
+"""A strategy to train a decoder on a cluster: mesh, layout, rematerialization and offload."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any, Literal
+
+from jax.sharding import AbstractMesh, AxisType
+
+from burst_jax.layouts.permutation import Layout
+from burst_jax.models.remat import Remat, remat_of_layers
+from burst_jax.parallel.rules import ShardingRules
+from burst_jax.plan.cost_model import Strategy
+from burst_jax.plan.hardware import Cluster
+from burst_jax.training.adam import Moments
+
+Weights = Literal["sharded", "replicated"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStrategy:
+    """How a training step is sharded over a cluster, and what its layers save.
+
+    Attributes:
+      weights: "sharded" over the devices of batch and sequence, or "replicated" on each of them.
+      rows: number of devices, or groups of them, that the batch is sharded over.
+      ring: sizes of the ring's mesh axes, the outer one first: ``(seq,)`` or ``(outer, inner)``.
+      tensor: number of devices that shard heads, hidden features and vocabulary.
+      layout: the layout.
+      remat: what layers save for the backward pass.
+      remat_layers: number of layers that are "selective" if only some are, see
+        :class:`burst_jax.models.DecoderConfig`.
+      mlp_chunks: number of token chunks that the feed-forward runs in.
+      moments: the memory that the optimizer's moments are in.
+    """
+
+    weights: Weights
+    rows: int
+    ring: tuple[int, ...]
+    tensor: int
+    layout: Layout
+    remat: Remat
+    mlp_chunks: int = 1
+    moments: Moments = "device"
+    remat_layers: int | None = None
+
+    @property
+    def seq(self) -> int:
+        """Number of devices of a ring."""
+        return math.prod(self.ring)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The mesh axes and their sizes, outermost first."""
+        rows = {"fsdp" if self.weights == "sharded" else "data": self.rows}
+        ring = dict(zip(self._ring_axes, self.ring, strict=True))
+        axes = rows | ring | {"tensor": self.tensor}
+        return {name: size for name, size in axes.items() if size > 1 or name in ring}
+
+    @property
+    def name(self) -> str:
+        """Mesh and weights, as text."""
+        mesh = " ".join(f"{name}={size}" for name, size in self.mesh.items())
+        return f"{mesh} with {self.weights} weights"
+
+    @property
+    def _ring_axes(self) -> tuple[str, ...]:
+        return ("outer", "inner") if len(self.ring) == 2 else ("seq",)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``init_train_state`` but for the mesh, as plain values.
+
+        For sharded weights they include ``rules``, the arguments of
+        :class:`burst_jax.ShardingRules`.
+        """
+        axes = self._ring_axes
+        seq = axes if len(axes) == 2 else axes[0]
+        names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
+        if self.weights == "sharded":
+            rules = {"data": None, "fsdp": names["fsdp"], "seq": seq, "tensor": names["tensor"]}
+            return {"rules": rules, "layout": self.layout}
+        given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
+        return {**{k: v for k, v in given.items() if v is not None}, "layout": self.layout}
+
+    @property
+    def weight_rules(self) -> ShardingRules:
+        """The rules that shard weights and batches, also where ``arguments`` has none."""
+        if self.weights == "sharded":
+            return ShardingRules(**self.arguments["rules"])
+        names = {name: name if name in self.mesh else None for name in ("data", "tensor")}
+        return ShardingRules(fsdp=None, seq=None, **names)
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        mesh = self.mesh
+        return AbstractMesh(
+            tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
+        )
+
+    @property
+    def attention(self) -> Strategy:
+        """How the sequence of one attention is sharded."""
+        name = "one device" if self.seq == 1 else "ring"
+        return Strategy("two-level ring" if len(self.ring) == 2 else name, self.ring, 1)
+
+    def ring_cluster(self, cluster: Cluster) -> Cluster:
+        """The devices of one ring.
+
+        Devices along the tensor axis are adjacent, then those along the ring. Several hosts run
+        several processes, between which copy engines cannot do permutes.
+        """
+        gpu = cluster.gpu
+        if cluster.hosts > 1:
+            gpu = dataclasses.replace(gpu, peer_link=None)
+        inside = min(self.seq, cluster.gpus // self.tensor)
+        return Cluster(gpu, self.seq // inside, inside, cluster.host_link)
+
+    def remats(self, layers: int) -> dict[Remat, int]:
+        """The number of layers with each remat, in the order of the layers."""
+        return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
+
+    @property
+    def flags(self) -> list[str] | None:
+        """The flags of ``examples/train_lm.py`` for this strategy, or None if it has none."""
+        replicated = self.weights == "replicated" and self.rows * self.seq > 1
+        if replicated or len(self.ring) == 2:
+            return None
+        mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
+        flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]
+        if self.remat_layers is not None:
+            flags += ["--remat-layers", str(self.remat_layers)]
+        flags += ["--mlp-chunks", str(self.mlp_chunks)]
+        return flags + (["--moments", self.moments] if self.moments == "host" else [])

@@ -1,0 +1,181 @@
+"""Attention of a few queries over a cache that is sharded over devices, inside a ``shard_map``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from burst_jax.parallel.target import compute_capability, current_target
+from burst_jax.serving.cache import SlotMetadata
+from pallas_kernels import TRITON
+from pallas_kernels.pallas_triton.decode import partial_attention
+
+
+class PartialAttention(NamedTuple):
+    """Partial results over splits of the keys, not yet normalized (split-K decoding).
+
+    Attributes:
+      out: float32 ``[splits, B, T, N, Hv]``, the sum of ``exp(logit - most) value``.
+      most: float32 ``[splits, B, T, N]``, the largest logit.
+      total: float32 ``[splits, B, T, N]``, the sum of ``exp(logit - most)``; 0 for a fully masked
+        split.
+    """
+
+    out: jax.Array
+    most: jax.Array
+    total: jax.Array
+
+    def merged(self) -> PartialAttention:
+        """One split instead of all."""
+        most = jnp.where(self.total > 0, self.most, -jnp.inf)
+        highest = most.max(0, keepdims=True)
+        highest = jnp.where(jnp.isfinite(highest), highest, 0)
+        factor = jnp.exp(most - highest)
+        total = (factor * self.total).sum(0, keepdims=True)
+        return PartialAttention(
+            (factor[..., None] * self.out).sum(0, keepdims=True), highest, total
+        )
+
+    def gathered(self, axes: tuple[str, ...]) -> PartialAttention:
+        """One split per device, by one all-gather."""
+        if not axes:
+            return self
+        out, most, total = self if len(self.out) == 1 else self.merged()
+        packed = jnp.concatenate([out, jnp.stack([most, total], -1)], -1)
+        packed = lax.all_gather(packed, axes, tiled=True)
+        return PartialAttention(packed[..., :-2], packed[..., -2], packed[..., -1])
+
+    def attention(self, sink_logits: jax.Array | None) -> jax.Array:
+        """The normalized output, float32 ``[B, T, N, Hv]``; 0 for a fully masked query."""
+        out, most, total = (x[0] for x in self.merged())
+        if sink_logits is not None:
+            sinks = sink_logits.astype(jnp.float32)
+            highest = jnp.maximum(most, sinks)
+            factor = jnp.exp(most - highest)
+            out, total = factor[..., None] * out, factor * total + jnp.exp(sinks - highest)
+        return out / jnp.where(total > 0, total, 1)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """Static options of a layer's scores.
+
+    Attributes:
+      scale: multiplies logits.
+      soft_cap: ``cap tanh(logit / cap)``, or None.
+      window: number of places that a query attends to, its own included; None is all.
+    """
+
+    scale: float
+    soft_cap: float | None
+    window: int | None
+
+
+def decode_attention(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    slots: SlotMetadata,
+    last: jax.Array,
+    used: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    window: int | None = None,
+    scale: float | jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    implementation: Any = None,
+) -> jax.Array:
+    r"""Attention over the keys of all devices: one local pass and one all-gather of (out, lse).
+
+    .. math::
+        lse = log \sum_i exp(lse_i)    out = \sum_i exp(lse_i - lse) \cdot out_i
+
+    over the devices i. Each device sends ``N (Hv + 2)`` float32 values per query, for any number of
+    keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
+
+    On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32,
+    and with the implementation "xla", it is two matmuls.
+
+    Args:
+      query: ``[B, T, N, H]``, replicated, of the places up to ``last``; T is small.
+      keys: ``[B, C, K, H]``, this device's slots.
+      values: ``[B, C, K, Hv]``.
+      slots: metadata of the slots.
+      last: int32 scalar, the last place.
+      used: int32 scalar: slots from this index on are empty.
+      axes: the mesh axes that shard the cache.
+      window: number of places that a query attends to, its own included; None is all.
+      scale: multiplies logits; None is ``H^-1/2``.
+      logits_soft_cap: ``cap tanh(logit / cap)``, or None.
+      sink_logits: float32 ``[N]``: one more logit of each head's softmax, or None.
+      implementation: the option of the model's attention.
+
+    Returns:
+      ``[B, T, N, Hv]`` in the dtype of ``query``; 0 for a fully masked query.
+    """
+    dtype = query.dtype
+    if isinstance(scale, jax.Array):
+        query, scale = (query * scale).astype(dtype), 1.0
+    scores = ScoreOptions(
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale, logits_soft_cap, window
+    )
+    if _uses_kernel(query, implementation):
+        partial = PartialAttention(
+            *partial_attention(
+                query, keys, values, slots.places, slots.present, last, used,
+                scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
+                compute_capability=compute_capability(),
+            )
+        )  # fmt: skip
+    else:
+        partial = attend_by_matmuls(query, keys, values, slots, last, scores)
+    return partial.gathered(axes).attention(sink_logits).astype(dtype)
+
+
+def _uses_kernel(query: jax.Array, implementation: Any) -> bool:
+    """Whether the Pallas kernel is used."""
+    named = getattr(implementation, "name", implementation)
+    wanted = query.dtype != jnp.float32 and named not in ("xla", "reference")
+    return wanted and TRITON.unavailable(*current_target()) is None
+
+
+def attend_by_matmuls(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    slots: SlotMetadata,
+    last: jax.Array,
+    scores: ScoreOptions,
+) -> PartialAttention:
+    """One split of all keys of this device, by two matmuls."""
+    batch, length, heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    logits = jnp.einsum("btkgh,bckh->btkgc", grouped, keys, preferred_element_type=jnp.float32)
+    logits *= scores.scale
+    if scores.soft_cap is not None:
+        logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
+    place = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
+    mask = slots.places <= place
+    if scores.window is not None:
+        mask &= slots.places > place - scores.window
+    mask = mask & (slots.present[:, None] > 0)
+    logits = jnp.where(mask[:, :, None, None], logits, -jnp.inf)
+    most = logits.max(-1)
+    most = jnp.where(jnp.isfinite(most), most, 0)
+    weights = jnp.exp(logits - most[..., None])
+    out = jnp.einsum(
+        "btkgc,bckh->btkgh",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    shape = (1, batch, length, heads)
+    total = weights.sum(-1)
+    return PartialAttention(out.reshape(*shape, -1), most.reshape(shape), total.reshape(shape))

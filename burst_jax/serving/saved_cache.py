@@ -1,0 +1,318 @@
+"""A KV cache on disk: written by orbax, verified when it is read, and rearranged for its mesh.
+
+Every slot has its place, and attention uses places, so slots may be in any order. If the new cache
+is arranged differently (another number of devices, a larger capacity), the slots of one array at a
+time are gathered in the new order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.parallel.mesh import axes_size
+from burst_jax.serving.cache import EMPTY, Cache, CacheCapacity, FillState, SlotMetadata
+from burst_jax.serving.steps import Steps
+from burst_jax.training import checkpoint_files as files
+from burst_jax.training.checkpoints import CheckpointError, Checkpoints
+
+# Fields of a DecoderConfig that do not change what the model computes.
+_TRAINING_FIELDS = ("remat", "remat_layers", "mlp_chunks", "param_dtype", "hf_config", "lora")
+
+
+class CacheState(NamedTuple):
+    """A cache and its host state.
+
+    Attributes:
+      cache: the arrays.
+      filled: how far it is filled.
+      lengths: ``[B]``, tokens of each sequence.
+    """
+
+    cache: Cache
+    filled: FillState
+    lengths: np.ndarray
+
+
+def save(folder: str | Path, steps: Steps, state: CacheState) -> None:
+    """Writes a cache to a folder; an older one is removed when the new one is complete."""
+    record = {
+        "facts": _facts(steps),
+        "capacities": [dataclasses.astuple(capacity) for capacity in steps.capacities],
+        "capacity_of": steps.capacity_of,
+        "heads": steps.model.heads,
+        "filled": dataclasses.asdict(state.filled),
+        "lengths": state.lengths.tolist(),
+    }
+    with Checkpoints(folder, keep=1) as there:
+        latest = there.latest()
+        if latest is not None:
+            # It will be removed, so it must not be a training run's checkpoint.
+            _record(there, latest)
+        there.save(0 if latest is None else latest + 1, _arrays(state.cache), record)
+
+
+def load(
+    folder: str | Path, steps: Steps, max_length: int, forget: Callable[[], None]
+) -> CacheState:
+    """Reads a cache.
+
+    Args:
+      folder: where :func:`save` has written one.
+      steps: of the generator that will use it.
+      max_length: maximum tokens per sequence.
+      forget: called when the saved cache is known to fit, before memory is allocated for it.
+
+    Raises:
+      FileNotFoundError, ValueError, CheckpointError: see
+        :meth:`burst_jax.serving.Generator.load_cache`.
+    """
+    there = Checkpoints(folder)
+    step = there.latest()
+    if step is None:
+        raise FileNotFoundError(f"{there.folder} has no cache: Generator.save_cache writes one")
+    saved = _record(there, step)
+    record = saved.extra
+    _check_same_model(there.folder, record, steps, max_length)
+    arrangement = _Arrangement(steps, record, _read_slots(there, step, saved, steps))
+    forget()
+    return CacheState(
+        arrangement.read(there.folder / str(step), saved), arrangement.filled, arrangement.lengths
+    )
+
+
+def _record(there: Checkpoints, step: int) -> files.Record:
+    """The record that was saved with a cache.
+
+    Raises:
+      ValueError: the checkpoint is not a cache.
+      CheckpointError: it cannot be read.
+    """
+    try:
+        saved = files.read_record(there.folder / str(step))
+    except files.Damage as damage:
+        raise CheckpointError(
+            f"the cache in {there.folder} is damaged: {damage}. Use another folder, or remove it"
+        ) from None
+    if not isinstance(saved.extra, dict) or "facts" not in saved.extra:
+        raise ValueError(
+            f"{there.folder} has checkpoints that are not a cache: use a folder for this cache only"
+        )
+    return saved
+
+
+def _read_slots(
+    there: Checkpoints, step: int, saved: files.Record, steps: Steps
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """``(places, present)`` of each saved capacity. All files are checked for damage."""
+    whole = NamedSharding(steps.mesh, P())
+    abstract = [
+        [
+            jax.ShapeDtypeStruct(*saved.arrays[f"slots.{capacity}.{part}"], sharding=whole)
+            for part in range(2)
+        ]
+        for capacity in range(len(saved.extra["capacities"]))
+    ]
+    found = there.restore({"slots": abstract}, step, partial=True)
+    assert found is not None
+    return [(np.asarray(places), np.asarray(present)) for places, present in found.state["slots"]]
+
+
+class _Arrangement:
+    """Maps the slots of a saved cache to those of a generator's cache.
+
+    Args:
+      steps: of the generator.
+      record: what was saved with the arrays.
+      slots: for each saved capacity ``(places [C], present [B, C])``.
+
+    Attributes:
+      filled: how far the cache will be filled.
+      lengths: tokens of each sequence.
+
+    Raises:
+      ValueError: the saved cache does not fit.
+    """
+
+    def __init__(
+        self, steps: Steps, record: dict[str, Any], slots: list[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        self._steps, self._saved, self._capacity_of = steps, slots, record["capacity_of"]
+        self._heads = record["heads"]
+        self.filled = FillState(**record["filled"])
+        self.lengths = np.asarray(record["lengths"], np.int64)
+        arranged = (
+            [CacheCapacity(*each) for each in record["capacities"]],
+            self._capacity_of,
+            self._heads,
+        )
+        self._same = arranged == (steps.capacities, steps.capacity_of, steps.model.heads)
+        self._slots = (
+            slots if self._same else [self._arrange(i) for i in range(len(steps.capacities))]
+        )
+
+    def _arrange(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(places, present)`` of a capacity of the new cache."""
+        capacity = self._steps.capacities[number]
+        pairs = zip(self._capacity_of, self._steps.capacity_of, strict=True)
+        # Layers that had a ring buffer may share a capacity with others here.
+        sources = [self._saved[old] for old in sorted({old for old, new in pairs if new == number})]
+        held = [present.any(0) for _, present in sources]
+        places = np.unique(
+            np.concatenate([found[kept] for (found, _), kept in zip(sources, held, strict=True)])
+        )
+        total = capacity.slots * capacity.devices
+        if capacity.is_ring_buffer:
+            places = places[places >= self.filled.place - total]
+            device, slot = capacity.slot(places)
+        else:
+            device, slot = np.arange(len(places)) % capacity.devices, np.arange(len(places))
+            slot //= capacity.devices
+            self._use(-(-len(places) // capacity.devices), capacity)
+        index = device * capacity.slots + slot
+        new_places = np.full(total, EMPTY, np.int32)
+        new_present = np.zeros((self._steps.batch, total), np.int32)
+        new_places[index] = places
+        for (found, present), kept in zip(sources, held, strict=True):
+            at = np.searchsorted(places, found)
+            kept = kept & (at < len(places))
+            kept[kept] = places[at[kept]] == found[kept]
+            new_present[:, index[at[kept]]] = present[:, kept]
+        return new_places, new_present
+
+    def _use(self, used: int, capacity: CacheCapacity) -> None:
+        if used > capacity.slots:
+            raise ValueError(
+                f"the saved cache needs {used} slots on each device, and this one has "
+                f"{capacity.slots}: make a Generator whose max_length is larger by "
+                f"{(used - capacity.slots) * capacity.devices}"
+            )
+        self.filled = dataclasses.replace(self.filled, used=used, generated=0)
+
+    def _index(self, old: int, new: int) -> np.ndarray:
+        """For each new slot the index of its old slot, or one after the last for an empty slot."""
+        found, present = self._saved[old]
+        places, _ = self._slots[new]
+        slot_of = np.full(self.filled.place + 1, len(found), np.int32)
+        held = np.flatnonzero(present.any(0))
+        slot_of[found[held]] = held
+        return slot_of[np.minimum(places, self.filled.place)]
+
+    def read(self, folder: Path, saved: files.Record) -> Cache:
+        """The cache. One layer of the saved cache is in memory at a time."""
+        steps = self._steps
+        pairs = list(zip(self._capacity_of, steps.capacity_of, strict=True))
+        indices = {} if self._same else {pair: self._index(*pair) for pair in set(pairs)}
+        keys, values = [], []
+        for layer, pair in enumerate(pairs):
+            spec, index = steps.specs.keys[layer], indices.get(pair)
+            for kind, arrays in (("keys", keys), ("values", values)):
+                name = f"{kind}.{layer}"
+                if index is None:
+                    arrays.append(self._read(folder, saved, name, steps.mesh, spec))
+                else:
+                    arrays.append(self._read_rearranged(folder, saved, name, spec, index))
+        specs = steps.specs
+        slots = [
+            SlotMetadata(steps.put(places, *spec.places), steps.put(present, *spec.present))
+            for (places, present), spec in zip(self._slots, specs.slots, strict=True)
+        ]
+        lengths = steps.put(self.lengths.astype(np.int32), *specs.lengths)
+        return Cache(tuple(keys), tuple(values), tuple(slots), lengths)
+
+    @staticmethod
+    def _read(folder: Path, saved: files.Record, name: str, mesh: Mesh, spec: P) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        wanted = jax.ShapeDtypeStruct(*saved.arrays[name], sharding=sharding)
+        return files.restore_arrays(folder, {name: wanted})[name]
+
+    def _read_rearranged(
+        self, folder: Path, saved: files.Record, name: str, spec: P, index: np.ndarray
+    ) -> jax.Array:
+        steps = self._steps
+        # Over Auto axes XLA can partition the gather, whatever the generator's axis types are.
+        mesh = Mesh(steps.mesh.devices, steps.mesh.axis_names)
+        shape, _ = saved.arrays[name]
+        dividing = [
+            axes if size % axes_size(mesh, axes) == 0 else None
+            for size, axes in zip(shape, spec, strict=False)
+        ]
+        array = self._read(folder, saved, name, mesh, P(*dividing))
+        # With more devices on the tensor axes than key heads, heads are copied.
+        own, heads = steps.model.config.num_kv_heads, steps.model.heads
+        of_heads = np.arange(heads) // (heads // own) * (self._heads // own)
+        new = _take(NamedSharding(mesh, spec), array, index, of_heads)
+        return jax.device_put(new, NamedSharding(steps.mesh, spec))
+
+
+@partial(jax.jit, static_argnums=0)
+def _take(sharding: NamedSharding, array: jax.Array, slots: Any, heads: Any) -> jax.Array:
+    """Slots and heads of ``[B, C, K, H]`` by index; zero for an index after the last slot."""
+    array = jnp.take(array, slots, axis=1, mode="fill", fill_value=0)
+    return lax.with_sharding_constraint(jnp.take(array, heads, axis=2), sharding)
+
+
+def _arrays(cache: Cache) -> dict[str, Any]:
+    """The arrays of a cache that are saved; the lengths are in the record."""
+    slots = [[each.places, each.present] for each in cache.slots]
+    return {"keys": list(cache.keys), "values": list(cache.values), "slots": slots}
+
+
+def _facts(steps: Steps) -> dict[str, Any]:
+    """Everything but the mesh that the values in a cache depend on."""
+    config = steps.model.config
+    fields = {
+        field.name: repr(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in _TRAINING_FIELDS
+        # Caches saved before the field existed lack it.
+        and (field.name != "feed_forward" or config.feed_forward is not field.default)
+    }
+    return fields | {
+        "dtype": jnp.dtype(config.dtype).name,
+        "scale": repr(steps.model.scale),
+        "batch": steps.batch,
+        "sum of the weights' bits": int(_sum_of_bits(steps.model.weights)),
+    }
+
+
+@jax.jit
+def _sum_of_bits(weights: Any) -> jax.Array:
+    """A checksum of the weights, independent of their sharding."""
+    total = jnp.uint32(0)
+    for index, weight in enumerate(jax.tree.leaves(weights)):
+        unsigned = jnp.dtype(f"uint{8 * weight.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(weight, unsigned).astype(jnp.uint32)
+        total += jnp.uint32(2 * index + 1) * bits.sum(dtype=jnp.uint32)
+    return total
+
+
+def _check_same_model(folder: Path, record: dict[str, Any], steps: Steps, max_length: int) -> None:
+    """Raises ValueError unless the saved cache is of this model, and short enough."""
+    saved, own = record["facts"], _facts(steps)
+    lines = [
+        f"{name} is {saved.get(name)} there and {own.get(name)} here"
+        for name in dict.fromkeys([*saved, *own])
+        if saved.get(name) != own.get(name)
+    ]
+    if lines:
+        raise ValueError(
+            f"the cache in {folder} is of another model or batch: {'; '.join(lines)}. Load it into "
+            "a Generator of the same weights, config and batch, or generate without extend"
+        )
+    longest = max(record["lengths"])
+    if longest > max_length:
+        raise ValueError(
+            f"the cache in {folder} has a sequence of {longest} tokens, and max_length is "
+            f"{max_length}: make a Generator with a larger max_length"
+        )

@@ -1,0 +1,111 @@
+"""Weights that stay sharded over the sequence axes while tokens are generated (Helix).
+
+In a decoding step all devices of the sequence axes have the same tokens, and would each read all
+weights. With sharded weights each device reads its shard, and activations are sent instead (Helix,
+arXiv 2507.07120). D features, N query heads, M hidden features, n devices::
+
+    weight              shard               its product         communication
+    query, key, value   [D/n, heads, H]     partial sum         all-reduce of [B, T, heads, H]
+    out                 [N, H, D/n]         D/n features        all-gather of [B, T, D]
+    gate, up            [D, M/n]            M/n features        none
+    down                [M/n, D]            partial sum         all-reduce of [B, T, D]
+
+The features of the residual stream are sharded, not heads, so any number of heads works. The rules
+shard them like this for training, and check that n divides D. M is padded with zeros, which add
+nothing.
+
+The tokens of a prompt differ between devices, so prefill gathers the weights of one layer at a
+time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from burst_jax.models.decoder_layer import DecoderLayer
+from burst_jax.models.shardings import DecoderShardings
+from burst_jax.models.weights import logical_axes
+from burst_jax.parallel.mesh import axes_size, restrict_spec
+
+
+def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, shard: bool) -> P:
+    """The spec of a decoder's weight in serving.
+
+    Args:
+      path: of the weight in the decoder's state.
+      spec: its spec in the decoder.
+      shardings: of the decoder.
+      shard: whether weights are sharded over the sequence axes, too.
+    """
+    if not shard:
+        return restrict_spec(spec, shardings.tensor_axes)
+    axes = logical_axes(path, shardings.config)
+    if "mlp" not in axes:
+        return restrict_spec(spec, (*shardings.tensor_axes, *shardings.token_axes))
+    return P(*(_hidden_axes(shardings) if name == "mlp" else None for name in axes))
+
+
+def pad_hidden(path: tuple[Any, ...], weight: jax.Array, shardings: DecoderShardings) -> jax.Array:
+    """A weight whose hidden features are zero-padded to a multiple of their devices."""
+    devices = axes_size(shardings.mesh, _hidden_axes(shardings))
+    widths = [
+        (0, -size % devices if name == "mlp" else 0)
+        for name, size in zip(logical_axes(path, shardings.config), weight.shape, strict=True)
+    ]
+    return jnp.pad(weight, widths) if any(after for _, after in widths) else weight
+
+
+def _hidden_axes(shardings: DecoderShardings) -> tuple[str, ...]:
+    """The mesh axes that shard hidden features, the tensor axes outermost."""
+    return (*shardings.tensor_axes, *shardings.token_axes)
+
+
+def use_sharded_weights(layer: DecoderLayer, shardings: DecoderShardings) -> None:
+    """Lets a layer compute with its device's shard of the weights, inside a ``shard_map``."""
+    attention, axes = layer.attention, shardings.token_axes
+    for name in ("query", "key", "value", "out"):
+        kind = _ShardedOutputs if name == "out" else _ShardedInputs
+        setattr(attention, name, kind(getattr(attention, name), axes))
+    layer.mlp.hidden_axis = _hidden_axes(shardings)
+
+
+class _ShardedProjection(nnx.Module):
+    """A projection that computes with a shard of its kernel."""
+
+    def __init__(self, linear: nnx.LinearGeneral, axes: tuple[str, ...]) -> None:
+        self.kernel, self.bias = linear.kernel, linear.bias
+        self.out_features, self.dtype = linear.out_features, linear.dtype
+        self.axes = axes
+
+
+class _ShardedInputs(_ShardedProjection):
+    """``x W`` with ``W [D/n, heads, H]``, all-reduced."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[B, T, D]`` to ``[B, T, heads, H]``; without the bias."""
+        x = local_shard(x, self.axes).astype(self.dtype)
+        kernel = self.kernel[...].astype(self.dtype)
+        terms = jnp.einsum("btd,dnh->btnh", x, kernel, preferred_element_type=jnp.float32)
+        return lax.psum(terms, self.axes).astype(self.dtype)
+
+
+class _ShardedOutputs(_ShardedProjection):
+    """``x W`` with ``W [N, H, D/n]``, all-gathered."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[B, T, N, H]`` to ``[B, T, D]``; without the bias."""
+        kernel = self.kernel[...].astype(self.dtype)
+        out = jnp.einsum("btnh,nhd->btd", x.astype(self.dtype), kernel)
+        return lax.all_gather(out, self.axes, axis=2, tiled=True)
+
+
+def local_shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """This device's shard of the last dimension."""
+    size = x.shape[-1] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, x.ndim - 1)

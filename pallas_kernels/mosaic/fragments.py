@@ -1,0 +1,141 @@
+"""Fragments, the arrays in a warpgroup's registers: broadcasts, arithmetic, barriers and fences.
+
+Functions that depend on a register layout take it as an argument, so every kernel family can use
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math, nvvm, scf, vector
+
+from pallas_kernels.score import LOG2_E
+
+
+def i32(x: Any) -> jax.Array:
+    """An int32 scalar: Python ints would be int64 where x64 is on."""
+    return jnp.asarray(x, jnp.int32)
+
+
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 fragment filled with ``value``."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts ``[rows]`` to ``[rows, columns]``."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts ``[columns]`` to ``[rows, columns]``."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def swizzle_lanes(lanes: int, itemsize: int) -> int:
+    """Width in elements of a swizzled shared-memory tile for rows of ``lanes`` elements.
+
+    The widest of 128, 64 and 32 bytes that divides a row.
+    """
+    for size in (128, 64, 32):
+        if lanes * itemsize % size == 0:
+            return size // itemsize
+    raise ValueError(f"{lanes} lanes of {itemsize} bytes are no multiple of 32 bytes")
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """tanh to float32 accuracy. The GPU's ``tanh.approx`` has 11 bits."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
+
+
+def fma(x: jax.Array, y: jax.Array, z: jax.Array, layout: Any) -> jax.Array:
+    """Fused multiply-add ``x y + z``, rounded once: exact wherever float32 can hold the result.
+
+    Args:
+      x: float32 scalar.
+      y: float32, in ``layout``.
+      z: float32, shape and layout of ``y``.
+      layout: register layout, also of the result.
+    """
+    result = plgpu.ShapeDtypeStruct(y.shape, jnp.dtype(jnp.float32), layout)
+    types = plgpu.Layout.WG_SPLAT(()), layout, layout
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(_fma)(x, y, z)
+
+
+def _fma(_, x, y, z):
+    return y._pointwise(lambda y, z, x: math.fma(x, y, z), z, x)
+
+
+def rescale_rows(x: jax.Array, factors: jax.Array, *, tile: Any, rows: Any) -> jax.Array:
+    """Multiplies the rows of ``x``; a warp whose factors are all 1 skips the multiplication.
+
+    Args:
+      x: float32 ``[rows, columns]``.
+      factors: float32 ``[rows]``.
+      tile: register layout of ``x``.
+      rows: register layout of ``factors``.
+    """
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), tile)
+    return plgpu.inline_mgpu(arg_types=(tile, rows), return_type=result)(_rescale_rows)(x, factors)
+
+
+def _rescale_rows(_, x, factors):
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+    differ = []
+    for register in factors.registers.flat:
+        for i in range(ir.VectorType(register.type).shape[0]):
+            factor = vector.extract(register, dynamic_position=[], static_position=[i])
+            differ.append(arith.cmpf(arith.CmpFPredicate.UNE, factor, one))
+    any_differs = functools.reduce(arith.ori, differ)
+    whole_warp = arith.constant(i32, -1)
+    any_differs = nvvm.vote_sync(whole_warp, any_differs, "any")
+    registers = list(x.registers.flat)
+    branch = scf.IfOp(any_differs, [register.type for register in registers], has_else=True)
+    then, otherwise = branch.then_block, branch.else_block
+    assert otherwise is not None
+    with ir.InsertionPoint(then):
+        rescaled = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
+        scf.yield_(list(rescaled.registers.flat))
+    with ir.InsertionPoint(otherwise):
+        scf.yield_(registers)
+    results = np.empty(x.registers.shape, dtype=object)
+    results.flat[:] = list(branch.results)
+    return FragmentedArray(_registers=results, _layout=x.layout, _is_signed=None)
+
+
+def optimization_barrier(*values: jax.Array) -> Any:
+    """Returns ``values`` unchanged; the compiler moves no computation of them across this point.
+
+    Everything derived from a result is computed after it. Passing a value through again saves
+    registers: what follows from it is recomputed here instead of being kept alive.
+    """
+    results = lax.optimization_barrier(values)
+    return results[0] if len(results) == 1 else results
+
+
+@plgpu.inline_mgpu()
+def proxy_fence(_):
+    """Orders every thread's reads of shared memory before later TMA writes to the same memory.
+
+    An mbarrier alone does not order the generic proxy and the async proxy. This is
+    ``plgpu.commit_smem()`` without its warpgroup barrier, for mbarriers at which every thread
+    arrives by itself.
+    """
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
+def warpgroup_barrier(_):
+    """Waits for all threads of the warpgroup."""
+    utils.warpgroup_barrier()

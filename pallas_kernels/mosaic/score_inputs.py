@@ -1,0 +1,250 @@
+"""Everything but ``q k^T`` that scores are computed from, in global memory and as fragments.
+
+Positions, segment ids, per-query KV bounds, per-head parameters, dropout hashes, block-sparse
+masks and global indices; and the tests of a tile of scores by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.arrays import pad_axis
+from pallas_kernels.dropout import column_hashes
+from pallas_kernels.inputs import AttentionInputs, GlobalIndices, KVSide, QuerySide
+from pallas_kernels.mask import Mask
+from pallas_kernels.mosaic.fragments import i32
+from pallas_kernels.spec import AttentionSpec, Tiles
+
+# Blocks of a block-sparse mask hold multiples of this many neighboring queries, and of keys: a
+# warpgroup's rows then are in one block.
+BLOCK_TOKENS = 64
+
+
+def masks_by_tokens(inputs: AttentionInputs, spec: AttentionSpec) -> bool:
+    """Whether positions, segment ids, KV bounds or a ``mask_mod`` may mask scores."""
+    mask = spec.mask
+    by_mask = mask.reads_positions or mask.mask_mod is not None
+    return by_mask or inputs.has_segments or inputs.has_kv_bounds
+
+
+def unsupported_block_mask(inputs: AttentionInputs) -> str | None:
+    """Why the kernels do not support the block-sparse mask, or None if they do."""
+    mask = inputs.shared.block_mask
+    if mask is None or not mask.tests_scores(BLOCK_TOKENS, BLOCK_TOKENS):
+        return None
+    return (
+        f"blocks of block_mask hold {mask.q_run} queries and {mask.kv_run} keys side by side on a "
+        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, or None, 'triton' or "
+        "'xla')"
+    )
+
+
+class TokenArrays(NamedTuple):
+    """What masks and ALiBi read of one side: all of it in global memory, or a tile in registers.
+
+    Attributes:
+      positions: int32 ``[length]``; None if nothing reads them.
+      segment_ids: int32 ``[B, length]``, of a tile ``[length]``; None without segments.
+      kv_starts: of queries, int32 ``[B or 1, length]``, of a tile ``[length]``; or None.
+      kv_ends: the same.
+    """
+
+    positions: Any = None
+    segment_ids: Any = None
+    kv_starts: Any = None
+    kv_ends: Any = None
+
+    @classmethod
+    def padded(cls, side: QuerySide | KVSide, block: int, repeat_last: bool = False) -> TokenArrays:
+        """The arrays of a side, padded to whole tiles of ``block`` tokens; padding is segment 0.
+
+        ``repeat_last``: pad positions with the last one, for user functions that may be undefined
+        at others.
+        """
+        assert side.positions is not None
+        length = -(-side.positions.shape[0] // block) * block
+        by_batch = dict(side.kv_bounds) if isinstance(side, QuerySide) else {}
+        if side.segment_ids is not None:
+            by_batch["segment_ids"] = side.segment_ids
+        by_batch = {name: pad_axis(x, 1, length) for name, x in by_batch.items()}
+        extra = length - side.positions.shape[0]
+        if repeat_last and extra:
+            return cls(jnp.pad(side.positions, (0, extra), mode="edge"), **by_batch)
+        return cls(pad_axis(side.positions, 0, length), **by_batch)
+
+    def load(self, batch: Any, tokens: Any, layout: Any) -> TokenArrays:
+        """Loads ``tokens``, a slice of the length, into registers."""
+
+        def loaded(ref: Any) -> Any:
+            if ref is None:
+                return None
+            if len(ref.shape) == 2:
+                ref = ref.at[batch if ref.shape[0] != 1 else 0]
+            return plgpu.load(ref.at[tokens], layout=layout, optimized=False)
+
+        return TokenArrays(*map(loaded, self))
+
+    def load_positions(self, tokens: Any, layout: Any) -> jax.Array:
+        """Loads the positions of ``tokens`` alone."""
+        return self.only("positions").load(None, tokens, layout).positions
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every field is None."""
+        return all(x is None for x in self)
+
+    def only(self, *names: str) -> TokenArrays:
+        """These fields; the others None."""
+        return TokenArrays(**{name: getattr(self, name) for name in names})
+
+
+class DropoutHashes(NamedTuple):
+    """Hashes that decide which weights are dropped (:mod:`pallas_kernels.dropout`).
+
+    Attributes:
+      queries: int32 ``[B, N, T]``.
+      keys: int32 ``[S]``.
+    """
+
+    queries: Any
+    keys: Any
+
+    def load_queries(self, batch: Any, head: Any, queries: Any, layout: Any) -> jax.Array:
+        """Loads the hashes of some queries into registers."""
+        return plgpu.load(self.queries.at[batch, head, queries], layout=layout, optimized=False)
+
+    def load_keys(self, keys: Any, layout: Any) -> jax.Array:
+        """Loads the hashes of some keys into registers."""
+        return plgpu.load(self.keys.at[keys], layout=layout, optimized=False)
+
+
+class BlockMaskEntries(NamedTuple):
+    """A block-sparse mask in global memory, and which block a device's tokens are in.
+
+    Attributes:
+      table: int32 ``[N or 1, rows, columns]``, nonzero where queries attend to keys.
+      q_rows: int32, the row of every BLOCK_TOKENS neighboring queries.
+      kv_columns: int32, the column of every BLOCK_TOKENS neighboring keys.
+    """
+
+    table: Any
+    q_rows: Any
+    kv_columns: Any
+
+    def allowed(self, head: Any, q_part: Any, kv_part: Any) -> jax.Array:
+        """Whether BLOCK_TOKENS queries attend to BLOCK_TOKENS keys; both given by index."""
+        head = head if self.table.shape[0] > 1 else i32(0)
+        return self.table[head, self.q_rows[q_part], self.kv_columns[kv_part]] != 0
+
+
+class ScoreInputs(NamedTuple):
+    """The inputs of scores, apart from queries and keys: arrays, or references inside a kernel.
+
+    Attributes:
+      q_tokens: of the queries, padded to whole tiles; empty if nothing reads them.
+      kv_tokens: the same of the keys.
+      per_head: float32 ``[N]`` each, the per-head parameters of logits by name.
+      dropout: None without dropout.
+      blocks: None without a block-sparse mask.
+      indices: global batch and head indices; None without user functions.
+    """
+
+    q_tokens: TokenArrays
+    kv_tokens: TokenArrays
+    per_head: dict[str, Any]
+    dropout: DropoutHashes | None
+    blocks: BlockMaskEntries | None
+    indices: GlobalIndices | None
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, spec: AttentionSpec, tiles: Tiles) -> ScoreInputs:
+        """The arrays for kernels with these tiles."""
+        lengths = _padded_lengths(inputs, tiles)
+        dropout = None
+        if inputs.shared.dropout_seeds is not None:
+            keys = pad_axis(column_hashes(inputs.kv_positions), 0, lengths[1])
+            dropout = DropoutHashes(pad_axis(inputs.dropout_rows, 2, lengths[0]), keys)
+        return cls(
+            *_token_arrays(inputs, spec, tiles), inputs.shared.score_parameters, dropout,
+            _block_mask_entries(inputs, lengths), inputs.shared.indices,
+        )  # fmt: skip
+
+
+def _padded_lengths(inputs: AttentionInputs, tiles: Tiles) -> tuple[int, int]:
+    """T and S rounded up to whole tiles."""
+    q_tiles, kv_tiles = -(-inputs.q_length // tiles.block_q), -(-inputs.kv_length // tiles.block_kv)
+    return q_tiles * tiles.block_q, kv_tiles * tiles.block_kv
+
+
+def _token_arrays(
+    inputs: AttentionInputs, spec: AttentionSpec, tiles: Tiles
+) -> tuple[TokenArrays, TokenArrays]:
+    """Token arrays of the queries and of the keys; empty if nothing reads them."""
+    calls_functions = spec.calls_functions
+    if not (masks_by_tokens(inputs, spec) or inputs.has_bias or calls_functions):
+        return TokenArrays(), TokenArrays()
+    _, kv_bounds = inputs.folded(spec.mask)
+    query = inputs.query._replace(**kv_bounds)
+    q_tokens = TokenArrays.padded(query, tiles.block_q, calls_functions)
+    if kv_bounds and not inputs.has_bias and not calls_functions:
+        # KV bounds include the window, so nothing reads the queries' positions.
+        q_tokens = q_tokens._replace(positions=None)
+    return q_tokens, TokenArrays.padded(inputs.kv, tiles.block_kv, calls_functions)
+
+
+def _block_mask_entries(
+    inputs: AttentionInputs, lengths: tuple[int, int]
+) -> BlockMaskEntries | None:
+    mask = inputs.shared.block_mask
+    if mask is None:
+        return None
+    rows = mask.rows(inputs.q_positions[::BLOCK_TOKENS])
+    columns = mask.columns(inputs.kv_positions[::BLOCK_TOKENS])
+    parts = (length // BLOCK_TOKENS for length in lengths)
+    padded = (pad_axis(x, 0, count) for x, count in zip((rows, columns), parts, strict=True))
+    return BlockMaskEntries(mask.table.astype(jnp.int32), *padded)
+
+
+def token_mask(
+    mask: Mask,
+    shape: tuple[int, ...],
+    q: TokenArrays,
+    k: TokenArrays,
+    q_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    k_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+) -> jax.Array | None:
+    """Which scores of a tile count by their tokens; None if all do.
+
+    Args:
+      mask: window; its ``mask_mod`` must be None.
+      shape: of the tile.
+      q: tokens of the tile's queries, in registers.
+      k: tokens of the tile's keys, in registers.
+      q_along: ``along_rows`` where queries are the tile's rows, else ``along_columns``.
+      k_along: the other one.
+    """
+    q_positions, q_ids, starts, ends = (None if x is None else q_along(x, shape) for x in q)
+    k_positions, k_ids, *_ = (None if x is None else k_along(x, shape) for x in k)
+    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends)
+
+
+def allowed_columns(shape: tuple[int, ...], allowed: Sequence[jax.Array], layout: Any) -> jax.Array:
+    """Mask of a tile in ``layout`` whose i-th BLOCK_TOKENS columns count where ``allowed[i]``."""
+    index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    mask = None
+    # Two neighboring parts make one range of columns.
+    for first in range(0, len(allowed), 2):
+        middle = (first + 1) * BLOCK_TOKENS
+        start = jnp.where(allowed[first], i32(middle - BLOCK_TOKENS), i32(middle))
+        end = i32(middle)
+        if first + 1 < len(allowed):
+            end = jnp.where(allowed[first + 1], i32(middle + BLOCK_TOKENS), end)
+        here = (index >= start) & (index < end)
+        mask = here if mask is None else mask | here
+    assert mask is not None
+    return mask

@@ -1,0 +1,1 @@
+"""Hopper kernels (compute capability 9.0): wgmma, TMA, warp specialization, clusters."""

@@ -1,0 +1,155 @@
+"""What the backward kernel writes to global memory: dQ per step, dK and dV per work tile.
+
+Everything goes through shared memory, from which TMA stores it, or adds it to global memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.fragments import constant, i32, optimization_barrier
+from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile, tile_positions
+from pallas_kernels.mosaic.sm90.configs import DS_BUFFERS, WARPGROUP_ROWS
+from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
+from pallas_kernels.mosaic.sm90.instructions import TILE
+from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
+from pallas_kernels.mosaic.sm90.static import BackwardStatic
+from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
+
+
+def add_dq(
+    static: BackwardStatic,
+    refs: BackwardRefs,
+    warpgroup: Any,
+    at: TileCoordinates,
+    lanes: Any,
+    dq: jax.Array,
+    predicate: Any = None,
+) -> None:
+    """Adds half the lanes of a query tile's dQ to global memory.
+
+    Args:
+      static: static parameters of the call.
+      refs: the kernel's references.
+      warpgroup: index of the warpgroup.
+      at: coordinates of the query tile.
+      lanes: slice of the head dim.
+      dq: float32 ``[block_q, H / 2]``.
+      predicate: whether to add at all; None: always.
+    """
+    staging, block_q = refs.memory.staging, static.config.block_q
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[warpgroup] = dq if static.scale_in_ds else dq * static.spec.score.scale
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+        staging.at[warpgroup],
+        refs.results.dq.at[at.batch, pl.ds(at.tile * block_q, block_q), at.head, lanes],
+        predicate=predicate,
+        reduction_op="add",
+    )
+
+
+def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
+    """Adds a step's part of the per-head gradients, summed over its queries, to one sum per key.
+
+    All steps of a key are in one CTA, which adds them in the same order in every run.
+
+    Args:
+      consumer: the keys.
+      at: the step's tile.
+      ds: float32 ``[64, block_q]``, gradients of the logits.
+    """
+    static, refs, work = consumer.static, consumer.refs, consumer.work
+    parts = static.spec.score.per_head_gradients(ds, *tile_positions(consumer, at, ds.shape))
+    first = work.tile * static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
+    keys = pl.ds(first, WARPGROUP_ROWS)
+    layout = ScratchLayout.of(static.config)
+    staging = refs.memory.scratch.at[layout.per_head_sums(at.warpgroup)]
+    for name, part in parts.items():
+        # Waits until the previous part has left the staging buffer.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = part.sum(axis=1)
+        plgpu.commit_smem()
+        target = refs.results.per_head_sums[name].at[work.batch, at.head, keys]
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+
+def ds_buffer(step: Any) -> Any:
+    """The index of the dS buffer of a step, counted over all work tiles of the CTA."""
+    return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))
+
+
+def write_dkv(
+    static: BackwardStatic,
+    refs: BackwardRefs,
+    warpgroup: Any,
+    at: TileCoordinates,
+    buffer: Any,
+    dk: jax.Array,
+    dv: jax.Array,
+) -> None:
+    """Writes dK and dV of a warpgroup's keys, or adds them to global memory.
+
+    Args:
+      static: static parameters of the call.
+      refs: the kernel's references.
+      warpgroup: index of the warpgroup.
+      at: coordinates of the KV tile.
+      buffer: index of a dS buffer that no product reads any more.
+      dk: float32 ``[64, H]``, not yet scaled unless :attr:`BackwardStatic.scale_in_ds`.
+      dv: float32 ``[64, Hv]``.
+    """
+    width = static.dkv_lanes
+    dk = dk if static.scale_in_ds else dk * static.spec.score.scale
+    for target, gradient in ((refs.results.dk, dk), (refs.results.dv, dv)):
+        for first in range(0, gradient.shape[1], width):
+            part = gradient[:, first : first + width]
+            _write_lanes(static, refs, warpgroup, at, buffer, target, first, part)
+
+
+def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
+    """Writes dK and dV of a work tile whose keys no query attends to."""
+    at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
+    buffer = ds_buffer(work.steps_before)
+    for target, dim in ((refs.results.dk, static.head_dim), (refs.results.dv, static.value_dim)):
+        for first in range(0, dim, width):
+            zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
+            _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
+
+
+def _write_lanes(
+    static: BackwardStatic,
+    refs: BackwardRefs,
+    warpgroup: Any,
+    at: TileCoordinates,
+    buffer: Any,
+    target: Any,
+    first: int,
+    part: jax.Array,
+) -> None:
+    """Writes or adds ``part``: lanes of dK or dV (``target``) from ``first`` on.
+
+    A rounded part is staged in the warpgroup's rows of a dS buffer, which has the same dtype. The
+    widest heads leave no shared memory for a buffer of its own.
+    """
+    start = at.tile * static.config.block_kv + optimization_barrier(warpgroup) * WARPGROUP_ROWS
+    keys = pl.ds(start, WARPGROUP_ROWS)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if static.rounds_dkv:
+        rows = pl.ds(optimization_barrier(warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        staging = refs.memory.ds.at[buffer, rows]
+    else:
+        staging = refs.memory.staging.at[warpgroup, :WARPGROUP_ROWS]
+    staging[...] = part.astype(static.dkv_dtype)
+    plgpu.commit_smem()
+    lanes = pl.ds(first, static.dkv_lanes)
+    plgpu.copy_smem_to_gmem(
+        staging,
+        target.at[at.batch, keys, at.head, lanes],
+        reduction_op="add" if static.adds_dkv else None,
+    )

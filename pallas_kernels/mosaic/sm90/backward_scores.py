@@ -1,0 +1,395 @@
+"""Scores of the backward kernel and their gradients.
+
+Tiles are transposed, ``[64 keys, block_q]``: the registers that hold the weights then are the left
+operand of dV's product as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.elementwise import ScoreCoordinates
+from pallas_kernels.mask import Mask
+from pallas_kernels.mosaic.fragments import (
+    along_columns,
+    along_rows,
+    constant,
+    fma,
+    i32,
+    optimization_barrier,
+    tanh,
+)
+from pallas_kernels.mosaic.score_inputs import (
+    BLOCK_TOKENS,
+    TokenArrays,
+    allowed_columns,
+    token_mask,
+)
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
+from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
+from pallas_kernels.mosaic.sm90.instructions import COLUMNS, ROWS, TILE
+from pallas_kernels.mosaic.sm90.static import BackwardStatic
+from pallas_kernels.mosaic.tile_scheduler import WorkTile
+from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
+from pallas_kernels.score import LOG2_E
+
+# The smallest weight whose logarithm is taken.
+_MIN_WEIGHT = 1e-37
+
+
+class StepTile(NamedTuple):
+    """Which tile of scores a step computes.
+
+    Attributes:
+      warpgroup: index of the warpgroup, which determines the keys; recomputed in every step.
+      q_tile: query tile.
+      head: query head.
+    """
+
+    warpgroup: Any
+    q_tile: Any
+    head: Any
+
+
+class Consumer(NamedTuple):
+    """One consumer warpgroup's part of a work tile: 64 keys.
+
+    Steps are counted over all work tiles of a CTA.
+
+    Attributes:
+      static: static parameters of the call.
+      refs: the kernel's references.
+      warpgroup: index of the warpgroup.
+      work: the work tile.
+      end: one past the work tile's last step.
+      tokens: tokens of the keys, in registers; None if there are no registers to keep them in.
+      padding: :meth:`padding_scores`; None if not needed, or recomputed in every step.
+    """
+
+    static: BackwardStatic
+    refs: BackwardRefs
+    warpgroup: Any
+    work: WorkTile
+    end: Any
+    tokens: TokenArrays | None
+    padding: jax.Array | None
+
+    @classmethod
+    def of(
+        cls, static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile
+    ) -> Consumer:
+        """Loads what belongs to the keys, as far as there are registers for it."""
+        end = work.steps_before + work.steps
+        consumer = cls(static, refs, warpgroup, work, end, None, None)
+        others = static.spec.dropout is not None or static.spec.calls_functions
+        if not static.has_bias and not others:
+            consumer = consumer._replace(tokens=consumer.load_tokens(warpgroup))
+        # A soft cap or a user function needs the registers of the padding.
+        score = static.spec.score
+        plain = score.logits_soft_cap is None and score.score_mod is None
+        if static.keys_are_padded and plain:
+            consumer = consumer._replace(padding=consumer.padding_scores(warpgroup))
+        return consumer
+
+    def load_tokens(self, warpgroup: Any) -> TokenArrays:
+        """Tokens of the keys, kept since the work tile began or loaded now."""
+        if self.tokens is not None:
+            return self.tokens
+        first = self.work.tile * self.static.config.block_kv + warpgroup * WARPGROUP_ROWS
+        keys = pl.ds(first, WARPGROUP_ROWS)
+        return self.refs.inputs.scores.kv_tokens.load(self.work.batch, keys, ROWS)
+
+    def padding_scores(self, warpgroup: Any) -> jax.Array:
+        """float32 ``[64]``, added to the scores of each key: -inf past the last key, else 0.
+
+        Keys past the last one are zeros. Their scores would be 0, and 2^-lse may overflow.
+        """
+        static = self.static
+        index = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
+        first = self.work.tile * static.config.block_kv + warpgroup * WARPGROUP_ROWS
+        return jnp.where(index < static.kv_length - first, 0.0, -jnp.inf)
+
+    def per_head_of(self, head: Any) -> dict[str, Any]:
+        """A query head's value of each per-head parameter of logits."""
+        return {name: ref[head] for name, ref in self.refs.inputs.scores.per_head.items()}
+
+    def queries(self, q_tile: Any) -> Any:
+        """A query tile's slice of the query axis."""
+        return pl.ds(q_tile * self.static.config.block_q, self.static.config.block_q)
+
+    def stage(self, step: Any) -> Any:
+        """The stage of a step's queries."""
+        return lax.rem(step, i32(self.static.stages))
+
+    def do_stage(self, step: Any) -> Any:
+        """The stage of a step's dO."""
+        return lax.rem(step, i32(self.static.do_stages))
+
+
+def tile_scores(
+    consumer: Consumer, at: StepTile, products: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """``(scores, derivative)``.
+
+    The scores are raw ones (:meth:`pallas_kernels.score.Score.raw`), or the results of a
+    ``score_mod``; -inf past the last key. The derivative is that of the scores with respect to the
+    scaled products, computed while the products are still in registers; None where it is 1.
+
+    Args:
+      consumer: the keys.
+      at: the step's tile.
+      products: float32, ``k q^T``.
+    """
+    static, score, derivative = consumer.static, consumer.static.spec.score, None
+    scores = score.raw(products, tanh)
+    if score.score_mod is not None:
+        tile = _TileCoordinates.of(consumer, at)
+
+        def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:
+            results = score.modified_with_derivative(part, tile.chunk(at.q_tile, columns))
+            return tuple(x for x in results if x is not None)
+
+        scores, *derivatives = by_column_chunks(modified, scores)
+        derivative = derivatives[0] if derivatives else None
+    if static.keys_are_padded:
+        padding = consumer.padding
+        if padding is None:
+            padding = consumer.padding_scores(at.warpgroup)
+        padding = along_rows(padding, scores.shape)
+        if score.score_mod is None:
+            scores = scores + padding
+        else:  # A score_mod may return NaN for them.
+            scores = jnp.where(padding == 0, scores, padding)
+    return scores, derivative
+
+
+class _TileCoordinates(NamedTuple):
+    """Coordinates of a tile's scores, for user functions.
+
+    Attributes:
+      consumer: the keys.
+      indices: global batch and head index.
+      k_positions: int32 ``[64]``.
+    """
+
+    consumer: Consumer
+    indices: tuple[Any, Any]
+    k_positions: jax.Array
+
+    @classmethod
+    def of(cls, consumer: Consumer, at: StepTile) -> _TileCoordinates:
+        """Of the step's tile."""
+        indices = consumer.refs.inputs.scores.indices
+        assert indices is not None
+        batch = indices.batch[consumer.work.recompute().batch]
+        tokens = consumer.load_tokens
+        return cls(consumer, (batch, indices.head[at.head]), tokens(at.warpgroup).positions)
+
+    def chunk(self, q_tile: Any, columns: slice) -> ScoreCoordinates:
+        """Of some columns of a query tile, whose positions are loaded."""
+        count = columns.stop - columns.start
+        queries = pl.ds(q_tile * self.consumer.static.config.block_q + columns.start, count)
+        q_tokens = self.consumer.refs.inputs.scores.q_tokens
+        q_positions = q_tokens.load_positions(queries, COLUMNS)
+        shape = WARPGROUP_ROWS, count
+        positions = along_columns(q_positions, shape), along_rows(self.k_positions, shape)
+        return ScoreCoordinates(*self.indices, *positions, run_on_fragments)
+
+
+def exponents(
+    consumer: Consumer, at: StepTile, scores: jax.Array, lse: jax.Array, masked: bool
+) -> jax.Array:
+    """Logits in base 2 minus lse; -inf where masked.
+
+    Args:
+      consumer: the keys.
+      at: the step's tile.
+      scores: float32, of :func:`tile_scores`.
+      lse: float32, in base 2, broadcast over the tile.
+      masked: whether any of the scores may be masked.
+    """
+    static, score = consumer.static, consumer.static.spec.score
+    if static.has_bias:
+        positions = tile_positions(consumer, at, scores.shape)
+        per_head = consumer.per_head_of(at.head)
+        if static.bias_is_affine:
+            # lse comes first: there are no registers for it together with the positions.
+            scores = scores * static.base_2_factor - lse
+            scores = scores + score.bias_of_earlier_keys(*positions, per_head, LOG2_E)
+            return mask_scores(consumer, at, scores)
+        scores, _ = score.with_bias(scores, *positions, per_head)
+    if masked:
+        scores = mask_scores(consumer, at, scores)
+    return scores * static.base_2_factor - lse
+
+
+class AffineBias(NamedTuple):
+    """The bias in base 2 minus lse, over a tile in which all scores count: no key is after a query.
+
+    It is ``slope (p_k - base) - offset``, see :meth:`pallas_kernels.score.Score.affine_bias`. The
+    base is the smallest position of the queries. No key is after it, so neither a query nor a key
+    is further from it than they are from each other: every rounding error is small relative to the
+    bias.
+
+    Attributes:
+      slope: a scalar.
+      keys: float32 ``[64]``, the keys' positions minus the base.
+    """
+
+    slope: jax.Array
+    keys: jax.Array
+
+    @classmethod
+    def of(cls, consumer: Consumer, at: StepTile) -> AffineBias:
+        """That of the step's tile."""
+        slope = consumer.static.spec.score.bias_slope(consumer.per_head_of(at.head), LOG2_E)
+        positions = consumer.load_tokens(at.warpgroup).positions
+        from_base = positions - consumer.refs.inputs.q_bases[at.q_tile]
+        return cls(slope, from_base.astype(jnp.float32))
+
+    def minus(self, offsets: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Over the tile. ``offsets``: float32 ``[block_q]``, lse minus the bias's intercept."""
+        keys, offsets = along_rows(self.keys, shape), along_columns(offsets, shape)
+        return fma(self.slope, keys, -offsets, TILE)
+
+
+def tile_positions(
+    consumer: Consumer, at: StepTile, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Positions of the queries and of the keys, each broadcast over a tile of scores."""
+    q_tokens = consumer.refs.inputs.scores.q_tokens
+    q_positions = q_tokens.load_positions(consumer.queries(at.q_tile), COLUMNS)
+    k_positions = consumer.load_tokens(at.warpgroup).positions
+    return along_columns(q_positions, shape), along_rows(k_positions, shape)
+
+
+def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Array:
+    """Scores, -inf where window, KV bounds, segment ids, mask_mod or block mask exclude them."""
+    static, inputs = consumer.static, consumer.refs.inputs.scores
+    # One test after the other, first by positions, then by segment ids: positions and ids would not
+    # fit in registers together.
+    tests = [("positions", dataclasses.replace(static.mask, mask_mod=None))]
+    if static.has_kv_bounds:
+        tests = [(name, Mask()) for name in ("kv_starts", "kv_ends")]
+        tests = [test for test in tests if not inputs.q_tokens.only(test[0]).is_empty]
+    if static.has_segments:
+        tests.append(("segment_ids", Mask()))
+
+    def load(side: TokenArrays, at: StepTile) -> tuple[TokenArrays, TokenArrays]:
+        queries, k_tokens = consumer.queries(at.q_tile), consumer.load_tokens(at.warpgroup)
+        return side.load(consumer.work.batch, queries, COLUMNS), k_tokens
+
+    # With a bias there are no registers to load all tokens at once if there are KV bounds or a
+    # block-sparse mask.
+    one_by_one = static.has_bias and (static.has_kv_bounds or static.has_block_mask)
+    one_by_one = one_by_one or static.spec.calls_functions
+    q_tokens = k_tokens = TokenArrays()
+    if not one_by_one:
+        q_tokens, k_tokens = load(inputs.q_tokens, at)
+    for name, mask in tests:
+        if one_by_one:
+            scores, q_tile, warpgroup = optimization_barrier(scores, at.q_tile, at.warpgroup)
+            at = at._replace(q_tile=q_tile, warpgroup=warpgroup)
+            q_tokens, k_tokens = load(inputs.q_tokens.only(name), at)
+        of_keys = name if name == "segment_ids" else "positions"
+        tokens = q_tokens.only(name), k_tokens.only(of_keys)
+        allowed = token_mask(mask, scores.shape, *tokens, along_columns, along_rows)
+        if allowed is not None:
+            scores = optimization_barrier(jnp.where(allowed, scores, -jnp.inf))
+    if static.mask.mask_mod is not None:
+        scores, at = _barrier(scores, at)
+        mask_mod = static.mask.mask_mod
+        tile = _TileCoordinates.of(consumer, at)
+
+        def kept(columns: slice, part: jax.Array) -> tuple[jax.Array]:
+            allowed = tile.chunk(at.q_tile, columns).apply(mask_mod)
+            return (jnp.where(allowed, part, -jnp.inf),)
+
+        (scores,) = by_column_chunks(kept, scores)
+        scores = optimization_barrier(scores)
+    if inputs.blocks is not None:
+        # The addresses are computed here, so that no register holds them before.
+        scores, at = _barrier(scores, at)
+        kv_part = consumer.work.recompute().tile * (static.config.block_kv // BLOCK_TOKENS)
+        parts = static.config.block_q // BLOCK_TOKENS
+        entries = [
+            inputs.blocks.allowed(at.head, at.q_tile * parts + i, kv_part + at.warpgroup)
+            for i in range(parts)
+        ]
+        scores = jnp.where(allowed_columns(scores.shape, entries, TILE), scores, -jnp.inf)
+    return scores
+
+
+def _barrier(scores: jax.Array, at: StepTile) -> tuple[jax.Array, StepTile]:
+    """Both behind one :func:`optimization_barrier`."""
+    scores, q_tile, warpgroup, head = optimization_barrier(scores, at.q_tile, at.warpgroup, at.head)
+    return scores, StepTile(warpgroup, q_tile, head)
+
+
+def dropout_factors(consumer: Consumer, at: StepTile, shape: tuple[int, ...]) -> jax.Array | None:
+    """What dropout multiplies the weights of a tile by; None without dropout.
+
+    With products the compiler adds nothing. For a select between weights and 0 it would first round
+    the weights to 16 bits, and then unpack pairs of them.
+    """
+    hashes, dropout = consumer.refs.inputs.scores.dropout, consumer.static.spec.dropout
+    if hashes is None or dropout is None:
+        return None
+    work, queries = consumer.work, consumer.queries(at.q_tile)
+    first = work.tile * consumer.static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
+    of_queries = hashes.load_queries(work.batch, at.head, queries, COLUMNS)
+    of_keys = hashes.load_keys(pl.ds(first, WARPGROUP_ROWS), ROWS)
+    kept = dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
+    return jnp.where(kept, constant(shape, dropout.unit, TILE), 0.0)
+
+
+def logit_gradients(
+    consumer: Consumer, weights: jax.Array, dp: jax.Array, delta: jax.Array
+) -> jax.Array:
+    """Gradients of the logits; times the scale if it is part of dS.
+
+    Args:
+      consumer: the keys.
+      weights: float32, ``2^(score - lse)``.
+      dp: float32, ``v dO^T``.
+      delta: float32 ``[block_q]``, times the scale if it is part of dS.
+    """
+    dp = dp * consumer.static.spec.score.scale if consumer.static.scale_in_ds else dp
+    return weights * (dp - along_columns(delta, weights.shape))
+
+
+def score_gradients(
+    consumer: Consumer, at: StepTile, weights: jax.Array, ds: jax.Array, lse: jax.Array
+) -> jax.Array:
+    """dS, the gradients of the scaled products, before the soft cap.
+
+    Not used with a ``score_mod`` that has a derivative: dS is then computed from weights that
+    include it.
+
+    Args:
+      consumer: the keys.
+      at: the step's tile.
+      weights: float32, ``2^(score - lse)``.
+      ds: float32, of :func:`logit_gradients`.
+      lse: float32, in base 2, broadcast over the tile.
+    """
+    score = consumer.static.spec.score
+    if score.logits_soft_cap is None:
+        return ds
+    # The capped scores are recovered from the weights: there are no registers to keep them in.
+    # Where a weight is 0 the result is arbitrary, which does no harm, because dS is 0.
+    capped = jnp.log2(jnp.maximum(weights, _MIN_WEIGHT)) + lse
+    if consumer.static.has_bias:
+        positions = tile_positions(consumer, at, weights.shape)
+        bias = score.bias(*positions, consumer.per_head_of(at.head), LOG2_E)
+        assert bias is not None
+        capped = capped - bias
+    capped = capped * (1 / (score.raw_factor * LOG2_E))
+    return score.through_cap(jnp.clip(capped, -1, 1), ds)

@@ -1,0 +1,310 @@
+"""One step of the backward kernel's loop: a query tile against the work tile's keys.
+
+A step first computes its weights P and their gradients dS. Then it issues three products together:
+its own parts of dV and dK, and dQ of the step before. dQ needs dS of both consumers. One step late,
+it reads what the other consumer wrote long ago, so either may run almost a step ahead of the other:
+the exponentials of one overlap with the products of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.fragments import along_columns, constant, i32, optimization_barrier
+from pallas_kernels.mosaic.sm90.backward_epilogue import add_dq, add_per_head_sums, ds_buffer
+from pallas_kernels.mosaic.sm90.backward_scores import (
+    AffineBias,
+    Consumer,
+    StepTile,
+    dropout_factors,
+    exponents,
+    logit_gradients,
+    score_gradients,
+    tile_scores,
+)
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
+from pallas_kernels.mosaic.sm90.instructions import COLUMNS, TILE
+from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
+from pallas_kernels.mosaic.sm90.static import BackwardStatic
+from pallas_kernels.mosaic.tile_scheduler import TileCoordinates
+
+
+class State(NamedTuple):
+    """A consumer's loop state. dQ of the last step has not been computed yet.
+
+    Attributes:
+      dk: float32 ``[64, H]``, the sum over the steps so far.
+      dv: float32 ``[64, Hv]``, the same.
+      q_tile: the last step's query tile; -1 before the first step.
+      head: the last step's query head.
+    """
+
+    dk: jax.Array
+    dv: jax.Array
+    q_tile: Any
+    head: Any
+
+    @classmethod
+    def zeros(cls, static: BackwardStatic) -> State:
+        """Before the first step."""
+        # With equal head dims, dk and dv start from the same zeros.
+        dims = static.head_dim, static.value_dim
+        zeros = {dim: constant((WARPGROUP_ROWS, dim), 0, TILE) for dim in dict.fromkeys(dims)}
+        dk, dv = (zeros[dim] for dim in dims)
+        return cls(dk, dv, i32(-1), i32(0))
+
+
+class _StepData(NamedTuple):
+    """What a step works on, and where it is in shared memory.
+
+    Attributes:
+      stage: stage of its queries.
+      do_stage: stage of its dO.
+      ds: buffer of its dS.
+      earlier_ds: buffer of the previous step's dS.
+      at: the tile of scores.
+      keys: the warpgroup's keys in the work tile.
+      lanes: the lanes of dQ that the warpgroup computes.
+    """
+
+    stage: Any
+    do_stage: Any
+    ds: Any
+    earlier_ds: Any
+    at: StepTile
+    keys: Any
+    lanes: Any
+
+    @classmethod
+    def of(cls, consumer: Consumer, step: Any) -> _StepData:
+        """Of a step whose queries have arrived."""
+        stage, do_stage = consumer.stage(step), consumer.do_stage(step)
+        ds, earlier_ds = ds_buffer(step), ds_buffer(step - 1)
+        # What follows from the warpgroup is recomputed in every step: kept, it would take registers
+        # that the tiles need.
+        warpgroup = optimization_barrier(consumer.warpgroup)
+        scratch, half = consumer.refs.memory.scratch, consumer.static.half_dim
+        indices = ScratchLayout.of(consumer.static.config).tile_and_head(stage)
+        at = StepTile(warpgroup, *(scratch[index].astype(jnp.int32) for index in indices))
+        keys = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        lanes = pl.ds(warpgroup * half, half)
+        return cls(stage, do_stage, ds, earlier_ds, at, keys, lanes)
+
+
+def step(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+    """One query tile of one head.
+
+    Args:
+      consumer: the keys.
+      masked: whether any of the step's scores may be masked.
+      step: the step, counted over all work tiles of the CTA.
+      state: after the previous step.
+    """
+    refs, data = consumer.refs, _StepData.of(consumer, step)
+    p, ds = _weights_and_gradients(consumer, masked, step, data)
+    p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
+
+    # Waits until the other consumer has written its dS of the previous step. By then it has
+    # finished the products of the step before that, which read the buffer that is written next.
+    # Before the first step nobody has written a dS.
+    @pl.when(state.q_tile >= 0)
+    def _():
+        plgpu.barrier_wait(refs.barriers.ds_arrived)
+
+    if consumer.static.rounds_dkv:
+        # dK and dV of the previous work tile may still be on their way out of the buffer.
+        pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    refs.memory.ds[data.ds, data.keys] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.barriers.ds_arrived)
+    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds)
+
+
+def _weights_and_gradients(
+    consumer: Consumer, masked: bool, step: Any, data: _StepData
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)``, ``[64, block_q]``, in the inputs' dtype; P after dropout."""
+    memory, barriers = consumer.refs.memory, consumer.refs.barriers
+    accumulator = plgpu.ACC((WARPGROUP_ROWS, consumer.static.config.block_q), jnp.float32)
+
+    def with_scores(scores_ref):
+        queries = memory.q.at[data.stage].transpose((1, 0))
+        plgpu.wgmma(scores_ref, memory.k.at[data.keys], queries)
+        if consumer.static.spec.score.has_derivative:
+            # P, its derivative and dP would fill the registers: dP is computed once the two others
+            # have become one.
+            weights = _weights_with_derivative(consumer, masked, data, scores_ref)
+            return pl.run_scoped(functools.partial(with_derivative, weights), accumulator)
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        # This accumulator is allocated after the wait: then ptxas, at least in a first loop, lets
+        # the product start from zero, and writes no zeros to 32 registers.
+        return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
+
+    def with_dp(scores_ref, dp_ref):
+        do = memory.do.at[data.do_stage].transpose((1, 0))
+        plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        dp, p = optimization_barrier(dp, p)
+        wait_for_queries(consumer, step + 1)
+        return _gradients(consumer, data, p, dp, lse)
+
+    def with_derivative(weights, dp_ref):
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        do = memory.do.at[data.do_stage].transpose((1, 0))
+        plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        wait_for_queries(consumer, step + 1)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        return _gradients_with_derivative(consumer, data, weights, dp)
+
+    return pl.run_scoped(with_scores, accumulator)
+
+
+def _weights(
+    consumer: Consumer, masked: bool, data: _StepData, scores_ref: Any, wait_n: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """``(P, lse, derivative)``, float32 ``[64, block_q]``; the derivative of :func:`tile_scores`.
+
+    ``wait_n`` products that were issued later may still be running.
+    """
+    static = consumer.static
+    affine = None
+    if static.bias_is_affine and not masked:
+        # Loaded while the products run.
+        affine = AffineBias.of(consumer, data.at)
+    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=wait_n)
+    scores, derivative = tile_scores(consumer, data.at, products)
+    # lse is loaded before the masks are tested: loaded after them, programs with segment ids spill.
+    offset = ScratchLayout.of(static.config).lse(data.stage)
+    lse = plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
+    if affine is None:
+        lse = along_columns(lse, scores.shape)
+        scores = exponents(consumer, data.at, scores, lse, masked)
+    else:
+        scores = scores * static.base_2_factor + affine.minus(lse, scores.shape)
+    return optimization_barrier(jnp.exp2(scores)), lse, derivative
+
+
+def _weights_with_derivative(
+    consumer: Consumer, masked: bool, data: _StepData, scores_ref: Any
+) -> tuple[jax.Array, ...]:
+    """A step's weights where a ``score_mod`` has a derivative.
+
+    Returns:
+      P after dropout, in the inputs' dtype; float32, P times the derivative; and P in the inputs'
+      dtype, if gradients of per-head parameters are computed from it.
+    """
+    static = consumer.static
+    p, _, derivative = _weights(consumer, masked, data, scores_ref, wait_n=0)
+    assert derivative is not None
+    factors = dropout_factors(consumer, data.at, p.shape)
+    used = (p if factors is None else p * factors).astype(static.dtype)
+    # The derivative may be infinite or NaN where a score is masked.
+    results = used, jnp.where(p == 0, 0.0, p * derivative)
+    if static.spec.score.differentiated:
+        results = *results, p.astype(static.dtype)
+    return tuple(optimization_barrier(*results))
+
+
+def _gradients(
+    consumer: Consumer, data: _StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)``, in the inputs' dtype; P after dropout."""
+    static = consumer.static
+    used = p
+    factors = dropout_factors(consumer, data.at, p.shape)
+    if factors is not None:
+        used, dp = p * factors, dp * factors
+    ds = logit_gradients(consumer, p, dp, _delta(consumer, data))
+    if static.spec.score.differentiated:
+        add_per_head_sums(consumer, data.at, ds)
+    ds = score_gradients(consumer, data.at, p, ds, lse)
+    return used.astype(static.dtype), ds.astype(static.dtype)
+
+
+def _delta(consumer: Consumer, data: _StepData) -> jax.Array:
+    """delta of a step's queries, in registers."""
+    offset = ScratchLayout.of(consumer.static.config).delta(data.do_stage)
+    return plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
+
+
+def _gradients_with_derivative(
+    consumer: Consumer, data: _StepData, weights: tuple[jax.Array, ...], dp: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)`` as :func:`_gradients`, from :func:`_weights_with_derivative`."""
+    used, with_derivative, *rounded = weights
+    factors = dropout_factors(consumer, data.at, dp.shape)
+    dp = dp if factors is None else dp * factors
+    delta = _delta(consumer, data)
+    if rounded:
+        of_logits = logit_gradients(consumer, rounded[0].astype(jnp.float32), dp, delta)
+        add_per_head_sums(consumer, data.at, of_logits)
+    ds = logit_gradients(consumer, with_derivative, dp, delta)
+    return used, ds.astype(consumer.static.dtype)
+
+
+def _add_products(
+    consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array
+) -> State:
+    """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
+    static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
+
+    def products(dv_acc, dk_acc, dq_acc):
+        dv_acc[...] = state.dv
+        dk_acc[...] = state.dk
+        _issue_dq(consumer, dq_acc, data.earlier_ds, data.lanes)
+        plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
+        plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+        has_earlier_step = state.q_tile >= 0
+        earlier = TileCoordinates(consumer.work.recompute().batch, state.head, state.q_tile)
+        add_dq(
+            static, consumer.refs, data.at.warpgroup, earlier, data.lanes, dq,
+            predicate=has_earlier_step,
+        )  # fmt: skip
+        dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+        dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
+        plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
+        plgpu.barrier_arrive(barriers.q_free.at[data.stage])
+        return State(dk, dv, data.at.q_tile, data.at.head)
+
+    dk_acc, dv_acc = (
+        plgpu.ACC((WARPGROUP_ROWS, dim), jnp.float32) for dim in (static.head_dim, static.value_dim)
+    )
+    return pl.run_scoped(products, dv_acc, dk_acc, _dq_accumulator(static))
+
+
+def last_dq(consumer: Consumer, lanes: Any) -> jax.Array:
+    """Half the lanes of dQ of the work tile's last step, which no further step computes."""
+
+    def product(dq_acc):
+        _issue_dq(consumer, dq_acc, ds_buffer(consumer.end - 1), lanes)
+        return dq_acc[...]
+
+    plgpu.barrier_wait(consumer.refs.barriers.ds_arrived)
+    return pl.run_scoped(product, _dq_accumulator(consumer.static))
+
+
+def wait_for_queries(consumer: Consumer, step: Any) -> None:
+    """Waits until the queries of a step have arrived, if the work tile has such a step."""
+
+    @pl.when(step < consumer.end)
+    def _():
+        plgpu.barrier_wait(consumer.refs.barriers.q_arrived.at[consumer.stage(step)])
+
+
+def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, lanes: Any) -> None:
+    """Issues the product of a dS, of both consumers, and half the lanes of the keys."""
+    memory = consumer.refs.memory
+    plgpu.wgmma(dq_acc, memory.ds.at[buffer].transpose((1, 0)), memory.k.at[:, lanes])
+
+
+def _dq_accumulator(static: BackwardStatic) -> Any:
+    """Accumulator of half the lanes of a query tile's dQ."""
+    return plgpu.ACC((static.config.block_q, static.half_dim), jnp.float32)

@@ -1,0 +1,138 @@
+"""Tile configs of the sm90 kernels: what fits a Hopper SM's shared memory and registers.
+
+Every shipped config fits in 227 KiB. Tests compile them all and find no register spilled;
+EXPERIMENTS.md names the few programs that were seen to spill, and how the fastest were found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.mosaic.fragments import swizzle_lanes
+from pallas_kernels.spec import Tiles
+
+# Rows of a warpgroup's wgmma: queries in the forward kernel, keys in the backward.
+WARPGROUP_ROWS = 64
+# Consumer warpgroups of the backward kernel. Their keys make one tile.
+BACKWARD_WARPGROUPS = 2
+SHARED_MEMORY = 227 * 1024
+# (registers of a consumer thread, of a producer thread), by number of consumer warpgroups. A CTA
+# has 64 K registers. The producer only starts copies, and gives most of its share to the consumers.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+# Buffers for dS of the backward kernel: with three, either consumer warpgroup may run almost a
+# whole step ahead of the other.
+DS_BUFFERS = 3
+# The widest heads for which the backward kernel has registers for the derivatives of a score_mod.
+MAX_DERIVATIVE_HEAD_DIM = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How a kernel is tiled; :mod:`pallas_kernels.mosaic.sm90.shared_memory` computes its size.
+
+    Attributes:
+      block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
+      block_kv: keys per tile. Backward: 128, 64 per consumer warpgroup.
+      stages: pipeline stages of the side that is looped over.
+      do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
+      cluster: CTAs per cluster of the forward kernel, 1 or 2. They work on neighboring query tiles
+        in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
+        of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
+        causal mask the earlier one visits a few that are fully masked.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int
+    do_stages: int | None = None
+    cluster: int = dataclasses.field(default=1, kw_only=True)
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv"):
+            size = getattr(self, name)
+            if size < 64 or size % 64:
+                raise ValueError(f"{name} is {size}: it must be a multiple of 64")
+        for name in ("stages", "do_stages"):
+            stages = getattr(self, name)
+            if stages is not None and stages < 2:
+                raise ValueError(f"{name} is {stages}: it must be 2 or more")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
+
+    @property
+    def tiles(self) -> Tiles:
+        """The tile sizes that bounds depend on; the queries are those of a whole cluster."""
+        return Tiles(self.block_q * self.cluster, self.block_kv)
+
+
+def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:
+    """The shipped forward config.
+
+    Args:
+      head_dim: the larger of H and Hv.
+      needs_registers: whether the call has something that three consumer warpgroups have no
+        registers for: dropout, a soft cap, a user function, a bias that is added to the scores, or
+        a bias together with segment ids or a window.
+    """
+    if head_dim <= 64 and not needs_registers:
+        return MosaicConfig(192, 128, 2)
+    if head_dim <= 128:
+        return MosaicConfig(128, 128, 2)
+    return MosaicConfig(128, 64, 2)
+
+
+def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
+    """CTAs per cluster of the forward kernel, for masks that depend on positions only.
+
+    Sharing KV tiles saves L2 traffic, which matters where matrix products keep an SM busy. The two
+    CTAs also wait for each other: with a causal mask it pays for long sequences.
+
+    Args:
+      head_dim: the larger of H and Hv.
+      is_causal: whether work tiles are unequal; if not, every query attends to every key.
+      length: the smaller of T and S.
+    """
+    if is_causal:
+        return 2 if head_dim > 64 and length >= 16384 else 1
+    return 2 if 96 < head_dim <= 128 and length >= 4096 else 1
+
+
+def backward_config(head_dim: int) -> MosaicConfig:
+    """The shipped backward config; ``head_dim`` is the larger of H and Hv."""
+    if head_dim <= 96:
+        return MosaicConfig(64, 128, 3)
+    return MosaicConfig(64, 128, 3, do_stages=2)
+
+
+def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
+    """Whether a forward CTA has registers for a loop over work tiles.
+
+    Three consumer warpgroups have none with segment ids, KV bounds or a block-sparse mask.
+    """
+    return config.block_q < 3 * WARPGROUP_ROWS or not masks_by_arrays
+
+
+def backward_is_persistent(head_dim: int, masks_by_arrays: bool, needs_registers: bool) -> bool:
+    """Whether a backward CTA has registers for a loop over work tiles.
+
+    Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
+    and none with a soft cap, a bias, dropout or a user function (``needs_registers``).
+    """
+    return head_dim <= 96 or not (masks_by_arrays or needs_registers)
+
+
+def float32_lanes(value_dim: int) -> int:
+    """Lanes of a float32 tile of o that go through shared memory at a time, at most 64.
+
+    With Hv above 128 at most 32, which leaves room for part of the rounded result.
+    """
+    step, most = swizzle_lanes(value_dim, 2), 64 if value_dim <= 128 else 32
+    step = min(step, most)
+    return max(c for c in range(step, most + 1, step) if value_dim % c == 0)
+
+
+def result_lanes(value_dim: int, float32: bool) -> int:
+    """Lanes of o that are written at a time, in float32 or rounded."""
+    if float32:
+        return float32_lanes(value_dim)
+    return value_dim if value_dim <= 128 else float32_lanes(value_dim)

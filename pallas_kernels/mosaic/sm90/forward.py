@@ -1,0 +1,387 @@
+"""Forward local attention on Hopper: a persistent, warp-specialized kernel.
+
+A work tile is a (batch index, query head, query tile) with 64 queries per consumer warpgroup. The
+producer warpgroup fetches work tiles and starts the TMA copies of queries and KV tiles as pipeline
+stages become free. A consumer loops over the KV tiles within the bounds: first those that need a
+mask, then the full ones. In each step it issues two products together, ``q k^T`` of the step's tile
+and ``p v`` of the tile before, so the softmax of one consumer overlaps with the products of the
+other. Scores and softmax are in ``forward_scores.py``; ``forward_epilogue.py`` merges o with the
+incoming (o, lse) and writes it, in place where possible.
+
+With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
+cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.arrays import depending_on, pad_axis
+from pallas_kernels.bounds import query_bounds
+from pallas_kernels.inputs import AttentionInputs, Carry
+from pallas_kernels.mosaic.fragments import (
+    constant,
+    i32,
+    optimization_barrier,
+    proxy_fence,
+    rescale_rows,
+)
+from pallas_kernels.mosaic.launch import CLUSTER_AXIS, launch
+from pallas_kernels.mosaic.score_inputs import ScoreInputs
+from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores
+from pallas_kernels.mosaic.sm90.configs import (
+    REGISTERS,
+    WARPGROUP_ROWS,
+    MosaicConfig,
+    forward_cluster,
+    forward_config,
+)
+from pallas_kernels.mosaic.sm90.forward_scores import Consumer
+from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
+from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, specialize_warpgroups
+from pallas_kernels.mosaic.sm90.static import ForwardStatic
+from pallas_kernels.mosaic.tile_iterator import TileIterator
+from pallas_kernels.mosaic.tile_scheduler import (
+    CTA_AXIS,
+    TileScheduler,
+    WorkTile,
+    for_each_work_tile,
+)
+from pallas_kernels.spec import AttentionSpec
+
+
+def forward(
+    inputs: AttentionInputs,
+    bounds: Any,
+    carry: Carry | None = None,
+    *,
+    spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
+    config: MosaicConfig | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the shipped one."""
+    config = config or _shipped_config(inputs, spec)
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    has_carry = carry is not None
+    static = ForwardStatic.of(inputs, spec, config, out_dtype=out_dtype, has_carry=has_carry)
+    if static.consumers not in REGISTERS:
+        raise ValueError(f"block_q is {config.block_q}: the forward kernel supports 128 or 192")
+    q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
+    scores, k_positions = ScoreInputs.of(inputs, spec, config.tiles), None
+    if static.bias_in_accumulator:
+        k_positions = scores.kv_tokens.positions.astype(jnp.float32)
+    sink = None if has_carry else inputs.shared.sink_logits
+    arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, carry=None)
+    # TMA writes the lse of a whole tile, also of one that extends past the last query. Without
+    # padding it would overwrite the lse of the next head.
+    work_tiles = static.work_tiles
+    padded = work_tiles.tiles * config.tiles.block_q
+    results = ForwardResults(
+        o=jax.ShapeDtypeStruct(inputs.out_shape, out_dtype),
+        lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
+    )
+    if carry is not None:
+        given = ForwardResults(carry[0], pad_axis(carry[1], 2, padded))
+        if static.in_place:
+            results = given
+        else:
+            arrays = arrays._replace(carry=given)
+    counter = None
+    if not work_tiles.one_per_cta:
+        counter = depending_on(jnp.zeros((1,), jnp.int32), q)
+    o, lse = launch(
+        functools.partial(_kernel, static), "burst_forward", grid={CTA_AXIS: work_tiles.ctas},
+        warpgroups=static.consumers + 1, cluster=work_tiles.cluster, inputs=arrays,
+        results=results, memory=static.memory, counter=counter,
+    )  # fmt: skip
+    return o, lse[..., : static.q_length]
+
+
+def forward_bounds(
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
+) -> jax.Array:
+    """The tile bounds that :func:`forward` reads with the same config."""
+    tiles = (config or _shipped_config(inputs, spec)).tiles
+    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
+
+
+def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfig:
+    score = spec.score
+    # A bias in the accumulator needs too many registers only with segment ids or a window.
+    other_masks = inputs.has_segments or spec.mask.left is not None
+    bias_counts = inputs.has_bias and (other_masks or not score.bias_can_start_products)
+    needs_registers = score.logits_soft_cap is not None or spec.dropout is not None
+    needs_registers = needs_registers or spec.calls_functions
+    # KV bounds are two more numbers per query.
+    has_block_mask = inputs.shared.block_mask is not None
+    needs_registers = needs_registers or inputs.has_kv_bounds or has_block_mask
+    head_dim = max(inputs.head_dim, inputs.value_dim)
+    config = forward_config(head_dim, bias_counts or needs_registers)
+    if other_masks or inputs.has_bias or needs_registers:
+        return config
+    length = min(inputs.q_length, inputs.kv_length)
+    cluster = forward_cluster(head_dim, spec.mask.right is not None, length)
+    return dataclasses.replace(config, cluster=cluster)
+
+
+def _kernel(static: ForwardStatic, inputs, results, memory, counter) -> None:
+    """One warpgroup of one CTA."""
+    refs = ForwardRefs(inputs, results, memory)
+    scheduler = TileScheduler(
+        counter, memory.slot_fetched, memory.slot_free, memory.scheduler_slots,
+        cluster=static.config.cluster,
+    )  # fmt: skip
+
+    def iterator_of(batch, head, tile):
+        return TileIterator(inputs.bounds, batch, head, tile, last=static.kv_tiles - 1)
+
+    run_all = functools.partial(
+        for_each_work_tile, static.work_tiles, scheduler, iterator_of, skip_empty=static.in_place
+    )
+
+    def produce():
+        steps = run_all(functools.partial(_produce, static, refs), is_producer=True)
+        if static.config.cluster > 1:
+            _drain_stages(static, refs, steps)
+
+    def consume(warpgroup):
+        run_all(functools.partial(_consume, static, refs, warpgroup), is_producer=False)
+        plgpu.wait_smem_to_gmem(0)
+
+    specialize_warpgroups(static.consumers, consume=consume, produce=produce)
+
+
+# --- producer -------------------------------------------------------------------------------------
+
+
+def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
+    """Starts the copies of a work tile's queries, keys and values, each when its memory is free.
+
+    A CTA uses the stages in turn over all of its work tiles.
+    """
+    inputs, memory, block_kv = refs.inputs, refs.memory, static.config.block_kv
+    kv_head = lax.div(work.head, i32(static.groups))
+
+    @pl.loop(i32(0), work.steps)
+    def _(step):
+        cta_step = work.steps_before + step
+        stage = lax.rem(cta_step, i32(static.config.stages))
+        tokens = pl.ds(work.iterator.tile(step) * block_kv, block_kv)
+        keys = inputs.k.at[work.batch, tokens, kv_head]
+        values = inputs.v.at[work.batch, tokens, kv_head]
+        was_used = cta_step >= static.config.stages
+        tile = static, stage, was_used
+        _copy_kv_tile(*tile, keys, memory.k, memory.k_arrived, memory.k_free)
+        if static.bias_in_accumulator:
+            # The stage is free for the positions when it is for the keys.
+            positions = inputs.k_positions.at[tokens]
+            target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
+            plgpu.copy_gmem_to_smem(positions, target, arrived)
+        # The queries come after the first keys, whose stage is free earlier: the previous work tile
+        # frees its queries only with its last scores.
+        pl.when(step == 0)(functools.partial(_copy_queries, static, refs, work))
+        _copy_kv_tile(*tile, values, memory.v, memory.v_arrived, memory.v_free)
+
+
+def _copy_kv_tile(
+    static: ForwardStatic, stage: Any, was_used: Any,
+    source: Any, target: Any, arrived: Any, free: Any,
+) -> None:  # fmt: skip
+    """Starts the copy of a tile of keys or values, once the stage's previous tile has been read.
+
+    Each CTA of a cluster multicasts its part to the shared memory of all; ``arrived`` waits for the
+    whole tile.
+    """
+
+    @pl.when(was_used)
+    def _():
+        plgpu.barrier_wait(free.at[stage])
+
+    axes = None if static.config.cluster == 1 else CLUSTER_AXIS
+    plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage], collective_axes=axes)
+
+
+def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
+    """Starts the copies of a work tile's queries, 64 for each consumer."""
+    memory = refs.memory
+    for warpgroup in range(static.consumers):
+
+        @pl.when(work.steps_before > 0)
+        def _(warpgroup=warpgroup):
+            plgpu.barrier_wait(memory.q_free.at[warpgroup])
+
+        first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
+        queries = pl.ds(first, WARPGROUP_ROWS)
+        plgpu.copy_gmem_to_smem(
+            refs.inputs.q.at[work.batch, queries, work.head],
+            memory.q.at[warpgroup],
+            memory.q_arrived.at[warpgroup],
+        )
+
+
+def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
+    """Waits until all stages are free, after a CTA's last step.
+
+    The other CTA of the cluster arrives at barriers in this one's shared memory, which is gone once
+    this CTA has exited.
+    """
+    memory = refs.memory
+    for stage in range(static.config.stages):
+
+        @pl.when(steps > stage)
+        def _(stage=stage):
+            plgpu.barrier_wait(memory.k_free.at[stage])
+            plgpu.barrier_wait(memory.v_free.at[stage])
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """A consumer's loop state.
+
+    All weights are ``2^(score - m)``, with scores in base 2. ``total`` is over all tiles visited;
+    ``acc`` lacks the last one, whose product with the values is issued in the next step.
+
+    Attributes:
+      weights: ``[64, block_kv]``, of the last tile visited, in the inputs' dtype.
+      acc: float32 ``[64, Hv]``, the sum of weights times values.
+      m: float32 ``[64]``, the largest score so far, in base 2.
+      total: float32 ``[64]``, the sum of weights.
+    """
+
+    weights: jax.Array
+    acc: jax.Array
+    m: jax.Array
+    total: jax.Array
+
+
+def _consume(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: WorkTile) -> None:
+    """One work tile of a consumer: the KV loop and the epilogue."""
+    consumer = Consumer.of(static, refs, warpgroup, work)
+    plgpu.barrier_wait(refs.memory.q_arrived.at[warpgroup])
+    state = _first_step(consumer)
+    masked_end = jnp.maximum(work.iterator.masked, 1)
+    state = lax.fori_loop(i32(1), masked_end, functools.partial(_step, consumer, True), state)
+    state = lax.fori_loop(masked_end, work.steps, functools.partial(_step, consumer, False), state)
+
+    # Waits until the previous work tile's results have left the staging buffers.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if static.has_carry:
+        forward_epilogue.fetch_carry(consumer)
+    acc = _last_product(consumer, state)
+    forward_epilogue.finish(consumer, acc, state.m, state.total)
+
+
+def _first_step(consumer: Consumer) -> _State:
+    """The first KV tile, which has no tile before it."""
+    static, work = consumer.static, consumer.work
+    _wait_for_keys(consumer, i32(0))
+
+    def products(scores_ref):
+        _issue_scores(consumer, scores_ref, consumer.stage(i32(0)))
+        return scores_ref[...]
+
+    scores = pl.run_scoped(products, _accumulators(static)[0])
+    _free_keys(consumer, consumer.stage(i32(0)))
+    _free_queries(consumer, work.steps == 1)
+    m, total = forward_scores.start_softmax(consumer)
+    p, m, total, _ = forward_scores.update_softmax(consumer, i32(0), scores, m, total, masked=True)
+    p = p.astype(static.dtype)
+    _wait_for_keys(consumer, i32(1))
+    acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
+    return _State(p, acc, m, total)
+
+
+def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
+    """One more KV tile; adds the previous tile's weighted values to acc."""
+    static, memory = consumer.static, consumer.refs.memory
+    stage, earlier_stage = consumer.stage(step), consumer.stage(step - 1)
+
+    def products(scores_ref, acc_ref):
+        acc_ref[...] = state.acc
+        _issue_scores(consumer, scores_ref, stage)
+        plgpu.barrier_wait(memory.v_arrived.at[earlier_stage])
+        plgpu.wgmma(acc_ref, state.weights, memory.v.at[earlier_stage])
+        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+        _free_keys(consumer, stage)
+        _free_queries(consumer, step == consumer.work.steps - 1)
+        p, m, total, shrink = forward_scores.update_softmax(
+            consumer, step, scores, state.m, state.total, masked
+        )
+        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+        # The weights are rounded only now: until here the product above may have been reading the
+        # registers of the previous ones.
+        acc, p = optimization_barrier(acc, p)
+        _wait_for_keys(consumer, step + 1)
+        consumer.free_stage(memory.v_free, earlier_stage)
+        # Most tiles hold no new maximum: then nothing is rescaled.
+        acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
+        return _State(p.astype(static.dtype), acc, m, total)
+
+    return pl.run_scoped(products, *_accumulators(static))
+
+
+def _last_product(consumer: Consumer, state: _State) -> jax.Array:
+    """acc with the last tile's weighted values, which no further step adds."""
+    memory, stage = consumer.refs.memory, consumer.stage(consumer.work.steps - 1)
+
+    def product(acc_ref):
+        acc_ref[...] = state.acc
+        plgpu.barrier_wait(memory.v_arrived.at[stage])
+        plgpu.wgmma(acc_ref, state.weights, memory.v.at[stage])
+        return acc_ref[...]
+
+    acc = pl.run_scoped(product, _accumulators(consumer.static)[1])
+    # The copies of the next work tile's keys need not wait for the epilogue.
+    consumer.free_stage(memory.v_free, stage)
+    return acc
+
+
+def _accumulators(static: ForwardStatic) -> tuple[Any, Any]:
+    """wgmma accumulators of the scores and of the weighted values."""
+    scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_kv), jnp.float32)
+    return scores, plgpu.ACC((WARPGROUP_ROWS, static.value_dim), jnp.float32)
+
+
+def _issue_scores(consumer: Consumer, scores_ref: Any, stage: Any) -> None:
+    """Issues ``q k^T`` with the keys of a stage."""
+    memory = consumer.refs.memory
+    if consumer.static.bias_in_accumulator:
+        scores_ref[...] = forward_scores.bias_accumulator(consumer, stage)
+    keys_t = memory.k.at[stage].transpose((1, 0))
+    # The address of the queries is recomputed for every tile: kept, it would take a register.
+    queries = memory.q.at[optimization_barrier(consumer.warpgroup)]
+    plgpu.wgmma(scores_ref, queries, keys_t)
+
+
+def _wait_for_keys(consumer: Consumer, step: Any) -> None:
+    """Waits until the keys of a step have arrived, if there is such a step."""
+
+    @pl.when(step < consumer.work.steps)
+    def _():
+        plgpu.barrier_wait(consumer.refs.memory.k_arrived.at[consumer.stage(step)])
+
+
+def _free_keys(consumer: Consumer, stage: Any) -> None:
+    """Marks the keys of a stage as read, and their positions."""
+    if consumer.static.bias_in_accumulator:
+        proxy_fence()
+    consumer.free_stage(consumer.refs.memory.k_free, stage)
+
+
+def _free_queries(consumer: Consumer, condition: Any) -> None:
+    """If ``condition``, marks the queries as read for the last time."""
+
+    @pl.when(condition)
+    def _():
+        plgpu.barrier_arrive(consumer.refs.memory.q_free.at[consumer.warpgroup])

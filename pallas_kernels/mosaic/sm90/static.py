@@ -1,0 +1,323 @@
+"""Static parameters of a call of an sm90 kernel: sizes, mask, score, tiles, work tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mask import Mask
+from pallas_kernels.mosaic import score_inputs
+from pallas_kernels.mosaic.sm90.configs import (
+    BACKWARD_WARPGROUPS,
+    WARPGROUP_ROWS,
+    MosaicConfig,
+    backward_is_persistent,
+    float32_lanes,
+    forward_is_persistent,
+    result_lanes,
+)
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.tile_scheduler import WorkTiles
+from pallas_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicStatic:
+    """Static parameters of both kernels.
+
+    Attributes:
+      spec: mask, score and dropout.
+      mask: the mask that scores are tested by; per-query KV bounds include the window.
+      config: tile sizes.
+      batch: B.
+      q_length: T.
+      kv_length: S.
+      heads: N, query heads.
+      kv_heads: K, key/value heads.
+      head_dim: H, of queries and keys.
+      value_dim: Hv, of values, of o and of dO.
+      dtype: of queries, keys, values and dO.
+      has_segments: whether tokens have segment ids.
+      has_kv_bounds: whether there are per-query KV bounds.
+      has_bias: whether an ALiBi bias is added to the logits.
+      has_block_mask: whether there is a block-sparse mask.
+      masks_by_tokens: whether positions, segment ids, KV bounds or a mask_mod may mask scores.
+    """
+
+    spec: AttentionSpec
+    mask: Mask
+    config: MosaicConfig
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype
+    has_segments: bool
+    has_kv_bounds: bool
+    has_bias: bool
+    has_block_mask: bool
+    masks_by_tokens: bool
+
+    @classmethod
+    def of(
+        cls, inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig, **own: Any
+    ) -> Self:
+        """From a call's inputs; ``own`` are the fields of one of the kernels."""
+        batch, q_length, heads, head_dim = inputs.query.q.shape
+        mask, _ = inputs.folded(spec.mask)
+        return cls(
+            spec=spec,
+            mask=mask,
+            config=config,
+            batch=batch,
+            q_length=q_length,
+            kv_length=inputs.kv_length,
+            heads=heads,
+            kv_heads=inputs.kv.k.shape[2],
+            head_dim=head_dim,
+            value_dim=inputs.value_dim,
+            dtype=inputs.query.q.dtype,
+            has_segments=inputs.has_segments,
+            has_kv_bounds=inputs.has_kv_bounds,
+            has_bias=inputs.has_bias,
+            has_block_mask=inputs.shared.block_mask is not None,
+            masks_by_tokens=score_inputs.masks_by_tokens(inputs, spec),
+            **own,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_tiles(self) -> int:
+        """Number of query tiles."""
+        return -(-self.q_length // self.config.block_q)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Number of KV tiles."""
+        return -(-self.kv_length // self.config.block_kv)
+
+    @property
+    def keys_are_padded(self) -> bool:
+        """Whether the last KV tile extends past the last key."""
+        return self.kv_length % self.config.block_kv != 0
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether any score may be masked."""
+        return self.masks_by_tokens or self.has_block_mask
+
+    @property
+    def masks_by_arrays(self) -> bool:
+        """Whether masks read more than positions, which takes registers."""
+        return self.has_segments or self.has_kv_bounds or self.has_block_mask
+
+    @property
+    def needs_registers(self) -> bool:
+        """Whether there is a soft cap, a bias, dropout or a user function: all take registers."""
+        has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
+        return self.has_bias or has_cap or drops or self.spec.calls_functions
+
+    @property
+    def bias_in_accumulator(self) -> bool:
+        """Whether the accumulator of ``q k^T`` starts from the bias instead of zero."""
+        return False
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is added to the scores after ``q k^T``."""
+        return self.has_bias and not self.bias_in_accumulator
+
+    @property
+    def bias_is_affine(self) -> bool:
+        """Whether the bias is computed as an affine function of key positions."""
+        return False
+
+    @property
+    def base_2_factor(self) -> float:
+        """Factor that takes a tile's scores to logits in base 2, applied in the softmax's exponent.
+
+        With a bias that is added to the scores, and not affine, scores are in base 2 already: it
+        was added in base 2.
+        """
+        in_base_2 = self.adds_bias and not self.bias_is_affine
+        return 1.0 if in_base_2 else self.spec.score.base_2_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardStatic(MosaicStatic):
+    """Static parameters of the forward kernel.
+
+    Attributes:
+      out_dtype: of o.
+      has_carry: whether there is an incoming (o, lse) to merge with.
+    """
+
+    out_dtype: np.dtype
+    has_carry: bool
+
+    @property
+    def bias_in_accumulator(self) -> bool:
+        """See :attr:`MosaicStatic.bias_in_accumulator`; if the score allows it."""
+        return self.has_bias and self.spec.score.bias_can_start_products
+
+    @property
+    def bias_is_affine(self) -> bool:
+        """See :attr:`MosaicStatic.bias_is_affine`; if every key that counts is before its query.
+
+        The accumulators of masked scores then start from any finite number.
+        """
+        return self.bias_in_accumulator and self.spec.mask.hides_later_keys
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups, each with 64 queries."""
+        return self.config.block_q // WARPGROUP_ROWS
+
+    @property
+    def float32_out(self) -> bool:
+        """Whether o is float32."""
+        return self.out_dtype == jnp.float32
+
+    @property
+    def in_place(self) -> bool:
+        """Whether o and lse overwrite the carry."""
+        return self.has_carry and self.float32_out
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the incoming o that are in shared memory at a time."""
+        return float32_lanes(self.value_dim)
+
+    @property
+    def out_lanes(self) -> int:
+        """Lanes of o that are written at a time, a multiple of ``lanes``."""
+        return result_lanes(self.value_dim, self.float32_out)
+
+    @property
+    def work_tiles(self) -> WorkTiles:
+        """One per query tile of every query head."""
+        return WorkTiles(
+            self.batch,
+            self.heads,
+            -(-self.q_tiles // self.config.cluster),
+            last_first=True,
+            shared_bytes=2 * self.kv_length * (self.head_dim + self.value_dim) // self.groups,
+            equal=not self.needs_mask,
+            persistent=forward_is_persistent(self.config, self.masks_by_arrays),
+            cluster=self.config.cluster,
+        )
+
+    @property
+    def memory(self) -> ForwardMemory:
+        """Descriptions of the shared memory."""
+        return ForwardMemory.of(
+            self.config, self.head_dim, self.dtype, self.out_dtype, self.has_carry,
+            self.bias_in_accumulator, self.value_dim,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardStatic(MosaicStatic):
+    """Static parameters of the backward kernel.
+
+    Attributes:
+      adds_dkv: whether dK and dV are added to given arrays instead of written to new ones.
+      dkv_dtype: of dK and dV; float32 if they are added, and unless :attr:`can_round_dkv`.
+    """
+
+    adds_dkv: bool
+    dkv_dtype: np.dtype
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups, each with 64 keys."""
+        return BACKWARD_WARPGROUPS
+
+    @property
+    def rounds_dkv(self) -> bool:
+        """Whether dK and dV are rounded before they are written."""
+        return self.dkv_dtype != jnp.float32
+
+    @property
+    def can_round_dkv(self) -> bool:
+        """Whether the kernel can write dK and dV in ``dkv_dtype``.
+
+        Rounded gradients are staged in a dS buffer. So they must have the inputs' dtype and fill
+        its rows, and calls with a bias, dropout, a soft cap or a user function lack registers for
+        it.
+        """
+        if not self.rounds_dkv:
+            return True
+        fill_rows = all(x % self.config.block_q == 0 for x in (self.head_dim, self.value_dim))
+        return self.dkv_dtype == self.dtype and fill_rows and not self.needs_registers
+
+    @property
+    def dkv_lanes(self) -> int:
+        """Lanes of dK and dV that are written at a time."""
+        return self.config.block_q if self.rounds_dkv else self.half_dim
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of queries."""
+        return self.config.stages
+
+    @property
+    def do_stages(self) -> int:
+        """Pipeline stages of dO."""
+        return self.config.do_stages or self.config.stages
+
+    @property
+    def half_dim(self) -> int:
+        """Lanes of dQ that each consumer warpgroup computes."""
+        return self.head_dim // 2
+
+    @property
+    def bias_is_affine(self) -> bool:
+        """See :attr:`MosaicStatic.bias_is_affine`; if every key that counts is before its query.
+
+        Used in tiles that need no mask (:class:`pallas_kernels.mosaic.sm90.backward_scores
+        .AffineBias`).
+        """
+        score = self.spec.score
+        plain = score.logits_soft_cap is None and score.score_mod is None
+        return self.has_bias and self.spec.mask.hides_later_keys and plain
+
+    @property
+    def scale_in_ds(self) -> bool:
+        """Whether the score's scale is part of dS; delta then is given multiplied by it.
+
+        dQ and dK need no scale at the end, and a score pays nothing: one FMA replaces one
+        subtraction. Not with float16, where small dS would underflow, nor with gradients of
+        per-head parameters, which need dS without the scale.
+        """
+        return self.dtype == jnp.bfloat16 and not self.spec.score.differentiated
+
+    @property
+    def work_tiles(self) -> WorkTiles:
+        """One per KV tile of every key/value head."""
+        return WorkTiles(
+            self.batch,
+            self.kv_heads,
+            self.kv_tiles,
+            last_first=False,
+            shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
+            persistent=backward_is_persistent(
+                max(self.head_dim, self.value_dim), self.masks_by_arrays, self.needs_registers
+            ),
+        )
+
+    @property
+    def memory(self) -> BackwardMemory:
+        """Descriptions of the shared memory."""
+        return BackwardMemory.of(self.config, self.head_dim, self.dtype, self.value_dim)

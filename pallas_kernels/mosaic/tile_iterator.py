@@ -1,0 +1,65 @@
+"""The loop over one work tile's tiles of the other side: KV tiles (forward) or query tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic.fragments import i32
+
+
+class TileIterator:
+    """The tiles within a work tile's bounds, in loop order: tiles that need a mask, then full ones.
+
+    Args:
+      bounds: reference to int32 ``[1 or B, tiles, 4]``, :func:`pallas_kernels.bounds.query_bounds`
+        or ``key_bounds``; or to their tile lists, ``[1 or B, 1 or heads, tiles, 2 + tiles of the
+        other side]``.
+      batch: batch index of the work tile.
+      head: head index of the work tile.
+      tile: tile index of the work tile.
+      last: index of the last tile of the other side.
+      rotate: index of the full tile to start with; the loop wraps around. None starts with the
+        first one.
+
+    Attributes:
+      masked: int32, number of tiles that need a mask.
+      total: int32, number of tiles.
+    """
+
+    def __init__(
+        self, bounds: Any, batch: Any, head: Any, tile: Any, last: int, rotate: Any = None
+    ):
+        batch = batch if bounds.shape[0] != 1 else i32(0)
+        self._last, self._list = i32(last), None
+        if len(bounds.shape) == 4:
+            at = (batch, head if bounds.shape[1] != 1 else i32(0), tile)
+            self._list = lambda index: bounds[(*at, index + 2)]
+            # Ranges of indices into the list, instead of ranges of tiles.
+            full_first, end = (bounds[(*at, i32(c))] for c in range(2))
+            first, full_end = i32(0), end
+        else:
+            first, full_first, full_end, end = (bounds[(batch, tile, i32(c))] for c in range(4))
+        self._first, self._full_first, self._full_end = first, full_first, full_end
+        self._before = full_first - first
+        full_tiles = full_end - full_first
+        self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(full_tiles, 1))
+        self.masked = self._before + (end - full_end)
+        self.total = end - first
+
+    def tile(self, step: Any) -> jax.Array:
+        """The tile of a loop step. Past the last step: some tile that exists."""
+        masked = jnp.where(
+            step < self._before, self._first + step, self._full_end + (step - self._before)
+        )
+        i = step - self.masked
+        if self._rotate is not None:
+            i = i + self._rotate
+            count = self._full_end - self._full_first
+            i = jnp.where(i >= count, i - count, i)
+        tile = jnp.where(step < self.masked, masked, self._full_first + i)
+        tile = jnp.clip(tile, 0, self._last)
+        return tile if self._list is None else self._list(tile)

@@ -1,0 +1,349 @@
+"""Dynamic tile scheduler of the persistent kernels: work tiles, their order, and how CTAs get them.
+
+There is one CTA per SM. Its first work tile has the CTA's own index. The producer warpgroup fetches
+the index of the next one from an atomic counter in global memory as soon as it has started all
+copies for the present one. So no SM idles while another has much left to do, also where another
+kernel, like one of NCCL's, occupies some SMs; and a work tile's first copies overlap with the
+epilogue of the one before.
+
+Where CTAs form thread-block clusters, read "cluster" for "CTA" here, and "neighboring tiles, one
+per CTA of the cluster" for "tile".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import num_sms
+from pallas_kernels.mosaic.fragments import i32, optimization_barrier, warpgroup_barrier
+from pallas_kernels.mosaic.launch import CLUSTER_AXIS
+from pallas_kernels.mosaic.tile_iterator import TileIterator
+
+# The axis over CTAs, or clusters of them.
+CTA_AXIS = "cta"
+# Slots in shared memory for fetched work-tile indices.
+SLOTS = 2
+# Bytes of the L2 cache (50 MiB) that an L2 swizzle group may use. With small groups the long work
+# tiles of the last group start late, and the GPU is half idle until they end. Where that would cost
+# more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
+_L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
+_MAX_TAIL = 0.05
+
+
+class TileCoordinates(NamedTuple):
+    """One tile of one head of one batch index.
+
+    Attributes:
+      batch: batch index.
+      head: head index, of queries or of keys.
+      tile: tile index on the same side.
+    """
+
+    batch: Any
+    head: Any
+    tile: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkTiles:
+    """All work tiles of a kernel, one per (batch index, head, tile), and their order.
+
+    They are ordered by L2 swizzle group: all tiles of some heads, longest tiles first. The longest
+    tiles must not come last, so a group has many heads; but what a group's tiles share must stay in
+    the L2 cache, so it does not have too many.
+
+    Attributes:
+      batch: B.
+      heads: number of heads.
+      tiles: number of tiles on the side that work is split over.
+      last_first: start with the last tile. With ascending positions, causal masks give the last
+        query tile and the first key tile the most work.
+      shared_bytes: bytes of global memory that the tiles of one head share.
+      equal: whether all tiles have the same amount of work. Then none can start too late, and an L2
+        swizzle group is one head.
+      persistent: False where a kernel has no registers for a loop over work tiles: one CTA each.
+      cluster: CTAs per cluster.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    last_first: bool
+    shared_bytes: int
+    equal: bool = False
+    persistent: bool = True
+    cluster: int = 1
+
+    @property
+    def count(self) -> int:
+        """Number of work tiles."""
+        return self.batch * self.heads * self.tiles
+
+    @property
+    def ctas(self) -> int:
+        """Number of CTAs."""
+        if not self.persistent:
+            return self.count
+        return min(self.count, max(1, num_sms() // self.cluster))
+
+    @property
+    def group_heads(self) -> int:
+        """Heads per L2 swizzle group."""
+        if self.equal:
+            return 1
+        heads = self.batch * self.heads
+
+        def most_within(cache_bytes: int) -> int:
+            most = max(1, cache_bytes // self.shared_bytes)
+            return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+
+        # The longest tile of a causal mask takes twice the mean. The last group should take as long
+        # as its longest tile, or that tile is still running when all others are done.
+        few = most_within(_L2_BYTES)
+        tail = 2 * self.ctas / self.tiles - few
+        return few if tail / heads < _MAX_TAIL else most_within(_L2_BYTES_MAX)
+
+    @property
+    def one_per_cta(self) -> bool:
+        """Whether no CTA has a second work tile."""
+        return self.ctas == self.count
+
+    def coordinates(self, index: Any) -> TileCoordinates:
+        """The coordinates of the work tile that comes at ``index`` in the order."""
+        heads = self.group_heads
+        group, rest = (op(index, i32(heads * self.tiles)) for op in (lax.div, lax.rem))
+        tile = lax.div(rest, i32(heads))
+        tile = i32(self.tiles - 1) - tile if self.last_first else tile
+        # Counts the heads of all batch indices.
+        head = group * heads + lax.rem(rest, i32(heads))
+        if self.batch == 1:
+            return TileCoordinates(i32(0), head, tile)
+        heads = i32(self.heads)
+        return TileCoordinates(lax.div(head, heads), lax.rem(head, heads), tile)
+
+
+class WorkTile(NamedTuple):
+    """One work tile, as a warpgroup of the CTA sees it.
+
+    Attributes:
+      batch: batch index.
+      head: head index.
+      tile: tile index on the side that work is split over.
+      iterator: the tiles of the other side to loop over.
+      steps: number of loop steps.
+      steps_before: number of steps of the CTA's earlier work tiles.
+      recompute: returns ``batch``, ``head`` and ``tile`` computed again, for kernels without
+        registers to keep them in.
+    """
+
+    batch: Any
+    head: Any
+    tile: Any
+    iterator: TileIterator
+    steps: Any
+    steps_before: Any
+    recompute: Callable[[], TileCoordinates]
+
+
+class TileScheduler(NamedTuple):
+    """Fetches work-tile indices from a global atomic counter for the warpgroups of a CTA.
+
+    The producer warpgroup of a CTA fetches an index into one of SLOTS slots in shared memory, where
+    every consumer warpgroup of the CTA reads it.
+
+    The CTAs of a cluster get the same indices. The first CTA fetches them into the slots of all.
+    Barriers then belong to the cluster: ``fetched`` waits for the producers of all CTAs, and
+    ``free`` for all warpgroups, because the other producers read the slots as well.
+
+    Attributes:
+      counter: int32 ``[1]`` in global memory, the number of indices fetched by all CTAs.
+      fetched: barriers, one per slot: the slot holds an index.
+      free: barriers, one per slot: all warpgroups have read the slot.
+      slots: float32 array in shared memory that holds the slots. float32 is exact up to 2^24, more
+        work tiles than fit a GPU's memory.
+      first: index of the first slot in ``slots``.
+      arrivals: arrivals that each of ``fetched`` waits for.
+      cluster: CTAs per cluster.
+    """
+
+    counter: Any
+    fetched: Any
+    free: Any
+    slots: Any
+    first: int = 0
+    arrivals: int = 1
+    cluster: int = 1
+
+    def release_slots(self, is_producer: bool) -> None:
+        """Marks all slots as free; every warpgroup calls it first."""
+        for slot in range(SLOTS):
+            self._release(slot, is_producer)
+
+    def fetch(self, slot: Any) -> None:
+        """Fetches the next index into a slot. The producer does not wait for it here."""
+        plgpu.barrier_wait(self.free.at[slot])
+        target = self.slots.at[pl.ds(self.first + slot, 1)]
+        if self.cluster == 1:
+            _fetch(self.counter, target)
+        else:
+            _fetch_for_cluster(self.counter, target)
+            # One thread arrives at a cluster's barrier for the whole warpgroup: here after the
+            # thread that has fetched.
+            warpgroup_barrier()
+        for _ in range(self.arrivals):
+            plgpu.barrier_arrive(self.fetched.at[slot])
+
+    def read(self, slot: Any, is_producer: bool) -> Any:
+        """The index in a slot."""
+        plgpu.barrier_wait(self.fetched.at[slot])
+        index = self.slots[self.first + slot].astype(jnp.int32)
+        self._release(slot, is_producer)
+        return index
+
+    def drain(self) -> None:
+        """Waits until every CTA of the cluster has read the last indices.
+
+        They arrive at barriers in this CTA's shared memory, which is gone once the CTA has exited.
+        """
+        for slot in range(SLOTS):
+            plgpu.barrier_wait(self.free.at[slot])
+
+    def _release(self, slot: Any, is_producer: bool) -> None:
+        if self.cluster > 1:
+            warpgroup_barrier()
+        elif is_producer:
+            return  # It reads an index before it fetches the next one.
+        plgpu.barrier_arrive(self.free.at[slot])
+
+
+def for_each_work_tile(
+    work_tiles: WorkTiles,
+    scheduler: TileScheduler,
+    iterator_of: Callable[[Any, Any, Any], TileIterator],
+    run: Callable[[WorkTile], None],
+    *,
+    is_producer: bool,
+    steps_per_tile: int = 1,
+    skip_empty: bool,
+    run_empty: Callable[[WorkTile], None] | None = None,
+) -> Any:
+    """Runs a CTA's work tiles one after the other; returns their total number of steps.
+
+    Args:
+      work_tiles: all work tiles of the kernel.
+      scheduler: source of the next ones.
+      iterator_of: ``(batch, head, tile) -> iterator``.
+      run: processes one work tile.
+      is_producer: whether this is the warpgroup that fetches indices; one warpgroup must.
+      steps_per_tile: loop steps per tile of the iterator.
+      skip_empty: skip work tiles whose iterator has no tile. Otherwise they run one step, in which
+        every score is masked.
+      run_empty: called for work tiles that are skipped.
+    """
+
+    # Registers are scarce: index_and_slot is the work-tile index times SLOTS, plus the slot of the
+    # next index.
+    def run_one(index_and_slot, steps_before):
+        coordinates = work_tiles.coordinates(lax.div(index_and_slot, i32(SLOTS)))
+        iterator = iterator_of(*coordinates)
+        batch, head, tile = _of_own_cta(work_tiles, coordinates)
+        visited = iterator.total if skip_empty else jnp.maximum(iterator.total, 1)
+        steps = visited * steps_per_tile
+
+        recompute = functools.partial(_recompute_coordinates, work_tiles, index_and_slot)
+        work = WorkTile(batch, head, tile, iterator, steps, steps_before, recompute)
+        pl.when(steps > 0)(lambda: run(work))
+        if run_empty is not None:
+            pl.when(steps == 0)(lambda: run_empty(work))
+        return steps
+
+    def body(state):
+        index_and_slot, steps_before = state
+        slot = lax.rem(index_and_slot, i32(SLOTS))
+        steps = run_one(index_and_slot, steps_before)
+        if is_producer:
+            scheduler.fetch(slot)
+        index = work_tiles.ctas + scheduler.read(slot, is_producer)
+        return index * SLOTS + lax.rem(slot + 1, i32(SLOTS)), steps_before + steps
+
+    first = lax.axis_index(CTA_AXIS) * SLOTS, i32(0)
+    if work_tiles.one_per_cta:
+        return run_one(*first)  # Without a loop its state is constant, and takes no registers.
+    if not is_producer or work_tiles.cluster > 1:
+        scheduler.release_slots(is_producer)
+    _, steps = lax.while_loop(lambda state: state[0] < work_tiles.count * SLOTS, body, first)
+    if is_producer and work_tiles.cluster > 1:
+        scheduler.drain()
+    return steps
+
+
+def _recompute_coordinates(work_tiles: WorkTiles, index_and_slot: Any) -> TileCoordinates:
+    """A work tile's coordinates, computed where they are used instead of kept in registers."""
+    index = lax.div(optimization_barrier(index_and_slot), i32(SLOTS))
+    return _of_own_cta(work_tiles, work_tiles.coordinates(index))
+
+
+def _of_own_cta(work_tiles: WorkTiles, coordinates: TileCoordinates) -> TileCoordinates:
+    """The coordinates of this CTA's tile, from those of its cluster."""
+    if work_tiles.cluster == 1:
+        return coordinates
+    tile = coordinates.tile * work_tiles.cluster + lax.axis_index(CLUSTER_AXIS)
+    return coordinates._replace(tile=tile)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def _fetch(_, counter, slot):
+    """``slot[0] = counter[0]++``, by one thread."""
+    # A thread of the warpgroup's second warp: the first warp starts the copies, which would wait
+    # for the counter.
+    utils.inline_ptx(
+        """{
+        .reg .pred elected;
+        .reg .b32 thread, fetched;
+        .reg .f32 index;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 elected, thread, 32;
+        @elected atom.relaxed.gpu.global.add.u32 fetched, [$0], 1;
+        @elected cvt.rn.f32.u32 index, fetched;
+        @elected st.shared.f32 [$1], index;
+        }""",
+        utils.memref_ptr(counter),
+        utils.memref_ptr(slot),
+        has_side_effects=True,
+    )
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def _fetch_for_cluster(_, counter, slot):
+    """``slot[0] = counter[0]++``, in the slots of two CTAs, by one thread of the first one."""
+    utils.inline_ptx(
+        """{
+        .reg .pred elected;
+        .reg .b32 thread, rank, fetched, peer;
+        .reg .f32 index;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        mov.u32 rank, %cluster_ctarank;
+        setp.eq.u32 elected, rank, 0;
+        setp.eq.and.u32 elected, thread, 32, elected;
+        @elected atom.relaxed.gpu.global.add.u32 fetched, [$0], 1;
+        @elected cvt.rn.f32.u32 index, fetched;
+        @elected st.shared.f32 [$1], index;
+        @elected mapa.shared::cluster.u32 peer, $1, 1;
+        @elected st.shared::cluster.f32 [peer], index;
+        @elected fence.acq_rel.cluster;
+        }""",
+        utils.memref_ptr(counter),
+        utils.memref_ptr(slot),
+        has_side_effects=True,
+    )

@@ -1,0 +1,63 @@
+"""User ``score_mod`` and ``mask_mod`` on fragments: the supported operations, and how they run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.elementwise import on_tiles
+from pallas_kernels.mosaic.fragments import optimization_barrier, tanh
+
+# Operations that Mosaic GPU lowers for fragments. Sine and cosine are missing on purpose: Mosaic
+# uses sin.approx and cos.approx, which are accurate for small angles only.
+OPERATIONS = frozenset((
+    *("abs", "add", "and", "clamp", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt"),
+    *("integer_pow", "le", "log", "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg"),
+    *("not", "one_minus_square", "or", "rem", "rsqrt", "select_n", "shift_left"),
+    *("shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "sub", "tanh"),
+    "xor",
+))  # fmt: skip
+DTYPES = ("bool", "float32", "int32", "uint32")
+
+
+def _integer_pow(x: jax.Array, *, y: int) -> jax.Array:
+    """``x ** y``; Mosaic GPU lowers few exponents itself."""
+    if y < 0:
+        return 1 / _integer_pow(x, y=-y)
+    result = None
+    while y:
+        if y % 2:
+            result = x if result is None else result * x
+        x, y = x * x, y // 2
+    return jnp.ones_like(x) if result is None else result
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "integer_pow": _integer_pow,
+    "tanh": lambda x, **_: tanh(x),
+}
+run_on_fragments = functools.partial(on_tiles, replaced=_REPLACED)
+# Columns per chunk of :func:`by_column_chunks`.
+_CHUNK = 16
+
+
+def by_column_chunks(
+    function: Callable[[slice, jax.Array], tuple[jax.Array, ...]], tile: jax.Array
+) -> tuple[jax.Array, ...]:
+    """``function(columns, chunk)`` of 16 columns of a tile at a time; the results concatenated.
+
+    Applied to a whole tile, a user function's intermediates and the positions it reads would be
+    whole tiles as well, and registers do not suffice for those.
+    """
+    results: list[tuple[jax.Array, ...]] = []
+    for first in range(0, tile.shape[1], _CHUNK):
+        chunk = tile[:, first : first + _CHUNK]
+        if results:
+            *before, chunk = optimization_barrier(*results[-1], chunk)
+            results[-1] = tuple(before)
+        results.append(function(slice(first, first + _CHUNK), chunk))
+    return tuple(jnp.concatenate(chunks, 1) for chunks in zip(*results, strict=True))

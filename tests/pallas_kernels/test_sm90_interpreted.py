@@ -1,0 +1,324 @@
+"""The sm90 kernels interpreted on a CPU: results, data races and deadlocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import compare
+import interpreted
+import jax
+import jax.numpy as jnp
+import local
+import local_cases
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from local_cases import assert_zero_where_blind, attend
+
+from pallas_kernels import REFERENCE, mosaic_sm90
+from pallas_kernels.mosaic import tile_scheduler
+from pallas_kernels.mosaic.sm90 import forward, shared_memory
+from pallas_kernels.mosaic.sm90.configs import MosaicConfig
+from pallas_kernels.mosaic.tile_scheduler import TileScheduler
+
+needs_interpreter = pytest.mark.mosaic_interpreter
+slow = pytest.mark.slow
+CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2), MosaicConfig(64, 128, 2))
+# The smallest tiles. Lengths are chosen for few steps, with partial tiles on both sides.
+KERNELS = mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
+NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
+
+
+def a_case(*levels, **others):
+    return dict(zip(NAMES, levels, strict=False)) | others
+
+
+CASES = {
+    "plain": a_case("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
+    "float16": a_case(
+        "full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks", value_dim=32
+    ),
+    "cap": a_case(
+        "packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "bfloat16", "both"
+    ),
+    # The second shard's keys are all in the future: its work tiles have nothing to visit.
+    "slopes": a_case("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
+    "packed": a_case(
+        "packed_causal", "striped", 2, (2, 2), (136, 72), 64, "bfloat16", "both", value_dim=96
+    ),
+    "full_slopes": a_case("full", "zigzag", 1, (2, 1), (136, 200), 32, "float16", "slopes"),
+    "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
+    "kv_bounds": a_case(
+        "packed_window_ranges", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "slopes"
+    ),
+    "kv_bounds_alone": a_case("ranges", "contiguous", 1, (2, 1), (72, 136), 64, "bfloat16", "none"),
+    "dropout": a_case("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
+    "packed_dropout": a_case(
+        "packed", "contiguous", 2, (2, 2), (136, 136), 64, "bfloat16", "both", 0.1
+    ),
+    "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
+    # Block-sparse masks, one per head and one for all. Some work tiles have nothing to visit.
+    "block_mask": a_case(
+        "full", "contiguous", 2, (2, 1), (128, 192), 64, "bfloat16", "none", table=(64, 64, True)
+    ),
+    "shared_block_mask": a_case(
+        "packed_causal", "zigzag", 1, (2, 1), (256, 256), 32, "float16", "both",
+        table=(128, 64, False),
+    ),
+    "functions": a_case(
+        "causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none", functions="functions"
+    ),
+    "functions_cap": a_case(
+        "packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "float16", "both", 0.3,
+        functions="functions",
+    ),
+    "functions_kv_bounds": a_case(
+        "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", functions="functions"
+    ),
+}  # fmt: skip
+QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
+PLAIN, SLOPES = CASES["plain"], CASES["slopes"]
+
+
+def inputs_of(case, batch=1):
+    return local_cases.make_inputs(case, seed=7, batch=batch)
+
+
+def interpret(run, *arrays, **options):
+    """``run(*arrays)`` as NumPy arrays, its kernels interpreted."""
+    with interpreted.interpreted(**options):
+        # A new function each time, so that nothing traced before is reused.
+        return jax.tree.map(np.asarray, jax.jit(lambda *arrays: run(*arrays))(*arrays))
+
+
+def interpret_all(inputs, kernels=KERNELS, **options):
+    run = functools.partial(attend, kernels, inputs.spec)
+    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    return interpret(run, *arrays, inputs.numbers, inputs.seeds, inputs.blocks, **options)
+
+
+def first_shard(inputs):
+    """What a forward reads of the queries, the first shard of keys, and the heads."""
+    of_heads = {name: getattr(inputs, name) for name in ("numbers", "seeds", "blocks")}
+    return inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0], of_heads
+
+
+def interpret_forward(inputs, carry=None, out_dtype=None, kernels=KERNELS, **options):
+    """``(o, lse)`` over the first shard of keys."""
+
+    def run(q, kv, q_tokens, kv_tokens, of_heads, carry):
+        kwargs = {"spec": inputs.spec, "out_dtype": out_dtype, **of_heads}
+        return local.forward(kernels, q, kv, q_tokens, kv_tokens, carry, **kwargs)
+
+    return interpret(run, *first_shard(inputs), carry, **options)
+
+
+def reference_forward(inputs, carry=None):
+    *arrays, of_heads = first_shard(inputs)
+    return local.forward(REFERENCE, *arrays, carry=carry, spec=inputs.spec, **of_heads)
+
+
+def random_carry(inputs):
+    rng = np.random.default_rng(0)
+    batch, length, heads, _ = inputs.q.shape
+    o = rng.normal(size=(batch, length, heads, inputs.kvs[0][1].shape[-1]))
+    return o.astype(np.float32), rng.normal(size=(batch, heads, length)).astype(np.float32)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES]
+)
+def test_as_exact_as_dense(monkeypatch, name):
+    """Two CTAs loop over work tiles where one shard is visited; else each has one work tile."""
+    case = CASES[name]
+    if case["blocks"] == 1:
+        monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
+    # Two sequences: each has its own segment ids and KV bounds.
+    inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
+    # The shipped tiles of that case are for three consumer warpgroups.
+    got = interpret_all(inputs, mosaic_sm90() if name == "shipped" else KERNELS)
+    truth, one_device = local_cases.oracle(inputs)
+    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
+    assert_zero_where_blind(got, inputs)
+
+
+@needs_interpreter
+def test_forward_of_latent_attention():
+    """DeepSeek's head dims. Their backward does not fit: it has no kernel to test."""
+    inputs = inputs_of({**PLAIN, "lengths": (72, 136), "head_dim": 192, "value_dim": 128})
+    for x, y in zip(interpret_forward(inputs), reference_forward(inputs), strict=True):
+        assert compare.errors(x, y)[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+@needs_interpreter
+def test_the_last_call_rounds_out_and_nothing_else():
+    inputs = inputs_of(SLOPES)
+    carry = random_carry(inputs)
+    o, lse = interpret_forward(inputs, carry)
+    rounded, same_lse = interpret_forward(inputs, carry, jnp.bfloat16)
+    np.testing.assert_array_equal(rounded, o.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(same_lse, lse)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "scale", [1e-38, pytest.param(2.0**-63, marks=slow)], ids=["added", "in-the-accumulator"]
+)
+def test_a_bias_over_a_tiny_scale(scale):
+    """Over a scale of 1e-38 the bias would be infinite: it is added to the scores instead."""
+    inputs = inputs_of(SLOPES)
+    score = dataclasses.replace(inputs.spec.score, scale=scale)
+    inputs = dataclasses.replace(inputs, spec=dataclasses.replace(inputs.spec, score=score))
+    o, lse = interpret_forward(inputs)
+    # The products count for nothing: logits are the bias.
+    wide = dataclasses.replace(
+        inputs,
+        q=inputs.q.astype(np.float32) * 0,
+        kvs=[tuple(x.astype(np.float32) for x in inputs.kvs[0])],
+    )
+    want_o, want_lse = reference_forward(wide)
+    np.testing.assert_allclose(lse, np.asarray(want_lse), rtol=1e-5, atol=1e-5)
+    assert compare.errors(o, want_o)[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "changes", "sms"),
+    [
+        # Three query tiles, so that the last cluster's second one is past the last query.
+        pytest.param("plain", {"lengths": (264, 328)}, 2, id="causal"),
+        pytest.param("plain", {"mask": "full", "lengths": (392, 200)}, 4, id="full", marks=slow),
+        pytest.param("packed", {"lengths": (264, 136)}, None, id="one-each"),
+        pytest.param("slopes", {"lengths": (264, 136)}, 2, id="slopes", marks=slow),
+        pytest.param("shared_block_mask", {}, 2, id="block-mask", marks=slow),
+        pytest.param("functions_cap", {"lengths": (264, 72)}, 2, id="functions", marks=slow),
+    ],
+)
+def test_clusters_share_kv_tiles(monkeypatch, name, changes, sms):
+    """``sms``: CTAs at a time, two per cluster; None: one per tile."""
+    if sms is not None:
+        monkeypatch.setattr(tile_scheduler, "num_sms", lambda: sms)
+    case = {**CASES[name], **changes}
+    inputs = inputs_of(case)
+    carry = None if case["numbers"] == "none" else random_carry(inputs)
+    got = interpret_forward(inputs, carry, kernels=CLUSTERS)
+    for x, y in zip(got, map(np.asarray, reference_forward(inputs, carry)), strict=True):
+        seen = np.isfinite(y)
+        np.testing.assert_array_equal(np.isfinite(x), seen)
+        assert compare.errors(x[seen], y[seen])[1] < compare.RELATIVE_RMS[case["dtype"]]
+
+
+@needs_interpreter
+@slow
+def test_slopes_at_far_positions():
+    """Errors are small relative to the bias, not to the positions; lse misses no constant."""
+    # The second hop merges with the lse of the first; its backward has tiles without a mask.
+    case = a_case("causal", "contiguous", 2, (2, 1), (136, 128), 32, "bfloat16", "both")
+    near = inputs_of(case)
+    slopes = np.array([0.7, -0.3], np.float32)
+    near = dataclasses.replace(near, numbers=near.numbers | {"alibi_slopes": slopes})
+
+    def moved(tokens):
+        return tokens._replace(positions=tokens.positions + np.int32(10_000_019))
+
+    kv_tokens = [moved(tokens) for tokens in near.kv_tokens]
+    far = dataclasses.replace(near, q_tokens=moved(near.q_tokens), kv_tokens=kv_tokens)
+    got = interpret_all(far)
+    truth, one_device = local_cases.oracle(near)
+    compare.assert_as_good_as(got, one_device, truth, case["dtype"])
+    np.testing.assert_allclose(got[1], truth[1], rtol=1e-5, atol=1e-5)
+
+
+class Theirs:
+    """Stands for a class of JAX's interpreter."""
+
+    def run(self, thread):
+        del thread
+
+
+class Same(Theirs):
+    def run(self, thread):
+        del thread
+
+
+class Gone(Theirs):
+    def stop(self):
+        """Overrides nothing."""
+
+
+class Changed(Theirs):
+    def run(self, thread, warp=None):
+        del thread, warp
+
+
+def test_a_method_that_jax_changed_is_named():
+    """With any JAX."""
+    interpreted.check_overrides((Same,))
+    with pytest.raises(RuntimeError, match=r"Theirs.stop does not exist; .* with \['self'\]"):
+        interpreted.check_overrides((Same, Gone))
+    with pytest.raises(RuntimeError, match=r"Theirs.run takes \['self', 'thread'\]; .*'warp'"):
+        interpreted.check_overrides((Same, Changed))
+
+
+# --- guards: what the tests above do with a wrong kernel -----------------------------------------
+
+
+def nothing(*args, **kwargs):
+    del args, kwargs
+
+
+def products_not_awaited(acc, *, wait_n=0):
+    return LOAD(acc, wait_n=2)
+
+
+def free_for_one(config, arrivals, count):
+    del config
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+LOAD = plgpu.wgmma_accumulator_load
+MISTAKES = {
+    "results-not-visible-to-the-copy": ("plain", plgpu, "commit_smem", nothing, "RACE"),
+    "memory-written-while-copied": ("plain", plgpu, "wait_smem_to_gmem", nothing, "RACE"),
+    "keys-freed-while-multiplied": (
+        "plain", plgpu, "wgmma_accumulator_load", products_not_awaited, "RACE",
+    ),
+    "positions-freed-while-read": ("full_slopes", forward, "proxy_fence", nothing, "RACE"),
+    "nobody-arrives": ("plain", plgpu, "barrier_arrive", nothing, "deadlock: .* waited 2"),
+}  # fmt: skip
+MISTAKES_OF_CLUSTERS = {
+    "exits-while-the-other-arrives": (forward, "_drain_stages", nothing, "may exit before"),
+    "exits-while-indices-are-read": (TileScheduler, "drain", nothing, "may exit before"),
+    "a-stage-is-free-for-one": (
+        shared_memory, "_cluster_barriers", free_for_one, "RACE|not complete",
+    ),
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(m, marks=() if m.startswith("a-stage") else slow) for m in MISTAKES_OF_CLUSTERS],
+)
+def test_a_mistake_in_clusters_shows(monkeypatch, mistake):
+    module, name, wrong, message = MISTAKES_OF_CLUSTERS[mistake]
+    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
+    inputs = inputs_of({**PLAIN, "lengths": (264, 328)})
+    with pytest.raises(Exception, match=message):
+        interpret_forward(inputs, kernels=CLUSTERS)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, marks=() if m == "nobody-arrives" else slow) for m in MISTAKES]
+)
+def test_a_mistake_shows(monkeypatch, mistake):
+    case, module, name, wrong, message = MISTAKES[mistake]
+    monkeypatch.setattr(module, name, wrong)
+    # Patience is pointless only where nobody arrives.
+    patience = 2.0 if mistake == "nobody-arrives" else 120.0
+    with pytest.raises(Exception, match=message):
+        interpret_all(inputs_of(CASES[case]), patience=patience)

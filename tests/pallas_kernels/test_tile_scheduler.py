@@ -1,0 +1,304 @@
+"""The tile scheduler on a CPU: order of work tiles, which CTA gets which, and the tiles of each."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from local import tokens
+
+from burst_jax import positions
+from pallas_kernels import Mask, Tiles, query_bounds
+from pallas_kernels.mosaic import tile_scheduler
+from pallas_kernels.mosaic.tile_iterator import TileIterator
+from pallas_kernels.mosaic.tile_scheduler import WorkTiles, for_each_work_tile
+
+MIB = 2**20
+ZERO = jnp.int32(0)
+
+
+def order(work_tiles):
+    """``(batch, head, tile)`` of every work tile in order, ``[count, 3]``."""
+    at = jax.vmap(lambda index: jnp.stack([jnp.int32(x) for x in work_tiles.coordinates(index)]))
+    return np.asarray(at(jnp.arange(work_tiles.count, dtype=jnp.int32)))
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def test_every_work_tile_comes_once():
+    shapes = (1, 6), (2, 6), (3, 1), (1, 7)
+    options = itertools.product((False, True), (1, 10 * MIB, 100 * MIB), (False, True))
+    for (batch, heads), (last_first, shared, equal) in itertools.product(shapes, options):
+        work_tiles = WorkTiles(batch, heads, 5, last_first, shared, equal=equal)
+        seen = order(work_tiles)
+        assert len({tuple(at) for at in seen}) == work_tiles.count == batch * heads * 5
+        assert (seen.max(0) == (batch - 1, heads - 1, 4)).all()
+        assert (seen.min(0) == 0).all()
+
+
+def test_the_longest_tiles_of_an_l2_group_come_first():
+    work_tiles = WorkTiles(1, 8, 4, last_first=True, shared_bytes=6 * MIB)
+    assert work_tiles.group_heads == 4  # 24 MiB of what they share
+    seen = order(work_tiles)
+    for group in (seen[:16], seen[16:]):
+        assert sorted(set(group[:, 1])) == list(range(group[0, 1], group[0, 1] + 4))
+        np.testing.assert_array_equal(group[:, 2], np.repeat([3, 2, 1, 0], 4))
+    equal = WorkTiles(1, 8, 4, last_first=True, shared_bytes=1, equal=True)
+    assert equal.group_heads == 1
+    np.testing.assert_array_equal(order(equal)[:, 1], np.repeat(range(8), 4))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiles", "shared", "group_heads"),
+    [
+        (32, 128, 16, 1),  # the tail of one in 32 heads costs little
+        (8, 128, 16, 2),  # of one in 8 it would cost an eighth
+        (32, 32, 4, 8),
+        (32, 32, 2, 8),  # long enough as it is
+        (8, 256, 40, 1),
+    ],
+)
+def test_the_last_l2_group_takes_as_long_as_its_longest_tile(heads, tiles, shared, group_heads):
+    work_tiles = WorkTiles(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)
+    assert work_tiles.group_heads == group_heads
+
+
+def test_number_of_ctas():
+    assert WorkTiles(1, 32, 128, True, 1).ctas == 132  # an H100's SMs, where no GPU is known
+    small = WorkTiles(1, 2, 4, True, 1)
+    assert (small.ctas, small.one_per_cta) == (8, True)
+    not_persistent = WorkTiles(1, 32, 128, True, 1, persistent=False)
+    assert (not_persistent.ctas, not_persistent.one_per_cta) == (4096, True)
+
+
+# --- the tiles of one work tile ------------------------------------------------------------------
+
+
+def steps_of(bounds, rotate=None, last=99):
+    """``(masked tiles, full tiles)`` of one row of bounds, in loop order."""
+    iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, last, rotate)
+    tiles = [int(iterator.tile(jnp.int32(step))) for step in range(int(iterator.total))]
+    return tiles[: int(iterator.masked)], tiles[int(iterator.masked) :]
+
+
+@pytest.mark.parametrize("rotate", [None, 3])
+def test_every_tile_inside_the_bounds_is_visited_once(rotate):
+    rotate = None if rotate is None else jnp.int32(rotate)
+    for first, full_first, full_end, end in itertools.combinations_with_replacement(range(5), 4):
+        masked, full = steps_of((first, full_first, full_end, end), rotate)
+        assert masked == [*range(first, full_first), *range(full_end, end)]
+        assert sorted(full) == list(range(full_first, full_end))
+        if full:
+            start = full_first + (0 if rotate is None else int(rotate) % len(full))
+            assert full == [*range(start, full_end), *range(full_first, start)]
+
+
+def test_steps_past_the_last_are_tiles_that_exist():
+    """Copies are started ahead: what no step needs may be any tile, but not out of bounds."""
+    for bounds in ((0, 0, 0, 0), (0, 1, 2, 3), (2, 2, 3, 3)):
+        iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, last=2)
+        assert all(0 <= int(iterator.tile(jnp.int32(step))) <= 2 for step in range(8))
+
+
+@pytest.mark.parametrize("rotate", [None, 1])
+def test_every_listed_tile_is_visited_once(rotate):
+    """Of its own batch index, head and tile; past the last, any tile that exists."""
+    tiles = np.array([3, 1, 4, 0, 2])
+    lists = np.full((2, 3, 2, 7), 99, np.int32)
+    for masked, total in itertools.combinations_with_replacement(range(6), 2):
+        lists[1, 2, 1] = [masked, total, *tiles]
+        turn = None if rotate is None else jnp.int32(rotate)
+        at = map(jnp.int32, (1, 2, 1))
+        iterator = TileIterator(jnp.asarray(lists), *at, last=4, rotate=turn)
+        steps = [int(iterator.tile(jnp.int32(step))) for step in range(7)]
+        full, begin = tiles[masked:total], (rotate or 0) % max(1, total - masked)
+        assert steps[:total] == [*tiles[:masked], *np.roll(full, -begin)]
+        assert set(steps) <= set(range(5))
+
+
+def test_an_iterator_reads_the_bounds_of_its_own_sequence():
+    tables = jnp.arange(2 * 3 * 4, dtype=jnp.int32).reshape(2, 3, 4)
+    for batch, tile in itertools.product(range(2), range(3)):
+        iterator = TileIterator(tables, jnp.int32(batch), ZERO, jnp.int32(tile), last=99)
+        assert int(iterator.tile(ZERO)) == 4 * (3 * batch + tile)
+    shared = TileIterator(tables[:1], jnp.int32(1), ZERO, jnp.int32(2), last=99)
+    assert int(shared.tile(ZERO)) == 8
+
+
+# --- work tiles, fetched by several CTAs ---------------------------------------------------------
+
+
+class Fetched:
+    """In a TileScheduler's place: the indices that one CTA fetches, in order."""
+
+    def __init__(self, indices):
+        self.indices, self.fetches, self.reads = indices, 0, 0
+        self.released = self.drained = 0
+
+    def release_slots(self, is_producer):
+        del is_producer
+        self.released += 1
+
+    def drain(self):
+        self.drained += 1
+
+    def fetch(self, slot):
+        assert int(slot) == self.fetches % tile_scheduler.SLOTS
+        self.fetches += 1
+
+    def read(self, slot, is_producer):
+        assert int(slot) == self.reads % tile_scheduler.SLOTS
+        assert not is_producer or self.reads < self.fetches
+        self.reads += 1
+        return jnp.int32(self.indices[self.reads - 1])
+
+
+def fetch_all(work_tiles, rng):
+    """Indices from one counter, fetched by CTAs in random order until all have exited.
+
+    A CTA exits when its index is past the last work tile: the first ``ctas`` are taken already.
+    """
+    indices = {cta: [] for cta in range(work_tiles.ctas)}
+    alive, counter = set(indices), itertools.count()
+    while alive:
+        cta = int(rng.choice(sorted(alive)))
+        indices[cta].append(next(counter))
+        if work_tiles.ctas + indices[cta][-1] >= work_tiles.count:
+            alive.remove(cta)
+    return indices
+
+
+@pytest.fixture
+def run_ctas(monkeypatch):
+    """``run(work_tiles, bounds, skip_empty=...)``: what all CTAs visit and skip, in order.
+
+    Loops and conditions run as Python's (``jax.disable_jit``), so that a visit can be recorded.
+    """
+    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 3)
+
+    def run(work_tiles, bounds, *, skip_empty, steps_per_tile=1, is_producer=True, seed=0, rank=0):
+        visited, empty = [], []
+        indices = fetch_all(work_tiles, np.random.default_rng(seed))
+        for cta in range(work_tiles.ctas):
+            axes = {"cta": cta, "cluster": rank}
+            monkeypatch.setattr(jax.lax, "axis_index", lambda name, a=axes: jnp.int32(a[name]))
+            fetched, steps_before = Fetched(indices[cta]), 0
+            scheduler: Any = fetched
+
+            def record(into, work, cta=cta):
+                nonlocal steps_before
+                at = tuple(int(x) for x in (work.batch, work.head, work.tile))
+                assert at == tuple(int(x) for x in work.recompute())
+                assert int(work.steps_before) == steps_before
+                steps_before += int(work.steps)
+                into.append((cta, at, int(work.steps), int(work.iterator.total)))
+
+            with jax.disable_jit():
+                steps = for_each_work_tile(
+                    work_tiles,
+                    scheduler,
+                    lambda batch, head, tile: TileIterator(bounds, batch, head, tile, last=99),
+                    functools.partial(record, visited),
+                    is_producer=is_producer,
+                    steps_per_tile=steps_per_tile,
+                    skip_empty=skip_empty,
+                    run_empty=functools.partial(record, empty),
+                )
+            assert int(steps) == steps_before
+            loops, clusters = not work_tiles.one_per_cta, work_tiles.cluster > 1
+            assert fetched.reads == loops * len(indices[cta])
+            assert fetched.fetches == (loops and is_producer) * len(indices[cta])
+            # All warpgroups of a cluster wait for indices.
+            assert fetched.released == (loops and (clusters or not is_producer))
+            assert fetched.drained == (loops and clusters and is_producer)
+        return visited, empty
+
+    return run
+
+
+def some_bounds(batch, tiles):
+    """Bounds of which every third tile's are empty."""
+    rng = np.random.default_rng(batch)
+    bounds = np.sort(rng.integers(0, 5, (batch, tiles, 4)), axis=-1)
+    bounds[:, ::3] = 0
+    return jnp.asarray(bounds, jnp.int32)
+
+
+@pytest.mark.parametrize("tiles", [1, 5], ids=["one-each", "several"])
+def test_ctas_of_a_cluster_take_neighboring_tiles(run_ctas, tiles):
+    """And run the same steps, in the same order."""
+    work_tiles = WorkTiles(1, 1 if tiles == 1 else 2, tiles, True, 1, equal=True, cluster=2)
+    assert work_tiles.ctas == 1  # of three SMs
+    (first, none), (second, no_more) = (
+        run_ctas(work_tiles, some_bounds(1, tiles), skip_empty=False, rank=rank)
+        for rank in range(2)
+    )
+    assert not none + no_more
+    assert {at for _, at, *_ in first + second} == set(
+        itertools.product(range(1), range(work_tiles.heads), range(2 * tiles))
+    )
+    for (*_, (batch, head, tile), steps, total), other in zip(first, second, strict=True):
+        assert other[1:] == ((batch, head, tile + 1), steps, total)
+        assert tile % 2 == 0
+
+
+@pytest.mark.parametrize("skip_empty", [False, True], ids=["run-empty", "skip-empty"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 3, 4), {"last_first": True}),
+        ((1, 2, 1), {"last_first": True}),  # one work tile per CTA: no loop
+        ((2, 2, 3), {"last_first": True, "persistent": False}),
+    ],
+    ids=["groups", "one-each", "not-persistent"],
+)
+def test_ctas_visit_every_work_tile_once(run_ctas, shape, options, skip_empty):
+    batch, heads, tiles = shape
+    work_tiles = WorkTiles(*shape, shared_bytes=8 * MIB, **options)
+    bounds = some_bounds(batch, tiles)
+    totals = np.asarray(bounds[..., 3] - bounds[..., 0])
+    assert totals.any() == (tiles > 1)
+    assert not totals.all()
+    everything = set(itertools.product(range(batch), range(heads), range(tiles)))
+    for seed, is_producer in ((0, True), (1, False)):
+        visited, empty = run_ctas(
+            work_tiles, bounds, skip_empty=skip_empty, steps_per_tile=2, is_producer=is_producer,
+            seed=seed,
+        )  # fmt: skip
+        seen = [at for _, at, *_ in visited + empty]
+        assert collections.Counter(seen) == collections.Counter(everything)
+        for _, (sequence, _, tile), steps, total in visited + empty:
+            assert total == totals[sequence, tile]
+            assert steps == 2 * (total if skip_empty else max(total, 1))
+        nothing = {at for at in everything if not totals[at[0], at[2]]}
+        assert {at for _, at, *_ in empty} == (nothing if skip_empty else set())
+        assert len({cta for cta, *_ in visited + empty}) == work_tiles.ctas
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_causal_kernel_visits_every_tile_that_has_a_score(run_ctas, layout):
+    """From the bounds that it really gets to the tiles that its CTAs visit."""
+    n, length = 3, 24
+    at = positions(layout, n * length, n).reshape(n, length)
+    query, kv = (tokens(jnp.asarray(at[shard], jnp.int32)) for shard in (1, 0))
+    bounds = query_bounds(Mask(right=0), query, kv, Tiles(8, 4))
+    keep = (at[1][:, None] >= at[0][None, :]).reshape(3, 8, 6, 4)
+    work_tiles = WorkTiles(1, 2, 3, last_first=True, shared_bytes=MIB)
+    visited, _ = run_ctas(work_tiles, bounds, skip_empty=True)
+    seen = np.zeros((2, 3, 6), int)
+    for _, (_, head, tile), steps, _ in visited:
+        iterator = TileIterator(bounds, ZERO, ZERO, jnp.int32(tile), last=5)
+        for step in range(steps):
+            kv_tile = int(iterator.tile(jnp.int32(step)))
+            seen[head, tile, kv_tile] += 1
+            if step >= int(iterator.masked):
+                assert keep[tile, :, kv_tile].all()
+    assert seen.max() == 1
+    np.testing.assert_array_equal(seen, np.stack([keep.any((1, 3))] * 2))

@@ -1,0 +1,328 @@
+"""The training planner against training states, compiled programs and measured steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import run_options
+from jax.sharding import AxisType
+
+import burst_jax
+from benchmarks.plan import load_steps, step_estimate
+from burst_jax import ShardingRules
+from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
+from burst_jax.models.remat import Remat
+from burst_jax.plan import GPUS
+from burst_jax.plan.__main__ import SHAPES, config_of, main
+from burst_jax.plan.device_sizes import device_sizes
+from burst_jax.plan.step_memory import step_memory
+from burst_jax.plan.training_plan import AS_FAST, USABLE
+from burst_jax.plan.training_strategy import TrainingStrategy
+from burst_jax.training import abstract_train_state, make_optimizer
+
+TINY = DecoderConfig(
+    vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
+    dtype=jnp.bfloat16, qkv_bias=True, post_norms=True,
+)  # fmt: skip
+LLAMA = config_of("llama-3-8b")
+RING = {"rows": 1, "ring": (8,), "layout": "zigzag", "remat": "attention"}
+
+
+def held(tree):
+    """Bytes of one device's shards."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def one(plan, weights="sharded", **fields):
+    """The first estimate whose strategy has these fields."""
+    fields["weights"] = weights
+    return next(
+        each
+        for each in plan.estimates
+        if all(getattr(each.strategy, name) == value for name, value in fields.items())
+    )
+
+
+def test_every_strategy_has_the_planned_weights_and_moments():
+    plan = burst_jax.plan.training(TINY, length=256, batch=4, hosts=2, gpus_per_host=4)
+    meshes = {}
+    for each in plan.estimates:
+        if each.strategy.moments == "device":
+            meshes.setdefault(each.strategy.name, each)
+    assert {axis for each in meshes.values() for axis in each.strategy.mesh} == {
+        "data", "fsdp", "seq", "outer", "inner", "tensor"
+    }  # fmt: skip
+    tied = dataclasses.replace(TINY, tie_embeddings=True)
+    cases = [(TINY, each) for each in list(meshes.values())[::2]]
+    cases.append((tied, one(burst_jax.plan.training(tied, length=256), ring=(8,), rows=1)))
+    optimizer = make_optimizer(1e-3, 10)
+    for config, each in cases:
+        strategy, arguments = each.strategy, each.strategy.arguments
+        kinds = (AxisType.Auto,) * len(strategy.mesh)
+        mesh = jax.make_mesh(tuple(strategy.mesh.values()), tuple(strategy.mesh), axis_types=kinds)
+        rules = arguments.pop("rules", None)
+        arguments["rules"] = None if rules is None else ShardingRules(**rules)
+        _, params, state = abstract_train_state(config, optimizer, mesh, **arguments)
+        assert held(params) == each.memory.weights, strategy
+        moments = each.memory.moments or each.memory.host
+        assert held(state) == moments + 8, strategy  # Two step counters.
+
+
+def memory_of(config, remat, seq=8, **options):
+    """The memory of a step on a zigzag ring of sharded weights."""
+    strategy = TrainingStrategy("sharded", 1, (seq,), 1, "zigzag", remat, **options)
+    _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
+    sizes = device_sizes(config, shapes, strategy, length=2**20, batch=1)
+    return step_memory(
+        sizes, strategy, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+    ), sizes
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_the_backward_pass_holds_the_gradients_of_all_layers(remat):
+    """The work of a layer's backward pass does not depend on the number of layers."""
+    memories = {}
+    for layers in (16, 32):
+        memories[layers], sizes = memory_of(dataclasses.replace(LLAMA, num_layers=layers), remat)
+    few, many = memories[16], memories[32]
+    assert few.phase in ("attention", "feed-forward")
+    assert (few.phase, few.work) == (many.phase, many.work)
+    assert many.gradients - few.gradients == 16 * 4 * sizes.layer.part
+    assert few.total == sum(
+        (few.weights, few.moments, few.batch, few.activations, few.gradients, few.work)
+    )
+
+
+def test_saved_activations_cost_memory_and_save_time():
+    plan = burst_jax.plan.training(LLAMA, length=2**18, moments="device")
+    by_remat = {
+        remat: one(plan, **RING | {"remat": remat, "remat_layers": None})
+        for remat in ("none", "selective", "attention", "full", "offload")
+    }
+    ordered = ("none", "selective", "attention", "full")
+    kept = [by_remat[name].memory.activations for name in ordered]
+    assert kept == sorted(kept, reverse=True)
+    tokens, wide = 2**15, 2 * 4096
+    assert by_remat["full"].memory.activations == 32 * tokens * wide
+    assert by_remat["attention"].memory.activations == 32 * tokens * (2 * wide + 4 * 32)
+    assert by_remat["offload"].memory.activations == 0
+    assert by_remat["offload"].memory.host == by_remat["attention"].memory.activations
+    times = [by_remat[name].seconds.total for name in ordered]
+    assert times == sorted(times)
+    assert by_remat["attention"].seconds.total < by_remat["offload"].seconds.total
+    assert {each.strategy.remat for each in plan.estimates} == set(get_args(Remat))
+
+
+def test_as_many_layers_are_selective_as_fit():
+    fields = RING | {"remat": "selective"}
+    arguments: Any = {"length": 2**18, "moments": "device"}
+    roomy = burst_jax.plan.training(LLAMA, **arguments)
+    everything, nothing = one(roomy, **fields), one(roomy, **RING)
+    assert roomy.fits(everything)
+    assert everything.strategy.remat_layers is None
+    need = (everything.memory.total + nothing.memory.total) / 2 / 2**30
+    gpu = dataclasses.replace(GPUS["h200"], memory=need / USABLE)
+    plan = burst_jax.plan.training(LLAMA, gpu=gpu, **arguments)
+    assert not plan.fits(one(plan, **fields, remat_layers=None))
+    some = next(
+        each
+        for each in plan.estimates
+        if each.strategy.remat_layers
+        and each.strategy.name == "seq=8 with sharded weights"
+        and each.strategy.layout == "zigzag"
+    )
+    count = some.strategy.remat_layers
+    assert plan.fits(some)
+    assert plan.best == some
+    kept = everything.memory.activations - nothing.memory.activations
+    assert some.memory.activations == nothing.memory.activations + kept * count // 32
+    # One more layer would not fit.
+    assert some.memory.total + kept // 32 > USABLE * gpu.memory * 2**30
+    saved = nothing.seconds.recomputed - everything.seconds.recomputed
+    assert nothing.seconds.recomputed - some.seconds.recomputed == pytest.approx(saved * count / 32)
+    assert f"selective in {count}" in str(plan)
+    assert f'remat="selective", remat_layers={count}, ' in str(plan)
+    assert some.strategy.flags is not None
+    assert run_options.parse_args(some.strategy.flags)[0].remat_layers == count
+
+
+def test_bfloat16_moments_and_moments_on_the_host():
+    plan = burst_jax.plan.training(LLAMA, length=2**17)
+    here, there = (one(plan, moments=moments, **RING) for moments in ("device", "host"))
+    assert there.memory.host == here.memory.moments > 0
+    assert there.memory.moments == 0
+    assert there.memory.total == here.memory.total - here.memory.moments
+    assert there.seconds.total > here.seconds.total
+    small = burst_jax.plan.training(LLAMA, length=2**17, moment_dtype="bfloat16", moments="device")
+    assert one(small, **RING).memory.moments == here.memory.moments // 2
+    assert {each.strategy.moments for each in small.estimates} == {"device"}
+
+
+def test_the_feed_forward_is_chunked_where_memory_is_short():
+    """In the fewest chunks that fit, and that divide a device's tokens."""
+    for length, counts in ((2**20, {1, 2, 4, 8, 16, 32, 64}), (16 * 32769, {1, 2})):
+        roomy = burst_jax.plan.training(LLAMA, length=length, moments="device")
+        whole = one(roomy, **RING)
+        assert whole.strategy.mlp_chunks == 1
+        gpu = dataclasses.replace(GPUS["h200"], memory=0.99 * whole.memory.total / 2**30 / USABLE)
+        short = burst_jax.plan.training(LLAMA, length=length, moments="device", gpu=gpu)
+        chunked = one(short, **RING)
+        assert short.fits(chunked)
+        assert chunked.strategy.mlp_chunks > 1
+        assert chunked.seconds.total >= whole.seconds.total
+        tiny = dataclasses.replace(GPUS["h200"], memory=8)
+        none = burst_jax.plan.training(LLAMA, length=length, moments="device", gpu=tiny)
+        assert none.best is None
+        assert "None fits 8 GiB (in brackets: too much)" in str(none)
+        for each in [*short.estimates, *none.estimates]:
+            assert length // each.strategy.seq % each.strategy.mlp_chunks == 0
+            if each.strategy.ring == (8,):
+                assert each.strategy.mlp_chunks in counts
+
+
+def test_the_recommendation_fits_and_is_as_fast_as_any():
+    plan = burst_jax.plan.training(LLAMA, length=2**20, hosts=4)
+    best = plan.best
+    assert best is not None
+    fit = [each for each in plan.estimates if plan.fits(each)]
+    assert fit == list(plan.estimates[: len(fit)])
+    fastest = min(each.seconds.total for each in fit)
+    assert best.seconds.total <= AS_FAST * fastest
+    # Over four hosts, a two-level ring sends the fewest bytes between them.
+    assert len(best.strategy.ring) == 2
+    assert best.memory.host == 0
+    assert best.mfu == pytest.approx(
+        2**20 * LLAMA.train_flops_per_token(2**20) / (best.seconds.total * 32 * 989e12)
+    )
+
+
+def test_estimates_agree_with_measured_steps():
+    gaps = {}
+    for step in load_steps():
+        gaps[step] = abs(math.log(step_estimate(step).seconds.total / step.seconds))
+    assert len(gaps) >= 18
+    # What the model leaves out counts most in the shortest steps.
+    assert max(gaps.values()) < math.log(1.06), gaps
+    assert np.median(list(gaps.values())) < math.log(1.02), gaps
+
+
+def test_windows_and_gpus_without_a_peak():
+    local = dataclasses.replace(
+        LLAMA, layer_pattern=(LayerKind(window=4096), LayerKind(window=4096), LayerKind())
+    )
+    gpu = dataclasses.replace(GPUS["h200"], peak=None, matmul=None)
+    plans = [
+        burst_jax.plan.training(config, length=2**18, moments="device", gpu=gpu)
+        for config in (local, LLAMA)
+    ]
+    windows, everything = (one(plan, **RING) for plan in plans)
+    assert windows.seconds.attention < 0.5 * everything.seconds.attention
+    assert windows.mfu is None
+    assert windows.seconds.matmuls == everything.seconds.matmuls
+
+
+def test_known_decoders():
+    for name in SHAPES:
+        config = config_of(name)
+        assert config.num_layers >= 16
+        found = burst_jax.plan.training(config, length=2**14, gpus_per_host=2, moments="host")
+        assert found.estimates, name
+
+
+def test_flags_of_the_training_script():
+    plan = burst_jax.plan.training(LLAMA, length=2**17, batch=2, moments="device")
+    best = plan.best
+    assert best is not None
+    line = next(line for line in str(plan).splitlines() if "train_lm.py" in line)
+    args, _ = run_options.parse_args(line.split("train_lm.py ")[1].split())
+    assert args.mesh == ",".join(f"{name}={size}" for name, size in best.strategy.mesh.items())
+    assert (args.layout, args.remat) == (best.strategy.layout, best.strategy.remat)
+    assert args.model == Path("DIR")
+    assert (args.seq_len, args.batch, args.mlp_chunks) == (2**17, 2, best.strategy.mlp_chunks)
+    # The script has no flags for replicated weights, nor for two levels.
+    assert one(plan, weights="replicated", ring=(8,)).strategy.flags is None
+
+
+def test_a_training_plan_as_json_and_from_a_folder(tmp_path, capsys):
+    arguments = ["--length", "128K", "--gpus-per-host", "4", "--moments", "device"]
+    main(["--model", "llama-3-8b", *arguments, "--json", str(tmp_path / "plan.json")])
+    plan = burst_jax.plan.training(LLAMA, length=2**17, gpus_per_host=4, moments="device")
+    assert capsys.readouterr().out == f"{plan}\n"
+    record, best = json.loads((tmp_path / "plan.json").read_text()), plan.best
+    assert best is not None
+    assert record["recommended"]["mesh"] == best.strategy.mesh
+    assert record["recommended"]["memory"]["total"] == best.memory.total
+    assert len(record["estimates"]) == len(plan.estimates)
+    main(["--model", "llama-3-8b", *arguments, "--all"])
+    assert len(capsys.readouterr().out.splitlines()) > len(plan.estimates)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 32,
+                "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "intermediate_size": 14336, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 8192, "hidden_act": "silu",
+            }
+        )
+    )  # fmt: skip
+    main(["--model", str(folder), *arguments, "--json", "-"])
+    loaded = json.loads(capsys.readouterr().out)
+    assert loaded["recommended"] == record["recommended"]
+    main(["--model", str(folder), *arguments])
+    assert f"train_lm.py --model {folder} --mesh" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"lacks config.json: name a folder"):
+        main(["--model", str(tmp_path), *arguments])
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(SystemExit, match="has model_type 'mamba'"):
+        main(["--model", str(folder), *arguments])
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "config": ({"config": 7}, "config is a int: it must be a DecoderConfig"),
+    "length": ({"length": 0}, "length is 0: it must be a positive integer"),
+    "batch": ({"batch": 1.5}, "batch is 1.5: it must be a positive integer"),
+    "gpu": ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
+    "moments": ({"moments": "disk"}, "moments is 'disk': use 'device', 'host', or None"),
+    "dtype": ({"moment_dtype": "int8"}, "moment_dtype is 'int8': use float32 or bfloat16"),
+    "no-strategy": (
+        {"length": 1001, "gpus_per_host": 16},
+        "length is 1001, batch 1: no strategy can shard a step over 16 devices: seq=16 with "
+        "sharded weights, contiguous: .* needs a multiple of 16",
+    ),
+}
+
+
+def test_bad_input():
+    for change, message in ERRORS.values():
+        arguments: Any = {"config": TINY, "length": 256} | change
+        with pytest.raises(ValueError, match=message):
+            burst_jax.plan.training(arguments.pop("config"), **arguments)
+    config = dataclasses.replace(TINY, lora=Lora(4))
+    with pytest.raises(NotImplementedError, match=r"config.lora is Lora\(rank=4, .*lora=None\)"):
+        burst_jax.plan.training(config, length=256)
+
+
+def test_the_command_line_rejects_flags_that_it_would_ignore(capsys):
+    for arguments, message in (
+        (["--model", "llama-3-8b", "--heads", "8"], "--heads is given with --model"),
+        (["--moment-dtype", "bfloat16"], "--moment-dtype needs --model"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["--length", "64K", *arguments])
+        assert message in capsys.readouterr().err
+    with pytest.raises(
+        SystemExit, match=r"model is 'gpt-5': use one of llama-3-8b, .* or a folder"
+    ):
+        main(["--length", "64K", "--model", "gpt-5"])

@@ -1,0 +1,47 @@
+"""Processes on this machine that connect to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextmanager
+def started(commands: list[list[str]], environments: list[dict[str, str]] | None = None):
+    """Processes of these Python commands, killed when the block ends."""
+    environments = environments or [{}] * len(commands)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def last_lines(commands: list[list[str]], environments: list[dict[str, str]] | None = None):
+    """``(JSON of the last line of stdout, stderr)`` of each process, all of which must succeed."""
+    with started(commands, environments) as processes:
+        ended = [process.communicate(timeout=90) for process in processes]
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors
+    return [(json.loads(out.splitlines()[-1]), errors) for out, errors in ended]

@@ -1,0 +1,136 @@
+"""Batches: shifted, padded and permuted on the host, sharded onto a mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from meshes import make_mesh, mesh_of
+
+from burst_jax import ShardingRules
+from burst_jax.layouts.permutation import from_layout, positions
+from burst_jax.training import make_batch, place_batch, rows_here
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_targets_are_shifted_before_the_permutation(layout, num_shards):
+    rows = RNG.integers(0, 1000, (2, 25))
+    batch = make_batch(rows, layout=layout, num_shards=num_shards)
+    order = batch["positions"][0]
+    np.testing.assert_array_equal(order, positions(layout, 24, num_shards))
+    np.testing.assert_array_equal(batch["inputs"], rows[:, order])
+    np.testing.assert_array_equal(batch["targets"], rows[:, order + 1])
+    assert batch["segment_ids"] is None
+    assert batch["weights"].all()
+    assert {batch[k].dtype for k in ("inputs", "targets", "positions")} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_padding_and_ends_of_documents_have_weight_0(dtype):
+    rows = RNG.integers(0, 1000, (2, 14))
+    segments = np.ones((2, 14), dtype)
+    segments[0, 5:], segments[1, 9:] = 2, 0
+    batch = make_batch(rows, layout="zigzag", num_shards=4, segment_ids=segments)
+    natural = from_layout(batch, "zigzag", 4)
+    assert natural["segment_ids"] is not None
+    assert natural["segment_ids"].dtype == np.int32
+    assert natural["inputs"].shape == (2, 16)
+    np.testing.assert_array_equal(natural["inputs"][:, :13], rows[:, :-1])
+    np.testing.assert_array_equal(natural["targets"][:, :13], rows[:, 1:])
+    np.testing.assert_array_equal(natural["segment_ids"][:, :13], segments[:, :13])
+    assert not natural["segment_ids"][:, 13:].any()
+    weights = np.ones((2, 16), np.float32)
+    weights[:, 13:], weights[0, 4], weights[1, 8:] = 0, 0, 0
+    np.testing.assert_array_equal(natural["weights"], weights)
+
+
+def test_padding_alone_makes_segment_ids():
+    batch = make_batch(RNG.integers(0, 9, (1, 6)), layout="striped", num_shards=4)
+    natural = from_layout(batch, "striped", 4)
+    np.testing.assert_array_equal(natural["segment_ids"], [[1] * 5 + [0] * 3])
+    np.testing.assert_array_equal(natural["weights"], natural["segment_ids"])
+
+
+@pytest.mark.parametrize("process_local", [False, True])
+def test_each_device_gets_only_its_own_tokens(process_local):
+    mesh = make_mesh(data=2, seq=4)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=4)
+    placed = place_batch(batch, mesh, batch_axis="data", process_local=process_local)
+    assert placed["segment_ids"] is None
+    for name in ("inputs", "targets", "positions", "weights"):
+        np.testing.assert_array_equal(placed[name], batch[name])
+        shards = placed[name].addressable_shards
+        assert {shard.data.shape for shard in shards} == {(2, 4)}
+        assert len({str(shard.index) for shard in shards}) == 8
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "seq": 2}])
+def test_rules_define_how_a_batch_is_sharded(sizes):
+    mesh = mesh_of(**sizes)
+    rules, seq = ShardingRules.of(mesh), sizes.get("seq", 1)
+    batch = make_batch(RNG.integers(0, 9, (4, 17)), layout="zigzag", num_shards=seq)
+    placed = place_batch(batch, mesh, rules=rules)
+    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
+    size = 4 // (sizes["fsdp"] * sizes.get("data", 1))
+    assert {x.data.shape for x in placed["inputs"].addressable_shards} == {(size, 16 // seq)}
+    assert rows_here(mesh, 4, rules=rules) == [0, 1, 2, 3]
+
+
+ZEROS = np.zeros((2, 5), int)
+MISTAKES = {
+    "rank": (np.zeros(5, int), {}, r"rows has shape \(5,\): it needs \[B, T \+ 1\]"),
+    "short": (np.zeros((2, 1), int), {}, r"rows has shape \(2, 1\)"),
+    "dtype": (np.zeros((2, 5)), {}, "rows has dtype float64: token ids are integers"),
+    "negative": (ZEROS - 1, {}, "rows holds token id -1: ids count from 0; for padding use any"),
+    "segments-shape": (ZEROS, {"segment_ids": ZEROS[:, 1:]}, r"\(2, 4\), rows \(2, 5\)"),
+    "segments-dtype": (ZEROS, {"segment_ids": np.ones((2, 5))}, "float64: convert it to int32"),
+    "layout": (ZEROS, {"layout": "spiral"}, "layout is 'spiral'"),
+}
+
+
+@pytest.mark.parametrize(("rows", "options", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_invalid_sequences_raise(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(rows, **options)
+
+
+def zeros(*shapes):
+    return [np.zeros(shape, np.int32) for shape in shapes]
+
+
+UNPLACEABLE = {
+    "batch": (zeros((3, 16)), r"batch has 3 sequences: use a multiple of 2, .*axes \('data',\)$"),
+    "length": (zeros((2, 18)), r"batch has length T 18: it must be a multiple of 4, .*make_batch"),
+    "shapes": (zeros((2, 16), (2, 17)), r"shapes \[\(2, 16\), \(2, 17\)\]: .* one shape \[B, T\]"),
+    "rank": (zeros((2, 16, 3)), r"batch has arrays of shapes \[\(2, 16, 3\)\]"),
+    "list": ([[1, 2]], "batch holds a leaf of int: it must hold arrays"),
+    "text": (np.array([["a", "b"]]), "batch holds a leaf of <U1: it must hold arrays"),
+    "objects": (np.array([[None, 1]]), "batch holds a leaf of object: it must hold arrays"),
+}
+
+
+@pytest.mark.parametrize(("batch", "message"), UNPLACEABLE.values(), ids=UNPLACEABLE)
+def test_batches_that_do_not_fit_the_mesh_raise(batch, message):
+    with pytest.raises(ValueError, match=message):
+        place_batch(batch, make_mesh(data=2, seq=4), batch_axis="data")
+
+
+def test_axes_in_addition_to_rules_and_missing_axes_raise():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    rules, batch = ShardingRules.of(mesh), make_batch(RNG.integers(0, 9, (4, 17)))
+    with pytest.raises(ValueError, match=r"seq_axis is 'seq': the mesh's axes .*, or pass seq_axi"):
+        place_batch(batch, mesh, batch_axis="fsdp")
+    with pytest.raises(ValueError, match=r"seq_axis is None in addition to rules, which define it"):
+        place_batch(batch, mesh, rules=rules, seq_axis=None)
+    calls: Any = (lambda **axes: place_batch(batch, mesh, **axes)), partial(rows_here, mesh, 4)
+    for call in calls:
+        message = "batch_axis is 'fsdp' in addition to rules, which define it: leave it out"
+        with pytest.raises(ValueError, match=message):
+            call(rules=rules, batch_axis="fsdp")
+        with pytest.raises(ValueError, match=r"ShardingRules' data is 'data': the mesh's axes are"):
+            call(rules=ShardingRules())

@@ -1,0 +1,245 @@
+"""The training step, its optimizer's schedule, and evaluation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_model
+import pytest
+from flax import nnx
+from implementations import QUICK, quick_jit
+from jax.sharding import AxisType
+from meshes import assert_close, make_mesh
+from trainings import CONFIG, ROWS, SEGMENTS, STEPS, batch_on, optimizer_of, trained
+
+from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.training import (
+    evaluate,
+    init_train_state,
+    make_batch,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+    step,
+)
+from burst_jax.training.optimizer import decay_mask
+
+
+def test_schedule():
+    schedule: Any = make_optimizer(2.0, 100, warmup_steps=9, final_fraction=0.1).schedule
+    rates = [float(schedule(jnp.int32(index))) for index in (0, 4, 9, 100, 500)]
+    np.testing.assert_allclose(rates, [0.2, 1.0, 2.0, 0.2, 0.2], rtol=1e-5)
+    # Half-way down the cosine: between peak and end.
+    half = make_optimizer(2.0, 100, warmup_steps=10, final_fraction=0.1).schedule(jnp.int32(55))
+    np.testing.assert_allclose(half, 1.1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0.0: it must be positive"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0: it must be positive"),
+        ({"steps": 0}, "steps is 0: it must be an integer, at least 1"),
+        ({"warmup_steps": 10}, r"warmup_steps is 10: it must be in 0 ... steps - 1 \(9\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_optimizer_arguments_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(**{"learning_rate": 1.0, "steps": 10} | options)
+
+
+def test_only_matrices_decay_and_the_norm_is_clipped():
+    params = {
+        "layers": {"norm": {"scale": jnp.ones((2, 4))}, "up": {"kernel": jnp.ones((2, 4, 4))}},
+        "embedding": jnp.ones((5, 4)),
+    }
+    mask = decay_mask(params)
+    assert jax.tree.leaves(mask["layers"]) == [False, True]
+    assert not mask["embedding"]
+    # Any: to optax's types an update is a tree of anything.
+    transform: Any = make_optimizer(1.0, 10, warmup_steps=0, weight_decay=0.5).transform
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = transform.update(zeros, transform.init(params), params)
+        np.testing.assert_allclose(updates["layers"]["up"]["kernel"], -0.5)
+        assert not updates["layers"]["norm"]["scale"].any()
+        assert not updates["embedding"].any()
+        large = jax.tree.map(lambda x: 1e3 * x, params)
+        _, state = transform.update(large, transform.init(params), params)
+    moments = jax.tree.leaves(state[1].mu)
+    norm = np.sqrt(sum(float(jnp.sum(jnp.square(m))) for m in moments)) / 0.1
+    assert norm == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
+    """Loss, gradient norm and Adam's direction, against gradients in float64."""
+    run = trained(2, 2)
+    initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
+    weights = ((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)).astype(np.float64)
+    keep = np.tril(np.ones((2, 30, 30), bool))
+    keep &= (SEGMENTS[:, :-1, None] != 0) & (SEGMENTS[:, None, :-1] != 0)
+    assert weights.sum() == run.before.tokens == 19 + 30
+
+    def mean_loss(params):
+        pos = np.tile(np.arange(30), (2, 1))
+        hidden = plain_model.decoder(params, ROWS[:, :-1], pos, keep, CONFIG.rope_theta)
+        logits = hidden @ params["head"]["kernel"]
+        return plain_model.cross_entropy(logits, ROWS[:, 1:], weights) / weights.sum()
+
+    with jax.enable_x64(True):
+        value_and_grad = quick_jit(jax.value_and_grad(mean_loss))
+        loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, initial)))
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    metrics = run.history[0]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert run.before.nll == pytest.approx(loss, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    rate = metrics["learning_rate"]
+    assert rate == pytest.approx(1e-2 / 3)
+    # Adam's first step is the sign of the gradient, where that is well above epsilon; matrices also
+    # decay by a tenth of the learning rate.
+    old, new, slopes = (dict(jax.tree.leaves_with_path(x)) for x in (initial, run.first, grads))
+    for path, slope in slopes.items():
+        sure = np.abs(slope / max(norm, 1.0)) > 1e-5
+        assert sure.any(), path
+        decay = 0.1 * old[path] if path[-1].key == "kernel" else 0
+        want = -rate * (np.sign(slope) + decay)
+        np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
+
+
+def test_steps_reduce_the_loss_in_donated_replicated_state():
+    run = trained(2, 2)
+    for state in run.donated:  # Weights and optimizer state.
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    for leaf in jax.tree.leaves((run.params, run.opt_state)):
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2, "model": 1}
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {jnp.dtype(jnp.float32)}
+    assert run.before.nll == pytest.approx(np.log(20), abs=0.2)
+    assert run.after.nll < run.before.nll - 0.5
+    assert run.after.perplexity == pytest.approx(np.exp(run.after.nll))
+    assert run.after.tokens == 2 * run.before.tokens
+    assert (run.empty["loss"], run.empty["grad_norm"]) == (0, 0)  # A batch without targets.
+    schedule: Any = optimizer_of().schedule
+    rates = [float(schedule(jnp.int32(index))) for index in range(STEPS)]
+    assert [m["learning_rate"] for m in run.history] == pytest.approx(rates)
+
+
+@pytest.mark.slow
+def test_steps_on_a_ring_equal_steps_on_one_device():
+    ring, single = trained(2, 2), trained(1, 1)
+    assert_close(jax.device_get(ring.params), jax.device_get(single.params), 2e-3)
+    for name, rtol in (("loss", 2e-5), ("grad_norm", 2e-3)):
+        got, want = ([m[name] for m in run.history] for run in (ring, single))
+        np.testing.assert_allclose(got, want, rtol=rtol)
+        np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_bfloat16_steps_follow_float32():
+    half, full = trained(2, 2, "bfloat16"), trained(2, 2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype(jnp.float32)}
+    got, want = ([m["loss"] for m in run.history] for run in (half, full))
+    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert got != want
+
+
+# --- explicit axes -------------------------------------------------------------------------------
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SPLITS = {
+    "replicated": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), None),
+    "data": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "data"),
+    "seq": (("data", "seq"), (2, 2), (EXPLICIT, EXPLICIT), "seq"),
+    "fsdp-with-auto": (("data", "fsdp", "seq"), (1, 2, 2), (AUTO, EXPLICIT, AUTO), "fsdp"),
+}
+
+
+def split_over(axis, mesh, tree):
+    """The arrays, each sharded along the last dimension that the mesh axis divides."""
+
+    def place(x):
+        spec = [None] * x.ndim
+        fits = [d for d in range(x.ndim) if d > 0 and x.shape[d] % mesh.shape[axis] == 0]
+        for dim in fits[-1:]:
+            spec[dim] = axis
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+
+    return tree if axis is None else jax.tree.map(place, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_a_step_over_explicit_axes_is_that_over_auto_axes_and_keeps_shardings(split):
+    names, sizes, kinds, axis = split
+    mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
+    options = {"batch_axis": "data", "layout": "zigzag"}
+    graphdef, *states = init_train_state(CONFIG, optimizer_of(), mesh, 0, **options)
+    params, opt_state = split_over(axis, mesh, states)
+    before = jax.tree.map(lambda x: x.sharding, params)
+    assert axis is None or any(axis in str(x.spec) for x in jax.tree.leaves(before))
+    train_step = make_train_step(graphdef, optimizer_of(), chunk_size=7, compiler_options=QUICK)
+    params, opt_state, metrics = train_step(params, opt_state, batch_on(mesh))
+    assert jax.tree.map(lambda x: x.sharding, params) == before
+    want = trained(2, 2)
+    for name in ("loss", "grad_norm"):
+        assert float(metrics[name]) == pytest.approx(want.history[0][name], rel=1e-5)
+    # The first moments are the gradients, and the weights have moved by their signs.
+    assert_close(jax.device_get(nnx.to_pure_dict(params)), want.first, 1e-4)
+    state: Any = opt_state
+    assert_close(jax.device_get(state[1].mu), want.first_moments, 1e-5)
+
+
+def test_the_dimension_of_the_layers_must_not_be_sharded():
+    mesh = make_mesh(2, 2, kind=EXPLICIT)
+    graphdef, _ = abstract_decoder(CONFIG, mesh=mesh)
+    params = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()))
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    params["layers"] = jax.device_put(params["layers"], jax.NamedSharding(mesh, jax.P("data")))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    with pytest.raises(ValueError, match=r"layers\['attention'\].* dimension 0 is that of the la"):
+        jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x, x), params, tokens)
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+def test_the_mean_is_over_targets_not_batches():
+    sums = iter(((6.0, 4.0), (30.0, 8.0), (0.0, 0.0)))
+    eval_step: Any = lambda params, batch: next(sums)  # noqa: E731 - called once per batch
+    params: Any = None
+    batches: Any = [{}] * 3
+    result = evaluate(eval_step, params, batches)
+    assert (result.nll, result.tokens) == (3.0, 12)
+    assert result.perplexity == pytest.approx(np.exp(3.0))
+    with pytest.raises(ValueError, match="batches hold no targets"):
+        evaluate(eval_step, params, [])
+
+
+def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
+    """Each check merges the model, which is slow; a mistake is reported again."""
+    checks = []
+
+    def check(_):
+        checks.append("check")
+        if len(checks) == 1:
+            raise ValueError("split")
+
+    monkeypatch.setattr(Decoder, "refuse_split_weights", check)
+    monkeypatch.setattr(
+        step, "next_token_loss", lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2
+    )
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(), layout="zigzag")
+    eval_step = make_eval_step(nnx.graphdef(model))
+    batch = place_batch(make_batch(ROWS, layout="zigzag"), make_mesh())
+    with pytest.raises(ValueError, match="split"):
+        eval_step(nnx.state(model), batch)
+    results = [eval_step(nnx.state(model), batch) for _ in range(3)]
+    assert len(checks) == 2
+    assert {float(total) for total, _ in results} == {float(batch["weights"].sum())}
