@@ -5,10 +5,29 @@ Each has the JAX versions that it was seen in, and the public replacement to wai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
+from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import custom_vjp_primal_tree_values as primal_values
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = [
+    "backends_are_initialized",
+    "distributed_process_count",
+    "identity_primitive",
+    "instantiated",
+    "primal_values",
+    "raises",
+    "set_jvp",
+    "set_transpose",
+    "vmapped_over_mesh_axes",
+]
 
 
 def backends_are_initialized() -> bool:
@@ -34,3 +53,66 @@ def vmapped_over_mesh_axes() -> bool:
     Seen in 0.11.2 and 0.12; replace by a public query of the axis environment.
     """
     return bool(_core.get_axis_env().spmd_axis_names)
+
+
+# Primitives with rules of their own for derivatives. Seen in 0.11.2 and 0.12. ``jax.extend.core``
+# has the primitive, but the tables of rules are in ``jax.interpreters``; replace them by whatever
+# JAX makes public for custom tangents (``jax.custom_jvp`` cannot raise in one mode alone).
+
+
+def identity_primitive(name: str) -> Primitive:
+    """A primitive that returns its arrays at run time: any number of them, and any parameters."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, **_: list(xs))
+    primitive.def_abstract_eval(lambda *xs, **_: list(xs))
+    mlir.register_lowering(primitive, lambda _, *xs, **__: list(xs))
+    batching.primitive_batchers[primitive] = lambda xs, axes, **params: (
+        primitive.bind(*xs, **params),
+        axes,
+    )
+    return primitive
+
+
+def raises(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Lets ``rule`` raise where a primitive would run, be lowered or be batched."""
+    primitive.def_impl(rule)
+    mlir.register_lowering(primitive, rule)
+    batching.primitive_batchers[primitive] = rule
+
+
+def set_jvp(
+    primitive: Primitive, rule: Callable[..., Any], tangents_of: Primitive | None = None
+) -> None:
+    """Sets what happens to tangents.
+
+    Args:
+      primitive: an identity primitive.
+      rule: with ``tangents_of``, ``params -> bool``: whether the results are the primitive's own
+        (True) or its arrays (False). Without it, a function that raises.
+      tangents_of: the primitive that nonzero tangents pass through.
+    """
+    if tangents_of is None:
+        ad.primitive_jvps[primitive] = rule
+        return
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        nonzero = [t for t in tangents if not isinstance(t, ad.Zero)]
+        pushed = iter(tangents_of.bind(*nonzero, **params) if nonzero else ())
+        pushed = [t if isinstance(t, ad.Zero) else next(pushed) for t in tangents]
+        return (primitive.bind(*primals, **params) if rule(params) else list(primals)), pushed
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def set_transpose(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets ``rule(cotangents, **params)``, which pulls cotangents back."""
+    ad.primitive_transposes[primitive] = lambda cotangents, *_, **params: rule(cotangents, **params)
+
+
+def instantiated(cotangent: Any, zeros: Callable[[Any], jax.Array]) -> jax.Array:
+    """A cotangent of a ``custom_vjp`` with symbolic zeros; ``zeros(aval)`` stands for a zero.
+
+    Seen in 0.11.2 and 0.12 (``jax.custom_derivatives`` documents no ``SymbolicZero``).
+    """
+    return zeros(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent

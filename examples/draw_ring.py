@@ -91,7 +91,7 @@ def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
     """
     steps = []
     for step in schedule:
-        (here,) = step.stop
+        (here,) = step.offset
         block = (device - here) % N
         sends = []
         for send in sorted(step.all_sends, key=lambda send: send.what):

@@ -68,7 +68,7 @@ class BackwardFunction(Protocol):
 
     Returns:
       ``(dq, (dk, dv), per_head)``, float32, or in ``out_dtype`` what a kernel rounds as it writes
-      it, which moves fewer bytes than a cast behind it. ``per_head`` holds this call's part of the
+      it, which moves fewer bytes than a later cast. ``per_head`` holds this call's part of the
       gradients of the per-head parameters that ``spec.score.differentiated`` names.
     """
 

@@ -31,7 +31,7 @@ import jax
 
 from burst_jax.attention.api import ring_call
 from burst_jax.models.stack import Layer
-from burst_jax.ring.half_remat import SecondHalf, attend_again, attend_keeping_half
+from burst_jax.ring.half_remat import SecondHalf, attend_recomputing_half, attend_saving_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
@@ -99,7 +99,7 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
     """
 
     def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, SecondHalf]:
-        out, _, second_half = attend_keeping_half(*ring_call(*arrays, **options))
+        out, _, second_half = attend_saving_half(*ring_call(*arrays, **options))
         return out, second_half
 
     @jax.custom_vjp
@@ -114,7 +114,7 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
         x, weights, frozen, shared, second_half = residuals
 
         def attend_first_half(*arrays: Any, **options: Any) -> tuple[jax.Array, None]:
-            return attend_again(*ring_call(*arrays, **options), second_half)[0], None
+            return attend_recomputing_half(*ring_call(*arrays, **options), second_half)[0], None
 
         def recomputed(x: jax.Array, weights: Any) -> jax.Array:
             return layer(x, weights, frozen, shared, attend_first_half)[0]

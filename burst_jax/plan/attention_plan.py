@@ -179,7 +179,7 @@ def attention(
     """Compares all strategies to shard one attention over a cluster, by modelled time and memory.
 
     A ring step takes as long as the kernel on the busiest device, at its measured rate, or as the
-    step's communication, whichever is longer (:mod:`burst_jax.plan.cost_model`). Rates and their
+    step's communication, the longer of the two (:mod:`burst_jax.plan.cost_model`). Rates and their
     sources are in :data:`burst_jax.plan.GPUS`. Bytes are exact, for 16-bit activations and float32
     gradients on the ring.
 

@@ -20,8 +20,8 @@ from burst_jax.ring.rotation import (
     forward_bytes,
     hop_bytes,
 )
+from burst_jax.ring.route import scores_per_step
 from burst_jax.ring.schedule import Send, Step, backward_schedule, count_hops, forward_schedule
-from burst_jax.ring.work import scores_by_stop
 
 _GIB = 2**30
 # Fraction of the local block's work that is deferred to the last step, to overlap the gradient's
@@ -31,7 +31,7 @@ _DEFERRED, _DEFERRED_CAUSAL = 1 / 2, 1 / 4
 # over each; the backward pass has three over H and two over Hv.
 _FORWARD, _BACKWARD = (2, 2), (6, 4)
 # Two backward kernels have three and four matmuls, of seven in total.
-_SHARES = {"stays": 3 / 7, "travels": 4 / 7, "both": 1.0}
+_SHARES = {"stationary": 3 / 7, "rotating": 4 / 7, "both": 1.0}
 # Temporary memory, ``(factor of Q, factor of K and V)`` by kernels and rotation, in units of the
 # bytes of a ring shard of Q, or of K and V together, with the heads of one device. XLA lets buffers
 # share memory, so array sizes alone do not determine it: these factors were read from programs
@@ -263,11 +263,11 @@ class CostModel:
         self._q = rows * self._shape.heads * shape.head_dim
         self._out = rows * self._shape.heads * shape.value_dim
         self._routes, self._scores = {}, {}
-        for queries_travel in (False, True):
-            route = request.route(tokens, tokens, queries_travel=queries_travel)
-            mask = request.ring_mask(tokens, tokens, queries_travel=queries_travel)
-            self._routes[queries_travel] = route
-            self._scores[queries_travel] = scores_by_stop(route, mask)
+        for rotates_query in (False, True):
+            route = request.route(tokens, tokens, rotates_query=rotates_query)
+            mask = request.ring_mask(tokens, tokens, rotates_query=rotates_query)
+            self._routes[rotates_query] = route
+            self._scores[rotates_query] = scores_per_step(route, mask)
 
     def estimate(self, backward: Rotation) -> Estimate:
         """The costs with one of the two rotations."""
@@ -331,20 +331,20 @@ class CostModel:
         sizes = self._send_bytes("rotate_kv")
         spent = _Seconds()
         for step in forward_schedule(self._routes[False]):
-            scores = self._scores[False][step.stop][0]
+            scores = self._scores[False][step.offset][0]
             work = self._per_score(_FORWARD) * scores / rate + self._cluster.gpu.launch
             spent.add(work, self._sending(step.all_sends, sizes))
         return spent
 
     def _backward(self, rotation: Rotation) -> _Seconds:
-        gpu, queries_travel = self._cluster.gpu, rotation == "rotate_query"
-        route, attention = self._routes[queries_travel], self._attention
+        gpu, rotates_query = self._cluster.gpu, rotation == "rotate_query"
+        route, attention = self._routes[rotates_query], self._attention
         rate = 1e12 * gpu.backward * self._rate_share
         sizes = self._send_bytes(rotation)
         deferred = _DEFERRED_CAUSAL if attention.is_causal else _DEFERRED
         spent = _Seconds()
         for step in backward_schedule(route, fused=gpu.fused):
-            scores = self._scores[queries_travel][step.stop][0]
+            scores = self._scores[rotates_query][step.offset][0]
             if step.part == "second":
                 scores *= deferred
             elif step.part == "first":
@@ -356,18 +356,18 @@ class CostModel:
             for share, sends in phases:
                 links = zip(self._sending(sends, sizes), throughout, strict=True)
                 spent.add(share * work, tuple(own + rest / len(phases) for own, rest in links))
-        spent.total += 1e-9 * self._passes(queries_travel, len(route.stops)) / gpu.bandwidth
+        spent.total += 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth
         return spent
 
-    def _passes(self, queries_travel: bool, stops: int) -> int:
+    def _passes(self, rotates_query: bool, steps: int) -> int:
         """Bytes that the operations around the backward's kernels read and write.
 
         delta reads dO and out; dQ starts as zeros; gradients are read in float32 and rounded. For
         the rotating side, the local sum and one or two received ones are added.
         """
         itemsize = self._attention.itemsize
-        sums = min(stops, 3 if self._cluster.gpu.fused else 2)
-        q_sums, kv_sums = (sums, 1) if queries_travel else (1, sums)
+        sums = min(steps, 3 if self._cluster.gpu.fused else 2)
+        q_sums, kv_sums = (sums, 1) if rotates_query else (1, sums)
         q = self._q * (8 * q_sums + itemsize) + self._out * 2 * itemsize
         return q + self._kv * (4 * kv_sums + itemsize)
 
@@ -380,7 +380,7 @@ class CostModel:
         """
         sent = [0.0, 0.0]
         for send in sends:
-            sent[send.crosses] += 1 / send.pieces * sizes[send.what]
+            sent[send.is_outer] += 1 / send.chunks * sizes[send.what]
         links = self._links
         return 1e-9 * sent[0] / links[0], 1e-9 * sent[1] / links[1]
 
@@ -392,11 +392,11 @@ class CostModel:
     def _ring_bytes(self, rotation: Rotation, *, between_passes: bool = False) -> tuple[int, int]:
         """Bytes of the forward and backward permutes; optionally those of the outer ring only."""
         forward, backward = (
-            count_hops(self._routes[queries_travel])
-            for queries_travel in (False, rotation == "rotate_query")
+            count_hops(self._routes[rotates_query])
+            for rotates_query in (False, rotation == "rotate_query")
         )
         if between_passes:
-            forward, backward = forward.between_turns, backward.between_turns
+            forward, backward = forward.between_passes, backward.between_passes
         sent_forward = forward_bytes(forward, self._shape)
         return sent_forward, backward_bytes(rotation, backward, self._shape)
 
@@ -433,8 +433,8 @@ class CostModel:
         return 2 * arrays + temp_bytes(
             "fused" if self._cluster.gpu.fused else "separate",
             rotation,
-            passes=len(route.turns),
-            steps=len(route.stops),
+            passes=len(route.passes),
+            steps=len(route.offsets),
             ulysses=ulysses > 1,
             # dO and out, half of what counts as Q there, have the head dim of values.
             q=(self._q + self._out) // 2 * attention.itemsize,

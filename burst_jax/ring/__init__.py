@@ -1,1 +1,1 @@
-"""The ring: what travels when, the forward, the two backwards, and their ``custom_vjp``."""
+"""The ring: schedule, forward and backward pass, and their ``custom_vjp``."""

@@ -1,4 +1,4 @@
-"""What is static of a mask by blocks, and what a ring knows of it before a program runs."""
+"""The static part of a block-sparse mask, and what a ring knows of it before a program runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Runs(NamedTuple):
-    """Tokens at equal distance from each other on every shard, each run in one block.
+    """Runs of equally spaced tokens on every shard, each within one block.
 
     Attributes:
       starts: int64 ``[n, runs]``, the position of the first token of each run.
-      counts: int64 ``[n, runs]``, how many tokens it has; 0 where a shard has fewer runs.
-      blocks: int64 ``[n, runs]``, the block that it is in.
+      counts: int64 ``[n, runs]``, number of tokens; 0 where a shard has fewer runs.
+      blocks: int64 ``[n, runs]``, index of its block.
     """
 
     starts: np.ndarray
@@ -25,13 +25,13 @@ class Runs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What is static of a call's ``block_mask``. Hashable, so that it can key a jit cache.
+    """The static part of a call's ``block_mask``. Hashable, so that it can key a jit cache.
 
     Attributes:
-      q_block: queries that a row of the table stands for.
-      kv_block: keys that a column stands for.
+      q_block: queries per row of the table.
+      kv_block: keys per column.
       shape: rows and columns of the table.
-      bits: which blocks some head sees, packed, where that is known before a program runs.
+      bits: the blocks that any head attends to, packed; None if the table is traced.
     """
 
     q_block: int
@@ -41,7 +41,7 @@ class Blocks:
 
     @functools.cached_property
     def table(self) -> np.ndarray | None:
-        """bool ``[rows, columns]``: the blocks that some head sees; None if that is not known."""
+        """bool ``[rows, columns]``: the blocks that any head attends to; None if traced."""
         if self.bits is None:
             return None
         count = self.shape[0] * self.shape[1]
@@ -50,16 +50,16 @@ class Blocks:
 
     @property
     def seen(self) -> float:
-        """The share of blocks that some head sees; 1 if that is not known."""
+        """The fraction of blocks that any head attends to; 1 if the table is traced."""
         return 1.0 if self.table is None else float(self.table.mean())
 
-    def sees(self, q: Runs, kv: Runs) -> np.ndarray:
-        """Whether the table lets queries of a run see keys of a run, bool ``[n, runs, runs]``.
+    def allows(self, q: Runs, kv: Runs) -> np.ndarray:
+        """Whether queries of a run may attend to keys of a run, bool ``[n, runs, runs]``.
 
-        ``q`` and ``kv`` are of the shards that meet on each of n devices.
+        ``q`` and ``kv`` are the runs of the two shards on each of n devices.
         """
         assert self.table is not None
-        # A run without tokens may be said to be in a block behind the last one.
+        # A run without tokens may have a block index beyond the last block.
         rows, columns = (
             np.minimum(runs.blocks, size - 1)
             for runs, size in zip((q, kv), self.shape, strict=True)
@@ -68,14 +68,32 @@ class Blocks:
         return self.table[rows[:, :, None], columns[:, None, :]] & some
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionChunks:
+    """Chunked attention: queries attend to keys of their own chunk.
+
+    Attributes:
+      q_block: positions per chunk.
+      kv_block: the same number.
+    """
+
+    q_block: int
+    kv_block: int
+
+    def allows(self, q: Runs, kv: Runs) -> np.ndarray:
+        """As :meth:`Blocks.allows`: runs of the same chunk."""
+        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
+        return (q.blocks[:, :, None] == kv.blocks[:, None, :]) & some
+
+
 def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> Runs:
-    """Cuts the runs of all shards (:func:`burst_jax.layouts.permutation.shard_runs`) at blocks.
+    """Splits the runs of all shards (:func:`burst_jax.layouts.permutation.shard_runs`) at blocks.
 
     Args:
       starts: int64 ``[n, runs]``.
-      stride: the distance of neighbours.
-      count: how many tokens every run has.
-      block: positions of a block; None cuts nothing.
+      stride: distance between neighbouring tokens.
+      count: tokens per run.
+      block: positions per block; None splits nothing.
     """
     if block is None:
         return Runs(starts, np.full_like(starts, count), np.zeros_like(starts))
@@ -83,7 +101,7 @@ def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> 
     last = (starts + stride * (count - 1)) // block
     parts = np.arange(int((last - first).max()) + 1)
     blocks = first[..., None] + parts
-    # Of a run the tokens i with block b <= (start + stride i) < block (b + 1).
+    # The part of a run in block b: tokens i with block b <= start + stride i < block (b + 1).
     begins, ends = (
         np.clip(-((starts[..., None] - edge * block) // stride), 0, count)
         for edge in (blocks, blocks + 1)

@@ -1,4 +1,4 @@
-"""The ring's forward: K and V travel, and each device merges what it sees by log-sum-exp."""
+"""The ring's forward pass: K and V rotate, and each device merges partial results by lse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jax import lax
 
 from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
-from burst_jax.ring.route import Pieces
+from burst_jax.ring.route import ChunkedSend
 from burst_jax.ring.schedule import forward_schedule, step_name
 from pallas_kernels import AttentionInputs, Implementation, vary, varying_axes
 from pallas_kernels.inputs import Carry
@@ -22,38 +22,36 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
     block = inputs.kv
     route, schedule = kernel.route, forward_schedule(kernel.route)
     carry: Carry | None = None
-    ahead = None  # The block that begins the next turn, on its way.
+    outer = None  # The block that starts the next pass, while it is sent in chunks.
     for index, step in enumerate(schedule):
         with jax.named_scope(step_name("forward", index)):
-            # Invariant: `block` is what is here at `step.stop`, and `carry` is the attention over
-            # all blocks that were here before it.
+            # Invariant: `block` is at `step.offset`, and `carry` is the attention over the blocks
+            # of all earlier steps.
             (launch,) = step.launches
-            arriving = [route.move(block, send.start, send.end) for send in launch.sends]
+            arriving = [route.send(block, send.start, send.end) for send in launch.sends]
             for send in step.sends:
-                if send.piece == 0:
-                    ahead = Pieces(block, send.pieces)
-                assert ahead is not None
-                ahead.move(route, send.start, send.end)
-            carry = kernel(step.stop, block, carry, last=step is schedule[-1])
+                if send.chunk == 0:
+                    outer = ChunkedSend(block, send.chunks)
+                assert outer is not None
+                outer.send(route, send.start, send.end)
+            carry = kernel(step.offset, block, carry, last=step is schedule[-1])
             if launch.sends or step.sends:
-                # Without the barrier XLA would hoist every permute to the front, ahead of all
-                # kernels, and keep every block alive. With it each permute lies beside one kernel.
-                # The pieces that are yet to go pass it too: XLA would otherwise make one permute of
-                # all pieces.
-                pieces = None if ahead is None else ahead.arrays
-                arriving, pieces, carry = lax.optimization_barrier((arriving, pieces, carry))
-                if ahead is not None:
-                    ahead.arrays = pieces
+                # Without the barrier XLA hoists every permute ahead of all kernels and keeps every
+                # block alive. With it each permute overlaps with one kernel. The unsent chunks pass
+                # it too: XLA would otherwise combine the permutes of all chunks.
+                chunks = None if outer is None else outer.arrays
+                arriving, chunks, carry = lax.optimization_barrier((arriving, chunks, carry))
+                if outer is not None:
+                    outer.arrays = chunks
             if arriving:
                 (block,) = arriving
-            elif ahead is not None:
-                block, ahead = ahead.whole(), None
+            elif outer is not None:
+                block, outer = outer.received(), None
     assert carry is not None
-    # Without these barriers XLA writes the last kernel's results straight into what a scan over
-    # layers stacks up, and runs that kernel a second time for whoever else reads them. There is one
-    # for each result: XLA warns of a barrier that takes all results of a kernel together.
+    # Without these barriers XLA writes the last kernel's results directly into the arrays that a
+    # scan over layers stacks, and runs that kernel again for their other readers. One per result:
+    # XLA warns of a barrier over all results of a kernel.
     out, lse = (lax.optimization_barrier(x) for x in carry)
-    # Mosaic kernels' results are not marked as varying from device to device, nor may what they
-    # change in place be. So they are marked here. Without it the transpose of whatever reads out
-    # would sum its gradient over the ring.
+    # Mosaic kernels do not mark their results as varying over mesh axes. Unmarked, the transpose of
+    # whatever reads out would sum its gradient over the ring.
     return vary((out, lse), varying_axes(inputs))

@@ -1,4 +1,4 @@
-"""Which side travels in the backward, and how many bytes that is."""
+"""Which side rotates in the backward pass, and how many bytes that sends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal, get_args
 
 from burst_jax.ring.schedule import Hops
 
-# Which side travels: K and V with their gradients, or the queries with theirs.
+# K, V and their gradients rotate, or the queries and theirs do.
 Rotation = Literal["rotate_kv", "rotate_query"]
 ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
-# What callers may ask for by the argument ``backward``: a rotation, or the one of fewer bytes.
+# The values of the argument ``backward``: a rotation, or the one that sends fewer bytes.
 RotationChoice = Literal["auto", "rotate_kv", "rotate_query"]
 ROTATION_CHOICES: tuple[RotationChoice, ...] = get_args(RotationChoice)
 
@@ -20,13 +20,13 @@ class ShardShape:
     """The sizes of one device's queries, keys and values.
 
     Attributes:
-      q_length: query tokens.
-      kv_length: key tokens.
+      q_length: number of queries.
+      kv_length: number of keys.
       heads: N, on this device.
       kv_heads: K, on this device.
       head_dim: H, of queries and keys.
       itemsize: bytes per element of the activations.
-      batch: batch rows on this device.
+      batch: B, on this device.
       value_dim: Hv, of values; None is H.
     """
 
@@ -41,28 +41,28 @@ class ShardShape:
 
     @property
     def key_and_value_dims(self) -> int:
-        """H + Hv: what a key and its value have together."""
+        """H + Hv."""
         return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
 
 def hop_bytes(rotation: Rotation, shape: ShardShape) -> tuple[int, int]:
-    """Bytes of a block and of a gradient sum, which the backward sends.
+    """Bytes of a block and of a gradient sum, which the backward pass sends.
 
     A block is K and V for ``rotate_kv``; and Q, dO, float32 lse and delta for ``rotate_query``
     (BurstAttention, arXiv 2403.09347, section 3.1). The sum is of dK and dV, or of dQ, in float32.
     """
     if rotation == "rotate_kv":
-        rows = shape.batch * shape.kv_length * shape.kv_heads
-        elements = rows * shape.key_and_value_dims
+        vectors = shape.batch * shape.kv_length * shape.kv_heads
+        elements = vectors * shape.key_and_value_dims
         return elements * shape.itemsize, elements * 4
-    rows = shape.batch * shape.q_length * shape.heads
-    # dO has the head dim of values, as out does. Of lse and delta each row has a number.
-    block = rows * (shape.key_and_value_dims * shape.itemsize + 2 * 4)
-    return block, rows * shape.head_dim * 4
+    vectors = shape.batch * shape.q_length * shape.heads
+    # dO has the head dim of values. lse and delta have one float32 per query and head.
+    block = vectors * (shape.key_and_value_dims * shape.itemsize + 2 * 4)
+    return block, vectors * shape.head_dim * 4
 
 
 def forward_bytes(hops: Hops, shape: ShardShape) -> int:
-    """Bytes that one device sends in the forward: K and V, on every hop of a block.
+    """Bytes that one device sends in the forward pass: K and V at every hop.
 
     Args:
       hops: of the route of K and V, :func:`burst_jax.ring.schedule.count_hops`.
@@ -73,10 +73,10 @@ def forward_bytes(hops: Hops, shape: ShardShape) -> int:
 
 
 def backward_bytes(rotation: Rotation, hops: Hops, shape: ShardShape) -> int:
-    """Bytes that one device sends in the backward: blocks, and the sums of their gradients.
+    """Bytes that one device sends in the backward pass: blocks and the sums of their gradients.
 
     Args:
-      rotation: which side travels.
+      rotation: which side rotates.
       hops: of that side's route, :func:`burst_jax.ring.schedule.count_hops`.
       shape: of this device's arrays.
     """
@@ -89,7 +89,7 @@ def choose_rotation(
 ) -> Rotation:
     """``choice`` itself, or for "auto" the rotation that sends fewer bytes.
 
-    With 16-bit activations that is ``rotate_query`` for N = K, and ``rotate_kv`` once two or more
+    With 16-bit activations that is ``rotate_query`` for N = K, and ``rotate_kv`` if two or more
     query heads share a key head.
 
     Args:

@@ -1,33 +1,32 @@
-"""The way of a travelling block: which devices it visits, and in which order.
+"""The route of a rotating block: which devices it visits, and in which order.
 
-A stop says how far a block has come: the distance from the device that it started on, along every
-mesh axis of the ring. At a stop ``d`` device r holds the block of device r - d. On one axis of n
-devices a block moves on by one device a step::
+At each ring step every device holds one block. The step's offset is the distance of the block from
+its own device along each mesh axis of the ring: at offset ``d`` device r holds the block of device
+r - d. On one axis of n devices a block is sent to the next device after every step::
 
     n = 4        device 0   device 1   device 2   device 3
-    stop (0,)    block 0    block 1    block 2    block 3
-    stop (1,)    block 3    block 0    block 1    block 2
-    stop (2,)    block 2    block 3    block 0    block 1
-    stop (3,)    block 1    block 2    block 3    block 0
+    step (0,)    block 0    block 1    block 2    block 3      the local block
+    step (1,)    block 3    block 0    block 1    block 2
+    step (2,)    block 2    block 3    block 0    block 1
+    step (3,)    block 1    block 2    block 3    block 0
 
-On two axes (outer, inner), of which the inner one has the fast links, a block makes a turn, a round
-of the inner ring, and then goes to the next outer device for another turn. It need not wait for the
-turn's end: it leaves from the stop that begins the turn. It is cut into pieces, one of which leaves
-at every step of the turn. So the outer links are busy all the time, and each piece lies beside a
-kernel wherever the compiler puts it::
+On two axes (outer, inner), of which the inner one has the faster interconnect, a block makes one
+pass around the inner ring and then continues on the next outer device. It does not wait for the
+end of the pass: it leaves from the pass's first step, in chunks, one at every step of the pass. So
+the outer interconnect is always busy, and every chunk overlaps with a kernel::
 
-    2 x 3     turn 0                          turn 1
-    stops     (0,0) -> (0,1) -> (0,2)         (1,0) -> (1,1) -> (1,2)
-    ahead     (0,0) ---1/3----2/3----3/3----> (1,0)
+    2 x 3     pass 0                          pass 1
+    steps     (0,0) -> (0,1) -> (0,2)         (1,0) -> (1,1) -> (1,2)
+    chunks    (0,0) ---1/3----2/3----3/3----> (1,0)
 
-Gradients follow their block around every turn. At the last stop of a turn lies the sum of what the
-turn's devices added. It goes to the last stop of the next turn while the block makes that turn, and
-is added to the sum there. From the last stop of all it goes home. So the outer links carry one
-block and one gradient a turn, whatever the inner ring's size. :mod:`burst_jax.ring.schedule` has
-every step.
+Gradients follow their block around every inner-ring pass. The last step of a pass holds the sum of
+what the devices of the pass added. It is sent to the last step of the next pass while the block
+makes that pass, and is added to the sum there. After the last step it returns to its own device. So
+the outer interconnect carries one block and one gradient per pass, independent of the inner ring's
+size. :mod:`burst_jax.ring.schedule` lists every step.
 
-A stop at which no query sees a key of the block, on any device, is left out (a window does that).
-The block goes on to the next stop that is needed by a single permute.
+A step at which no query attends to a key of the block, on any device, is skipped (a window makes
+such steps). One permute sends the block to the next step that is needed.
 """
 
 from __future__ import annotations
@@ -43,26 +42,27 @@ import numpy as np
 from jax import lax
 
 from burst_jax.layouts.permutation import Layout, shard_runs, stripe_size
-from burst_jax.ring.block_mask import Blocks, Runs, cut_runs
+from burst_jax.ring.block_mask import AttentionChunks, Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
-Stop = tuple[int, ...]
+# Of a ring step: how far its blocks are from their own devices, along each axis of the ring.
+Offset = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The stops of a block on a ring, by turns.
+    """The offsets of the ring steps of a block, by inner-ring passes.
 
     Attributes:
       axes: the mesh axes, outermost first. Devices count row-major over them, like the shards of a
-        sequence that is split over ``P(axes)``. No axes: one device.
-      sizes: how many devices each axis has.
-      turns: the stops of each turn. The first stop of all is where the block starts.
+        sequence that is sharded over ``P(axes)``. No axes: one device.
+      sizes: number of devices on each axis.
+      passes: the offsets of each pass. The first offset of all is the local block's.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    turns: tuple[tuple[Stop, ...], ...]
+    passes: tuple[tuple[Offset, ...], ...]
 
     @property
     def size(self) -> int:
@@ -70,36 +70,36 @@ class Route:
         return math.prod(self.sizes)
 
     @property
-    def stops(self) -> tuple[Stop, ...]:
-        """The stops of all turns."""
-        return tuple(stop for turn in self.turns for stop in turn)
+    def offsets(self) -> tuple[Offset, ...]:
+        """The offsets of all ring steps in order."""
+        return tuple(offset for each in self.passes for offset in each)
 
     @property
-    def home(self) -> Stop:
-        """The first stop, at which every block is on its own device."""
+    def local(self) -> Offset:
+        """The first offset, at which every block is on its own device."""
         return (0,) * len(self.axes)
 
-    def source(self, stop: Stop | jax.Array) -> jax.Array | int:
-        """Index of the device whose block is here at ``stop``, a Stop or an int32 array of one."""
+    def source(self, offset: Offset | jax.Array) -> jax.Array | int:
+        """Index of the device whose block is here at ``offset``, an Offset or an int32 array."""
         index: jax.Array | int = 0
         for i, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
-            # lax.rem converts no Python number to its other operand's dtype, and under
+            # lax.rem does not convert a Python number to the dtype of its other operand, and under
             # jax_enable_x64 a Python int alone is int64.
-            along_axis = lax.rem(lax.axis_index(axis) - stop[i] + size, np.int32(size))
+            along_axis = lax.rem(lax.axis_index(axis) - offset[i] + size, np.int32(size))
             index = index * size + along_axis
         return index
 
-    def move[Tree](self, tree: Tree, start: Stop, end: Stop) -> Tree:
-        """Sends a pytree from where a block is at ``start`` to where it is at ``end``."""
+    def send[Tree](self, tree: Tree, start: Offset, end: Offset) -> Tree:
+        """Sends a pytree from where its block is at ``start`` to where it is at ``end``."""
         if start == end:
             return tree
-        places = np.stack(np.unravel_index(np.arange(self.size), self.sizes), 1)
-        moved = (places + np.subtract(end, start)) % self.sizes
-        return self.send(tree, np.ravel_multi_index(tuple(moved.T), self.sizes))
+        coordinates = np.stack(np.unravel_index(np.arange(self.size), self.sizes), 1)
+        moved = (coordinates + np.subtract(end, start)) % self.sizes
+        return self.permute(tree, np.ravel_multi_index(tuple(moved.T), self.sizes))
 
-    def send[Tree](self, tree: Tree, targets: np.ndarray) -> Tree:
+    def permute[Tree](self, tree: Tree, targets: np.ndarray) -> Tree:
         """Sends a pytree from each device r of the ring to device ``targets[r]``, all different."""
-        # JAX takes the axes of a permute in the mesh's own order only, and numbers devices by it.
+        # JAX accepts the axes of a permute in the mesh's order only, and counts devices by it.
         mesh_order = jax.sharding.get_abstract_mesh().axis_names
         order = sorted(range(len(self.axes)), key=lambda i: mesh_order.index(self.axes[i]))
         axes = tuple(self.axes[i] for i in order)
@@ -113,57 +113,57 @@ class Route:
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 
-def cut[Tree](tree: Tree, count: int) -> list[Tree]:
-    """Cuts every array of a pytree into flat pieces, as equal as can be: a list of pytrees."""
+def split_chunks[Tree](tree: Tree, count: int) -> list[Tree]:
+    """Splits every array of a pytree into flat chunks, as equal as possible: a list of pytrees."""
     if count == 1:
         return [tree]
 
-    def piece(x: jax.Array, index: int) -> jax.Array:
+    def chunk(x: jax.Array, index: int) -> jax.Array:
         ends = (x.size * index // count, x.size * (index + 1) // count)
         return lax.slice(x.reshape(-1), ends[:1], ends[1:])
 
-    return [jax.tree.map(lambda x, i=i: piece(x, i), tree) for i in range(count)]
+    return [jax.tree.map(lambda x, i=i: chunk(x, i), tree) for i in range(count)]
 
 
-def paste[Tree](pieces: list[Tree], like: Tree) -> Tree:
-    """The inverse of :func:`cut`: ``like`` is a pytree with the shapes of the result."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return jax.tree.map(lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), like, *pieces)
+def join_chunks[Tree](chunks: list[Tree], like: Tree) -> Tree:
+    """The inverse of :func:`split_chunks`; ``like`` has the shapes of the result."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return jax.tree.map(lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), like, *chunks)
 
 
-class Pieces[Tree]:
-    """A pytree that is sent in pieces, one after the other.
+class ChunkedSend[Tree]:
+    """A pytree that is sent in chunks, one after the other.
 
     Attributes:
-      arrays: the pieces that are yet to go, and those that have landed.
+      arrays: the chunks that are still to be sent, and those that have been received.
     """
 
     def __init__(self, tree: Tree, count: int):
         self._like = tree
-        self.arrays: tuple[list[Any], list[Any]] = cut(tree, count), []
+        self.arrays: tuple[list[Any], list[Any]] = split_chunks(tree, count), []
 
-    def move(self, route: Route, start: Stop, end: Stop) -> None:
-        """Sends the next piece."""
-        (piece, *waiting), landed = self.arrays
-        self.arrays = waiting, [*landed, route.move(piece, start, end)]
+    def send(self, route: Route, start: Offset, end: Offset) -> None:
+        """Sends the next chunk."""
+        (chunk, *waiting), received = self.arrays
+        self.arrays = waiting, [*received, route.send(chunk, start, end)]
 
-    def whole(self) -> Tree:
-        """The tree again, when all pieces have landed."""
-        waiting, landed = self.arrays
+    def received(self) -> Tree:
+        """The pytree, once all chunks have been received."""
+        waiting, received = self.arrays
         assert not waiting
-        return paste(landed, self._like)
+        return join_chunks(received, self._like)
 
 
-class Kept(NamedTuple):
-    """The scores that a mask keeps, on each of n devices, between the runs of two shards.
+class AllowedScores(NamedTuple):
+    """The scores that a mask allows between the runs of two shards, on each of n devices.
 
-    On device r, token i of query run a sees token j of key run b where
+    On device r, token i of query run a attends to token j of key run b where
     ``low[r, a, b] <= i - j <= high[r, a, b]``.
 
     Attributes:
       low: int64 ``[n, query runs, key runs]``.
-      high: the same; below ``low`` where nothing is kept.
+      high: the same; less than ``low`` where no score is allowed.
       q_counts: int64 ``[n, query runs, 1]``, the tokens of each run.
       kv_counts: int64 ``[n, 1, key runs]``.
     """
@@ -175,47 +175,21 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Chunked attention: queries attend to keys of their own chunk of ``size`` positions.
-
-    Attributes:
-      size: positions per chunk.
-    """
-
-    size: int
-
-    @property
-    def q_block(self) -> int:
-        """Positions of the queries' blocks."""
-        return self.size
-
-    @property
-    def kv_block(self) -> int:
-        """Positions of the keys' blocks."""
-        return self.size
-
-    def sees(self, q: Runs, kv: Runs) -> np.ndarray:
-        """As :meth:`burst_jax.ring.block_mask.Blocks.sees`: runs of the same chunk."""
-        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
-        return (q.blocks[:, :, None] == kv.blocks[:, None, :]) & some
-
-
-@dataclasses.dataclass(frozen=True)
 class RingMask:
-    """Which scores a mask keeps on each device of a ring, at each stop: what a route depends on.
+    """Which scores a mask allows on each device at each ring step: what a route depends on.
 
-    Segment ids are not known before a program runs, so here they exclude nothing. Neither does a
-    mask by blocks whose table is traced.
+    Segment ids and a block-sparse mask with a traced table are unknown before a program runs, so
+    here they mask nothing.
 
     Attributes:
-      ring_sizes: how many devices each axis of the ring has, outermost first.
-      layout: the order of the tokens.
-      q_length: query tokens of one shard.
-      kv_length: key tokens of one shard.
-      mask: which keys a query sees, by their positions.
-      queries_travel: whether blocks of queries go around and keys stay, not the other way.
-      query_offset: what comes onto the queries' positions in the layout.
-      blocks: a block-sparse mask whose table is static, or chunks, or None.
+      ring_sizes: number of devices on each axis of the ring, outermost first.
+      layout: the sequence permutation.
+      q_length: queries per shard.
+      kv_length: keys per shard.
+      mask: the mask by positions.
+      rotates_query: whether queries rotate and keys are stationary, or the reverse.
+      query_offset: global position of the first query of the sequence.
+      blocks: a block-sparse mask whose table is static, or attention chunks, or None.
     """
 
     ring_sizes: tuple[int, ...]
@@ -223,32 +197,33 @@ class RingMask:
     q_length: int
     kv_length: int
     mask: Mask
-    queries_travel: bool = False
+    rotates_query: bool = False
     query_offset: int = 0
-    blocks: Blocks | Chunks | None = None
+    blocks: Blocks | AttentionChunks | None = None
 
     @property
     def size(self) -> int:
         """n: devices on the ring, each with one shard of the queries and one of the keys."""
         return math.prod(self.ring_sizes)
 
-    def kept(self, stop: Stop) -> Kept:
-        """The scores that are kept at a stop, on every device.
+    def allowed(self, offset: Offset) -> AllowedScores:
+        """The allowed scores of the ring step at ``offset``, on every device.
 
-        A shard consists of runs: tokens at equal distance from each other
-        (:func:`burst_jax.layouts.permutation.shard_runs`), here cut where blocks of a mask by
-        blocks end.
+        A shard consists of runs of equally spaced tokens
+        (:func:`burst_jax.layouts.permutation.shard_runs`), split here at the edges of the blocks of
+        a block-sparse mask.
         """
         devices = sources = np.arange(self.size)
-        if stop:
+        if offset:
             sizes = np.array(self.ring_sizes)[:, None]
-            started = np.array(np.unravel_index(devices, self.ring_sizes)) - np.array(stop)[:, None]
+            started = np.array(np.unravel_index(devices, self.ring_sizes))
+            started = started - np.array(offset)[:, None]
             sources = np.ravel_multi_index(tuple(started % sizes), self.ring_sizes)
-        q_shards, kv_shards = (sources, devices) if self.queries_travel else (devices, sources)
+        q_shards, kv_shards = (sources, devices) if self.rotates_query else (devices, sources)
         block_sizes = (None, None)
         if self.blocks is not None:
             block_sizes = self.blocks.q_block, self.blocks.kv_block
-        # Of the two ways to see stripes as runs the one with fewer pairs of runs.
+        # Stripes are runs in two ways; the one with fewer pairs of runs is used.
         stripe = stripe_size(self.layout) or 1
         across = stripe**4 <= self.q_length * self.kv_length
         runs_of = functools.partial(
@@ -264,40 +239,70 @@ class RingMask:
                 (kv_shards, kv_start, kv_count, block_sizes[1]),
             )
         )
-        # A query's position minus a key's is base + stride * (i - j), where i - j lies between
-        # -(kv_count - 1) and q_count - 1. The mask keeps differences from -right to left.
+        # A query's position minus a key's is base + stride * (i - j), with i - j between
+        # -(kv_count - 1) and q_count - 1. The mask allows differences from -right to left.
         base = q.starts[:, :, None] - kv.starts[:, None, :]
         q_counts, kv_counts = q.counts[:, :, None], kv.counts[:, None, :]
         low, high = (np.broadcast_to(x, base.shape) for x in (1 - kv_counts, q_counts - 1))
         low, high = self.mask.shards(base, stride, low, high)
         if self.blocks is not None:
-            high = np.where(self.blocks.sees(q, kv), high, low - 1)
-        return Kept(low, high, q_counts, kv_counts)
+            high = np.where(self.blocks.allows(q, kv), high, low - 1)
+        return AllowedScores(low, high, q_counts, kv_counts)
 
-    def needs(self, stop: Stop) -> bool:
-        """Whether on some device a query sees a key of the block that is there at a stop.
+    def needs(self, offset: Offset) -> bool:
+        """Whether on some device a query attends to a key of the ring step at ``offset``.
 
-        The first stop is always needed: a route begins there.
+        The local block's step is always needed: a route starts there.
         """
-        if not any(stop) or not (self.mask.reads_positions or self.blocks is not None):
+        if not any(offset) or not (self.mask.reads_positions or self.blocks is not None):
             return True
-        low, high, *_ = self.kept(stop)
+        low, high, *_ = self.allowed(offset)
         return bool((low <= high).any())
 
 
 @functools.lru_cache
 def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
-    """The route on a ring over ``axes``, without the stops at which no query sees a key.
+    """The route on a ring over ``axes``, without the steps at which no query attends to a key.
 
     Args:
-      axes: one mesh axis or two, outermost first; none is one device.
-      mask: the mask, with what the devices along these axes hold.
+      axes: one mesh axis or two, outermost first; none for one device.
+      mask: the mask, with the shards of the devices on these axes.
     """
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
-    turns = []
+    passes = []
     for outer in range(mask.size // inner):
-        stops = ((outer, i)[-len(sizes) :] if sizes else () for i in range(inner))
-        if turn := tuple(stop for stop in stops if mask.needs(stop)):
-            turns.append(turn)
-    return Route(axes, sizes, tuple(turns))
+        offsets = ((outer, i)[-len(sizes) :] if sizes else () for i in range(inner))
+        if needed := tuple(offset for offset in offsets if mask.needs(offset)):
+            passes.append(needed)
+    return Route(axes, sizes, tuple(passes))
+
+
+def scores_per_step(route: Route, mask: RingMask) -> dict[Offset, tuple[float, float]]:
+    """Allowed scores of each ring step, per batch element and head: ``(max, mean)`` over devices.
+
+    A step takes as long as its busiest device: the others wait for what it sends.
+
+    Args:
+      route: the route of the rotating side.
+      mask: of the same side. Segment ids mask nothing here.
+    """
+    scores = {}
+    for offset in route.offsets:
+        low, high, *counts = mask.allowed(offset)
+        pairs = _pairs_up_to(high, *counts) - _pairs_up_to(low - 1, *counts)
+        by_device = np.where(low <= high, pairs, 0).sum((1, 2), dtype=np.float64)
+        scores[offset] = float(by_device.max()), float(by_device.mean())
+    return scores
+
+
+def _pairs_up_to(bound: np.ndarray, q_count: np.ndarray, kv_count: np.ndarray) -> np.ndarray:
+    """Number of pairs (i, j) with ``i < q_count``, ``j < kv_count`` and ``i - j <= bound``."""
+
+    def queries_up_to(x: np.ndarray) -> np.ndarray:
+        """The sum of ``clip(u, 0, q_count)`` over all u up to x."""
+        inside = np.clip(x, 0, q_count)
+        return inside * (inside + 1) // 2 + np.maximum(x - q_count, 0) * q_count
+
+    # Key j has clip(bound + j + 1, 0, q_count) such queries.
+    return queries_up_to(bound + kv_count) - queries_up_to(bound)

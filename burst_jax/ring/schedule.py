@@ -1,46 +1,44 @@
-"""What a ring does, as plain data: which kernel runs at which stop, and what is sent beside it.
+"""A ring's schedule as plain data: which kernel runs at each ring step, and what is sent meanwhile.
 
-A schedule is a tuple of steps, one for each stop of a route, in the order in which they run. Every
-device runs the same steps. The executors (:mod:`burst_jax.ring.forward`,
-:mod:`burst_jax.ring.backward`) only carry them out; byte counts and the planner read them. On four
-devices, as :func:`table` prints it::
+A schedule is a tuple of steps. Every device runs the same steps. The executors
+(:mod:`burst_jax.ring.forward`, :mod:`burst_jax.ring.backward`) carry them out; byte counts and the
+planner read them. On four devices, as :func:`table` prints it::
 
     (0,)         forward              block to (1,)
     (1,)         forward              block to (2,)
     (2,)         forward              block to (3,)
     (3,)         forward
 
-In the backward one side travels (K and V, or the queries) and the other one stays, and both get a
-gradient. The gradient of the side that stays never leaves its device: every kernel adds to it. The
-gradient of the side that travels is a sum over all stops, and follows its block from stop to stop.
-A sum has the name of the stop whose kernel added to it last. Two things keep every send beside a
-kernel:
+In the backward pass one side rotates (K and V, or the queries) and the other is stationary, and
+both get a gradient. The gradient of the stationary side never leaves its device: every kernel adds
+to it. The gradient of the rotating side is accumulated over all steps and follows its block. A
+partial gradient ("sum") is named after the step whose kernel added to it last. Two rules overlap
+every send with a kernel:
 
-- What a block gets from its own device stays there, as the sum of stop (0,). The sum that travels
-  begins at the second stop.
-- The work at home is cut in two parts. The first part begins the ring, beside the block's first
-  hop. The second part ends it, beside the last hop of the sum, which goes home.
+- The gradient of the local block stays on its device, as the sum of step (0,). The rotating sum
+  starts at the second step.
+- Each device splits the work on its local block. It does the first half before the ring, during the
+  block's first send, and defers the second half to the last step, during the gradient's final send.
 
-Some backends have two kernels. One makes the gradient of the side that stays, beside the sum's hop.
-The sum has landed when the other one begins, which makes the gradient of the side that travels, and
-adds to it. Beside that kernel the block goes on::
+Triton has two backward kernels. One computes the stationary side's gradient while the sum is sent.
+When the sum has been received, the other adds the rotating side's gradient to it, while the block
+is sent::
 
-    (0,) first   stays
-                 travels              block to (1,)
-    (1,)         stays
-                 travels              block to (2,)
-    (2,)         stays                sum (1,) to (2,)
-                 travels + sum (1,)   block to (3,)
-    (3,)         stays                sum (2,) to (3,)
-                 travels + sum (2,)
+    (0,) first   stationary
+                 rotating             block to (1,)
+    (1,)         stationary
+                 rotating             block to (2,)
+    (2,)         stationary           sum (1,) to (2,)
+                 rotating + sum (1,)  block to (3,)
+    (3,)         stationary           sum (2,) to (3,)
+                 rotating + sum (2,)
     (0,) second                       sum (3,) to (0,)
-                 stays
-                 travels + sum (0,)
+                 stationary
+                 rotating + sum (0,)
                  then sum (0,) + sum (3,)
 
-Other backends have one kernel for both gradients. A sum that is sent beside it lands too late for
-it. So a sum goes two stops at once: it leaves beside the kernel of the next stop, and the kernel of
-the stop after that adds to it. Two sums are on their way, of the even stops and of the odd ones::
+Other backends have one kernel for both gradients. Each step's sum is sent during the next step and
+accumulated in the one after, so two sums are in flight, those of even and of odd steps::
 
     (0,) first   both                 block to (1,)
     (1,)         both                 block to (2,)
@@ -49,10 +47,9 @@ the stop after that adds to it. Two sums are on their way, of the even stops and
     (0,) second  both + sum (0,)      sum (3,) to (0,)
                  then sum (0,) + sum (3,) + sum (2,)
 
-On a ring of rings the block that begins the next turn is sent ahead in pieces, one beside every
-step of this turn. What the devices of a turn have added to the sum is brought together at the
-turn's last stop. From there it goes, in pieces too, to the last stop of the next turn. Of 2 x 3
-devices::
+On a two-level ring the block that starts the next inner-ring pass is sent in chunks, one during
+each step of this pass. The sums of a pass's devices are added up at its last step. From there the
+result is sent, also in chunks, to the last step of the next pass. On 2 x 3 devices::
 
     (0,0) first  both                 block to (1,0) 1/3, block to (0,1)
     (0,1)        both                 block to (1,0) 2/3, block to (0,2)
@@ -73,81 +70,78 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from burst_jax.ring.route import Route, Stop
+from burst_jax.ring.route import Offset, Route
 
-Kernel = Literal["forward", "stays", "travels", "both"]
+Kernel = Literal["forward", "stationary", "rotating", "both"]
 Part = Literal["whole", "first", "second"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """One hop: every device sends something that is at one stop to where it is at another stop.
+    """A permute: every device sends a block or a sum to where it is needed next.
 
     Attributes:
-      what: "block", or "sum": the gradient sum whose name is ``start``.
-      start: the stop that it leaves.
-      end: the stop that it reaches.
-      piece: which of the pieces it is, from 0.
-      pieces: how many equal pieces the block or the sum is cut into; 1 sends it whole.
+      what: "block", or "sum": the partial gradient whose name is ``start``.
+      start: offset of the step that it leaves.
+      end: offset of the step that it is sent to.
+      chunk: index of the chunk, from 0.
+      chunks: number of equal chunks that the block or the sum is split into; 1 sends it whole.
     """
 
     what: Literal["block", "sum"]
-    start: Stop
-    end: Stop
-    piece: int = 0
-    pieces: int = 1
+    start: Offset
+    end: Offset
+    chunk: int = 0
+    chunks: int = 1
 
     @property
-    def crosses(self) -> bool:
-        """Whether it goes from one turn to another, over the links of the outer axis."""
+    def is_outer(self) -> bool:
+        """Whether it is sent from one pass to another, over the outer axis."""
         return self.start[:-1] != self.end[:-1]
 
     def __str__(self) -> str:
         name = "block" if self.what == "block" else f"sum {_text(self.start)}"
-        piece = f" {self.piece + 1}/{self.pieces}" if self.pieces > 1 else ""
-        return f"{name} to {_text(self.end)}{piece}"
+        chunk = f" {self.chunk + 1}/{self.chunks}" if self.chunks > 1 else ""
+        return f"{name} to {_text(self.end)}{chunk}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel, and what is sent while it runs.
+    """A kernel, and what is sent while it runs.
 
     Attributes:
-      kernel: "forward"; or by whose gradient it makes: of the side that "stays", of the side that
-        "travels", or of "both".
-      adds_to: the name of the sum here that the kernel adds to; None if it starts from zero, or
-        makes no gradient of the side that travels.
-      sends: what leaves beside this kernel, and has landed when the next one begins. It is there
-        for the next kernel, not for this one.
+      kernel: "forward"; or the side whose gradient it computes: "stationary", "rotating" or "both".
+      adds_to: name of the local sum that the kernel adds to; None if it starts from zero, or
+        computes no gradient of the rotating side.
+      sends: what is sent during this kernel, and has been received when the next one starts.
     """
 
     kernel: Kernel
-    adds_to: Stop | None = None
+    adds_to: Offset | None = None
     sends: tuple[Send, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """All that happens while a block is at one stop.
+    """A ring step.
 
     Attributes:
-      stop: which one.
-      part: "first" or "second" part of the work at home, where that is cut in two; else "whole".
-      launches: the kernels in their order: one or two; none where the sum goes home beside nothing.
-      sends: what leaves at the step's beginning, and has landed when the step is over, beside all
-        of its kernels.
-      adds: names of sums here that are added when the step is over. The first name is the result's.
+      offset: offset of the block that is here.
+      part: "first" or "second" half of the local block's work, where that is split; else "whole".
+      launches: one or two kernels in order; none where the sum is sent back without overlap.
+      sends: what is sent during all kernels of the step.
+      adds: names of local sums that are added up after the step. The first name is the result's.
     """
 
-    stop: Stop
+    offset: Offset
     part: Part
     launches: tuple[Launch, ...]
     sends: tuple[Send, ...] = ()
-    adds: tuple[Stop, ...] = ()
+    adds: tuple[Offset, ...] = ()
 
     @property
     def all_sends(self) -> Iterator[Send]:
-        """The step's own and those of its launches."""
+        """The step's own sends and those of its launches."""
         yield from self.sends
         for launch in self.launches:
             yield from launch.sends
@@ -158,145 +152,145 @@ Schedule = tuple[Step, ...]
 
 @functools.lru_cache
 def forward_schedule(route: Route) -> Schedule:
-    """The forward: K and V visit all stops, and every kernel merges what it sees into out and lse.
-
-    The first kernel starts the merged result, the last one finishes it.
-    """
+    """The forward pass: K and V rotate, and every kernel merges into out and lse."""
     steps = []
-    for turn, following in _turns(route):
-        for index, stop in enumerate(turn):
-            launch = Launch("forward", sends=_block_onward(turn, index))
-            steps.append(Step(stop, "whole", (launch,), _block_ahead(turn, following, index)))
+    for offsets, following in _passes(route):
+        for index, offset in enumerate(offsets):
+            launch = Launch("forward", sends=_next_block(offsets, index))
+            steps.append(Step(offset, "whole", (launch,), _block_chunk(offsets, following, index)))
     return tuple(steps)
 
 
 @functools.lru_cache
-def backward_schedule(route: Route, *, fused: bool, cuts_home: bool = True) -> Schedule:
-    """The backward. What travels on ``route`` is a block and the sum of its gradients.
+def backward_schedule(route: Route, *, fused: bool, splits_local: bool = True) -> Schedule:
+    """The backward pass. Blocks and the sums of their gradients rotate on ``route``.
 
-    After the last step the sum of ``route.home`` is the whole gradient of the side that travels.
+    After the last step the sum of ``route.local`` is the whole gradient of the rotating side.
 
     Args:
-      route: the travelling side's.
-      fused: whether one kernel makes both gradients, or there are two kernels.
-      cuts_home: whether the work at home can be done in two parts. If not, it is done at once in
-        the first step, and the sum goes home beside no kernel.
+      route: the rotating side's.
+      fused: whether one kernel computes both gradients, or two kernels do.
+      splits_local: whether the local block's work can be split. If not, it is done in the first
+        step, and the sum's final send overlaps with no kernel.
     """
-    if len(route.stops) == 1:
-        return (Step(route.home, "whole", _launches(fused)),)
-    one_turn = len(route.turns) == 1
+    if len(route.offsets) == 1:
+        return (Step(route.local, "whole", _launches(fused)),)
+    one_pass = len(route.passes) == 1
     steps: list[Step] = []
-    gathered: tuple[Stop, ...] = ()  # The name of the sum of all turns so far, once there is one.
-    left_over: tuple[Stop, ...] = ()
-    for turn, following in _turns(route):
-        left_over = _left_over(route, turn, fused)
-        for index, stop in enumerate(turn):
-            sums, adds_to = _sums_inside(route, turn, index, fused)
-            launches = _launches(fused, adds_to, sums, _block_onward(turn, index))
-            ahead = _block_ahead(turn, following, index) + _sum_ahead(turn, gathered, index)
-            part: Part = "first" if stop == route.home and cuts_home else "whole"
+    gathered: tuple[Offset, ...] = ()  # The name of the sum of all passes so far, if any.
+    left_over: tuple[Offset, ...] = ()
+    for offsets, following in _passes(route):
+        left_over = _left_over(route, offsets, fused)
+        for index, offset in enumerate(offsets):
+            sums, adds_to = _sums_inside(route, offsets, index, fused)
+            launches = _launches(fused, adds_to, sums, _next_block(offsets, index))
+            outer = _block_chunk(offsets, following, index) + _sum_chunk(offsets, gathered, index)
+            part: Part = "first" if offset == route.local and splits_local else "whole"
             adds = left_over[:1] + gathered + left_over[1:]
-            turn_is_over = index == len(turn) - 1 and not one_turn and len(adds) > 1
-            steps.append(Step(stop, part, launches, ahead, adds if turn_is_over else ()))
+            pass_ends = index == len(offsets) - 1 and not one_pass and len(adds) > 1
+            steps.append(Step(offset, part, launches, outer, adds if pass_ends else ()))
         gathered = left_over[:1]
-    launches = _launches(fused, adds_to=route.home) if cuts_home else ()
-    homeward = Send("sum", route.stops[-1], route.home)
-    adds = (route.home, *(left_over if one_turn else gathered))
-    part = "second" if cuts_home else "whole"
-    return (*steps, Step(route.home, part, launches, (homeward,), adds))
+    launches = _launches(fused, adds_to=route.local) if splits_local else ()
+    final_send = Send("sum", route.offsets[-1], route.local)
+    adds = (route.local, *(left_over if one_pass else gathered))
+    part = "second" if splits_local else "whole"
+    return (*steps, Step(route.local, part, launches, (final_send,), adds))
 
 
 def step_name(direction: Literal["forward", "backward"], index: int) -> str:
-    """What profiles and compiled programs call a step of a schedule; steps count from 0.
+    """The name of a step of a schedule in profiles and compiled programs; steps count from 0.
 
-    Every operation of the step has the name in its path, the step's sends and kernels among them.
+    All operations of the step have it in their path, sends and kernels among them.
     """
     return f"ring_{direction}_step_{index}"
 
 
-def _turns(route: Route) -> Iterator[tuple[tuple[Stop, ...], tuple[Stop, ...] | None]]:
-    """Every turn beside the one that follows it."""
-    return zip(route.turns, (*route.turns[1:], None), strict=True)
+def _passes(route: Route) -> Iterator[tuple[tuple[Offset, ...], tuple[Offset, ...] | None]]:
+    """Every pass and the one that follows it."""
+    return zip(route.passes, (*route.passes[1:], None), strict=True)
 
 
-def _block_onward(turn: tuple[Stop, ...], index: int) -> tuple[Send, ...]:
-    """The block's hop to the next stop of its turn."""
-    return (Send("block", turn[index], turn[index + 1]),) if index < len(turn) - 1 else ()
+def _next_block(offsets: tuple[Offset, ...], index: int) -> tuple[Send, ...]:
+    """Sends the block to the next step of its pass."""
+    last = index == len(offsets) - 1
+    return () if last else (Send("block", offsets[index], offsets[index + 1]),)
 
 
-def _block_ahead(
-    turn: tuple[Stop, ...], following: tuple[Stop, ...] | None, index: int
+def _block_chunk(
+    offsets: tuple[Offset, ...], following: tuple[Offset, ...] | None, index: int
 ) -> tuple[Send, ...]:
-    """The piece of the block that goes to the first stop of the following turn."""
+    """Sends a chunk of the block to the first step of the following pass."""
     if following is None:
         return ()
-    return (Send("block", turn[0], following[0], index, len(turn)),)
+    return (Send("block", offsets[0], following[0], index, len(offsets)),)
 
 
-def _sum_ahead(turn: tuple[Stop, ...], gathered: tuple[Stop, ...], index: int) -> tuple[Send, ...]:
-    """The piece of the sum of all earlier turns, which goes ahead to this turn's last stop.
+def _sum_chunk(
+    offsets: tuple[Offset, ...], gathered: tuple[Offset, ...], index: int
+) -> tuple[Send, ...]:
+    """Sends a chunk of the sum of all earlier passes to this pass's last step.
 
-    All pieces have landed before the turn's last step, unless that is its only one.
+    All chunks have been received before that step, unless it is the pass's only one.
     """
-    pieces = max(1, len(turn) - 1)
-    return tuple(Send("sum", name, turn[-1], index, pieces) for name in gathered if index < pieces)
+    chunks = max(1, len(offsets) - 1)
+    return tuple(Send("sum", n, offsets[-1], index, chunks) for n in gathered if index < chunks)
 
 
 def _distance(fused: bool) -> int:
-    """How many stops a sum goes on, from the kernel that added to it to the next that does."""
+    """Number of steps from the kernel that added to a sum to the next kernel that does."""
     return 2 if fused else 1
 
 
 def _sums_inside(
-    route: Route, turn: tuple[Stop, ...], index: int, fused: bool
-) -> tuple[tuple[Send, ...], Stop | None]:
+    route: Route, offsets: tuple[Offset, ...], index: int, fused: bool
+) -> tuple[tuple[Send, ...], Offset | None]:
     """``(sends, adds_to)`` of a step's kernel.
 
-    The sum to which the step before has added is sent on. The kernel adds to a sum that has landed.
-    What the kernel at home makes stays there: it is not sent, and no other stop adds to it.
+    The sum of the previous step is sent on. The kernel adds to a sum that has been received. The
+    local block's sum is not sent, and no other step adds to it.
     """
     distance = _distance(fused)
     sends, adds_to = (), None
-    if index >= 1 and (start := turn[index - 1]) != route.home:
-        # Where no further kernel of the turn adds to it, it goes to where the turn's sums are
-        # brought together: to the turn's last stop, or home if this turn is the only one.
-        end = turn[-1] if len(route.turns) > 1 else route.home
-        if index - 1 + distance < len(turn):
-            end = turn[index - 1 + distance]
+    if index >= 1 and (start := offsets[index - 1]) != route.local:
+        # If no further kernel of the pass adds to it, it is sent to where the pass's sums are added
+        # up: to the pass's last step, or to its own device if there is only one pass.
+        end = offsets[-1] if len(route.passes) > 1 else route.local
+        if index - 1 + distance < len(offsets):
+            end = offsets[index - 1 + distance]
         sends = (Send("sum", start, end),)
-    if index >= distance and turn[index - distance] != route.home:
-        adds_to = turn[index - distance]
+    if index >= distance and offsets[index - distance] != route.local:
+        adds_to = offsets[index - distance]
     return sends, adds_to
 
 
-def _left_over(route: Route, turn: tuple[Stop, ...], fused: bool) -> tuple[Stop, ...]:
-    """The sums that no further kernel of the turn adds to, the last one first."""
-    return tuple(stop for stop in turn[::-1][: _distance(fused)] if stop != route.home)
+def _left_over(route: Route, offsets: tuple[Offset, ...], fused: bool) -> tuple[Offset, ...]:
+    """The sums that no further kernel of the pass adds to, the last one first."""
+    last_first = offsets[::-1][: _distance(fused)]
+    return tuple(offset for offset in last_first if offset != route.local)
 
 
 def _launches(
     fused: bool,
-    adds_to: Stop | None = None,
+    adds_to: Offset | None = None,
     sums: tuple[Send, ...] = (),
     blocks: tuple[Send, ...] = (),
 ) -> tuple[Launch, ...]:
-    """The kernels of one step.
-
-    Where there are two, the sum is sent beside the first one, and the block beside the second one.
+    """The kernels of a step. Of two, the first overlaps with the sum's send, the second with the
+    block's.
     """
     if fused:
         return (Launch("both", adds_to, sums + blocks),)
-    return Launch("stays", None, sums), Launch("travels", adds_to, blocks)
+    return Launch("stationary", None, sums), Launch("rotating", adds_to, blocks)
 
 
 class Hops(NamedTuple):
-    """How often a device sends a travelling array; a piece of one of p pieces counts 1 / p.
+    """How often a device sends each rotating array; a chunk of p chunks counts 1 / p.
 
     Attributes:
-      blocks: times that it sends a block, in the forward and in the backward.
-      sums: times that it sends a gradient sum, in the backward.
-      outer_blocks: of ``blocks``, those from turn to turn, over the outer axis of a ring of rings.
-      outer_sums: of ``sums``, those from turn to turn.
+      blocks: number of times it sends a block, in the forward pass and in the backward pass.
+      sums: number of times it sends a sum, in the backward pass.
+      outer_blocks: of ``blocks``, those from pass to pass, over the outer axis of a two-level ring.
+      outer_sums: of ``sums``, those from pass to pass.
     """
 
     blocks: int
@@ -305,8 +299,8 @@ class Hops(NamedTuple):
     outer_sums: int
 
     @property
-    def between_turns(self) -> Hops:
-        """Those from turn to turn alone."""
+    def between_passes(self) -> Hops:
+        """Those from pass to pass alone."""
         return self._replace(blocks=self.outer_blocks, sums=self.outer_sums)
 
 
@@ -315,20 +309,20 @@ def count_hops(route: Route) -> Hops:
     """The hops on a route. They are the same with one and with two backward kernels."""
     sends = [send for step in backward_schedule(route, fused=True) for send in step.all_sends]
     blocks, sums = ([send for send in sends if send.what == what] for what in ("block", "sum"))
-    outer_blocks, outer_sums = ([x for x in group if x.crosses] for group in (blocks, sums))
-    return Hops(*map(_times, (blocks, sums, outer_blocks, outer_sums)))
+    outer_blocks, outer_sums = ([x for x in group if x.is_outer] for group in (blocks, sums))
+    return Hops(*map(_count, (blocks, sums, outer_blocks, outer_sums)))
 
 
-def _times(sends: Iterable[Send]) -> int:
-    """How many whole blocks or sums these are: all pieces of one are among them."""
-    return sum(send.piece == send.pieces - 1 for send in sends)
+def _count(sends: Iterable[Send]) -> int:
+    """The number of whole blocks or sums, given all chunks of each."""
+    return sum(send.chunk == send.chunks - 1 for send in sends)
 
 
 def table(schedule: Schedule) -> str:
-    """A schedule as text: a line for each kernel, and what is sent beside it.
+    """A schedule as text: a line per kernel, and what is sent while it runs.
 
-    What is sent beside both kernels of a step has a line before the kernels. A line that begins
-    with "then" has the sums that are added when the step is over.
+    Sends that overlap with both kernels of a step have a line before the kernels. A line that
+    starts with "then" lists the sums that are added up after the step.
     """
     lines = []
     for step in schedule:
@@ -339,13 +333,13 @@ def table(schedule: Schedule) -> str:
         if len(step.launches) == 1:
             rows = [(rows[-1][0], step.sends + rows[-1][1])]
         if step.adds:
-            rows.append(("then " + " + ".join(f"sum {_text(stop)}" for stop in step.adds), ()))
-        name = _text(step.stop) + ("" if step.part == "whole" else f" {step.part}")
+            rows.append(("then " + " + ".join(f"sum {_text(name)}" for name in step.adds), ()))
+        name = _text(step.offset) + ("" if step.part == "whole" else f" {step.part}")
         for row, (kernel, sends) in enumerate(rows):
             sent = ", ".join(map(str, sends))
             lines.append(f"{'' if row else name:<13}{kernel:<21}{sent}".rstrip())
     return "\n".join(lines)
 
 
-def _text(stop: Stop) -> str:
-    return str(stop).replace(" ", "")
+def _text(offset: Offset) -> str:
+    return str(offset).replace(" ", "")

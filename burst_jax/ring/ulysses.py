@@ -1,13 +1,13 @@
-"""Ulysses: inside a node, devices that hold parts of the sequence take parts of the heads instead.
+"""Ulysses: an all-to-all from a shard of the sequence to a shard of the heads, and back.
 
 h devices on the axis, c tokens each. One all-to-all before attention, one after::
 
     [B, c, N, H]  the tokens of one device, all heads   (DeepSpeed-Ulysses, arXiv 2309.14509)
-        ->  [B, h c, N / h, H]  the tokens of all h devices, a part of the heads
+        ->  [B, h c, N / h, H]  the tokens of all h devices, N / h heads
 
-Each all-to-all sends ``(h - 1) / h`` of an array once, whatever the masks are. Inside a fast node
-that can take less time than the hops of a ring. Between nodes there is still a ring. Each of its
-shards is held by h devices.
+Each all-to-all sends ``(h - 1) / h`` of an array once, for every mask. Within a node that can be
+faster than the hops of a ring. Between nodes there is still a ring, of which h devices together
+hold a shard.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from jax.typing import DTypeLike
 
 
 def check_heads(heads: int, kv_heads: int, devices: int, name: str) -> None:
-    """Raises ValueError unless N query and K key/value heads can be dealt out to so many devices.
+    """Raises ValueError unless N query and K key/value heads can be sharded over ``devices``.
 
-    K may be a multiple of the devices, or a divisor: then devices share key heads, and each gets a
-    copy of the one it needs.
+    K may be a multiple of the devices, or a divisor: then each device gets a copy of its key head.
     """
     if heads % devices:
         raise ValueError(
@@ -38,14 +37,13 @@ def check_heads(heads: int, kv_heads: int, devices: int, name: str) -> None:
 
 
 def to_heads(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) -> jax.Array:
-    """All tokens of the axis' devices, this device's part of the heads.
+    """An all-to-all: the tokens of all devices of the axis, this device's shard of the heads.
 
     Args:
-      x: its ``tokens`` axis holds this device's tokens, its ``heads`` axis all heads. Fewer heads
-        than devices are copied, so that every device has one.
-      axis_name: the mesh axis; None leaves ``x`` as it is.
-      tokens: index of the axis of tokens.
-      heads: index of the axis of heads.
+      x: this device's tokens, all heads. If there are fewer heads than devices, they are copied.
+      axis_name: the mesh axis; None returns ``x``.
+      tokens: index of the array's token axis.
+      heads: index of its head axis.
     """
     if axis_name is None:
         return x
@@ -56,7 +54,7 @@ def to_heads(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) ->
 
 
 def to_tokens(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) -> jax.Array:
-    """The inverse: this device's tokens, all heads."""
+    """The inverse of :func:`to_heads`: this device's tokens, all heads."""
     if axis_name is None:
         return x
     return lax.all_to_all(x, axis_name, split_axis=tokens, concat_axis=heads, tiled=True)
@@ -73,10 +71,9 @@ def gradient_to_tokens(
 ) -> jax.Array:
     """The transpose of :func:`to_heads`: ``x`` float32, the result in ``dtype``.
 
-    Where heads were copied, the gradients of the copies travel in float32, and are summed in it.
-    Where they were not, a gradient is rounded before it travels: nothing is added to it, so the
-    result is the same, and half the bytes are sent. ``heads_before``: how many heads there were
-    before the exchange.
+    Gradients of copied heads are sent and summed in float32. Others are rounded before they are
+    sent: nothing is added to them, so the result is the same, with half the bytes.
+    ``heads_before``: number of heads before the all-to-all.
     """
     if axis_name is None:
         return x.astype(dtype)
@@ -89,9 +86,9 @@ def gradient_to_tokens(
 
 
 def own_heads(x: jax.Array, axis_name: str | None, *, heads: int = -1) -> jax.Array:
-    """The entries of ``x`` for the N / h heads that :func:`to_heads` leaves, along axis ``heads``.
+    """The entries of ``x`` for this device's N / h heads, along axis ``heads``.
 
-    Its gradient is JAX's own: zero for the heads of the other devices.
+    Its gradient is JAX's own: zero for the heads of other devices.
     """
     if axis_name is None:
         return x
@@ -100,7 +97,7 @@ def own_heads(x: jax.Array, axis_name: str | None, *, heads: int = -1) -> jax.Ar
 
 
 def all_tokens(x: jax.Array, axis_name: str | None) -> jax.Array:
-    """Segment ids, positions or KV bounds ``[B, c]`` or ``[c]``, of all the axis' devices.
+    """Gathers segment ids, positions or KV bounds ``[B, c]`` or ``[c]`` over the axis.
 
     Returns:
       ``[B, h c]`` or ``[h c]``.

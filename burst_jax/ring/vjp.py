@@ -1,25 +1,24 @@
-"""One device's attention with its gradient: the ring forward and backward, as a ``custom_vjp``."""
+"""One device's attention and its gradient: ring forward and backward, as a ``custom_vjp``."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from burst_jax.jax_compat import instantiated, primal_values
 from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.backward import backward
-from burst_jax.ring.derivatives import into_kernels, out_of_loops, reverse_mode_only
+from burst_jax.ring.derivatives import kernel_inputs, loop_results, reverse_mode_only
 from burst_jax.ring.forward import forward
 from burst_jax.ring.local import local_implementation, with_block_runs
 from burst_jax.ring.request import Request
-from burst_jax.ring.rotation import ShardShape, choose_rotation
+from burst_jax.ring.rotation import Rotation, ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
 from burst_jax.ring.ulysses import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, SharedInputs, vary, varying_axes
@@ -27,7 +26,7 @@ from pallas_kernels.arrays import row_major
 from pallas_kernels.inputs import Carry, PerHead
 from pallas_kernels.score import sink_gradient
 
-# The names under which a remat policy can keep a ring's results, so that no ring runs twice:
+# The names under which a remat policy can save a ring's results, so that no ring runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
 CHECKPOINT_NAMES = ("burst_out", "burst_lse")
 
@@ -35,17 +34,17 @@ CHECKPOINT_NAMES = ("burst_out", "burst_lse")
 def attend_shard(
     request: Request, inputs: AttentionInputs, target: Target | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """What a request asks for, on one device's arrays; inside a ``shard_map`` if there is a ring.
+    """Attention on one device's arrays; inside a ``shard_map`` if there is a ring.
 
     Args:
-      request: checked, as the arrays are.
-      inputs: the arrays.
+      request: the static part of the call.
+      inputs: this device's arrays, checked.
       target: what it will run on; None is what the code being traced will run on.
 
     Returns:
       ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
     """
-    inputs = for_ring(request, inputs)
+    inputs = prepared(request, inputs)
     per_head = inputs.shared.per_head
     q, k, v, *values = reverse_mode_only(
         inputs.query.q, inputs.kv.k, inputs.kv.v, *per_head.values()
@@ -60,8 +59,8 @@ def attend_shard(
     return out, lse.swapaxes(1, 2)
 
 
-def for_ring(request: Request, inputs: AttentionInputs) -> AttentionInputs:
-    """The arrays of a call as the ring takes them: of what has heads, this device's heads alone.
+def prepared(request: Request, inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs marked as varying, and the shared inputs of this device's Ulysses heads alone.
 
     Every array is marked as varying over the ring's axes, and over each further manual axis that
     one of them varies over. The mark's transpose sums the gradient of an array that was the same on
@@ -79,19 +78,8 @@ def for_ring(request: Request, inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(shared=SharedInputs(sinks, slopes, seeds, blocks, indices))
 
 
-def _run_ring(
-    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs
-) -> tuple[jax.Array, jax.Array]:
-    """:func:`attend_shard` on marked arrays, with lse ``[B, N, T]``.
-
-    ``kv_heads`` is K, which the gradient has to know. Per-head parameters are those of the heads
-    that this device has after the exchange.
-    """
-    return _ring_fwd(request, target, kv_heads, inputs)[0]
-
-
-def exchanged(request: Request, inputs: AttentionInputs) -> AttentionInputs:
-    """What the ring runs on: the tokens and heads that this device has after the exchange."""
+def ring_inputs(request: Request, inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs after the Ulysses all-to-all, with zeros in padding."""
     axis, (query, kv, shared) = request.ulysses_axis, inputs
     q = _without_padding(query.q, query.segment_ids)
     k, v = (_without_padding(x, kv.segment_ids) for x in (kv.k, kv.v))
@@ -100,22 +88,21 @@ def exchanged(request: Request, inputs: AttentionInputs) -> AttentionInputs:
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()} for side in (query, kv)
     )
     sides = query._replace(q=q, **q_arrays), kv._replace(k=k, v=v, **kv_arrays)
-    inputs = AttentionInputs(*sides, shared)
-    return with_block_runs(request, inputs)
+    return with_block_runs(request, AttentionInputs(*sides, shared))
 
 
-def attend_exchanged(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
-    """The ring's forward: out and lse ``[B, N, T]`` of the tokens and heads of these inputs."""
+def ring_forward(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
+    """The forward ring on :func:`ring_inputs`: out, and lse ``[B, N, T]``."""
     implementation = local_implementation(request, target, inputs)
-    results = forward(request, implementation, into_kernels(implementation, inputs))
-    return out_of_loops(implementation, results)
+    results = forward(request, implementation, kernel_inputs(implementation, inputs))
+    return loop_results(implementation, results)
 
 
 def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
     """``x`` with zeros where its tokens, along the axis ``tokens``, are padding.
 
-    The masks give padding the weight 0, and 0 times infinity or NaN is NaN. So whatever a caller
-    left in the padding is taken out before it is multiplied with anything.
+    Masks give padding the weight 0, and 0 times infinity or NaN is NaN. So the caller's values in
+    the padding are removed before they are multiplied with anything.
     """
     if segment_ids is None:
         return x
@@ -125,53 +112,39 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
 
 
 class Residuals(NamedTuple):
-    """What the gradient needs of the forward, whichever implementation made it.
+    """What the backward pass reads of the forward pass, for every implementation.
 
     Attributes:
-      exchanged: what the ring ran on, after the exchange.
-      out: ``[B, T, N, Hv]``, this device's tokens before the exchange.
+      inputs: :func:`ring_inputs`.
+      out: ``[B, T, N, Hv]``, this device's tokens before the all-to-all.
       lse: ``[B, N, T]``, with the ring's tokens and heads.
-      q_segment_ids: of this device's tokens before the exchange.
-      differentiated: which numbers of each head need a gradient, said by an array's length
-        (:func:`marked_numbers`). JAX keeps one tree structure of residuals for all traces of a
-        custom_vjp, so a structure may not say what differs from trace to trace. None without
-        numbers.
+      q_segment_ids: of this device's tokens before the all-to-all.
+      differentiated: the per-head parameters that need a gradient; of the others no heads, ``[0]``.
+        They have entries because JAX requires one tree of residuals for all traces of a
+        ``custom_vjp``, whatever is differentiated.
     """
 
-    exchanged: AttentionInputs
+    inputs: AttentionInputs
     out: jax.Array
     lse: jax.Array
     q_segment_ids: jax.Array | None
-    differentiated: jax.Array | None
+    differentiated: PerHead
 
 
-def _ring_fwd(
-    request: Request,
-    target: Target,
-    kv_heads: int,
-    inputs: AttentionInputs,
-    differentiated: jax.Array | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    del kv_heads
-    ran_on = exchanged(request, inputs)
-    carry = attend_exchanged(request, target, ran_on)
-    return given_back(request, inputs, ran_on, carry, differentiated)
-
-
-def given_back(
+def outputs_and_residuals(
     request: Request,
     inputs: AttentionInputs,
-    ran_on: AttentionInputs,
+    of_ring: AttentionInputs,
     carry: Carry,
-    differentiated: jax.Array | None,
+    differentiated: PerHead,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """What a ring gives back, and what its gradient needs.
+    """What the forward rule of a ring returns.
 
     Args:
-      request: the call.
+      request: the static part of the call.
       inputs: its arrays.
-      ran_on: :func:`exchanged` of them.
-      carry: :func:`attend_exchanged` of that.
+      of_ring: :func:`ring_inputs` of them.
+      carry: :func:`ring_forward` of those.
       differentiated: see :class:`Residuals`.
     """
     axis, (out, lse) = request.ulysses_axis, carry
@@ -179,108 +152,113 @@ def given_back(
     lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
     lse_here = to_tokens(lse, axis, tokens=2, heads=1)
     ids = inputs.query.segment_ids
-    return (out, lse_here), Residuals(ran_on, out, lse, ids, differentiated)
+    return (out, lse_here), Residuals(of_ring, out, lse, ids, differentiated)
 
 
-def _ring_with_parameters_fwd(
+def _attend(
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`attend_shard` on prepared inputs, with lse ``[B, N, T]``; ``kv_heads`` is K."""
+    return _attend_fwd(request, target, kv_heads, inputs)[0]
+
+
+def _attend_fwd(
+    request: Request,
+    target: Target,
+    kv_heads: int,
+    inputs: AttentionInputs,
+    differentiated: PerHead | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
+    del kv_heads
+    of_ring = ring_inputs(request, inputs)
+    carry = ring_forward(request, target, of_ring)
+    return outputs_and_residuals(request, inputs, of_ring, carry, differentiated or {})
+
+
+def _attend_with_parameters_fwd(
     request: Request, target: Target, kv_heads: int, primals: Any
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """:func:`_ring_fwd` on primals that know which of them are differentiated."""
-    differentiated = [name for name, x in primals.shared.per_head.items() if x.perturbed]
-    inputs = custom_vjp_primal_tree_values(primals)
-    marked = marked_numbers(differentiated, inputs.shared.per_head)
-    return _ring_fwd(request, target, kv_heads, inputs, marked)
+    """:func:`_attend_fwd` on primals that know which of them are differentiated."""
+    differentiated = {
+        name: x.value if x.perturbed else x.value[:0] for name, x in primals.shared.per_head.items()
+    }
+    return _attend_fwd(request, target, kv_heads, primal_values(primals), differentiated)
 
 
-def marked_numbers(differentiated: Iterable[str], per_head: PerHead) -> jax.Array:
-    """An array whose length says which numbers are differentiated: 1, and 2^i for the i-th name."""
-    names = sorted(per_head)
-    return jnp.zeros((1 + sum(2 ** names.index(name) for name in differentiated),), bool)
+def _rotation(request: Request, inputs: AttentionInputs) -> Rotation:
+    """The side that rotates in the backward pass."""
+    lengths, (q, k, v) = (inputs.q_length, inputs.kv_length), (inputs.query.q, *inputs.kv[:2])
+    shape = ShardShape(
+        *lengths, q.shape[2], k.shape[2], q.shape[3], q.dtype.itemsize, value_dim=v.shape[3]
+    )
+    return choose_rotation(
+        request.rotation,
+        shape,
+        kv_hops=count_hops(request.route(*lengths)),
+        query_hops=count_hops(request.route(*lengths, rotates_query=True)),
+    )
 
 
-def _names_of(marked: jax.Array | None, per_head: PerHead) -> list[str]:
-    """The inverse of :func:`marked_numbers`."""
-    bits = 0 if marked is None else marked.shape[0] - 1
-    return [name for i, name in enumerate(sorted(per_head)) if bits >> i & 1]
-
-
-def _instantiated(cotangent: jax.Array | SymbolicZero, like: jax.Array) -> jax.Array:
-    """A cotangent as an array, which varies from device to device as ``like`` does."""
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(like))
-
-
-def ring_gradient(
+def ring_backward(
     request: Request,
     target: Target,
     kv_heads: int,
     residuals: Residuals,
-    cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
+    cotangents: tuple[Any, Any],
 ) -> tuple[AttentionInputs]:
-    """The gradients of a ring's arrays, by the backward ring."""
-    ran_on, out, lse, segment_ids_here, marked = residuals
-    query, kv, shared = ran_on
-    per_head = shared.per_head
-    differentiated = _names_of(marked, per_head)
-    do, dlse = (_instantiated(x, out) for x in cotangents)
-    do = _without_padding(do, segment_ids_here)
+    """The gradients of a ring's inputs, by the backward ring."""
+    (query, kv, shared), out, lse, segment_ids_here, parameters = residuals
     axis = request.ulysses_axis
+
+    def zeros(aval: Any) -> jax.Array:
+        return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(out))
+
+    do, dlse = (instantiated(x, zeros) for x in cotangents)
+    do = _without_padding(do, segment_ids_here)
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
-    # XLA would lay out and dO out by heads, as delta is. In a scan over layers out is a slice of
-    # what all of them have kept, and the whole stack would be copied.
+    # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
+    # slice of a stack, which would be copied whole.
     products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Nor may XLA swap the axes where it sums: that kernel takes six times as long as the sums.
+    # Nor may XLA swap the axes in the reduction: that kernel takes six times as long.
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
-    # A row that sees no key has no weights, and 0 times what is not a number is not a number.
+    # A query that attends to nothing has no weights, and 0 times NaN is NaN.
     delta = jnp.where(lse == -jnp.inf, 0, delta)
-    # The backward ring starts when all of its inputs are there. XLA would otherwise hoist a permute
-    # of it into the forward ring, where it takes the link from one that the forward waits for.
+    # The backward ring starts when all of its inputs are there. XLA would otherwise hoist one of
+    # its permutes into the forward ring, where it delays one that the forward pass waits for.
     q, do, (k, v), lse, delta = lax.optimization_barrier((query.q, do, (kv.k, kv.v), lse, delta))
-    lengths = query.length, kv.length
-    rotation = choose_rotation(
-        request.rotation,
-        ShardShape(
-            *lengths,
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            head_dim=q.shape[3],
-            itemsize=q.dtype.itemsize,
-            value_dim=v.shape[3],
-        ),
-        kv_hops=count_hops(request.route(*lengths)),
-        query_hops=count_hops(request.route(*lengths, queries_travel=True)),
-    )
-    request = request.differentiating(differentiated)
     inputs = AttentionInputs(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )
+    differentiated = [name for name, x in parameters.items() if x.shape[0]]
+    request = request.differentiating(differentiated)
     implementation = local_implementation(request, target, inputs, backward=True)
-    results = backward(request, implementation, into_kernels(implementation, inputs), rotation)
-    dq, dkv, gradients = out_of_loops(implementation, results)
+    results = backward(
+        request, implementation, kernel_inputs(implementation, inputs), _rotation(request, inputs)
+    )
+    dq, dkv, gradients = loop_results(implementation, results)
     dq, dkv = vary(dq, varying_axes(q)), vary(dkv, varying_axes(k, v))
     dq = gradient_to_tokens(dq, q.dtype, axis, heads_before=out.shape[2], tokens=1, heads=2)
     dk, dv = (
         gradient_to_tokens(x, q.dtype, axis, heads_before=kv_heads, tokens=1, heads=2) for x in dkv
     )
     if shared.sink_logits is not None:
-        # The lse of padding is its head's sink, so its gradient is a part of the sink's.
+        # The lse of padding is its head's sink, so lse's gradient there is part of the sink's.
         of_all = to_heads(products - dlse, axis, tokens=2, heads=1)
         gradients["sink_logits"] = sink_gradient(shared.sink_logits, lse, of_all)
+    per_head = shared.per_head
     wanted = {name: vary(gradients[name], varying_axes(per_head[name])) for name in differentiated}
     return (AttentionInputs(QuerySide(dq), KVSide(dk, dv), SharedInputs().with_per_head(wanted)),)
 
 
-_ring = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
-_ring.defvjp(_ring_fwd, ring_gradient)
+_ring = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
+_ring.defvjp(_attend_fwd, ring_backward)
 
-# The gradients of per-head parameters cost time, so they are made only if somebody takes them.
-# Symbolic zeros tell. In a shard_map outside of any jax.jit, JAX cannot call a custom_vjp that has
-# them, but it can call a jax.jit around one.
-_differentiated = jax.custom_vjp(_run_ring, nondiff_argnums=(0, 1, 2))
-_differentiated.defvjp(_ring_with_parameters_fwd, ring_gradient, symbolic_zeros=True)
+# The gradients of per-head parameters take time, so they are computed only where they are needed,
+# which symbolic zeros tell the forward rule. In a shard_map outside of any jax.jit, JAX cannot call
+# a custom_vjp with symbolic zeros, but it can call a jax.jit around one.
+_differentiated = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
+_differentiated.defvjp(_attend_with_parameters_fwd, ring_backward, symbolic_zeros=True)
 _ring_with_parameters = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)

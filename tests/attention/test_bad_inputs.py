@@ -264,8 +264,8 @@ def test_weights_split_over_auto_axes_need_rules(model):
     split = jax.NamedSharding(mesh, P(None, "seq"))
     kernel.set_value(jax.device_put(kernel.get_value(), split))
     message = (
-        r"layers.mlp.up.kernel is split as P\(None, 'seq'.*\) over Auto mesh axes, and the decoder "
-        r"has no rules: .*; pass rules=ShardingRules\(...\), or make the weights whole"
+        r"layers.mlp.up.kernel is sharded as P\(None, 'seq'.*\) over Auto mesh axes, and the decode"
+        r"r has no rules: .*; pass rules=ShardingRules\(...\), or replicate the weights"
     )
     step, eval_step = make_train_step(graphdef, optimizer), make_eval_step(graphdef)
     moments = optimizer.transform.init(params)

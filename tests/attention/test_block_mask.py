@@ -26,8 +26,7 @@ from rings import forward_and_gradients, make_inputs
 import burst_jax
 from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
-from burst_jax.ring.route import RingMask, make_route
-from burst_jax.ring.work import scores_by_stop
+from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
     AttentionInputs,
     BlockMask,
@@ -159,7 +158,7 @@ def test_tables_of_heads_that_an_axis_splits(kind):
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
 
 
-def scores_that_count(sizes, layout, lengths, window, table, queries_travel, stop):
+def scores_that_count(sizes, layout, lengths, window, table, rotates_query, stop):
     """How many scores count at a stop, by device, by the mask written out."""
     n = math.prod(sizes)
     t, s = (n * length for length in lengths)
@@ -169,15 +168,15 @@ def scores_that_count(sizes, layout, lengths, window, table, queries_travel, sto
     for device in range(n):
         place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
         source = np.ravel_multi_index(tuple(place), sizes)
-        at_q, at_kv = (source, device) if queries_travel else (device, source)
+        at_q, at_kv = (source, device) if rotates_query else (device, source)
         counts.append(int(keep[np.ix_(q[at_q], kv[at_kv])].sum()))
     return counts
 
 
-@pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])
+@pytest.mark.parametrize("rotates_query", [False, True], ids=["keys", "queries"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(3,), (4,), (2, 3)], ids=str)
-def test_a_known_table_leaves_out_stops_and_counts_scores(sizes, layout, queries_travel):
+def test_a_known_table_leaves_out_stops_and_counts_scores(sizes, layout, rotates_query):
     n, left_out = math.prod(sizes), 0
     for index, ((t, s), blocks) in enumerate(
         [((8, 8), (2, 4)), ((6, 4), (3, 2)), ((12, 6), (4, 1)), ((8, 8), (1, 2))]
@@ -187,17 +186,17 @@ def test_a_known_table_leaves_out_stops_and_counts_scores(sizes, layout, queries
         table.flat[rng.choice(table.size, 2)] = True
         for window in ((None, None), (None, 0), (7, 3)):
             known = Blocks(*blocks, table.shape, np.packbits(table).tobytes())
-            mask = RingMask(sizes, layout, t, s, Mask(*window), queries_travel, 0, known)
+            mask = RingMask(sizes, layout, t, s, Mask(*window), rotates_query, 0, known)
             route = make_route(("outer", "inner")[-len(sizes) :], mask)
-            of = sizes, layout, (t, s), window, table, queries_travel
+            of = sizes, layout, (t, s), window, table, rotates_query
             counts = {
                 stop: scores_that_count(*of, stop) for stop in itertools.product(*map(range, sizes))
             }
             wanted = {stop for stop, by_device in counts.items() if any(by_device)}
             wanted |= {(0,) * len(sizes)}
-            assert set(route.stops) == wanted
+            assert set(route.offsets) == wanted
             left_out += n - len(wanted)
-            for stop, (most, mean) in scores_by_stop(route, mask).items():
+            for stop, (most, mean) in scores_per_step(route, mask).items():
                 assert (most, mean) == (max(counts[stop]), np.mean(counts[stop]))
     assert left_out
 

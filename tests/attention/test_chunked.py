@@ -102,7 +102,7 @@ def test_a_ring_skips_hops_between_chunks(layout, size, causal, offset, hops):
         size_of=lambda *_: 4,
         head_dim=8,
     )
-    assert len(request.route(32, 32).stops) - 1 == hops
+    assert len(request.route(32, 32).offsets) - 1 == hops
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "8", np.array([8])])

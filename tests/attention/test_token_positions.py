@@ -161,7 +161,7 @@ def test_which_hops_an_offset_leaves_out():
             head_dim=8,
             arrays=traced,
         )
-        return len(request.route(4, 16).stops) - 1
+        return len(request.route(4, 16).offsets) - 1
 
     # On device r are queries offset + 4r ..; a query at position p needs the keys of p // 16.
     assert hops(0, is_causal=True) == 3

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels compiled for an H100, and what the assembler says of them."""
+"""The Mosaic GPU kernels compiled for an H100, and what the assembler reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemo
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.hopper_kernels]
 
-# More items than an H100 has multiprocessors: programs loop over them, which takes registers.
+# More work tiles than an H100 has SMs: each CTA loops over several, which takes registers.
 BATCH, HEADS, KV_HEADS = 2, 16, 8
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 SCALES = (0.1 + i / 1024 for i in itertools.count())
@@ -51,8 +51,8 @@ def compile_one(
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes.
       segments: with segment ids, where ``full`` does not say so.
-      ranges: with starts and ends of the keys that each query sees.
-      blocks: with a mask by blocks, of each head its own.
+      ranges: with per-query KV bounds.
+      blocks: with a block-sparse mask per head.
       dropout: with dropped weights.
       value_dim: the head dim of values; None is ``dim``.
       mods: the functions of scores: "score", "mask", both, or "added" for one that only adds to
@@ -131,7 +131,7 @@ def compile_one(
 
 @pytest.fixture
 def report(monkeypatch, capfd):
-    """``report(...)``: what the assembler says while :func:`compile_one` runs."""
+    """``report(...)``: what the assembler reports while :func:`compile_one` runs."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def run(*args, **kwargs):
@@ -144,159 +144,77 @@ def report(monkeypatch, capfd):
     return run
 
 
-def fits(seen):
-    """No register is spilled, and matrix instructions run beside each other."""
+FRESH, SEGMENTS, FULL = {"carried": False}, {"segments": True}, {"full": True}
+PARAMETERS, BOTH = {"numbers": True}, {"numbers": True, "segments": True}
+LAST = {"carried": False, "rounded": True}
+CLUSTERS = ((64, 128), (80, 128), (112, 128), (128, 128), (192, 64), (256, 64))
+CALLS = [
+    # Every head dim, on a float32 carry that is changed in place.
+    *(("forward", dim, {}) for dim in range(16, 257, 16)),
+    *(("forward", dim, FULL) for dim in (64, 128, 192, 240, 256)),
+    # A ring's first call has no carry, its last one rounds o.
+    *(("forward", dim, FULL | last) for dim in (64, 128) for last in (FRESH, {"rounded": True})),
+    *(("backward", d, x) for d in (32, 64, 96, 128) for x in (FULL | FRESH, FULL, {})),
+    # Without a ring dK and dV are rounded in the kernel.
+    *(("backward", dim, LAST | masks) for dim in (64, 128) for masks in (FULL, SEGMENTS)),
+    # Sink logits and ALiBi slopes.
+    *(("forward", d, x | FRESH) for d in (64, 128, 256) for x in (PARAMETERS, BOTH)),
+    *(("forward", 128, parameters) for parameters in (PARAMETERS, BOTH)),
+    *(("backward", dim, parameters) for dim in (64, 128) for parameters in (PARAMETERS, BOTH)),
+    *(("backward", 128, parameters | FRESH) for parameters in (PARAMETERS, BOTH)),
+    *(
+        (half, dim, {"dropout": True} | masks)
+        for half in ("forward", "backward")
+        for dim in (64, 128)
+        for masks in ({}, SEGMENTS)
+    ),
+    # Per-query KV bounds.
+    *((half, dim, {"ranges": True} | more) for half, dim, more in (
+        ("forward", 64, {}), ("forward", 128, FULL), ("forward", 256, {}), ("backward", 64, FULL),
+        ("backward", 128, {}), ("backward", 128, SEGMENTS), ("backward", 128, PARAMETERS),
+    )),
+    *((half, dim, {"blocks": True} | more) for half, dim, more in (
+        ("forward", 64, {}), ("forward", 128, FULL), ("forward", 128, BOTH),
+        ("backward", 64, FULL), ("backward", 128, {}), ("backward", 128, BOTH),
+    )),
+    *((half, dim, {"mods": mods} | more) for half, dim, mods, more in (
+        ("forward", 64, "score", {}), ("forward", 64, "score+mask", FULL),
+        ("forward", 128, "score+mask", FULL), ("forward", 256, "score+mask", {}),
+        ("backward", 64, "score", {}), ("backward", 64, "score+mask", FULL),
+        ("backward", 64, "score+mask", BOTH), ("backward", 128, "mask", {}),
+        ("backward", 128, "added", {}), ("backward", 128, "added+mask", {}),
+    )),
+    # Multi-head latent attention, and other head dims of values.
+    *(("forward", 192, {"value_dim": 128} | x) for x in (FRESH, FULL, {"rounded": True}, BOTH)),
+    ("forward", 64, FULL | {"value_dim": 256}),
+    ("backward", 128, FULL | {"value_dim": 64}),
+    ("backward", 64, FULL | {"value_dim": 128}),
+    # Thread-block clusters of two.
+    *(
+        ("forward", dim, masks | {"forward_config": MosaicConfig(128, block_kv, 2, cluster=2)})
+        for dim, block_kv in CLUSTERS
+        for masks in ({}, FULL)
+    ),
+    *((half, 128, FULL | {"dtype": "float16"}) for half in ("forward", "backward")),
+]  # fmt: skip
+
+
+def call_id(value):
+    if not isinstance(value, dict):
+        return str(value)
+    words = (k if v is True else f"no_{k}" if v is False else v for k, v in value.items())
+    return "+".join("cluster" if isinstance(x, MosaicConfig) else str(x) for x in words) or "causal"
+
+
+@pytest.mark.parametrize(("half", "dim", "options"), CALLS, ids=call_id)
+def test_kernels_fit_in_the_registers(report, half, dim, options):
+    """No register is spilled, and matrix instructions overlap."""
+    seen = report(half, dim, **options)
     assert len(seen.kernels) == 1
     if seen.shares_ignored:
         _compiler_links.append(True)
         pytest.xfail(LINKED)
     assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
-
-
-@pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments"])
-@pytest.mark.parametrize(
-    ("half", "dim", "carried"),
-    [
-        ("forward", 64, False),
-        ("forward", 128, False),
-        ("forward", 128, True),
-        ("forward", 256, False),
-        ("backward", 64, True),
-        ("backward", 128, False),
-        ("backward", 128, True),
-    ],
-)
-def test_sinks_and_slopes_fit_in_the_registers(report, half, dim, carried, segments):
-    fits(report(half, dim, carried=carried, numbers=True, segments=segments))
-
-
-@pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("half", ["forward", "backward"])
-def test_dropout_fits_in_the_registers(report, half, dim, segments):
-    fits(report(half, dim, dropout=True, segments=segments))
-
-
-@pytest.mark.parametrize(
-    ("half", "dim", "options"),
-    [
-        ("forward", 64, {}),
-        ("forward", 128, {"full": True}),
-        ("forward", 256, {}),
-        ("backward", 64, {"full": True}),
-        ("backward", 128, {}),
-        ("backward", 128, {"segments": True}),
-        ("backward", 128, {"numbers": True}),
-    ],
-    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
-)
-def test_ranges_of_keys_fit_in_the_registers(report, half, dim, options):
-    fits(report(half, dim, ranges=True, **options))
-
-
-@pytest.mark.parametrize(
-    ("half", "dim", "options"),
-    [
-        ("forward", 64, {}),
-        ("forward", 128, {"full": True}),
-        ("forward", 128, {"numbers": True, "segments": True}),
-        ("backward", 64, {"full": True}),
-        ("backward", 128, {}),
-        ("backward", 128, {"numbers": True, "segments": True}),
-    ],
-    ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
-)
-def test_masks_by_blocks_fit_in_the_registers(report, half, dim, options):
-    fits(report(half, dim, blocks=True, **options))
-
-
-@pytest.mark.parametrize(
-    ("half", "dim", "options"),
-    [
-        *itertools.product(
-            ["forward", "backward"],
-            [64],
-            [{"mods": "score"}, {"mods": "score+mask", "full": True}],
-        ),
-        ("forward", 128, {"mods": "score+mask", "full": True}),
-        ("forward", 256, {"mods": "score+mask"}),
-        ("backward", 128, {"mods": "mask"}),
-        ("backward", 128, {"mods": "added"}),
-        ("backward", 128, {"mods": "added+mask"}),
-        ("backward", 64, {"mods": "score+mask", "numbers": True, "segments": True}),
-    ],
-    ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else str(value),
-)
-def test_functions_of_scores_fit_in_the_registers(report, half, dim, options):
-    fits(report(half, dim, **options))
-
-
-@pytest.mark.parametrize(
-    ("dim", "full"),
-    [
-        *itertools.product(range(16, 257, 16), [False]),
-        *itertools.product([64, 128, 192, 240, 256], [True]),
-    ],
-)
-def test_forward_fits_in_the_registers(report, dim, full):
-    """Every head dim, on a float32 carry that is changed in place."""
-    fits(report("forward", dim, full=full))
-
-
-@pytest.mark.parametrize(("carried", "rounded"), [(False, False), (True, True)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_first_and_last_forward_fit_in_the_registers(report, dim, carried, rounded):
-    """A ring's first call has no carry, its last one rounds o."""
-    fits(report("forward", dim, full=True, carried=carried, rounded=rounded))
-
-
-@pytest.mark.parametrize(
-    ("carried", "full"),
-    [(False, True), (True, True), (True, False)],
-    ids=["fresh-full", "added-full", "added-plain"],
-)
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
-def test_backward_fits_in_the_registers(report, dim, carried, full):
-    fits(report("backward", dim, full=full, carried=carried))
-
-
-@pytest.mark.parametrize("options", [{"full": True}, {"segments": True}], ids="+".join)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_backward_that_rounds_fits_in_the_registers(report, dim, options):
-    """Where no ring adds to them, dK and dV are rounded in the kernel."""
-    fits(report("backward", dim, carried=False, rounded=True, **options))
-
-
-@pytest.mark.parametrize(
-    ("half", "dim", "value_dim", "options"),
-    [
-        # Multi-head latent attention, as DeepSeek's models have it: a ring's first call, its others
-        # and its last one; a call with everything that takes registers.
-        ("forward", 192, 128, {"carried": False}),
-        ("forward", 192, 128, {"full": True}),
-        ("forward", 192, 128, {"rounded": True}),
-        ("forward", 192, 128, {"numbers": True, "segments": True}),
-        ("forward", 64, 256, {"full": True}),
-        ("backward", 128, 64, {"full": True}),
-        ("backward", 64, 128, {"full": True}),
-    ],
-)
-def test_values_of_another_head_dim_fit_in_the_registers(report, half, dim, value_dim, options):
-    fits(report(half, dim, value_dim=value_dim, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"full": True}], ids=["causal", "full"])
-@pytest.mark.parametrize(
-    ("dim", "block_kv"), [(64, 128), (80, 128), (112, 128), (128, 128), (192, 64), (256, 64)]
-)
-def test_programs_of_a_cluster_fit_in_the_registers(report, dim, block_kv, options):
-    config = MosaicConfig(128, block_kv, 2, cluster=2)
-    fits(report("forward", dim, forward_config=config, **options))
-
-
-@pytest.mark.parametrize(("half", "dim"), [("forward", 128), ("backward", 128)])
-def test_float16_fits_in_the_registers(report, half, dim):
-    fits(report(half, dim, full=True, dtype="float16"))
 
 
 def test_a_kernel_that_spills_is_recognised(report):
@@ -359,7 +277,7 @@ def test_both_forms_of_the_report_are_read(text, fits):
     ],
 )  # fmt: skip
 def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim, rounded):
-    """Asked for more stages than there is memory for: the error says how much they take."""
+    """With more stages than fit in shared memory, the error reports their size."""
     shipped = forward_config(dim) if half == "forward" else backward_config(dim)
     dims = {"head_dim": dim, "dtype": jnp.bfloat16, "value_dim": value_dim}
 
@@ -383,8 +301,8 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim,
     assert taken <= computed(config) <= taken + 2048
 
 
-def test_programs_that_take_several_items_compile_under_a_checked_shard_map():
-    """The count of items taken must be given to them however shard_map types their arrays."""
+def test_ctas_with_several_work_tiles_compile_under_a_checked_shard_map():
+    """The work-tile counter is an argument, whatever mesh axes shard_map marks the arrays with."""
     mesh = compiled.gpu_mesh("h100", 1)
     sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
     query = jax.ShapeDtypeStruct((1, 2048, 16, 64), jnp.bfloat16, sharding=sharding)

@@ -83,17 +83,17 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
         for shapes, _ in sent:
             assert {math.prod(shape) for shape in shapes} <= elements | {block}
         of_weights = [
-            (sum(math.prod(shape) != block for shape in shapes), beside) for shapes, beside in sent
+            (sum(math.prod(shape) != block for shape in shapes), during) for shapes, during in sent
         ]
         # A layer's seven matrices travel together, its gradients, or both.
-        loops.append([(count, beside) for count, beside in of_weights if count in (7, 14)])
+        loops.append([(count, during) for count, during in of_weights if count in (7, 14)])
     forward, backward = sorted(
         (loop for loop in loops if loop), key=lambda loop: sum(count for count, _ in loop)
     )
     assert sum(count for count, _ in forward) == 7 * distances
     assert sum(count for count, _ in backward) == 14 * distances
     if config is WIDE:
-        assert sum(bool(beside) for _, beside in forward) > distances / 2
+        assert sum(bool(during) for _, during in forward) > distances / 2
     memory: Any = program.memory_analysis()
     held = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -132,7 +132,7 @@ def compiled_and_planned(config, tokens):
 
 
 def test_some_layers_that_are_selective_take_the_memory_that_the_planner_says():
-    """It lies between the memory of all layers as "attention" and of all as "selective"."""
+    """It is between the memory of all layers as "attention" and of all as "selective"."""
     config = dataclasses.replace(
         CONFIG, num_layers=4, remat="selective", remat_layers=2, post_norms=True
     )
@@ -162,7 +162,7 @@ def test_what_is_offloaded_travels_to_the_host_beside_kernels():
     copies = [compiled.host_copies(program, name) for name in compiled.computations(program)]
     (forward,) = (found for found in copies if any("update" in name for name, _ in found))
     assert len(forward) == 3
-    # A layer's input leaves while its ring runs, out and lse beside the matrix products after it.
+    # A layer's input leaves while its ring runs, out and lse during the matrix products after it.
     assert all(works for _, works in forward)
     assert any("pallas_call" in work for _, works in forward for work in works)
 
@@ -202,7 +202,7 @@ def test_the_loss_takes_three_products_and_the_memory_of_a_chunk(kernel_dtype, t
     assert sorted(result for *_, result in products) == sorted(results)
     assert all(factor.startswith("bf16[") for *factors, _ in products for factor in factors)
     # The slopes, a quarter of the chunk's float32 logits, and for a kernel of bfloat16 the sum of
-    # its gradient; for one of float32 its copy in bfloat16. Nothing beside is as large as a tenth.
+    # its gradient; for one of float32 its copy in bfloat16. Nothing else is as large as a tenth.
     kernel = features * vocab
     held = 2 * chunk * vocab + chunk * vocab + (4 if kernel_dtype == jnp.bfloat16 else 2) * kernel
     assert compiled.temp_bytes(program) < 1.1 * held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from typing import Any
@@ -157,6 +158,10 @@ def test_a_separator_is_no_sequence_of_its_own(tmp_path):
     loader = loader_of(open_corpus(tmp_path / "a.txt"), epochs=1, tokens=ByteTokens(separator=0))
     found = sorted((each.tolist() for each in segments(taken(loader))), key=len)
     assert found == [[ord("x"), 0], [ord("x")] * (SEQ_LEN + 1)]
+    # Nor is the last token of a line that fills two sequences, whose first tokens overlap.
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * (2 * SEQ_LEN + 1)}))
+    found = segments(taken(loader_of(open_corpus(tmp_path / "a.jsonl"), epochs=1)))
+    assert [len(each) for each in found] == [SEQ_LEN + 1] * 2
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
@@ -186,12 +191,14 @@ def test_tokens_are_those_of_the_text(tmp_path, text, bpe, packing):
 
 @pytest.mark.parametrize("letters", ["漢字", "🌀🌊", "aé漢🌀"], ids=["3-bytes", "4-bytes", "mixed"])
 def test_cuts_never_split_a_character(tmp_path, bpe, letters):
-    (tmp_path / "a.txt").write_text(letters * 1500)
-    tokens, decoded = TokenizerFile(bpe), ""
-    for part in open_corpus(tmp_path / "a.txt").split(0.3):
-        batches = taken(loader_of(part, tokens=tokens, epochs=1, packing="split", batch=1))
-        decoded += tokens.decode(np.concatenate(list(segments(batches))))
-    assert Counter(decoded) == dict.fromkeys(letters, 1500)
+    tokens = TokenizerFile(bpe)
+    for shift in range(len(letters[-1].encode())):  # Cuts at each byte of a character.
+        text, decoded = "b" * shift + letters * 500, ""
+        (tmp_path / "a.txt").write_text(text)
+        for part in open_corpus(tmp_path / "a.txt").split(0.3):
+            batches = taken(loader_of(part, tokens=tokens, epochs=1, packing="split", batch=1))
+            decoded += tokens.decode(np.concatenate(list(segments(batches))))
+        assert Counter(decoded) == Counter(text)
 
 
 @pytest.mark.parametrize("separator", [None, "<|end|>"])
@@ -223,6 +230,7 @@ def test_training_and_held_out_documents_are_disjoint(arrays, fraction):
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == set(range(len(LENGTHS)))
     assert len(corpus.split(fraction)[1]) == min(max(1, round(18 * fraction)), 17)
+    assert corpus.split(0.5)[1].documents.tolist() == list(range(1, 18, 2))
     train, held_out = corpus.split(0)
     assert (len(train), len(held_out)) == (len(corpus), 0)
     assert train.fingerprint() == corpus.fingerprint()

@@ -1,19 +1,22 @@
-"""Tile bounds against the mask written out: nothing left out, nothing unmasked that counts not."""
+"""Tile bounds against dense masks: no tile omitted, none unmasked that needs its mask."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 
+import dense
 import jax
 import jax.numpy as jnp
 import local
 import numpy as np
 import pytest
-from cases import key_ranges
+from cases import key_ranges, packed_segments
 
 from burst_jax import positions
-from pallas_kernels import AttentionSpec, Tiles, key_bounds, query_bounds
-from pallas_kernels.bounds import over_batch, split_tiles
+from burst_jax.layouts.permutation import run_in_blocks
+from pallas_kernels import AttentionSpec, BlockMask, Mask, Tiles, key_bounds, query_bounds
+from pallas_kernels.bounds import lists_for_all, over_batch, split_tiles
 
 HUGE = 2**31 - 1
 
@@ -172,16 +175,6 @@ def test_any_order_of_positions_is_right(window):
         check(spec, tokens(q_at, ids[:, q_at]), tokens(kv_at, ids[:, kv_at]), Tiles(8, 16))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_every_pair_of_causal_shards_is_tight(layout):
-    """Ascending positions: a causal mask starts no work in a tile that has none."""
-    spec, n, c = AttentionSpec.of(scale=1.0, right=0), 4, 24
-    at = positions(layout, n * c, n).reshape(n, c)
-    for q_at in at:
-        for kv_at in at:
-            check(spec, tokens(q_at), tokens(kv_at), Tiles(4, 6), tight=True)
-
-
 # --- by hand -------------------------------------------------------------------------------------
 
 
@@ -216,18 +209,6 @@ def test_earlier_and_later_shards():
     by_query, by_key = check(spec, tokens(near), tokens(far), Tiles(4, 2), tight=True)
     assert not np.asarray(by_query).any()
     assert not np.asarray(by_key).any()
-
-
-def test_sliding_window_table():
-    """A query sees itself and seven back: three tiles of four, the middle one full."""
-    side = tokens(np.arange(24))
-    spec = AttentionSpec.of(scale=1.0, left=7, right=0)
-    by_query, by_key = check(spec, side, side, Tiles(4, 4), tight=True)
-    np.testing.assert_array_equal(
-        by_query[0],
-        [[0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]],
-    )
-    assert np.asarray(by_key)[0, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("window", [None, HUGE], ids=["no_window", "huge_window"])
@@ -272,8 +253,8 @@ def test_one_document_is_full_and_its_neighbour_is_skipped():
 
 
 @pytest.mark.parametrize("window", [(None, None), (9, 4)], ids=["alone", "in-a-window"])
-def test_bounds_of_ranges_of_keys_cover_the_mask(window):
-    """Of all kinds: both ends, one of them, alike in all rows, empty ones, beside segments."""
+def test_bounds_of_kv_bounds_cover_the_mask(window):
+    """Both bounds, one of them, shared by all sequences, empty ones, with segments."""
     rng = np.random.default_rng(0)
     spec = AttentionSpec.of(1.0, left=window[0], right=window[1])
     t, s, tiles = 38, 58, Tiles(8, 16)
@@ -282,7 +263,7 @@ def test_bounds_of_ranges_of_keys_cover_the_mask(window):
         kv = tokens(np.arange(s), ids)
         q = tokens(np.arange(t), None if ids is None else ids[:, :t])
         starts, stops = key_ranges(rng, rows, s)
-        # Beside tiles of random ranges: one that is full, and one whose queries see nothing.
+        # Besides random ranges: a tile that is full, and one whose queries attend to nothing.
         starts[:, 8:16], stops[:, 8:16] = 0, s
         starts[0, 16:24], stops[0, 16:24] = s, 0
         q = q._replace(kv_starts=jnp.asarray(starts[:, :t]))
@@ -350,3 +331,113 @@ def test_the_brute_force_notices():
     for wrong, message in ((late, "left out"), (early, "left out"), (unmasked, "needs its mask")):
         with pytest.raises(AssertionError, match=message):
             assert_right(wrong, some, whole)
+
+
+# --- tile lists, of block-sparse masks ------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
+N, T, S, SHARDS = 4, 24, 36, 2
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def lists(mask, q_tokens, kv_tokens, tiles, block_mask):
+    of = mask, q_tokens, kv_tokens, tiles, block_mask
+    return query_bounds(*of), key_bounds(*of, groups=2), lists_for_all(*of)
+
+
+def lists_by_tile(keep, tiles):
+    """``(some, whole)``, bool ``[R, N, q tiles, kv tiles]``: which tiles have scores that count."""
+    block_q, block_kv = tiles
+    rest = (-keep.shape[2] % block_q, -keep.shape[3] % block_kv)
+    padded = np.pad(keep, ((0, 0), (0, 0), (0, rest[0]), (0, rest[1])))
+    rows, heads, t, s = padded.shape
+    cut = padded.reshape(rows, heads, t // block_q, block_q, s // block_kv, block_kv)
+    return cut.any((3, 5)), cut.all((3, 5))
+
+
+def assert_lists(got, some, whole, *, tight):
+    """All tiles that count are visited once, and those that need no mask are behind the others."""
+    some, whole = (np.broadcast_to(x, (*got.shape[:2], *x.shape[2:])) for x in (some, whole))
+    for place in np.ndindex(*got.shape[:3]):
+        masked, visited, *tiles = map(int, np.asarray(got)[place])
+        assert sorted(tiles) == list(range(some.shape[3]))
+        assert set(np.flatnonzero(some[place])) <= set(tiles[:visited])
+        assert all(whole[place][tiles[masked:visited]])
+        if tight:
+            assert visited == some[place].sum()
+            assert visited - masked == whole[place].sum()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tile_that_counts_is_listed(layout, packed):
+    """Of each head its own table, of two shards, in whole tiles and parts of tiles."""
+    rng = np.random.default_rng(0)
+    at = [positions(layout, SHARDS * x, SHARDS).reshape(SHARDS, x) for x in (T, S)]
+    ids = packed_segments(rng, 2, SHARDS * S) if packed else None
+    for (left, right), (q_block, kv_block), heads, tiles in (
+        ((None, None), (6, 12), N, (8, 12)),
+        ((None, 0), (3, 4), 1, (10, 16)),
+        ((9, 4), (12, 6), N, (6, 6)),
+    ):
+        table = rng.random((heads, SHARDS * T // q_block, SHARDS * S // kv_block)) < 0.4
+        q_ids, kv_ids = (None if ids is None else ids[:, : SHARDS * x] for x in (T, S))
+        written_out = dense.Mask(window=(left, right)).dense
+        keep = written_out(q_ids, kv_ids, SHARDS * T, SHARDS * S, block_mask=table)
+        for q_shard, kv_shard in itertools.product(range(SHARDS), repeat=2):
+            q_at, kv_at = at[0][q_shard], at[1][kv_shard]
+            q, kv = (
+                local.tokens(jnp.asarray(x), None if ids is None else jnp.asarray(ids[:, x]))
+                for x in (q_at, kv_at)
+            )
+            mask = BlockMask(jnp.asarray(table), q_block, kv_block)
+            got = lists(Mask(left, right), q, kv, Tiles(*tiles), mask)
+            here = keep[:, :, q_at][:, :, :, kv_at]
+            some, whole = lists_by_tile(here, tiles)
+            # Blocks of contiguous tokens that tiles are parts of leave nothing to be unsure of.
+            exact = layout == "contiguous" and not packed and (q_block, tiles) == (12, (6, 6))
+            assert_lists(got[0], some, whole, tight=exact and (left, right) == (None, None))
+            by_group = [x.reshape(len(x), -1, min(2, heads), *x.shape[2:]) for x in (some, whole)]
+            some_of_group, whole_of_group = by_group[0].any(2), by_group[1].all(2)
+            flipped = (x.swapaxes(2, 3) for x in (some_of_group, whole_of_group))
+            assert_lists(got[1], *flipped, tight=False)
+            for_all = some.any((0, 1), keepdims=True), whole.all((0, 1), keepdims=True)
+            assert_lists(got[2], *for_all, tight=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_one_block_are_listed_exactly(layout):
+    """Where blocks consist of whole tiles, no tile without a score that counts is visited."""
+    n, q_block, kv_block, tiles = 2, 16, 32, (8, 16)
+    at = positions(layout, 128, n).reshape(n, -1)
+    runs = [run_in_blocks(layout, 64, n, block) for block in (q_block, kv_block)]
+    table = np.random.default_rng(0).random((3, 128 // q_block, 128 // kv_block)) < 0.3
+    mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
+    assert not mask.tests_scores(*tiles)
+    assert mask.tests_scores(*tiles, together=2)
+    keep = dense.Mask().dense(None, None, 128, 128, block_mask=table)
+    visited = []
+    for q_at, kv_at in itertools.product(at, repeat=2):
+        q, kv = (local.tokens(jnp.asarray(x)) for x in (q_at, kv_at))
+        got = query_bounds(Mask(), q, kv, Tiles(*tiles), mask)
+        some, whole = lists_by_tile(keep[:, :, q_at][:, :, :, kv_at], tiles)
+        np.testing.assert_array_equal(some, whole)
+        assert_lists(got, some, whole, tight=True)
+        visited.append(np.asarray(got)[..., 1].sum())
+        halves = split_tiles(got)
+        np.testing.assert_array_equal(halves[0] + halves[1], got)
+        assert not np.asarray(halves[0])[:, :, 4:].any()
+    assert 0 < sum(visited) < 3 * 16 * 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_are_within_blocks(layout):
+    for n, length, block in itertools.product((1, 2, 3, 4), (8, 12, 16, 40), (1, 2, 6, 8, 16)):
+        run = run_in_blocks(layout, length, n, block)
+        of_shards = (positions(layout, n * length, n) // block).reshape(n, -1)
+        for shard in of_shards:
+            for first in range(0, length, run):
+                assert len(set(shard[first : first + run])) == 1, (n, length, block, run)
+    assert run_in_blocks("contiguous", 1024, 8, 128) == 128
+    assert run_in_blocks("zigzag", 1024, 8, 768) == 256
+    assert run_in_blocks("striped", 1024, 8, 128) == 16

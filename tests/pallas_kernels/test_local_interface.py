@@ -1,7 +1,8 @@
-"""What every implementation of local attention promises beside its numbers, and xla's own tiles."""
+"""What every implementation of local attention guarantees, apart from its precision."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -18,14 +19,16 @@ from pallas_kernels import (
     XLA,
     AttentionInputs,
     AttentionSpec,
+    Dropout,
     KVSide,
     QuerySide,
     Tiles,
+    softmax,
     triton,
     xla,
 )
 
-# Mosaic GPU takes no float32: tests/pallas_kernels/test_local_mosaic.py asks it the same.
+# The sm90 kernels do not support float32: test_local_sm90.py tests the same of it.
 every_implementation = pytest.mark.parametrize(
     "name", [name for name in IMPLEMENTATIONS if name != "mosaic_sm90"]
 )
@@ -102,21 +105,62 @@ def test_gradients_that_are_rounded_are_those_that_are_cast(name):
     assert {x.dtype for x in jax.tree.leaves(sums)} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("name", ["reference", "xla"])
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
-def test_gradients_are_added_to_what_is_given(name, given):
+@pytest.mark.parametrize(
+    ("name", "given", "dropout"),
+    [
+        ("reference", (True, True), 0.0),
+        ("xla", (True, False), 0.0),
+        ("xla", (False, True), 0.3),
+        ("triton", (True, True), 0.3),
+    ],
+)
+def test_gradients_are_added_to_what_is_given(name, given, dropout):
     q, kv, _, _, dq, dkv = small()
     tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
-    implementation = IMPLEMENTATIONS[name]
-    _, lse = forward(implementation, q, kv, *tokens)
-    stats = (lse, small(1)[2][1])
-    alone = backward(implementation, (q, q[::-1]), kv, stats, *tokens)
+    spec = dataclasses.replace(SPEC, dropout=Dropout(dropout) if dropout else None)
+    seeds = jnp.arange(8, dtype=jnp.int32).reshape(2, 4) if dropout else None
+    run = functools.partial(local.backward, IMPLEMENTATIONS[name], spec=spec, seeds=seeds)
+    run = jax.jit(run, compiler_options=QUICK)
+    _, lse = forward(REFERENCE, q, kv, *tokens)
+    arrays = (q, q[::-1]), kv, (lse, small(1)[2][1]), *tokens
     sums = (dq if given[0] else None, dkv if given[1] else None)
-    added = backward(implementation, (q, q[::-1]), kv, stats, *tokens, *sums)
-    for got, new, start in zip(added, alone, sums, strict=True):
-        want = new if start is None else new + np.asarray(start)
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    for got, new, start in zip(run(*arrays, *sums), run(*arrays), sums, strict=True):
+        want = new if start is None else new + start
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         assert np.abs(new).max() > 0.1
+
+
+def growing(score, batch, head, q_position, kv_position):
+    """Its value and its derivative are NaN for keys after their query."""
+    del batch, head
+    return score * (1 + jnp.sqrt((q_position - kv_position).astype(jnp.float32)) / 8)
+
+
+@every_implementation
+def test_masked_scores_have_no_gradient_whatever_their_derivative(name):
+    q, kv, stats, *_ = small()
+    tokens = tokens_at(np.arange(40)), tokens_at(np.arange(50))
+    spec = dataclasses.replace(SPEC, score=dataclasses.replace(SPEC.score, score_mod=growing))
+    _, lse = forward(REFERENCE, q, kv, *tokens, spec=spec)
+    arrays = (q, q), kv, (lse, stats[1]), *tokens
+    got = backward(IMPLEMENTATIONS[name], *arrays, spec=spec)
+    for x, y in zip(got, backward(REFERENCE, *arrays, spec=spec), strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+def test_padding_of_a_partial_tile_has_no_weight(name):
+    """With logits far below 0, the weight of a zero key would overflow."""
+    q, kv, stats, *_ = small()
+    q, kv = jnp.full_like(q, 10.0), kv.at[0].set(-10.0)
+    tokens, spec = (tokens_at(np.arange(40)), tokens_at(np.arange(50))), AttentionSpec.of(0.25)
+    o, lse = forward(IMPLEMENTATIONS[name], q, kv, *tokens, spec=spec)
+    np.testing.assert_allclose(lse, np.log(50) - 400, rtol=1e-5)
+    mean = np.asarray(kv[1]).mean(1, keepdims=True).repeat(2, 2)
+    np.testing.assert_allclose(o, np.broadcast_to(mean, o.shape), rtol=1e-4, atol=1e-5)
+    for x in backward(IMPLEMENTATIONS[name], (q, q), kv, (lse, stats[1]), *tokens, spec=spec):
+        assert np.isfinite(x).all()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +174,7 @@ def test_gradients_are_added_to_what_is_given(name, given):
         if name not in ("reference", "mosaic_sm90")
     ],
 )
-def test_half_of_the_work_and_the_other_half_are_all_of_it(name, right):
+def test_both_halves_of_the_work_add_up(name, right):
     implementation, spec = IMPLEMENTATIONS[name], AttentionSpec.of(scale=0.25, right=right)
     q, kv, _, _, _, _ = small(t=64, s=96)
     tokens = tokens_at(np.arange(64) + 32), tokens_at(np.arange(96))
@@ -329,3 +373,26 @@ def test_default_tiles_agree_with_small_ones():
     )
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", ["2", "e"])
+def test_the_softmax_ends_with_the_log_sum_exp(base):
+    scores = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32) * 30
+    scaled = scores * np.float32(np.log2(np.e) if base == "2" else 1)
+    m = scaled.max(1)
+    total = (np.exp2 if base == "2" else np.exp)(scaled - m[:, None]).sum(1)
+    divisor, lse = softmax.finish(jnp.asarray(m), jnp.asarray(total), base)
+    np.testing.assert_array_equal(np.asarray(divisor), total)
+    want = np.logaddexp.reduce(scores.astype(np.float64), axis=1)
+    np.testing.assert_allclose(np.asarray(lse), want, rtol=1e-6)
+
+
+def test_a_query_without_keys_has_no_weight_and_no_nan():
+    m, total = softmax.start((3,), None)
+    divisor, lse = softmax.finish(m, total)
+    np.testing.assert_array_equal(np.asarray(divisor), 1)
+    np.testing.assert_array_equal(np.asarray(lse), -np.inf)
+    divisor, lse = softmax.finish(jnp.full((3,), -jnp.inf), total, "e")
+    np.testing.assert_array_equal(np.asarray(lse), -np.inf)
+    # A masked score has no weight relative to the initial m.
+    assert float(jnp.exp2(-jnp.inf - m[0])) == 0

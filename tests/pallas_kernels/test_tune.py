@@ -36,8 +36,7 @@ def test_each_triton_config_is_tried_once(kernel):
     assert shipped <= set(space)
 
 
-@pytest.mark.parametrize("value_dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (64, 256), (128, 128), (192, 128)])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim, value_dim):
     space = list(tune.mosaic_space(kernel, dim, value_dim))
@@ -87,18 +86,6 @@ def test_entries_are_read_as_they_are_printed(name, config):
     printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
     assert tune.BACKENDS[name].parse(printed) == config
     assert tune.as_entry(tune.BACKENDS[name].parse(printed)) == tune.as_entry(config)
-
-
-def test_the_entry_of_a_mosaic_kernel_is_what_its_function_returns():
-    config = mosaic_configs.forward_config(128)
-    template = tune.BACKENDS["mosaic_sm90"].entry
-    printed = template.format(kernel="forward", dim=128, tiles=tune.written(config))
-    call, _, written = printed.partition(": ")
-    assert call == "forward_config(128)"
-    assert written == "MosaicConfig(128, 128, 2)"
-    assert eval(written, vars(mosaic_configs)) == eval(call, vars(mosaic_configs))
-    clusters = MosaicConfig(128, 128, 2, cluster=2)
-    assert eval(f"MosaicConfig{tune.written(clusters)}", vars(mosaic_configs)) == clusters
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)
@@ -254,7 +241,7 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            (["--dtype", "float32"], "it takes bfloat16 or float16; or see --implementation"),
+            (["--dtype", "float32"], "it supports bfloat16 or float16; or see --implementation"),
             (["--shape", "1", "64", "2", "2", "256"], "the head dim is 256"),
         ],
     )

@@ -207,10 +207,10 @@ def test_flags_give_a_plain_jit_the_same_schedule_as_compiler_options():
     exec(GRADIENT, here)
     want, copies = here["program"](**burst_jax.compiler_options("gpu", peer_copies=True))
     assert copies
-    assert all(kernels for kernels in compiled.beside(want))
+    assert all(kernels for kernels in compiled.overlapped(want))
     plain, plain_copies = here["program"]()
     assert not plain_copies
-    assert not all(kernels for kernels in compiled.beside(plain))
+    assert not all(kernels for kernels in compiled.overlapped(plain))
     first = (
         "from burst_jax.parallel import xla_options\n"
         "xla_options._set_compiler_options(['NVIDIA A100-SXM4-80GB'] * 4, 1, None)\n"

@@ -282,7 +282,7 @@ def test_a_training_plan_as_json_and_from_a_folder(tmp_path, capsys):
     assert loaded["recommended"] == record["recommended"]
     main(["--model", str(folder), *arguments])
     assert f"train_lm.py --model {folder} --mesh" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"lacks config.json: name a folder"):
+    with pytest.raises(SystemExit, match=r"lacks config.json: pass the folder"):
         main(["--model", str(tmp_path), *arguments])
     (folder / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(SystemExit, match="has model_type 'mamba'"):

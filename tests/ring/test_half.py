@@ -1,4 +1,4 @@
-"""Attention whose gradient has its results of the second half of the sequence only."""
+"""Half-sequence remat: gradients from saved results of the sequence's second half alone."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ from burst_jax.attention.call import make_request
 from burst_jax.models import DecoderConfig, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.mesh import flat_names
-from burst_jax.ring.half_remat import attend_again, attend_keeping_half, deal, deal_back, first_half
-from burst_jax.ring.route import Route
-from burst_jax.ring.work import scores_by_stop
+from burst_jax.ring.half_remat import (
+    attend_recomputing_half,
+    attend_saving_half,
+    first_half,
+    redistribute,
+    redistribute_back,
+)
+from burst_jax.ring.route import Route, scores_per_step
 
 
 def half_attention(query, key, value, *, mesh, return_residual, **options):
-    """``burst_attention``, of which the first half of the sequence is computed again.
+    """``burst_attention`` that recomputes the first half of the sequence.
 
-    The results that are given back, and all gradients, are those of the second computation.
+    Results and gradients are those of the recomputation.
     """
     assert return_residual
     seq_axis = options.pop("seq_axis")
@@ -50,8 +55,8 @@ def half_attention(query, key, value, *, mesh, return_residual, **options):
 
     def on_device(query, key, value, arrays):
         call = ring_call(query, key, value, seq_axis, **arrays, **options)
-        *_, kept = attend_keeping_half(*call)
-        return attend_again(*call, jax.tree.map(lax.stop_gradient, kept))
+        *_, saved = attend_saving_half(*call)
+        return attend_recomputing_half(*call, jax.tree.map(lax.stop_gradient, saved))
 
     return jax.shard_map(
         on_device,
@@ -66,9 +71,9 @@ CASES = [
     *QUICK,
     a_case(4, "zigzag", "packed_causal", backward="rotate_query") | {"numbers": "both"},
     a_case(3, "striped", "packed_causal", shard="63") | {"numbers": "both"},
-    # 13 stripes on a shard, of which 7 are made again.
+    # 13 stripes per shard, 7 of them recomputed.
     a_case(3, "striped:4", "causal", shard="50"),
-    # The first half of a shard is 25 tokens, which are not dealt out.
+    # The first half of a shard is 25 tokens, an odd number: not redistributed.
     a_case(3, "zigzag", "window96", shard="50"),
     a_case("2x3", "zigzag", "packed_window_cap") | {"numbers": "sinks"},
     a_case("2+h2", "zigzag", "packed_causal"),
@@ -82,19 +87,19 @@ def test_it_is_as_exact_as_one_device(case):
 
 @pytest.mark.parametrize("inner_first", [False, True], ids=["", "inner_first"])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (5,), (8,), (2, 3), (4, 2)], ids=str)
-def test_contiguous_shards_are_dealt_out_as_zigzag(sizes, inner_first):
+def test_contiguous_shards_are_redistributed_as_zigzag(sizes, inner_first):
     names = ("outer", "inner")[: len(sizes)]
-    lie = list(zip(names, sizes, strict=True))[:: -1 if inner_first else 1]
+    order = list(zip(names, sizes, strict=True))[:: -1 if inner_first else 1]
     n = math.prod(sizes)
     tokens = jnp.arange(12 * n).reshape(2, 6 * n)
     route = Route(names, sizes, (((0,) * len(sizes),),))
 
     def on_device(x):
-        dealt = deal(route, (x, x))
-        return dealt[0], deal_back(route, dealt)[1]
+        zigzag = redistribute(route, (x, x))
+        return zigzag[0], redistribute_back(route, zigzag)[1]
 
     run = jax.shard_map(
-        on_device, mesh=mesh_of(**dict(lie)), in_specs=P(None, names), out_specs=P(None, names)
+        on_device, mesh=mesh_of(**dict(order)), in_specs=P(None, names), out_specs=P(None, names)
     )
     zigzag, again = jax.jit(run)(tokens)
     np.testing.assert_array_equal(zigzag, burst_jax.to_layout(tokens, "zigzag", n))
@@ -114,14 +119,14 @@ def request(n, layout, *, left=None):
 
 def work(request, tokens):
     """Scores of all devices, and of the busiest device of each step: ``(sum, sum)``."""
-    counts = scores_by_stop(request.route(tokens, tokens), request.ring_mask(tokens, tokens))
+    counts = scores_per_step(request.route(tokens, tokens), request.ring_mask(tokens, tokens))
     most, mean = (sum(column) for column in zip(*counts.values(), strict=True))
     return mean * request.ring_size, most
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "striped:2"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-def test_a_quarter_of_the_scores_is_computed_again(n, layout):
+def test_a_quarter_of_the_scores_is_recomputed(n, layout):
     tokens = 64
     whole, ring = request(n, layout), first_half(request(n, layout), tokens // 2)
     scores, busiest = work(ring, tokens // 2)
@@ -136,7 +141,7 @@ def test_a_quarter_of_the_scores_is_computed_again(n, layout):
     ("left", "tokens", "layout"),
     [(None, 32, "zigzag"), (200, 32, "zigzag"), (20, 32, "contiguous"), (None, 31, "contiguous")],
 )
-def test_the_first_half_takes_the_order_in_which_devices_wait_least(left, tokens, layout):
+def test_the_first_half_runs_in_the_layout_with_the_least_waiting(left, tokens, layout):
     whole = request(8, "zigzag", left=left)
     ring = first_half(whole, tokens)
     assert ring == dataclasses.replace(whole, layout=layout)
@@ -219,7 +224,7 @@ def test_the_backward_pass_runs_a_ring_over_half_of_the_tokens():
     tokens = T // N
     assert kernels(whole) == [(tokens, tokens)] * N
     assert kernels(half) == [(tokens, tokens)] * N + [(tokens // 2, tokens // 2)] * N
-    # K and V make n - 1 hops. Q, K, V and then out and lse are dealt out, in two blocks each.
+    # K and V make n - 1 hops. Q, K, V, then out and lse are redistributed, in two blocks each.
     more = 2 * (N - 1) + 2 * 3 + 2 * 2
     assert count(half, "ppermute") == count(whole, "ppermute") + more
 
@@ -235,11 +240,11 @@ def test_what_it_cannot_do_raises():
             )
         )()
 
-    with pytest.raises(ValueError, match=r"is_causal is False, or .* keep all of it \(remat="):
+    with pytest.raises(ValueError, match=r"is_causal is False, or .* save all of it \(remat="):
         attend("zigzag")
     with pytest.raises(ValueError, match=r"query has 4 tokens per shard, key 8: .* one sequence"):
         attend("zigzag", 16, is_causal=True)
     with pytest.raises(NotImplementedError, match=r"layout is 'contiguous' over 2 devices.*zigzag"):
         attend("contiguous", is_causal=True)
-    with pytest.raises(ValueError, match=r"query_offset, .* are given: half .* keep all of it"):
+    with pytest.raises(ValueError, match=r"query_offset, .* are given: half.* save all of it"):
         attend("zigzag", is_causal=True, query_offset=1)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import re
 from typing import Any
 
 import compare
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_pairs, few_of, in_tiers
 from implementations import IMPLEMENTATIONS
+from meshes import mesh_of
 from ring_cases import MASKS, assert_exact, case_id, make_inputs, oracle, ring_results
+
+import burst_jax
 
 FACTORS = {
     "layout": ("contiguous", "zigzag", "striped", "striped:3"),
@@ -27,7 +35,7 @@ FACTORS = {
 
 
 CASES = all_pairs(FACTORS)
-# Two levels, heads exchanged inside a node, and both: what differs from a plain ring.
+# Two levels, Ulysses within a node, and both: what differs from a plain ring.
 OTHER_RINGS = all_pairs(
     FACTORS
     | {
@@ -55,12 +63,12 @@ def _halves():
     small = IMPLEMENTATIONS["xla"]
     both: Any = small.backward
 
-    def dq_half(operands, dq, **options):
-        dq, _, per_head = both(operands, dq, None, **options)
+    def dq_half(inputs, bounds, dq, **options):
+        dq, _, per_head = both(inputs, bounds, dq, None, **options)
         return dq, per_head
 
-    def dkv_half(operands, dkv, **options):
-        return both(operands, None, dkv, **options)[1]
+    def dkv_half(inputs, bounds, dkv, **options):
+        return both(inputs, bounds, None, dkv, **options)[1]
 
     return dataclasses.replace(small, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
 
@@ -170,3 +178,51 @@ def test_reference_implementation_runs_on_the_ring():
         _, rms = compare.errors(a, b)
         assert rms < 1e-6, name
     assert any((a != b).any() for a, b in zip(tiled, plain, strict=True))
+
+
+def events(jaxpr, stack=""):
+    """``(ring step, event)`` of a traced ring in order: p permute, k kernel, b barrier."""
+    letters = {"ppermute": "p", "optimization_barrier": "b"}
+    for equation in jaxpr.eqns:
+        here = f"{stack}/{equation.source_info.name_stack}"
+        step = "".join(re.findall(r"ring_(\w+_step_\d)", here)[-1:])
+        if equation.primitive.name in letters:
+            yield step, letters[equation.primitive.name]
+        elif equation.params.get("name") in ("forward", "_gradients"):
+            yield step, "k"
+        else:
+            for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
+                inner = getattr(value, "jaxpr", value)
+                yield from events(inner, here) if is_jaxpr(inner) else ()
+
+
+def is_jaxpr(x):
+    return hasattr(x, "eqns")
+
+
+# By ring step, with a barrier per result at the end of each pass. Between the passes are the
+# barriers of out, of lse, of delta and of the backward ring's inputs.
+SEQUENCES = {
+    # Q, dO and the stats are sent, and the sum of dQ two steps later.
+    ((4,), "fused", "rotate_query"): "ppkb ppkb ppkb k bbbb pppkb pppkb ppppkb pkb pkbbbb",
+    # The second kernel waits (b) for the sum that was sent during the first.
+    ((4,), "halves", "rotate_kv"): "ppkb ppkb ppkb k bbbb kppkb kppkb ppkbppkb ppkbk ppkbkbbbbb",
+    # K and V are sent to the next step, and in chunks to the next pass.
+    ((2, 3), "fused", "rotate_kv"): "ppppkb ppppkb ppkb ppkb ppkb k bbbb"
+    " ppppkb ppppkb ppppkb ppppkb ppppppkb ppkb ppkbbbbb",
+}
+
+
+@pytest.mark.parametrize("case", SEQUENCES, ids=str)
+def test_every_step_ends_with_a_barrier_unless_nothing_is_sent(case):
+    sizes, kernels, rotation = case
+    axes = ("outer", "inner")[-len(sizes) :]
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(**dict(zip(axes, sizes, strict=True))),
+        seq_axis=axes, is_causal=True, layout="zigzag", backward=rotation,
+        implementation={"fused": IMPLEMENTATIONS["xla"], "halves": HALVES}[kernels],
+    )  # fmt: skip
+    x = jnp.zeros((1, 48, 2, 8))
+    jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
+    steps = itertools.groupby(events(jaxpr.jaxpr), lambda event: event[0])
+    assert " ".join("".join(kind for _, kind in step) for _, step in steps) == SEQUENCES[case]

@@ -1,4 +1,4 @@
-"""Where blocks stop: against masks by their definition, and the hops between the stops."""
+"""The ring steps of a route, against masks by their definition, and the hops between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import mesh_of
 from ring_cases import kept_scores
-from routes import hops_of_turns
+from routes import hops_of_passes
 
 import burst_jax
-from burst_jax.ring.route import RingMask, cut, make_route, paste
+from burst_jax.ring.rotation import (
+    ShardShape,
+    backward_bytes,
+    choose_rotation,
+    forward_bytes,
+    hop_bytes,
+)
+from burst_jax.ring.route import RingMask, join_chunks, make_route, split_chunks
 from burst_jax.ring.schedule import count_hops
 from pallas_kernels.mask import Mask
 
@@ -27,65 +34,66 @@ AXES = {0: (), 1: ("seq",), 2: ("outer", "inner")}
 WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (3, 2), (0, 7), (None, 3), (40, 11))
 
 
-def route_of(sizes, layout, lengths, window, queries_travel=False):
+def route_of(sizes, layout, lengths, window, rotates_query=False):
     (q_length, kv_length), (left, right) = lengths, window
-    mask = RingMask(sizes, layout, q_length, kv_length, Mask(left, right), queries_travel)
+    mask = RingMask(sizes, layout, q_length, kv_length, Mask(left, right), rotates_query)
     return make_route(AXES[len(sizes)], mask)
 
 
-def needed(sizes, layout, lengths, window, queries_travel):
-    """Stops at which some device has a score that counts, by the dense mask."""
-    of = sizes, layout, lengths, window, queries_travel
-    return {stop for stop in itertools.product(*map(range, sizes)) if any(kept_scores(*of, stop))}
+def needed(sizes, layout, lengths, window, rotates_query):
+    """Offsets of the steps with an allowed score on some device, by the dense mask."""
+    of = sizes, layout, lengths, window, rotates_query
+    every = itertools.product(*map(range, sizes))
+    return {offset for offset in every if any(kept_scores(*of, offset))}
 
 
-@pytest.mark.parametrize("queries_travel", [False, True], ids=["keys", "queries"])
+@pytest.mark.parametrize("rotates_query", [False, True], ids=["kv", "query"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(1,), (2,), (5,), (8,), (2, 3), (3, 2), (4, 1)], ids=str)
-def test_stops_are_those_that_a_score_needs(sizes, layout, queries_travel):
-    left_out = 0
+def test_steps_are_those_that_an_allowed_score_needs(sizes, layout, rotates_query):
+    skipped = 0
     for lengths, window in itertools.product([(4, 4), (6, 2), (2, 8)], WINDOWS):
-        route = route_of(sizes, layout, lengths, window, queries_travel)
+        route = route_of(sizes, layout, lengths, window, rotates_query)
         start = (0,) * len(sizes)
-        assert route.stops[0] == start
-        want = needed(sizes, layout, lengths, window, queries_travel) | {start}
-        assert set(route.stops) == want, (lengths, window)
-        assert len(route.stops) == len(want)
-        for turn in route.turns:
-            assert len({stop[:-1] for stop in turn}) == 1
-            assert list(turn) == sorted(turn)
-        left_out += math.prod(sizes) - len(want)
-    assert left_out or math.prod(sizes) < 3
+        assert route.offsets[0] == start
+        want = needed(sizes, layout, lengths, window, rotates_query) | {start}
+        assert set(route.offsets) == want, (lengths, window)
+        assert len(route.offsets) == len(want)
+        for offsets in route.passes:
+            assert len({offset[:-1] for offset in offsets}) == 1
+            assert list(offsets) == sorted(offsets)
+        skipped += math.prod(sizes) - len(want)
+    assert skipped or math.prod(sizes) < 3
 
 
-def test_no_axis_is_one_stop():
+def test_no_axis_is_one_step():
     route = route_of((), "contiguous", (4, 4), (None, 0))
-    assert (route.size, route.stops, count_hops(route)) == (1, ((),), hops_of_turns(1))
+    assert (route.size, route.offsets, count_hops(route)) == (1, ((),), hops_of_passes(1))
 
 
 @pytest.mark.parametrize(
-    ("turns", "hops"),
+    ("steps", "hops"),
     [
         ([1], (0, 0, 0, 0)),
         ([8], (7, 7, 0, 0)),  # a ring: n - 1 hops
-        ([8, 8], (15, 15, 1, 2)),  # two nodes of eight: the same, of which few between the nodes
+        ([8, 8], (15, 15, 1, 2)),  # two nodes of eight: the same, few of them between nodes
         ([4, 4, 4], (11, 11, 2, 3)),
-        ([1, 1, 1], (2, 2, 2, 2)),  # nothing to send from the first turn, of one stop
-        ([3], (2, 2, 0, 0)),  # a window of two shards: two hops; one, and the jump home
+        ([1, 1, 1], (2, 2, 2, 2)),  # a pass of one step has nothing to add up
+        (
+            [3],
+            (2, 2, 0, 0),
+        ),  # a window of two shards: two hops, for the sum one and the final send
     ],
     ids=str,
 )
-def test_hops(turns, hops):
-    assert hops_of_turns(*turns) == hops
+def test_hops(steps, hops):
+    assert hops_of_passes(*steps) == hops
 
 
 @pytest.mark.parametrize("inner_first", [False, True], ids=["mesh-order", "inner-first"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)], ids=str)
-def test_moves_bring_the_block_of_the_source(sizes, inner_first):
-    """What a device holds at a stop is the block of ``route.source(stop)``.
-
-    The outer axis need not be the first one of the mesh.
-    """
+def test_sends_bring_the_block_of_the_source(sizes, inner_first):
+    """At each step a device holds the block of ``route.source``, for both orders of mesh axes."""
     n, axes = math.prod(sizes), AXES[len(sizes)]
     along = list(zip(axes, sizes, strict=True))
     mesh = mesh_of(**dict(along[::-1] if inner_first else along))
@@ -95,10 +103,10 @@ def test_moves_bring_the_block_of_the_source(sizes, inner_first):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(axes), out_specs=P(None, axes))
     def visit(block):
         held = []
-        for stop in route.stops:
-            moved = route.move({"block": block}, route.stops[0], stop)["block"]
-            held.append(jnp.stack([moved[0], route.source(stop)]))
-        back = route.move(moved, route.stops[-1], route.stops[0])
+        for offset in route.offsets:
+            sent = route.send({"block": block}, route.offsets[0], offset)["block"]
+            held.append(jnp.stack([sent[0], route.source(offset)]))
+        back = route.send(sent, route.offsets[-1], route.offsets[0])
         return jnp.stack([*held, jnp.stack([back[0], block[0]])])[:, None]
 
     held = np.asarray(visit(jnp.arange(n, dtype=jnp.int32)))
@@ -108,23 +116,23 @@ def test_moves_bring_the_block_of_the_source(sizes, inner_first):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_pieces_make_the_whole(count):
+def test_chunks_are_even_and_join_to_the_whole(count):
     rng = np.random.default_rng(0)
     tree = {"kv": rng.normal(size=(2, 3, 5)), "ids": rng.integers(0, 9, (3,)), "none": None}
     tree = jax.tree.map(jnp.asarray, tree)
-    pieces = cut(tree, count)
-    assert len(pieces) == count
-    sizes = [jax.tree.leaves(piece)[1].size for piece in pieces]
+    chunks = split_chunks(tree, count)
+    assert len(chunks) == count
+    sizes = [jax.tree.leaves(chunk)[1].size for chunk in chunks]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
-    whole = paste(pieces, tree)
+    whole = join_chunks(chunks, tree)
     assert jax.tree.structure(whole) == jax.tree.structure(tree)
     for name in ("kv", "ids"):
         np.testing.assert_array_equal(whole[name], tree[name])
 
 
 def permutes(window, layout="contiguous", n=8, **options):
-    """``ppermute`` equations of the forward, and of forward and backward."""
+    """Number of ``ppermute`` equations of the forward pass, and of both passes."""
     mesh = mesh_of(seq=n)
     x = jnp.zeros((1, 16 * n, 2, 8))
     attend = functools.partial(
@@ -149,13 +157,13 @@ def test_a_window_makes_few_hops():
     assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 3]
     assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 2 * 4]
     assert permutes((0, 0), backward="rotate_kv") == [0, 0]
-    # A zigzag shard has two neighbours on either side; striped shards have tokens everywhere.
+    # A zigzag shard has two neighbours on either side; a striped one attends to all.
     assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2 * 2]
     assert permutes((8, 0), "striped", backward="rotate_kv") == [2 * 7, 2 * 7 + 2 * 7 + 2 * 7]
 
 
-def test_segment_ids_do_not_shorten_the_way():
-    """They are data: what they hide is not known when the program is made."""
+def test_segment_ids_skip_no_step():
+    """They are traced, so what they mask is unknown when the route is made."""
     ids = jnp.ones((1, 128), jnp.int32)
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
     assert permutes(None, **segments)[0] == 3 * 7  # K, V and their ids
@@ -165,5 +173,22 @@ def test_dense_masks_and_routes_mean_the_same_window():
     """(left, right) here is local_window_size, as in the dense mask that all tests compare with."""
     keep = dense.Mask(window=(3, 2)).dense(None, None, 8, 8)[0]
     route = route_of((8,), "contiguous", (1, 1), (3, 2))
-    seen = {(q - kv) % 8 for q, kv in zip(*np.nonzero(keep), strict=True)}
-    assert {stop[0] for stop in route.stops} == seen
+    attended = {(q - kv) % 8 for q, kv in zip(*np.nonzero(keep), strict=True)}
+    assert {offset[0] for offset in route.offsets} == attended
+
+
+@pytest.mark.parametrize(("kv_heads", "chosen"), [(8, "rotate_query"), (4, "rotate_kv")])
+def test_auto_rotates_the_side_with_fewer_bytes(kv_heads, chosen):
+    shape = ShardShape(16, 16, 8, kv_heads, 32, itemsize=2, batch=3, value_dim=24)
+    tokens, hops = 3 * 16, hops_of_passes(4)
+    # K, V and their float32 gradients; Q, dO, float32 lse and delta, and float32 dQ.
+    kv = (tokens * kv_heads * 56 * 2, tokens * kv_heads * 56 * 4)
+    query = (tokens * 8 * (56 * 2 + 2 * 4), tokens * 8 * 32 * 4)
+    assert (hop_bytes("rotate_kv", shape), hop_bytes("rotate_query", shape)) == (kv, query)
+    assert backward_bytes("rotate_kv", hops, shape) == 3 * sum(kv)
+    assert forward_bytes(hops, shape) == 3 * kv[0]
+    assert choose_rotation("auto", shape, kv_hops=hops, query_hops=hops) == chosen
+    # A window may need fewer hops of one side.
+    few = hops_of_passes(1)
+    assert choose_rotation("auto", shape, kv_hops=few, query_hops=hops) == "rotate_kv"
+    assert choose_rotation("rotate_query", shape, kv_hops=few, query_hops=hops) == "rotate_query"

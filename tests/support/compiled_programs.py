@@ -191,7 +191,7 @@ def loop_schedules(program):
 def schedule(program, computation="ENTRY"):
     """The ring's events in order: ("start", hop), ("done", hop), ("sync", name), ("kernel", name).
 
-    Only the library's own kernels count: a permute beside a copy is not hidden.
+    Only the library's own kernels count: a permute that overlaps with a copy is exposed.
     """
     events, started, fused = [], {}, _fused_kernels(program)
     for name, _, opcode, operands, rest in operations(program, computation):
@@ -216,7 +216,7 @@ def step_names(program, opcode):
     return re.findall(path, text_of(program))
 
 
-def beside(events):
+def overlapped(events):
     """For every permute, in order, the kernels that run while it is on its way."""
     return [
         [name for kind, name in events[i + 1 : events.index(("done", hop))] if kind == "kernel"]
@@ -226,10 +226,10 @@ def beside(events):
 
 
 def moves(program, opcode):
-    """``(shapes that it sends, what runs beside it)`` of every such transfer, by computation.
+    """``(shapes that it sends, what overlaps with it)`` of every such transfer, by computation.
 
-    What runs beside it are the matrix products and the library's kernels between its start and its
-    end; an empty list where it is not hidden.
+    What overlaps are the matrix products and the library's kernels between its start and its end;
+    an empty list where it is exposed.
 
     Args:
       program: the compiled program.
@@ -352,7 +352,7 @@ def permuted_bytes(program, between_hosts_of=None):
 
 
 def temp_bytes(program):
-    """Bytes per device that the program needs beside its arguments and results."""
+    """Bytes per device that the program needs in addition to its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
 
 

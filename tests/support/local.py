@@ -45,7 +45,7 @@ def forward(
     blocks=None,
     **options,
 ):
-    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are those of each head, ``seeds`` dropout's.
+    """``(o, lse)``; ``kv`` is K and V, ``numbers`` are per-head parameters, ``seeds`` dropout's.
 
     ``blocks``: the block-sparse mask.
     """
@@ -74,7 +74,7 @@ def gradients(
 
 
 def backward(*args, **options):
-    """``(dq, dkv)`` of :func:`gradients`, dK and dV stacked, without numbers of each head."""
+    """``(dq, dkv)`` of :func:`gradients`, dK and dV stacked, without per-head parameters."""
     dq, dkv, of_numbers = gradients(*args, **options)
     assert of_numbers == {}
     return dq, jnp.stack(dkv)

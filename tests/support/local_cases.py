@@ -55,11 +55,11 @@ class Inputs:
     keep: np.ndarray  # bool [B or 1, T, all keys], with a table for each head [B or 1, N, T, ...]
     spec: AttentionSpec
     soft_cap: float | None
-    numbers: dict[str, np.ndarray]  # of each head
+    numbers: dict[str, np.ndarray]  # per-head parameters
     distance: np.ndarray  # [T, all keys]
     seeds: np.ndarray | None  # int32 [B, N], of dropout
     factors: np.ndarray | None  # what dropout multiplies weights with, [B, N, T, all keys]
-    blocks: BlockMask | None  # the mask by blocks
+    blocks: BlockMask | None  # the block-sparse mask
     score: Any = None  # what score_mod does to all logits
 
     def all_keys(self):
@@ -190,7 +190,7 @@ def attend(
 ):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
 
-    Behind them the gradients of the numbers of each head, in the order of their names.
+    Then the gradients of per-head parameters, in the order of their names.
     """
     do, dlse = cotangents
     of_heads = {"spec": spec, "numbers": numbers, "seeds": seeds, "blocks": blocks}

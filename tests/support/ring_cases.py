@@ -37,7 +37,7 @@ MASKS = {
 class Ring:
     """The devices that a sequence is split over.
 
-    "4": on a ring. "2x3": on two levels. "2+h4", "h4": four exchange heads in each of the ring's
+    "4": on a ring. "2x3": on two levels. "2+h4", "h4": four Ulysses devices for each of the ring's
     shards.
     """
 
@@ -109,7 +109,7 @@ def lengths(shard, layout, ring):
 
     ``shard`` names the tokens of a shard of queries and of keys, or is a pair of them.
     """
-    # A zigzag shard is two equal halves; devices that exchange heads split a shard equally.
+    # A zigzag shard is two equal halves; Ulysses devices split a shard equally.
     stripe = int(layout.partition(":")[2] or 1)
     step = math.lcm(2 if layout == "zigzag" else stripe, ring.exchange)
     named = {
@@ -159,11 +159,11 @@ def make_inputs(case, seed=0, scale=1.0):
 def ring_results(
     case, arrays, cotangents, segments, attention=burst_jax.burst_attention, **options: Any
 ):
-    """(out, lse, dq, dk, dv) in natural order, then gradients of the numbers of each head.
+    """(out, lse, dq, dk, dv) in natural order, then gradients of per-head parameters.
 
     ``attention`` takes the arguments of ``burst_attention``.
     In small tiles unless ``options`` names another implementation: in the tiles that ship a shard
-    here is one tile, so that the second half of the work at home would be empty.
+    here is one tile, so that the second half of the local block's work would be empty.
     """
     ring, layout = Ring.of(case), case["layout"]
     mesh, n = ring.mesh(), ring.size
@@ -273,7 +273,7 @@ def assert_exact(case, *, hiding=None, mask=None, **options):
     assert (dv[unseen_keys] == 0).all()
 
 
-def kept_scores(sizes, layout, lengths, window, queries_travel, stop):
+def kept_scores(sizes, layout, lengths, window, rotates_query, stop):
     """How many scores a window keeps at a stop, by device; ``lengths`` of a shard's T and S."""
     n = math.prod(sizes)
     q, kv = (burst_jax.positions(layout, length * n, n).reshape(n, -1) for length in lengths)
@@ -282,7 +282,7 @@ def kept_scores(sizes, layout, lengths, window, queries_travel, stop):
     for device in range(n):
         place = np.subtract(np.unravel_index(device, sizes), stop) % sizes
         source = np.ravel_multi_index(tuple(place), sizes)
-        at_q, at_kv = (source, device) if queries_travel else (device, source)
+        at_q, at_kv = (source, device) if rotates_query else (device, source)
         ahead = q[at_q][:, None] - kv[at_kv][None, :]
         kept.append(int(((ahead <= left) & (ahead >= -right)).sum()))
     return kept

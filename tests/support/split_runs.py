@@ -1,4 +1,4 @@
-"""Training runs on meshes of every kind, for the tests of split weights."""
+"""Training runs on meshes of all kinds, for the tests of sharded weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESHES = [
     (1, 1, 2, 4, 1),
     (1, 2, 2, 2, 1),
 ]
-# Two key heads, which tensor axes of 2 split.
+# Two key heads, sharded over tensor axes of 2.
 CONFIG = DecoderConfig(
     vocab_size=48, num_layers=4, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=96
 )
@@ -43,7 +43,7 @@ B, T, STEPS = 4, 48, 20
 
 
 def rows(step: int) -> np.ndarray:
-    """``[B, T + 1]`` tokens with something to learn: each is a function of the one before."""
+    """Learnable tokens ``[B, T + 1]``: each is a function of the previous one."""
     rng = np.random.default_rng(step)
     tokens = rng.integers(0, 48, (B, 1))
     for _ in range(T):
@@ -52,7 +52,7 @@ def rows(step: int) -> np.ndarray:
 
 
 def segments(step: int) -> np.ndarray:
-    """Documents of odd lengths, padding at the end of some rows and inside one."""
+    """Documents of odd lengths, with padding at the end of a sequence and inside one."""
     ids = np.ones((B, T + 1), np.int32)
     ids[0, 11 + step % 3 :], ids[1, 41:], ids[2, 7:], ids[2, 8 : 10 + step % 2] = 2, 0, 3, 0
     return ids
@@ -61,14 +61,14 @@ def segments(step: int) -> np.ndarray:
 def sized(sizes: tuple[int | None, ...], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     """A mesh of AXES of these sizes, without those that are None.
 
-    If all are, two devices lie along an axis of another name, and compute the same.
+    If all are None, an axis of another name has two devices, which compute the same.
     """
     given = {name: size for name, size in zip(AXES, sizes, strict=True) if size is not None}
     return mesh_of(kind, **(given or {"copies": 2}))
 
 
 def rules_of(mesh: jax.sharding.Mesh) -> burst_jax.ShardingRules:
-    """The rules that name those of AXES that the mesh has."""
+    """The rules for the AXES of the mesh."""
     named = {name: name if name in mesh.axis_names else None for name in AXES}
     return burst_jax.ShardingRules(**named)
 
@@ -82,9 +82,9 @@ def run(
     config: DecoderConfig = CONFIG,
     **options: Any,
 ) -> tuple[list[list[float]], Any, Any]:
-    """Loss and gradient norm of each step, the weights and the optimizer's state after the last.
+    """``([[loss, gradient norm] of each step], weights, optimizer state)``.
 
-    The mesh is of AXES of these sizes, see :func:`sized`; options are those of the optimizer.
+    The mesh has AXES of these sizes, see :func:`sized`; options are the optimizer's.
     """
     mesh = sized(sizes, kind)
     rules = rules_of(mesh)
@@ -117,7 +117,7 @@ def losses(*args: Any, **options: Any) -> tuple[list[float], list[float]]:
 
 
 def bytes_per_device(tree) -> int:
-    """The largest sum of a device's parts of the arrays."""
+    """The largest sum of a device's shards."""
     held: dict = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:

@@ -172,8 +172,8 @@ SMALL = dataclasses.replace(
 
 
 @functools.cache
-def forty_steps(moment_dtype=jnp.float32, moments="device", steps=40):
-    options = {"config": SMALL, "moment_dtype": moment_dtype, "moments": moments}
+def forty_steps(moment_dtype=jnp.float32, steps=40):
+    options = {"config": SMALL, "moment_dtype": moment_dtype}
     return split_runs.run((None, 2, None, 2, None), AxisType.Explicit, steps=steps, **options)
 
 
@@ -193,25 +193,20 @@ def test_bfloat16_moments_train_like_float32_ones():
 
 
 @pytest.mark.slow
-def test_offloaded_moments_of_sharded_weights_train_with_the_same_bits():
-    history, weights, state = forty_steps(jnp.bfloat16, "host")
+@pytest.mark.parametrize(
+    ("sizes", "kind", "accumulate"),
+    [((None, 2, None, 2, None), AxisType.Explicit, 1), ((1, 1, 2, 2, 2), AxisType.Auto, 2)],
+    ids=["fsdp2-seq2-explicit", "pipeline-accumulated"],
+)
+def test_offloaded_moments_of_sharded_weights_train_with_the_same_bits(sizes, kind, accumulate):
+    options = {"steps": 3, "accumulate": accumulate, "moment_dtype": jnp.bfloat16}
+    want = split_runs.run(sizes, kind, **options)
+    history, weights, state = split_runs.run(sizes, kind, **options, moments="host")
     assert memories(state) == {"pinned_host"}
     for x, y in zip(jax.tree.leaves(state[1].mu), jax.tree.leaves(weights), strict=True):
         assert x.sharding.spec == y.sharding.spec
-    want = forty_steps(jnp.bfloat16)
     assert history == want[0]
     same_bits((weights, state), want[1:])
-
-
-@pytest.mark.slow
-def test_offloaded_moments_in_a_pipeline_with_gradient_accumulation():
-    options = {"steps": 3, "accumulate": 2, "moment_dtype": jnp.bfloat16}
-    want, got = (
-        split_runs.run((1, 1, 2, 2, 2), **options, moments=moments)
-        for moments in ("device", "host")
-    )
-    assert got[0] == want[0]
-    same_bits(got[1:], want[1:])
 
 
 def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):

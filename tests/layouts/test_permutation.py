@@ -1,9 +1,10 @@
-"""Layouts: the order of tokens on the shards, padding, and positions."""
+"""Layouts: permutations, positions and padding."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from typing import Any, cast
 
 import jax
@@ -17,7 +18,9 @@ from burst_jax import from_layout, pad_to_layout, positions, to_layout
 from burst_jax.layouts.permutation import (
     LAYOUTS,
     padded_length,
+    run_in_blocks,
     shard_positions,
+    shard_runs,
     shard_unit,
     stripe_size,
 )
@@ -30,7 +33,7 @@ TABLE = {
     "striped:2": [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
 }
 every_layout = pytest.mark.parametrize("layout", TABLE)
-every_size = pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8], ids=lambda n: f"n{n}")
+SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 
 def length_of(layout, n, blocks=3):
@@ -38,76 +41,77 @@ def length_of(layout, n, blocks=3):
     return shard_unit(layout) * n * blocks
 
 
-@pytest.mark.parametrize("layout", TABLE)
-def test_four_devices_and_sixteen_tokens(layout):
+@every_layout
+def test_four_shards_of_sixteen_tokens(layout):
     table = np.array(TABLE[layout])
     np.testing.assert_array_equal(positions(layout, 16, 4).reshape(4, 4), table)
     np.testing.assert_array_equal(to_layout(np.arange(16)[None], layout, 4)[0], table.reshape(-1))
     for shard in range(4):
         np.testing.assert_array_equal(shard_positions(layout, 4, 4, shard), table[shard])
-
-
-def test_the_table_has_every_layout():
     assert tuple(TABLE)[:-1] == LAYOUTS
     assert stripe_size(tuple(TABLE)[-1]) == 2
 
 
-@pytest.mark.parametrize(
-    "layout", ["striped:", "striped:0", "striped:-1", "striped:1.5", "zigzag:2"]
-)
-def test_stripes_of_no_tokens_are_refused(layout):
-    with pytest.raises(
-        ValueError, match=rf"layout is '{layout}': use one of .* 'striped:k' for st"
-    ):
-        positions(layout, 16, 4)
+@every_layout
+def test_permutations_of_odd_sizes(layout):
+    """Inverses, ascending positions, and the same positions from a traced shard index."""
+    for n in SIZES:
+        length = length_of(layout, n)
+        x = RNG.integers(0, 1000, (2, length, 3))
+        permuted = to_layout(x, layout, n)
+        np.testing.assert_array_equal(from_layout(permuted, layout, n), x)
+        np.testing.assert_array_equal(to_layout(from_layout(x, layout, n), layout, n), x)
+        assert (permuted == x).all() == (layout == "contiguous" or n == 1)
+        at = positions(layout, length, n)
+        assert isinstance(at, np.ndarray)
+        assert at.dtype == np.int32
+        np.testing.assert_array_equal(np.sort(at), np.arange(length))
+        assert (np.diff(at.reshape(n, -1), axis=1) > 0).all()
+        np.testing.assert_array_equal(permuted, x[:, at])
+        shard = functools.partial(shard_positions, layout, length // n, n)
+        every = jax.vmap(shard)(jnp.arange(n, dtype=jnp.int32))
+        assert every.dtype == jnp.int32
+        np.testing.assert_array_equal(every.reshape(-1), at)
+
+
+@pytest.mark.parametrize("layout", [*TABLE, "striped:4"])
+def test_runs_of_positions(layout):
+    """Runs are arithmetic progressions that cover each shard, across stripes and within them."""
+    for n, across in itertools.product(SIZES, (True, False)):
+        shard_length = length_of(layout, n) // n
+        starts, stride, count = shard_runs(layout, shard_length, n, across_stripes=across)
+        runs = starts[:, :, None] + stride * np.arange(count)
+        at = positions(layout, shard_length * n, n).reshape(n, -1)
+        np.testing.assert_array_equal(np.sort(runs.reshape(n, -1)), at)
+        if layout.startswith("striped") and not across:
+            assert (stride, count) == (1, stripe_size(layout))
+
+
+@pytest.mark.parametrize("layout", [*TABLE, "striped:4"])
+def test_adjacent_tokens_in_one_block(layout):
+    """The result divides the shard, its groups of tokens are within blocks, and it is not 1."""
+    for n, block in itertools.product((1, 2, 3, 4), (4, 6, 8, 24, 48)):
+        at = positions(layout, 96 * n, n).reshape(n, 96)
+        run = run_in_blocks(layout, 96, n, block)
+        assert 96 % run == 0
+        blocks = at.reshape(n, 96 // run, run) // block
+        assert (blocks == blocks[:, :, :1]).all(), (n, block, run)
+    assert run_in_blocks("contiguous", 96, 4, 24) == run_in_blocks("zigzag", 96, 4, 24) == 24
+    assert run_in_blocks("striped", 96, 4, 24) == 6
+    assert run_in_blocks("striped:4", 96, 3, 8) == 4
 
 
 @every_layout
-@every_size
-def test_from_layout_is_the_inverse(layout, n):
-    x = RNG.integers(0, 1000, (2, length_of(layout, n), 3))
-    there = to_layout(x, layout, n)
-    np.testing.assert_array_equal(from_layout(there, layout, n), x)
-    np.testing.assert_array_equal(to_layout(from_layout(x, layout, n), layout, n), x)
-    assert (there == x).all() == (layout == "contiguous" or n == 1)
-
-
-@every_layout
-@every_size
-def test_positions_are_a_permutation_and_ascend_in_every_shard(layout, n):
-    length = length_of(layout, n)
-    at = positions(layout, length, n)
-    assert isinstance(at, np.ndarray)
-    assert at.dtype == np.int32
-    np.testing.assert_array_equal(np.sort(at), np.arange(length))
-    assert (np.diff(at.reshape(n, -1), axis=1) > 0).all()
-    np.testing.assert_array_equal(at, to_layout(np.arange(length), layout, n, axis=0))
-    x = RNG.normal(size=(2, length))
-    np.testing.assert_array_equal(to_layout(x, layout, n), x[:, at])
-
-
-@every_layout
-@every_size
-def test_a_shard_knows_its_positions_from_a_traced_index(layout, n):
-    length = length_of(layout, n)
-    here = jax.jit(functools.partial(shard_positions, layout, length // n, n))
-    every = jax.jit(jax.vmap(here))(jnp.arange(n, dtype=jnp.int32))
-    assert every.dtype == jnp.int32
-    assert here(jnp.int32(n - 1)).shape == (length // n,)
-    np.testing.assert_array_equal(every.reshape(-1), positions(layout, length, n))
-
-
-@every_layout
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3], ids=lambda axis: f"axis{axis}")
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_any_axis(layout, axis, kind):
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_any_axis(layout, axis):
     shape = [2, 3, 4]
     shape[axis] = 12
     x = RNG.normal(size=shape).astype(np.float32)
     at = positions(layout, 12, 3)
-    got = to_layout(kind(x), layout, 3, axis=axis)
-    np.testing.assert_array_equal(got, np.take(x, at, axis))
-    np.testing.assert_array_equal(from_layout(got, layout, 3, axis=axis), x)
+    for kind in (np.asarray, jnp.asarray):
+        got = to_layout(kind(x), layout, 3, axis=axis)
+        np.testing.assert_array_equal(got, np.take(x, at, axis))
+        np.testing.assert_array_equal(from_layout(got, layout, 3, axis=axis), x)
 
 
 @every_layout
@@ -127,48 +131,40 @@ def test_pytrees_keep_types_and_dtypes(layout):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped", "striped:4"])
-@pytest.mark.parametrize("n", [3, 4], ids=lambda n: f"n{n}")
-def test_under_jit_and_without_a_gather(layout, n):
+@pytest.mark.parametrize(("layout", "n"), [("zigzag", 3), ("striped", 4), ("striped:4", 3)])
+def test_under_jit_without_a_gather(layout, n):
     x = RNG.normal(size=(2, length_of(layout, n), 5)).astype(np.float32)
-    run = jax.jit(functools.partial(to_layout, layout=layout, num_shards=n))
-    back = jax.jit(functools.partial(from_layout, layout=layout, num_shards=n))
-    there = run(x)
-    np.testing.assert_array_equal(there, to_layout(x, layout, n))
-    np.testing.assert_array_equal(back(there), x)
-    for function in (run, back):
+    permute = jax.jit(functools.partial(to_layout, layout=layout, num_shards=n))
+    inverse = jax.jit(functools.partial(from_layout, layout=layout, num_shards=n))
+    np.testing.assert_array_equal(permute(x), to_layout(x, layout, n))
+    np.testing.assert_array_equal(inverse(permute(x)), x)
+    for function in (permute, inverse):
         assert "gather" not in function.lower(x).as_text()
 
 
-@every_layout
-def test_a_permutation_passes_gradients_to_the_right_tokens(layout):
+def test_gradients_are_permuted_back():
     weights = RNG.normal(size=(1, 12)).astype(np.float32)
-    x = jnp.zeros((1, 12), jnp.float32)
-    gradient = jax.grad(lambda x: (to_layout(x, layout, 3) * weights).sum())(x)
-    np.testing.assert_array_equal(gradient, from_layout(weights, layout, 3))
+    for layout in TABLE:
+        gradient = jax.grad(lambda x, layout=layout: (to_layout(x, layout, 3) * weights).sum())(
+            jnp.zeros((1, 12), jnp.float32)
+        )
+        np.testing.assert_array_equal(gradient, from_layout(weights, layout, 3))
 
 
-@pytest.mark.parametrize(
-    ("layout", "length", "n", "fit"),
-    [
-        ("contiguous", 16, 4, 16),
-        ("contiguous", 17, 4, 20),
-        ("striped", 1, 8, 8),
-        ("striped", 100, 3, 102),
-        ("striped:64", 1000, 3, 1152),
-        ("zigzag", 16, 4, 16),
-        ("zigzag", 20, 4, 24),
-        ("zigzag", 63, 5, 70),
-        ("zigzag", 1, 1, 2),
-    ],
-    ids=lambda value: str(value),
-)
-def test_padded_length(layout, length, n, fit):
-    assert padded_length(layout, length, n) == fit
-    positions(layout, fit, n)
-    if length != fit:
-        with pytest.raises(ValueError, match=rf"length is {length}: .*pad to {fit} "):
-            positions(layout, length, n)
+LENGTHS = (
+    ("contiguous", 16, 4, 16), ("contiguous", 17, 4, 20), ("striped", 1, 8, 8),
+    ("striped", 100, 3, 102), ("striped:64", 1000, 3, 1152), ("zigzag", 16, 4, 16),
+    ("zigzag", 20, 4, 24), ("zigzag", 63, 5, 70), ("zigzag", 1, 1, 2),
+)  # fmt: skip
+
+
+def test_padded_length():
+    for layout, length, n, fit in LENGTHS:
+        assert padded_length(layout, length, n) == fit
+        positions(layout, fit, n)
+        if length != fit:
+            with pytest.raises(ValueError, match=rf"length is {length}: .*pad to {fit} "):
+                positions(layout, length, n)
 
 
 @every_layout
@@ -193,7 +189,7 @@ def test_padding_is_at_the_end_zero_and_masked(layout, kind):
 
 
 @every_layout
-def test_padding_keeps_the_segments_it_is_given(layout):
+def test_padding_extends_given_segment_ids(layout):
     given = np.array([[1, 1, 0, 2, 2], [3, 3, 3, 3, 0]], np.int32)
     tokens = RNG.integers(1, 9, (2, 5))
     padded, segment_ids = pad_to_layout(tokens, layout, 4, given)
@@ -204,7 +200,7 @@ def test_padding_keeps_the_segments_it_is_given(layout):
     assert segment_ids.dtype == np.int32
 
 
-def test_what_fits_is_not_padded():
+def test_no_padding_is_needed():
     tokens = RNG.integers(1, 9, (2, 12))
     padded, segment_ids = pad_to_layout(tokens, "zigzag", 3)
     np.testing.assert_array_equal(padded, tokens)
@@ -220,7 +216,7 @@ def test_padding_under_jit():
     np.testing.assert_array_equal(segment_ids, want_ids)
 
 
-# Cast, since a type checker sees these mistakes too.
+# Casts, because a type checker finds these mistakes, too.
 WRONG = {
     "layout": (
         lambda: to_layout(np.ones((1, 4)), cast(Any, "spiral"), 2),
@@ -233,6 +229,17 @@ WRONG = {
     "layout-of-padding": (
         lambda: pad_to_layout(np.ones((1, 4)), cast(Any, "x"), 2),
         "layout is 'x'",
+    ),
+    **{
+        name: (
+            lambda name=name: positions(name, 16, 4),
+            f"layout is '{name}': use one of .* 'striped:k' for st",
+        )
+        for name in ("striped:", "striped:0", "striped:-1", "striped:1.5", "zigzag:2")
+    },
+    "multiple": (
+        lambda: pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=0),
+        "multiple_of is 0: it must be a positive integer",
     ),
     "shards-zero": (lambda: to_layout(np.ones((1, 4)), "zigzag", 0), "num_shards is 0: .*positive"),
     "shards-float": (
@@ -277,11 +284,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_raise(name):
-    call, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_wrong_arguments():
+    for call, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # --- arrays on a mesh ----------------------------------------------------------------------------
@@ -292,14 +298,14 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 @pytest.fixture(params=["context", "no_context"])
 def mesh(request):
-    """Of ``jax.make_mesh``'s default axes, which are Explicit; with ``jax.set_mesh`` or without."""
+    """Explicit axes, the default of ``jax.make_mesh``; with and without ``jax.set_mesh``."""
     mesh = jax.make_mesh((2, 4), ("data", "seq"))
     assert set(mesh.axis_types) == {AxisType.Explicit}
     with jax.set_mesh(mesh) if request.param == "context" else contextlib.nullcontext():
         yield mesh
 
 
-def assert_sharded_alike(got, want, spec):
+def assert_same_sharding(got, want, spec):
     jax.tree.map(np.testing.assert_array_equal, got, want)
     for x in jax.tree.leaves(got):
         full = [spec[i] if i < len(spec) else None for i in range(x.ndim)]
@@ -307,34 +313,31 @@ def assert_sharded_alike(got, want, spec):
         assert x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, P(*full)), x.ndim)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @every_spec
-def test_arrays_stay_split_over_explicit_axes(mesh, spec, layout):
-    """Shards of the ring that lie on one device, on several devices, or share one."""
+def test_sharding_over_explicit_axes_is_kept(mesh, spec):
+    """Several shards of the ring per device, one, and a shard over several devices."""
     x = RNG.normal(size=(2, 16, 3)).astype(np.float32)
     array = jax.device_put(x, jax.NamedSharding(mesh, spec))
-    for function in (to_layout, from_layout):
-        for n in (4, 8):
-            run = functools.partial(function, layout=layout, num_shards=n)
-            assert_sharded_alike(run(array), run(x), spec)
-            assert_sharded_alike(jax.jit(run)(array), run(x), spec)
+    cases = [
+        functools.partial(function, layout=layout, num_shards=n)
+        for function, layout, n in (
+            (to_layout, "zigzag", 8), (to_layout, "striped", 4), (from_layout, "zigzag", 4),
+            (from_layout, "striped", 8), (pad_to_layout, "zigzag", 16),
+        )
+    ]  # fmt: skip
+    for run in cases:
+        assert_same_sharding(run(array), run(x), spec)
+    together = jax.jit(lambda x: [run(x) for run in cases])
+    assert_same_sharding(together(array), [run(x) for run in cases], spec)
 
 
-@every_spec
-def test_padding_stays_split_over_explicit_axes(mesh, spec):
-    x = RNG.normal(size=(2, 8, 3)).astype(np.float32)
-    array = jax.device_put(x, jax.NamedSharding(mesh, spec))
-    run = functools.partial(pad_to_layout, layout="zigzag", num_shards=8)
-    for padded in (run(array), jax.jit(run)(array)):
-        assert_sharded_alike(padded, run(x), spec)
-
-
-def test_padding_to_a_length_that_its_own_devices_do_not_divide():
+def test_padding_to_a_length_that_the_devices_do_not_divide():
     mesh = jax.make_mesh((2, 4), ("data", "seq"))
     array = jax.device_put(np.ones((2, 16)), jax.NamedSharding(mesh, P(None, "seq")))
     message = (
-        r"the padded length is 18, .* the Explicit mesh axes \('seq',\), 4 devices, which do not "
-        "divide it: make num_shards a multiple of 4, or pad before the array is put onto the mesh"
+        r"the padded length is 18, .* sharded over the Explicit mesh axes \('seq',\), 4 devices, "
+        "which do not divide it: make num_shards a multiple of 4, or pad before the array is "
+        "placed on the mesh"
     )
     with pytest.raises(ValueError, match=message):
         pad_to_layout(array, "zigzag", 3)
@@ -349,14 +352,9 @@ def test_gradients_pass_over_explicit_axes():
     np.testing.assert_array_equal(gradient, from_layout(weights, "striped", 4))
 
 
-@pytest.mark.parametrize(("multiple", "want"), [(1, 104), (8, 104), (16, 112), (12, 120)])
-def test_padding_reaches_another_multiple_too(multiple, want):
-    """A ulysses_axis splits the shards of a ring further, which the layout does not know."""
-    padded, ids = pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=multiple)
-    assert padded.shape == ids.shape == (1, want)
-    assert (ids.sum(), ids[0, 99], padded.sum()) == (100, 1, 100)
-
-
-def test_a_multiple_below_one_is_refused():
-    with pytest.raises(ValueError, match="multiple_of is 0: it must be a positive integer"):
-        pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=0)
+def test_padding_to_another_multiple():
+    """For a ulysses_axis, which splits the shards of the ring."""
+    for multiple, want in ((1, 104), (8, 104), (16, 112), (12, 120)):
+        padded, ids = pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=multiple)
+        assert padded.shape == ids.shape == (1, want)
+        assert (ids.sum(), ids[0, 99], padded.sum()) == (100, 1, 100)
