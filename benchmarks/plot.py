@@ -21,11 +21,16 @@ _COLOURS = {
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
 # With more names than colours, each bar is labelled with its name, and has the colour of the first
-# of these words in it.
-_KINDS = (("one GPU", "#999999"), ("every GPU", "#999999"), ("cuDNN", "#0072B2"))
-_KINDS += (("contiguous", "#56B4E9"), ("", "#D55E00"))
+# of these words in it. The third field is the legend's label.
+_KINDS = (
+    ("one GPU", "#999999", "one GPU, no communication"),
+    ("every GPU", "#999999", "one GPU, no communication"),
+    ("cuDNN", "#0072B2", "others, with cuDNN"),
+    ("contiguous", "#56B4E9", "burst-jax, contiguous layout"),
+    ("", "#D55E00", "burst-jax"),
+)
 _GREY = "#767676"
-_WIDTH, _DPI = 11, 100  # inches and dots an inch: as wide as a README
+_WIDTH, _DPI = 11, 200  # inches, dots per inch: twice the width of a page
 
 
 def figure_class() -> Any:
@@ -60,7 +65,7 @@ def draw(results: Results, path: Path) -> None:
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     spare = iter(_SPARE)
     colours = {
-        peer: next(colour for kind, colour in _KINDS if kind in peer)
+        peer: next(colour for word, colour, _ in _KINDS if word in peer)
         if many
         else _COLOURS.get(peer) or next(spare)
         for peer in peers
@@ -92,9 +97,11 @@ def draw(results: Results, path: Path) -> None:
     if many:
         for label in panels[0].get_yticklabels():
             label.set(fontweight="bold" if label.get_text() not in peers else "normal", fontsize=9)
-    else:
-        handles = [panels[0].barh(0, 0, color=colours[peer]) for peer in peers]
-        figure.legend(handles, peers, loc="outside lower center", ncols=len(peers), frameon=False)
+    legend = {label: colour for _, colour, label in _KINDS} if many else colours
+    handles = [panels[0].barh(0, 0, color=colour) for colour in legend.values()]
+    figure.legend(
+        handles, list(legend), loc="outside lower center", ncols=len(legend), frameon=False
+    )
     devices = f"{results.devices} x " * (results.devices > 1)
     figure.suptitle(f"{devices}{results.device}, {results.dtype}, jax {results.jax}", fontsize=12)
     with replacing(path) as file:

@@ -1,9 +1,9 @@
-"""Draws the documentation's pictures of a ring of four devices.
+"""Draws the documentation's figures of a ring of four devices.
 
 python examples/draw_ring.py docs/images
 
-ring.png: what rotates, and the causal work of each device at each step, by layout.
-schedule.svg: kernels by device and step, and the transfers that overlap them.
+ring.svg: what rotates, and how much each device works at each step under a causal mask.
+schedule.svg: which kernel runs on which device at which step, and what is sent during it.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from pallas_kernels.mask import Mask
 
 N, LENGTH = 4, 256
 ROUTE = make_route(("seq",), RingMask((N,), "contiguous", LENGTH // N, LENGTH // N, Mask()))
-STATIONARY, ROTATING, GRADIENT = "#3b6ea8", "#b56a10", "#a8325a"
-# One colour per K/V block, which moves along a diagonal of the picture.
+# On white the contrast of each is at least 5.5:1.
+STATIONARY, ROTATING, GRADIENT = "#2f5d93", "#8f4f00", "#a8325a"
+# A colour for each block of keys and values; the block rotates along a diagonal of the figure.
 SHADES = ("#cfe0f3", "#fbe3c0", "#d5ecd2", "#e6d9f2")
 
 
@@ -33,13 +34,13 @@ def draw_ring(axes: Axes) -> None:
     """Draws four devices: Q, out and lse are stationary, K and V rotate."""
     centres = [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)]
     for device, (x, y) in enumerate(centres):
-        box = FancyBboxPatch((x - 0.3, y - 0.26), 0.6, 0.52, boxstyle="round,pad=0.03", fc="white")
+        box = FancyBboxPatch((x - 0.46, y - 0.3), 0.92, 0.6, boxstyle="round,pad=0.03", fc="white")
         axes.add_patch(box)
-        axes.text(x, y + 0.15, f"device {device}", ha="center", va="center", fontsize=10)
-        axes.text(
-            x, y, f"Q{device}  out  lse", ha="center", va="center", color=STATIONARY, fontsize=9
-        )
-        axes.text(x, y - 0.15, f"K{device}  V{device}", ha="center", va="center", color=ROTATING)
+        lines = (f"device {device}", f"Q{device} out lse", f"K{device} V{device}")
+        for line, text in enumerate(lines):
+            color = ("black", STATIONARY, ROTATING)[line]
+            height = y + 0.19 * (1 - line)
+            axes.text(x, height, text, ha="center", va="center", fontsize=9.5, color=color)
         start = np.array([x, y])
         end = np.array(centres[(device + 1) % N])
         axes.add_patch(
@@ -47,15 +48,14 @@ def draw_ring(axes: Axes) -> None:
                 tuple(start + 0.42 * (end - start)),
                 tuple(start + 0.58 * (end - start)),
                 arrowstyle="-|>",
-                mutation_scale=22,
+                mutation_scale=18,
                 color=ROTATING,
                 linewidth=2.5,
             )
         )
-    note = "every step:\nlocal kernel,\noverlapped with\nthe permute;\nmerge by\nlog-sum-exp"
-    axes.text(0, 0, note, ha="center", va="center", fontsize=9)
-    axes.set(xlim=(-1.45, 1.45), ylim=(-1.4, 1.4), aspect="equal")
-    axes.set_title("K and V rotate, Q is stationary")
+    axes.text(0, 0, "K, V sent\nduring\nthe kernel", ha="center", va="center", fontsize=9)
+    axes.set(xlim=(-1.5, 1.5), ylim=(-1.35, 1.35), aspect="equal")
+    axes.set_title("K, V rotate; Q is stationary", fontsize=11)
     axes.axis("off")
 
 
@@ -71,21 +71,23 @@ def causal_work(layout: str) -> np.ndarray:
 
 
 def draw_work(axes: Axes, layout: str) -> None:
-    """Draws a cell per step and device; the slowest device determines a step's time."""
+    """Draws a cell per step and device; a step lasts as long as its busiest device works."""
     work = causal_work(layout)
     axes.imshow(work, cmap="Blues", vmin=0, vmax=1.3)
     for (step, device), share in np.ndenumerate(work):
         color = "white" if share > 0.8 else "black"
-        axes.text(device, step, f"{share:.0%}", ha="center", va="center", fontsize=9, color=color)
-    axes.set_xticks(range(N), [f"dev {d}" for d in range(N)], fontsize=8)
-    axes.set_yticks(range(N), [f"step {s}" for s in range(N)], fontsize=8)
-    axes.set_title(f"{layout}\n{work.max(1).sum():.2f} blocks of time", fontsize=10)
+        text = f"{share:.0%}"
+        axes.text(device, step, text, ha="center", va="center", fontsize=10, color=color)
+    axes.set_xticks(range(N), [f"dev {d}" for d in range(N)], fontsize=9.5)
+    axes.set_yticks(range(N), [f"step {s}" for s in range(N)], fontsize=9.5)
+    axes.set_title(f"{layout}: time {work.max(1).sum():.2f}", fontsize=11)
 
 
 def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
-    """``(kernel, sends)`` of one device at each step, with K and V rotating.
+    """``(kernel, sends)`` of one device at each step, K and V rotating.
 
-    At ring step s a device holds the block of the device s places before it.
+    At ring step s a device has the block of the device s places before it; a send from one step's
+    place to another's goes that many devices ahead.
     """
     steps = []
     for step in schedule:
@@ -103,17 +105,17 @@ def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
 
 
 def forward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """Kernels and sends of one device in the forward pass."""
+    """What one device does in the forward pass."""
     return drawn(device, forward_schedule(ROUTE))
 
 
 def backward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """Kernels and sends of one device in the backward pass with a fused kernel."""
+    """What one device does in the backward pass, with one kernel for all gradients."""
     return drawn(device, backward_schedule(ROUTE, fused=True))
 
 
 def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]]]) -> None:
-    """Draws a row per device, time to the right: its kernels, and below them its sends."""
+    """Draws a row per device, time to the right: its kernels, and below each what it sends."""
     width, height = 1.0, 1.0
     for device, row in enumerate(steps):
         top = -device * height
@@ -134,7 +136,7 @@ def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]
                 )
     count = len(steps[0])
     for step in range(count):
-        name = f"step {step}" if step < N else "final transfer"
+        name = f"step {step}" if step < N else "last step"
         axes.text(step + 0.48, 1.0, name, ha="center", va="center", fontsize=9.5, color="#555555")
     axes.set(xlim=(-0.62, N + 1), ylim=(-N + 0.95, 1.15))
     axes.set_title(title, loc="left", fontsize=11)
@@ -142,26 +144,28 @@ def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Writes the figures."""
     parser = argparse.ArgumentParser(description="Draw the ring, its causal work and its schedule.")
-    parser.add_argument("folder", type=Path, help="where to write ring.png and schedule.svg")
+    parser.add_argument("folder", type=Path, help="where to write ring.svg and schedule.svg")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    figure = plt.figure(figsize=(12, 3.9), layout="constrained")
-    grid = figure.add_gridspec(1, 4, width_ratios=[1.5, 1, 1, 1])
-    draw_ring(figure.add_subplot(grid[0]))
-    for column, layout in enumerate(("contiguous", "zigzag", "striped"), start=1):
-        draw_work(figure.add_subplot(grid[column]), layout)
-    figure.savefig(folder / "ring.png", dpi=110)
-
-    # No date and a fixed salt make the file reproducible.
+    # Without a date and with ids from a fixed salt the files are the same at every run.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
+    # Narrow, so that the text stays readable on a phone.
+    figure, panels = plt.subplots(2, 2, figsize=(5.8, 5.6), layout="constrained")
+    draw_ring(panels.flat[0])
+    for axes, layout in zip(panels.flat[1:], ("contiguous", "zigzag", "striped"), strict=True):
+        draw_work(axes, layout)
+    figure.savefig(folder / "ring.svg", metadata={"Date": None})
+
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7.2), layout="constrained")
     forward = [forward_steps(device) for device in range(N)]
-    draw_schedule(upper, "Forward: each device merges partial results into out and lse", forward)
+    draw_schedule(
+        upper, "Forward: each device merges each block's result into out and lse", forward
+    )
     backward = [backward_steps(device) for device in range(N)]
     draw_schedule(
-        lower, "Backward (rotate_kv, fused kernel): dK and dV follow their block", backward
+        lower, "Backward (rotate_kv, one kernel): the gradient follows its block", backward
     )
     figure.savefig(folder / "schedule.svg", metadata={"Date": None})
 

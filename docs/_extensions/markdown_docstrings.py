@@ -1,14 +1,30 @@
-"""Turns the few reStructuredText marks of the docstrings into the Markdown of the pages."""
+"""Turns the few reStructuredText marks of the docstrings into the Markdown of the pages.
+
+Signature and "Args" of the attention functions are derived when they are imported
+(``burst_jax/attention/arguments.py``), so these are taken from the imported functions.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Extension, Function, Object, Parameter, ParameterKind, Parameters
+
+import burst_jax
+
+_DERIVED = {
+    f"burst_jax.attention.api.{name}": getattr(burst_jax, name)
+    for name in ("burst_attention", "ring_attention", "local_attention")
+}
+_KINDS = {
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: ParameterKind.positional_or_keyword,
+    inspect.Parameter.KEYWORD_ONLY: ParameterKind.keyword_only,
+}
 
 _ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):`~?([\w.]+)`")
-_MATH = re.compile(r"^( *)\.\. math:: (.*)$", re.MULTILINE)
+_MATH = re.compile(r"^( *)\.\. math::\s+(.*)$", re.MULTILINE)
 _RETURNS = re.compile(r"^( *Returns:\n[^\n:]*):(?= |$)", re.MULTILINE)
 _RULE = re.compile(r" *=+( +=+)+ *")
 _SYMBOLS = {r"\cdot": "·"}
@@ -70,10 +86,28 @@ def _formula(match: re.Match[str]) -> str:
     return f"{indent}```text\n{indent}{formula}\n{indent}```"
 
 
+def _parameters(function: Any) -> Parameters:
+    """The parameters of an imported function, as griffe represents those that it reads."""
+    return Parameters(
+        *(
+            Parameter(
+                name,
+                annotation=inspect.formatannotation(given.annotation).replace("jax._src.mesh.", ""),
+                kind=_KINDS[given.kind],
+                default=None if given.default is given.empty else repr(given.default),
+            )
+            for name, given in inspect.signature(function).parameters.items()
+        )
+    )
+
+
 class MarkdownDocstrings(Extension):
     """Rewrites every docstring once it has been read."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
         """Called by griffe for every module, class, function and attribute."""
+        if obj.path in _DERIVED and isinstance(obj, Function) and obj.docstring is not None:
+            obj.parameters = _parameters(_DERIVED[obj.path])
+            obj.docstring.value = inspect.getdoc(_DERIVED[obj.path]) or ""
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)

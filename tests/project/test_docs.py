@@ -1,4 +1,4 @@
-"""README and documentation: their code runs, their commands and links lead somewhere."""
+"""README and documentation: code runs, commands and links exist, search finds its terms."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python")]
         for page in WITH_CODE
     ],
 )
-def test_blocks_run_one_after_the_other_and_print_what_they_say(page):
+def test_blocks_run_in_order_and_print_what_their_comments_show(page):
     code = "\n".join(blocks(page, "python"))
     hidden = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_DISABLE", "SLURM")
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     env["JAX_PLATFORMS"] = "cpu"
-    if page != README:  # Which is somebody's first program, and runs as theirs does.
+    if page != README:  # README's block runs exactly as a reader's first program does.
         # Compiled quickly: what the blocks print does not depend on how fast they are.
         env |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     run = subprocess.run(
@@ -62,10 +62,10 @@ def test_blocks_run_one_after_the_other_and_print_what_they_say(page):
         cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
-    said = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
-    # The progress of a run says speeds, which differ each time.
+    expected = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
+    # Progress lines contain speeds, which differ each time.
     shown = [line for line in run.stdout.splitlines() if not re.match(r"step \d+/\d+  ", line)]
-    assert shown == said
+    assert shown == expected
 
 
 def test_code_is_found():
@@ -162,8 +162,8 @@ def test_commands_are_found():
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub and MkDocs make them."""
-    found = set()
+    """The anchors of a page: its headings, as GitHub and MkDocs name them, and its API entries."""
+    found = set(re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE):
         text, _, given = heading.partition("{ #")
         slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
@@ -181,8 +181,7 @@ def test_links_lead_somewhere(page):
         file = (page.parent / path).resolve() if path else page
         assert file.is_file(), target
         assert file.is_relative_to(ROOT), target
-        # The API's pages are made of docstrings.
-        if anchor and file.suffix == ".md" and file.parent.name != "api":
+        if anchor and file.suffix == ".md":
             assert anchor in anchors(file), target
     # Files that are named as code.
     folders = "burst_jax|pallas_kernels|benchmarks|tests|examples|docs|.ci"
@@ -196,38 +195,82 @@ def test_every_page_is_in_the_contents():
         assert f": {page.relative_to(ROOT / 'docs')}\n" in contents, page
 
 
-# --- what the pages say of the library -----------------------------------------------------------
+# --- search --------------------------------------------------------------------------------------
+
+TERMS = (
+    "context parallel", "sequence parallel", "GQA", "Megatron", "MaxText", "OOM", "cu_seqlens",
+    "varlen", "resume", "Ulysses", "Llama 3", "Qwen 3",
+)  # fmt: skip
+DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
 
 
-def literals(tree):
-    """Every string of a module as it is shown, ``…`` for what an f-string puts in."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def front_matter(page):
+    return dict(re.findall(r"^(title|description): (.+)$", page.read_text().split("---")[1], re.M))
 
 
-def test_messages_in_troubleshooting_are_the_library_s():
-    sources = [
-        p for d in ("burst_jax", "pallas_kernels", "benchmarks") for p in (ROOT / d).rglob("*.py")
-    ]
-    said = [text for path in sources for text in literals(ast.parse(path.read_text()))]
-    said += [(ROOT / ".ci" / "find-python").read_text()]
+def lead(page):
+    """A page's title and headings, and the text before its first section."""
+    text = FENCED.sub("", page.read_text().split("---", 2)[2])
+    return "\n".join([text.partition("\n## ")[0], *re.findall(r"^#+ .*$", text, re.MULTILINE)])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_terms_of_the_field_are_in_leads_and_headings(term):
+    assert [name(page) for page in DOCS if term.lower() in lead(page).lower()]
+
+
+def test_every_page_has_a_title_and_a_description_of_its_own():
+    found = [front_matter(page) for page in DOCS]
+    for key in ("title", "description"):
+        assert len({page[key] for page in found}) == len(DOCS)
+    assert all(60 <= len(page["description"]) <= 240 for page in found)
+
+
+def templates():
+    """The constant parts of every string of the library; f-strings have gaps between them."""
+    for folder in ("burst_jax", "pallas_kernels", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                values = getattr(node, "values", [node]) if isinstance(node, ast.expr) else []
+                found = [v.value for v in values if isinstance(v, ast.Constant)]
+                parts = [part for part in found if isinstance(part, str)]
+                if len("".join(parts).split()) >= 3:  # More than a name.
+                    yield parts
+    yield ["No Python 3.12 or newer found"]  # .ci/find-python
+    yield ["The Pallas Triton backend is deprecated"]
+    yield ["Jax plugin configuration error"]
+
+
+def fits(message, parts):
+    """Whether the parts are in the message, one after the other."""
+    at = 0
+    for part in parts:
+        at = message.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def test_error_rows_hold_whole_messages_of_the_library():
+    """So that a pasted message finds its row."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    own = text[: text.index("## Warnings")]
-    messages = re.findall(r"^\| `([^`]+)` \|", own, re.MULTILINE)
-    assert len(messages) > 50
-    for message in messages:
-        parts = [part.strip() for part in message.split("…") if part.strip(" :;")]
-        assert any(all(part in text for part in parts) for text in said), message
+    rows = re.findall(r"^\| `([^`]+)`(?: \(\w+\))? \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 140
+    known = list(templates())
+    for message, remedy in rows:
+        assert "…" not in message, message
+        assert remedy.strip(), message
+        assert any(fits(message.replace("\\|", "|"), parts) for parts in known), message
 
+
+# --- figures -------------------------------------------------------------------------------------
 
 SENT = re.compile(r":(bf16|f32)\[[^=]* = ppermute\[.*?perm=\(\((\d+), (\d+)\)", re.DOTALL)
 
 
-def test_the_drawn_schedule_is_the_ring_s():
-    """Which block is sent how far, step by step, as the traced gradient does it."""
+def test_the_drawn_schedule_is_the_one_that_runs():
+    """Which block is sent how far, step by step, as in the traced gradient."""
     mesh = jax.make_mesh(
         (draw_ring.N,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[: draw_ring.N]
     )
@@ -244,7 +287,7 @@ def test_the_drawn_schedule_is_the_ring_s():
     assert len(sent) == traced.count("ppermute[")
     steps = (*draw_ring.forward_steps(0), *draw_ring.backward_steps(0))
     drawn = [text for _, sends in steps for text in sends]
-    # K and V, or their gradients, in so many permutes each.
+    # K and V, or their gradients: one permute each.
     for dtype, first, arrays in (("bf16", "K", 2), ("f32", "dK", 2)):
         shown = [int(text[-1]) for text in drawn if text.startswith(first)]
         assert [distance for kind, distance in sent if kind == dtype][::arrays] == shown
