@@ -67,8 +67,7 @@ def training(
     Raises:
       NotImplementedError: the decoder has LoRA adapters, which are trained without the weights.
       ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments,
-      not
-        a ``DecoderConfig``, or no possible strategy.
+        not a ``DecoderConfig``, or no possible strategy.
     """
     if not isinstance(config, DecoderConfig):
         raise ValueError(
