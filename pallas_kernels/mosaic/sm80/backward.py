@@ -366,8 +366,7 @@ class _Cta(NamedTuple):
         static, fragments, memory = self.static, self.fragments, self.memory
         stages = static.config.stages
         stage = lax.rem(step, i32(stages)) if stages > 1 else i32(0)
-        instructions.wait_for_copies()
-        instructions.cta_barrier()
+        instructions.wait_for_copies_of_cta()
         if stages > 1:
             self.copy_queries(upcoming, i32(1) - stage)
             self.copy_do(upcoming, i32(1) - stage)
@@ -424,9 +423,11 @@ class _Cta(NamedTuple):
         factors = tile.dropout_factors()
         used = p if factors is None else p * factors
         memory["p"].at[self.warpgroup][...] = used.astype(static.dtype)
+        delta = fragments.along_rows(instructions.load_vector(delta, fragments.rows), shape)
+        # dP - delta, but where dropout comes between: the product starts from -delta.
         dp = instructions.transposed_product(
             fragments,
-            fragments.zeros(shape),
+            fragments.zeros(shape) if factors is not None else -delta,
             memory["do"].at[stage],
             memory["v"].at[self.own_keys],
             swizzle_lanes(static.value_dim, 2),
@@ -434,9 +435,8 @@ class _Cta(NamedTuple):
         if factors is not None:
             again = tile.dropout_factors()
             assert again is not None
-            dp = dp * again
-        delta = fragments.along_rows(instructions.load_vector(delta, fragments.rows), shape)
-        ds = p * (dp - delta)
+            dp = dp * again - delta
+        ds = p * dp
         for name, part in tile.per_head_gradients(ds).items():
             place = self.batch, self.head(visit), pl.ds(self.warpgroup, 1)
             part = plgpu.layout_cast(part, fragments.tile)

@@ -17,6 +17,9 @@ BACKWARD_WARPGROUPS = 2
 # Of those, warps along the rows of every product; the others are along its columns.
 BACKWARD_M_WARPS = 2
 
+# Tiles of keys, and of values, in a forward CTA's shared memory.
+STAGES = 2
+
 _ITEMSIZE = 2
 
 
@@ -54,10 +57,9 @@ class ForwardConfig:
         return self.block_q // self.warpgroups
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
-        """Bytes of one CTA: a tile of queries, one of keys and one of values."""
-        return _ITEMSIZE * (
-            self.block_q * head_dim + self.block_kv * (head_dim + value_dim)
-        )
+        """Bytes of one CTA: a tile of queries, and two of keys and values each."""
+        walked = STAGES * self.block_kv * (head_dim + value_dim)
+        return _ITEMSIZE * (self.block_q * head_dim + walked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +114,11 @@ class BackwardConfig:
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
     """The forward kernel's shipped tiles."""
-    if max(head_dim, value_dim) <= 128:
-        return ForwardConfig(128, 64)
+    widest = max(head_dim, value_dim)
+    if widest <= 128:
+        return ForwardConfig(128, 64 if widest <= 64 else 32)
     # One warpgroup has no registers for 128 queries and more than 128 lanes of the output.
-    return ForwardConfig(128, 64, warpgroups=2)
+    return ForwardConfig(128, 32, warpgroups=2)
 
 
 def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:

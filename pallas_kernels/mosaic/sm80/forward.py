@@ -1,9 +1,9 @@
 """Forward local attention for Ampere and newer: one CTA per (batch index, query head, query tile).
 
-A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and
-V have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
-and ``p v``; two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
-scores stay in registers from ``q k^T`` to ``p v``.
+A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and V
+have two buffers: while a step works on one tile, the next one is copied, and one barrier a step
+orders both. Two CTAs on an SM overlap each other's products and exponentials. All warps are along
+the rows of the products, so scores stay in registers from ``q k^T`` to ``p v``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.bounds import query_bounds
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
-from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
+from pallas_kernels.mosaic.sm80.configs import STAGES, WARPS, ForwardConfig, forward_config
 from pallas_kernels.mosaic.sm80.inputs import (
     AttentionArrays,
     Static,
@@ -119,10 +119,10 @@ def forward(
         arrays=arrays,
         results=results,
         memory={
-            "q": instructions.tiled_memory((config.block_q, static.dim), static.dtype),
-            "k": instructions.tiled_memory((config.block_kv, static.dim), static.dtype),
-            "v": instructions.tiled_memory((config.block_kv, static.value_dim), static.dtype),
-        },
+            name: instructions.tiled_memory((STAGES, config.block_kv, lanes), static.dtype)
+            for name, lanes in (("k", static.dim), ("v", static.value_dim))
+        }
+        | {"q": instructions.tiled_memory((config.block_q, static.dim), static.dtype)},
     )
     o, lse = o[:, : static.q_length], lse[:, :, : static.q_length]
     return o.reshape(operands.out_shape), lse
@@ -149,20 +149,18 @@ def _kernel(
         arrays = arrays._replace(carry=results)
     cta = _Cta.of(static, arrays, results, memory)
     tiles = cta.tiles
-    cta.copy_queries()
-    cta.copy_keys(tiles.tile(i32(0)))
     state = cta.start()
     if static.hides_some:
 
         def masked_step(index, state):
-            tile, following = tiles.masked_tile(index), tiles.tile(index + 1)
-            return cta.step(state, tile, following, masked=True)
+            tile, upcoming = tiles.masked_tile(index), tiles.tile(index + 1)
+            return cta.step(state, index, tile, upcoming, masked=True)
 
         state = lax.fori_loop(0, tiles.masked, masked_step, state)
 
     def full_step(index, state):
-        tile, following = tiles.full_tile(index), tiles.full_tile(index + 1)
-        return cta.step(state, tile, following, masked=False)
+        tile, upcoming = tiles.full_tile(index), tiles.full_tile(index + 1)
+        return cta.step(state, tiles.masked + index, tile, upcoming, masked=False)
 
     state = lax.fori_loop(0, tiles.full, full_step, state)
     cta.wait()
@@ -220,9 +218,10 @@ class _Cta(NamedTuple):
 
     def wait(self) -> None:
         """Waits for all copies, and for all threads of the CTA."""
-        instructions.wait_for_copies()
         if self.static.config.warpgroups > 1:
-            instructions.cta_barrier()
+            instructions.wait_for_copies_of_cta()
+        else:
+            instructions.wait_for_copies()
 
     def copy_queries(self) -> None:
         """Starts the copy of the warpgroup's queries."""
@@ -230,88 +229,101 @@ class _Cta(NamedTuple):
         source = self.arrays.attention.q.at[self.batch, self._queries(), _lanes(self.head, dim)]
         instructions.copy(source, self.memory["q"].at[pl.ds(self.warpgroup * rows, rows)])
 
-    def copy_keys(self, tile: Any) -> None:
+    def copy_keys(self, tile: Any, stage: Any) -> None:
         """Starts the copy of a tile of keys."""
-        self._copy_part(self.arrays.attention.k, self.memory["k"], tile, self.static.dim)
+        self._copy_part(self.arrays.attention.k, "k", tile, stage, self.static.dim)
 
-    def copy_values(self, tile: Any) -> None:
+    def copy_values(self, tile: Any, stage: Any) -> None:
         """Starts the copy of a tile of values."""
-        self._copy_part(self.arrays.attention.v, self.memory["v"], tile, self.static.value_dim)
+        self._copy_part(self.arrays.attention.v, "v", tile, stage, self.static.value_dim)
 
-    def _copy_part(self, source: Any, target: Any, tile: Any, lanes: int) -> None:
+    def _copy_part(self, source: Any, name: str, tile: Any, stage: Any, lanes: int) -> None:
         """Each warpgroup copies its share of a tile's rows."""
         config = self.static.config
         rows = config.block_kv // config.warpgroups
         first = self.warpgroup * rows
         keys = pl.ds(tile * config.block_kv + first, rows)
         source = source.at[self.batch, keys, _lanes(self.kv_head, lanes)]
-        instructions.copy(source, target.at[pl.ds(first, rows)] if config.warpgroups > 1 else target)
+        instructions.copy(source, self.memory[name].at[stage, pl.ds(first, rows)])
 
     def _queries(self) -> Any:
         config = self.static.config
         return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
 
     def start(self) -> _Softmax:
-        """The softmax before the first tile."""
-        rows, sinks = self.static.config.rows, self.arrays.sink
-        m, total = softmax.start((rows,), None if sinks is None else sinks[self.head])
+        """The softmax before the first tile, whose copies are started."""
+        static, sinks = self.static, self.arrays.sink
+        self.copy_queries()
+        first = self.tiles.tile(i32(0))
+        self.copy_keys(first, i32(0))
+        self.copy_values(first, i32(0))
+        m, total = softmax.start((static.config.rows,), None if sinks is None else sinks[self.head])
         m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
         if sinks is not None:
             total = instructions.row_parts_of(total)
-        return _Softmax(m, total, self.fragments.zeros((rows, self.static.value_dim)))
+        return _Softmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
 
-    def step(self, state: _Softmax, tile: Any, following: Any, *, masked: bool) -> _Softmax:
-        """Visits a KV tile whose keys are being copied.
+    def _products(self, stage: Any) -> jax.Array:
+        """``q k^T`` of the keys of a stage, float32 ``[rows, block_kv]``."""
+        config, queries = self.static.config, self.memory["q"]
+        if config.warpgroups > 1:
+            queries = queries.at[pl.ds(self.warpgroup * config.rows, config.rows)]
+        return instructions.transposed_product(
+            self.fragments,
+            self.fragments.zeros((config.rows, config.block_kv)),
+            queries,
+            self.memory["k"].at[stage],
+            swizzle_lanes(self.static.dim, 2),
+        )
+
+    def step(
+        self, state: _Softmax, index: Any, tile: Any, upcoming: Any, *, masked: bool
+    ) -> _Softmax:
+        """Visits a KV tile, which is being copied.
 
         Args:
           state: the softmax over the tiles before.
-          tile: the KV tile.
-          following: the tile whose keys to copy next.
+          index: number of these.
+          tile: the tile.
+          upcoming: the next tile.
           masked: whether some of the tile's scores may not count.
         """
-        static, fragments = self.static, self.fragments
-        rows, block_kv = static.config.rows, static.config.block_kv
+        static, fragments, config = self.static, self.fragments, self.static.config
+        stage = lax.rem(index, i32(STAGES))
         self.wait()
-        self.copy_values(tile)
-        queries = pl.ds(self.warpgroup * rows, rows)
-        scores = instructions.transposed_product(
-            fragments,
-            fragments.zeros((rows, block_kv)),
-            self.memory["q"].at[queries] if static.config.warpgroups > 1 else self.memory["q"],
-            self.memory["k"],
-            swizzle_lanes(static.dim, 2),
-        )
+        # All threads have read the tile before, whose memory is free now.
+        self.copy_keys(upcoming, i32(1) - stage)
+        self.copy_values(upcoming, i32(1) - stage)
+        products = self._products(stage)
         of_tile = ScoreTile(
             static.scores,
             self.arrays.attention.scores,
             fragments,
-            scores.shape,
+            products.shape,
             self.batch,
             self.head,
-            self.tile * static.config.block_q + self.warpgroup * rows,
-            tile * block_kv,
+            self.tile * config.block_q + self.warpgroup * config.rows,
+            tile * config.block_kv,
         )
-        scores = of_tile.scores(of_tile.raw(scores), masked=masked)
-        self.wait()
-        self.copy_keys(following)
+        scores = of_tile.scores(of_tile.raw(products), masked=masked)
         weights, state = self._add_weights(state, scores)
         weights = of_tile.without_dropped(weights)
         weights = plgpu.layout_cast(weights.astype(static.dtype), fragments.tile)
         left = instructions.as_left_operand(weights, fragments)
-        values = instructions.load_matrix(self.memory["v"], fragments.rhs)
+        values = instructions.load_matrix(self.memory["v"].at[stage], fragments.rhs)
         return state._replace(acc=plgpu.mma(state.acc, left, values))
 
     def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
         """``(weights of a tile, the softmax with them)``, the latter still without their values."""
         factor, fragments = self.static.scores.base_2_factor, self.fragments
         highest = jnp.max(scores, axis=1) * factor
-        import os
-        m = jnp.maximum(highest, state.m) if os.environ.get("V")=="a" else jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
+        m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
         shrink = jnp.exp2(state.m - m)
         weights = jnp.exp2(scores * factor - along_rows(m, scores.shape))
         weights = plgpu.layout_cast(weights, fragments.tile)
         total = instructions.add_to_row_parts(state.total * shrink, weights, fragments)
-        return weights, _Softmax(m, total, instructions.rescale_rows(state.acc, shrink, fragments))
+        acc = instructions.rescale_rows(state.acc, shrink, fragments)
+        return weights, state._replace(m=m, total=total, acc=acc)
 
     def finish(self, state: _Softmax) -> None:
         """Normalises, merges with the carry, and writes o and lse."""

@@ -89,6 +89,13 @@ def wait_for_copies() -> None:
 
 
 @plgpu.inline_mgpu()
+def wait_for_copies_of_cta(_):
+    """Waits for all copies of the CTA's threads, and for all of its threads."""
+    utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+    utils.inline_ptx("bar.sync 0;", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
 def cta_barrier(_):
     """Waits for all threads of the CTA; their accesses to shared memory are ordered."""
     utils.inline_ptx("bar.sync 0;", has_side_effects=True)
@@ -149,9 +156,6 @@ def as_left_operand(x: jax.Array, fragments: Fragments) -> jax.Array:
 
 def rescale_rows(x: jax.Array, factors: jax.Array, fragments: Fragments) -> jax.Array:
     """``x``, its rows multiplied by ``factors``; a warp whose factors are all 1 skips it."""
-    import os
-    if os.environ.get("V")=="a":
-        return plgpu.layout_cast(x*jax.lax.broadcast_in_dim(factors,x.shape,(0,)),fragments.tile)
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=fragments.tile)
     types = fragments.tile, fragments.rows
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(_shrink_rows)(x, factors)
