@@ -17,9 +17,6 @@ BACKWARD_WARPGROUPS = 2
 # Of those, warps along the rows of every product; the others are along its columns.
 BACKWARD_M_WARPS = 2
 
-# Tiles of keys, and of values, in a forward CTA's shared memory.
-STAGES = 2
-
 _ITEMSIZE = 2
 
 
@@ -57,9 +54,8 @@ class ForwardConfig:
         return self.block_q // self.warpgroups
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
-        """Bytes of one CTA: a tile of queries, and two of keys and values each."""
-        walked = STAGES * self.block_kv * (head_dim + value_dim)
-        return _ITEMSIZE * (self.block_q * head_dim + walked)
+        """Bytes of one CTA: a tile of queries, one of keys and one of values."""
+        return _ITEMSIZE * (self.block_q * head_dim + self.block_kv * (head_dim + value_dim))
 
 
 @dataclasses.dataclass(frozen=True)

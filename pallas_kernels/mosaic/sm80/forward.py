@@ -1,9 +1,9 @@
 """Forward local attention for Ampere and newer: one CTA per (batch index, query head, query tile).
 
 A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and V
-have two buffers: while a step works on one tile, the next one is copied, and one barrier a step
-orders both. Two CTAs on an SM overlap each other's products and exponentials. All warps are along
-the rows of the products, so scores stay in registers from ``q k^T`` to ``p v``.
+have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
+and ``p v``; two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
+scores stay in registers from ``q k^T`` to ``p v``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.bounds import query_bounds
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
-from pallas_kernels.mosaic.sm80.configs import STAGES, WARPS, ForwardConfig, forward_config
+from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
 from pallas_kernels.mosaic.sm80.inputs import (
     AttentionArrays,
     Static,
@@ -119,10 +119,10 @@ def forward(
         arrays=arrays,
         results=results,
         memory={
-            name: instructions.tiled_memory((STAGES, config.block_kv, lanes), static.dtype)
-            for name, lanes in (("k", static.dim), ("v", static.value_dim))
-        }
-        | {"q": instructions.tiled_memory((config.block_q, static.dim), static.dtype)},
+            "q": instructions.tiled_memory((config.block_q, static.dim), static.dtype),
+            "k": instructions.tiled_memory((config.block_kv, static.dim), static.dtype),
+            "v": instructions.tiled_memory((config.block_kv, static.value_dim), static.dtype),
+        },
     )
     o, lse = o[:, : static.q_length], lse[:, :, : static.q_length]
     return o.reshape(operands.out_shape), lse
@@ -154,13 +154,13 @@ def _kernel(
 
         def masked_step(index, state):
             tile, upcoming = tiles.masked_tile(index), tiles.tile(index + 1)
-            return cta.step(state, index, tile, upcoming, masked=True)
+            return cta.step(state, tile, upcoming, masked=True)
 
         state = lax.fori_loop(0, tiles.masked, masked_step, state)
 
     def full_step(index, state):
         tile, upcoming = tiles.full_tile(index), tiles.full_tile(index + 1)
-        return cta.step(state, tiles.masked + index, tile, upcoming, masked=False)
+        return cta.step(state, tile, upcoming, masked=False)
 
     state = lax.fori_loop(0, tiles.full, full_step, state)
     cta.wait()
@@ -229,42 +229,41 @@ class _Cta(NamedTuple):
         source = self.arrays.attention.q.at[self.batch, self._queries(), _lanes(self.head, dim)]
         instructions.copy(source, self.memory["q"].at[pl.ds(self.warpgroup * rows, rows)])
 
-    def copy_keys(self, tile: Any, stage: Any) -> None:
+    def copy_keys(self, tile: Any) -> None:
         """Starts the copy of a tile of keys."""
-        self._copy_part(self.arrays.attention.k, "k", tile, stage, self.static.dim)
+        self._copy_part(self.arrays.attention.k, "k", tile, self.static.dim)
 
-    def copy_values(self, tile: Any, stage: Any) -> None:
+    def copy_values(self, tile: Any) -> None:
         """Starts the copy of a tile of values."""
-        self._copy_part(self.arrays.attention.v, "v", tile, stage, self.static.value_dim)
+        self._copy_part(self.arrays.attention.v, "v", tile, self.static.value_dim)
 
-    def _copy_part(self, source: Any, name: str, tile: Any, stage: Any, lanes: int) -> None:
+    def _copy_part(self, source: Any, name: str, tile: Any, lanes: int) -> None:
         """Each warpgroup copies its share of a tile's rows."""
-        config = self.static.config
+        config, target = self.static.config, self.memory[name]
         rows = config.block_kv // config.warpgroups
         first = self.warpgroup * rows
         keys = pl.ds(tile * config.block_kv + first, rows)
-        source = source.at[self.batch, keys, _lanes(self.kv_head, lanes)]
-        instructions.copy(source, self.memory[name].at[stage, pl.ds(first, rows)])
+        if config.warpgroups > 1:
+            target = target.at[pl.ds(first, rows)]
+        instructions.copy(source.at[self.batch, keys, _lanes(self.kv_head, lanes)], target)
 
     def _queries(self) -> Any:
         config = self.static.config
         return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
 
     def start(self) -> _Softmax:
-        """The softmax before the first tile, whose copies are started."""
+        """The softmax before the first tile, the copy of whose keys is started."""
         static, sinks = self.static, self.arrays.sink
         self.copy_queries()
-        first = self.tiles.tile(i32(0))
-        self.copy_keys(first, i32(0))
-        self.copy_values(first, i32(0))
+        self.copy_keys(self.tiles.tile(i32(0)))
         m, total = softmax.start((static.config.rows,), None if sinks is None else sinks[self.head])
         m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
         if sinks is not None:
             total = instructions.row_parts_of(total)
         return _Softmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
 
-    def _products(self, stage: Any) -> jax.Array:
-        """``q k^T`` of the keys of a stage, float32 ``[rows, block_kv]``."""
+    def _products(self) -> jax.Array:
+        """``q k^T`` of a tile, float32 ``[rows, block_kv]``."""
         config, queries = self.static.config, self.memory["q"]
         if config.warpgroups > 1:
             queries = queries.at[pl.ds(self.warpgroup * config.rows, config.rows)]
@@ -272,29 +271,23 @@ class _Cta(NamedTuple):
             self.fragments,
             self.fragments.zeros((config.rows, config.block_kv)),
             queries,
-            self.memory["k"].at[stage],
+            self.memory["k"],
             swizzle_lanes(self.static.dim, 2),
         )
 
-    def step(
-        self, state: _Softmax, index: Any, tile: Any, upcoming: Any, *, masked: bool
-    ) -> _Softmax:
-        """Visits a KV tile, which is being copied.
+    def step(self, state: _Softmax, tile: Any, upcoming: Any, *, masked: bool) -> _Softmax:
+        """Visits a KV tile, whose keys are being copied.
 
         Args:
           state: the softmax over the tiles before.
-          index: number of these.
           tile: the tile.
           upcoming: the next tile.
           masked: whether some of the tile's scores may not count.
         """
         static, fragments, config = self.static, self.fragments, self.static.config
-        stage = lax.rem(index, i32(STAGES))
         self.wait()
-        # All threads have read the tile before, whose memory is free now.
-        self.copy_keys(upcoming, i32(1) - stage)
-        self.copy_values(upcoming, i32(1) - stage)
-        products = self._products(stage)
+        self.copy_values(tile)
+        products = self._products()
         of_tile = ScoreTile(
             static.scores,
             self.arrays.attention.scores,
@@ -306,11 +299,13 @@ class _Cta(NamedTuple):
             tile * config.block_kv,
         )
         scores = of_tile.scores(of_tile.raw(products), masked=masked)
+        self.wait()
+        self.copy_keys(upcoming)
         weights, state = self._add_weights(state, scores)
         weights = of_tile.without_dropped(weights)
         weights = plgpu.layout_cast(weights.astype(static.dtype), fragments.tile)
         left = instructions.as_left_operand(weights, fragments)
-        values = instructions.load_matrix(self.memory["v"].at[stage], fragments.rhs)
+        values = instructions.load_matrix(self.memory["v"], fragments.rhs)
         return state._replace(acc=plgpu.mma(state.acc, left, values))
 
     def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
