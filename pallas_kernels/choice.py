@@ -8,6 +8,7 @@ import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80
 from pallas_kernels.pallas_mosaic.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
@@ -15,7 +16,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one takes everything.
-_CANDIDATES = (MOSAIC_SM90, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
 # linked, and gives every warpgroup of a linked kernel as many registers as every other. The
@@ -29,8 +30,14 @@ class SlowerKernelsWarning(UserWarning):
 
 
 # "reference" is for tests: chosen by name, never offered.
-_BY_NAME = {"mosaic_sm90": MOSAIC_SM90, "triton": TRITON, "xla": XLA, "reference": REFERENCE}
-NAMES = ("mosaic_sm90", "triton", "xla")
+_BY_NAME = {
+    "mosaic_sm90": MOSAIC_SM90,
+    "mosaic_sm80": MOSAIC_SM80,
+    "triton": TRITON,
+    "xla": XLA,
+    "reference": REFERENCE,
+}
+NAMES = ("mosaic_sm90", "mosaic_sm80", "triton", "xla")
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:

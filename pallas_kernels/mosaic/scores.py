@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.elementwise import Numbering, Places
+from pallas_kernels.elementwise import Places
+from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask, both
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.configs import WARPGROUP_ROWS
@@ -62,7 +63,7 @@ class ScoreInputs(NamedTuple):
       per_head: float32 ``[N]`` each, the per-head parameters of logits by name.
       dropout: None without dropout.
       blocks: None without a block-sparse mask.
-      numbering: global batch and head indices; None without user functions.
+      indices: global batch and head indices; None without ``score_mod`` and ``mask_mod``.
     """
 
     q_tokens: SideTokens
@@ -70,7 +71,7 @@ class ScoreInputs(NamedTuple):
     per_head: dict[str, Any]
     dropout: DropoutNumbers | None
     blocks: BlockEntries | None
-    numbering: Numbering | None
+    indices: GlobalIndices | None
 
 
 class ScoreTile(NamedTuple):
@@ -204,10 +205,10 @@ class ScoreTile(NamedTuple):
         return self._over_rows(q, shape), self._over_columns(k, shape)
 
     def _places(self, columns: slice) -> Places:
-        numbering = self.inputs.numbering
-        assert numbering is not None
-        indices = numbering.batch[self.batch], numbering.head[self.head]
-        return Places(*indices, *self._positions(columns), run_on_tile)
+        indices = self.inputs.indices
+        assert indices is not None
+        place = indices.batch[self.batch], indices.head[self.head]
+        return Places(*place, *self._positions(columns), run_on_tile)
 
     def _per_head(self) -> dict[str, Any]:
         return {name: ref[self.head] for name, ref in self.inputs.per_head.items()}
@@ -230,7 +231,7 @@ class ScoreTile(NamedTuple):
 
     def _tests_nothing(self) -> bool:
         q = self.inputs.q_tokens
-        return all(x is None for x in (q.segment_ids, q.key_starts, q.key_ends))
+        return all(x is None for x in (q.segment_ids, q.kv_starts, q.kv_ends))
 
     def _before_padding(self) -> jax.Array | None:
         if not self.static.keys_are_padded:

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import depending_on, gradient_dtype
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
+from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
@@ -45,7 +46,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
 )
 from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
-from pallas_kernels.operands import Operands, PerHead
 from pallas_kernels.pallas_mosaic.configs import swizzle_lanes
 from pallas_kernels.pallas_mosaic.tiles import i32
 from pallas_kernels.spec import AttentionSpec
@@ -91,7 +91,8 @@ class _Sums(NamedTuple):
 
 
 def backward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: Any,
     dq: jax.Array | None = None,
     dkv: Dkv | None = None,
     *,
@@ -100,14 +101,14 @@ def backward(
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the shipped one."""
-    config = config or backward_config(operands.head_dim, operands.value_dim)
-    static = Static.of(operands, spec, config)
-    do, _ = operands.cotangents()
+    config = config or backward_config(inputs.head_dim, inputs.value_dim)
+    static = Static.of(inputs, spec, config)
+    do, _ = inputs.cotangents()
     # The zeros depend on an operand, so that a ring does not make those of all steps at once. The
     # scalar zero is this call's own: XLA would make equal arrays once, and copy them.
-    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, operands)))
+    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
     arrays = BackwardArrays(
-        attention_arrays(static, operands), rows_of_heads(do, static.padded_q_length), stats
+        attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
     )
     queries, lanes = config.dq_part(static.dim)
     by_tile = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS
@@ -130,7 +131,7 @@ def backward(
     )
     dk, dv = (
         x[:, : static.kv_length].reshape(*like.shape)
-        for x, like in ((results.dk, operands.k), (results.dv, operands.v))
+        for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
     )
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head.items()}
     made = _dq_of_registers(static, results.dq)
@@ -140,12 +141,13 @@ def backward(
 
 
 def backward_bounds(
-    operands: Operands, *, spec: AttentionSpec, config: BackwardConfig | None = None
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: BackwardConfig | None = None
 ) -> jax.Array:
     """The tables that :func:`backward` reads with the same config."""
-    tiles = (config or backward_config(operands.head_dim, operands.value_dim)).tiles
-    tokens = operands.q_tokens, operands.kv_tokens
-    return key_bounds(spec.mask, *tokens, tiles, operands.block_mask, operands.groups)
+    tiles = (config or backward_config(inputs.head_dim, inputs.value_dim)).tiles
+    return key_bounds(
+        spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask, inputs.groups
+    )
 
 
 def _dkv_results(

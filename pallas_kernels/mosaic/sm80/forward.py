@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
+from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
@@ -33,7 +34,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
 )
 from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
-from pallas_kernels.operands import Carry, Operands
 from pallas_kernels.pallas_mosaic.configs import swizzle_lanes
 from pallas_kernels.pallas_mosaic.tiles import along_rows, i32
 from pallas_kernels.spec import AttentionSpec
@@ -84,7 +84,8 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    operands: Operands,
+    inputs: AttentionInputs,
+    bounds: Any,
     carry: Carry | None = None,
     *,
     spec: AttentionSpec,
@@ -92,12 +93,12 @@ def forward(
     config: ForwardConfig | None = None,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the shipped one."""
-    config = config or forward_config(operands.head_dim, operands.value_dim)
-    static = Static.of(operands, spec, config)
+    config = config or forward_config(inputs.head_dim, inputs.value_dim)
+    static = Static.of(inputs, spec, config)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     length = static.padded_q_length
     arrays = ForwardArrays(
-        attention_arrays(static, operands), None if carry is not None else operands.sink, None
+        attention_arrays(static, inputs, bounds), None if carry is not None else inputs.shared.sink_logits, None
     )
     results = ForwardResults(
         jax.ShapeDtypeStruct((static.batch, length, static.heads * static.value_dim), out_dtype),
@@ -125,16 +126,15 @@ def forward(
         },
     )
     o, lse = o[:, : static.q_length], lse[:, :, : static.q_length]
-    return o.reshape(operands.out_shape), lse
+    return o.reshape(inputs.out_shape), lse
 
 
 def forward_bounds(
-    operands: Operands, *, spec: AttentionSpec, config: ForwardConfig | None = None
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: ForwardConfig | None = None
 ) -> jax.Array:
     """The tables that :func:`forward` reads with the same config."""
-    tiles = (config or forward_config(operands.head_dim, operands.value_dim)).tiles
-    tokens = operands.q_tokens, operands.kv_tokens
-    return query_bounds(spec.mask, *tokens, tiles, operands.block_mask)
+    tiles = (config or forward_config(inputs.head_dim, inputs.value_dim)).tiles
+    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
 
 
 def _kernel(

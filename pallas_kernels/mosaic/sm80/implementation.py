@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import halves_of_tiles
-from pallas_kernels.elementwise import unsupported
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
-from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.blocks import unsupported_blocks
 from pallas_kernels.pallas_mosaic.functions import DTYPES, OPERATIONS
+from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
 _WIDEST = 256
 
@@ -36,34 +36,41 @@ def mosaic_sm80(
         backward_bounds=functools.partial(backward_bounds, config=backward_config),
         split_backward=halves_of_tiles,
         unsupported=_unsupported,
-        unsupported_functions=functools.partial(
-            unsupported, operations=OPERATIONS, dtypes=DTYPES
-        ),
+        unsupported_functions=_unsupported_functions,
         unavailable=_needs_ampere,
         deterministic=False,
     )
 
 
-def _unsupported(operands: Operands) -> str | None:
+def _unsupported(inputs: AttentionInputs) -> str | None:
     """Why the kernels do not support these arrays, or None."""
-    q, k = operands.q, operands.k
+    q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
-    for what, dim in (("", operands.head_dim), (" of values", operands.value_dim)):
+    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim % 16 or dim > _WIDEST:
             return (
                 f"the head dim{what} is {dim}; it supports multiples of 16 up to {_WIDEST}"
             )
-    return unsupported_blocks(operands)
+    return unsupported_blocks(inputs)
+
+
+def _unsupported_functions(
+    spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool
+) -> str | None:
+    """Why the kernels cannot run the spec's ``score_mod`` or ``mask_mod``, or None."""
+    del inputs
+    return unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
 
 
 def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
-    # Mosaic GPU compiles Hopper's own copies for newer GPUs, which these kernels do not await.
-    if platform != "gpu" or compute_capability is None or not 8.0 <= compute_capability < 9.0:
+    # The tiles need more shared memory than Ampere's and Ada's smaller GPUs have (8.6, 8.9). For
+    # newer GPUs Mosaic GPU compiles copies that these kernels do not wait for.
+    if platform != "gpu" or compute_capability not in (8.0, 8.7):
         has = "" if compute_capability is None else f" of compute capability {compute_capability}"
         return (
-            f"it needs compute capability 8.x (Ampere, Ada), the arrays are on {platform!r}{has}; "
-            "use None, 'mosaic_gpu' or 'xla'"
+            f"it needs compute capability 8.0 or 8.7 (A100, Orin), the arrays are on "
+            f"{platform!r}{has}; use None, 'triton' or 'xla'"
         )
     return None
 

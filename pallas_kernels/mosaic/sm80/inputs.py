@@ -1,4 +1,4 @@
-"""From a call's operands to the arrays that the sm80 kernels read: the only code that knows both.
+"""From a call's inputs to the arrays that the sm80 kernels read: the only code that knows both.
 
 Kernels see ``[B, length, heads * lanes]`` arrays padded to whole tiles, and a static record.
 """
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.arrays import pad_axis
+from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.scores import ScoreInputs, ScoreStatic
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
-from pallas_kernels.operands import Operands
 from pallas_kernels.pallas_mosaic.blocks import BlockEntries
 from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.operands import token_operands
@@ -61,28 +61,28 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
     needs_tokens: bool
 
     @classmethod
-    def of(cls, operands: Operands, spec: AttentionSpec, config: Config) -> Static[Config]:
-        """Read off the operands."""
-        batch, q_length, heads, dim = operands.q.shape
-        mask, ranges = operands.tested(spec.mask)
-        kv_length = operands.kv_length
+    def of(cls, inputs: AttentionInputs, spec: AttentionSpec, config: Config) -> Static[Config]:
+        """Read off the inputs' shapes and dtypes."""
+        batch, q_length, heads, dim = inputs.query.q.shape
+        mask, kv_bounds = inputs.folded(spec.mask)
+        kv_length = inputs.kv_length
         padded = kv_length % config.block_kv != 0
         by_tokens = spec.mask.reads_positions or spec.mask.mask_mod is not None
-        by_tokens = by_tokens or operands.has_segments or bool(ranges)
+        by_tokens = by_tokens or inputs.has_segments or bool(kv_bounds)
         return cls(
             spec=spec,
             config=config,
-            scores=ScoreStatic(spec, mask, kv_length, padded, operands.has_bias),
+            scores=ScoreStatic(spec, mask, kv_length, padded, inputs.has_bias),
             batch=batch,
             q_length=q_length,
             kv_length=kv_length,
             heads=heads,
-            kv_heads=operands.k.shape[2],
+            kv_heads=inputs.kv.k.shape[2],
             dim=dim,
-            value_dim=operands.value_dim,
-            dtype=jnp.dtype(operands.q.dtype),
-            hides_some=by_tokens or padded or operands.block_mask is not None,
-            needs_tokens=by_tokens or operands.has_bias or spec.calls_functions,
+            value_dim=inputs.value_dim,
+            dtype=jnp.dtype(inputs.query.q.dtype),
+            hides_some=by_tokens or padded or inputs.shared.block_mask is not None,
+            needs_tokens=by_tokens or inputs.has_bias or spec.calls_functions,
         )
 
     @property
@@ -134,23 +134,23 @@ class AttentionArrays(NamedTuple):
     scores: ScoreInputs
 
 
-def attention_arrays(static: Static, operands: Operands) -> AttentionArrays:
+def attention_arrays(static: Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
     """The arrays of a call."""
-    q_tokens, kv_tokens = token_operands(static, operands)  # pyrefly: ignore[bad-argument-type]
+    q_tokens, kv_tokens = token_operands(static, inputs)  # pyrefly: ignore[bad-argument-type]
     config: Any = static.config
     scores = ScoreInputs(
         q_tokens,
         kv_tokens,
-        operands.logits_per_head,
-        DropoutNumbers.padded(operands, config),
-        BlockEntries.of(operands, config),
-        operands.numbering,
+        inputs.shared.score_parameters,
+        DropoutNumbers.padded(inputs, config),
+        BlockEntries.of(inputs, config),
+        inputs.shared.indices,
     )
     return AttentionArrays(
-        operands.bounds,
-        rows_of_heads(operands.q, static.padded_q_length),
-        rows_of_heads(operands.k, static.padded_kv_length),
-        rows_of_heads(operands.v, static.padded_kv_length),
+        bounds,
+        rows_of_heads(inputs.query.q, static.padded_q_length),
+        rows_of_heads(inputs.kv.k, static.padded_kv_length),
+        rows_of_heads(inputs.kv.v, static.padded_kv_length),
         scores,
     )
 
@@ -160,13 +160,13 @@ def rows_of_heads(x: jax.Array, length: int) -> jax.Array:
     return pad_axis(x.reshape(*x.shape[:2], -1), 1, length)
 
 
-def stats_by_tile(static: Static[BackwardConfig], operands: Operands) -> jax.Array:
+def stats_by_tile(static: Static[BackwardConfig], inputs: AttentionInputs) -> jax.Array:
     """lse in base 2 and delta, side by side for every query tile: one copy fetches both.
 
     Returns:
       float32 ``[B, N, query tiles, 2 * block_q]``.
     """
-    _, stats = operands.cotangents()
+    _, stats = inputs.cotangents()
     lse, delta = stats
     length = static.padded_q_length
     lse = jnp.where(lse == -jnp.inf, _NO_KEYS, lse * LOG2_E)
