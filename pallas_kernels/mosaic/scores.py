@@ -133,9 +133,7 @@ class ScoreTile(NamedTuple):
         kept, dropout = self._kept(), self.static.spec.dropout
         if kept is None or dropout is None:
             return None
-        unit = plgpu.layout_cast(
-            jnp.full(self.shape, dropout.unit, jnp.float32), self.layouts.tile
-        )
+        unit = plgpu.layout_cast(jnp.full(self.shape, dropout.unit, jnp.float32), self.layouts.tile)
         return jnp.where(kept, unit, 0.0)
 
     def without_dropped(self, weights: jax.Array) -> jax.Array:
@@ -143,9 +141,7 @@ class ScoreTile(NamedTuple):
         kept = self._kept()
         return weights if kept is None else jnp.where(kept, weights, 0.0)
 
-    def product_gradients(
-        self, raw: jax.Array, weights: jax.Array, ds: jax.Array
-    ) -> jax.Array:
+    def product_gradients(self, raw: jax.Array, weights: jax.Array, ds: jax.Array) -> jax.Array:
         """Gradients of the scaled products from ``ds``, those of the logits.
 
         Args:
@@ -165,7 +161,7 @@ class ScoreTile(NamedTuple):
         return ds
 
     def per_head_gradients(self, ds: jax.Array) -> dict[str, jax.Array]:
-        """What each score adds to the gradients of the per-head parameters; of the logits' ``ds``."""
+        """What each score adds to the per-head parameters' gradients; ``ds`` is of the logits."""
         score = self.static.spec.score
         if not score.differentiated:
             return {}

@@ -7,8 +7,6 @@ import functools
 import compare
 import interpreted_sm80
 import jax
-import jax.numpy as jnp
-import local
 import local_cases
 import numpy as np
 import pytest

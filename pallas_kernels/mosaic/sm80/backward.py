@@ -212,9 +212,7 @@ def _kernel(
     # Tiles that need a mask come first, for all query heads, then all others.
     if static.hides_some:
         full_first = _Visit(tiles.full_tile(i32(0)), i32(0))
-        sums = cta.visit_all(
-            sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True
-        )
+        sums = cta.visit_all(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
     before = tiles.masked * groups
     sums = cta.visit_all(sums, before, tiles.full, tiles.full_tile, None, masked=False)
     instructions.wait_for_copies()

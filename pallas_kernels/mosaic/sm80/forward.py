@@ -1,7 +1,7 @@
 """Forward local attention for Ampere and newer: one CTA per (batch index, query head, query tile).
 
-A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and V
-have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
+A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and
+V have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
 and ``p v``; two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
 scores stay in registers from ``q k^T`` to ``p v``.
 """
@@ -98,7 +98,9 @@ def forward(
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     length = static.padded_q_length
     arrays = ForwardArrays(
-        attention_arrays(static, inputs, bounds), None if carry is not None else inputs.shared.sink_logits, None
+        attention_arrays(static, inputs, bounds),
+        None if carry is not None else inputs.shared.sink_logits,
+        None,
     )
     results = ForwardResults(
         jax.ShapeDtypeStruct((static.batch, length, static.heads * static.value_dim), out_dtype),
@@ -292,7 +294,7 @@ class _Cta(NamedTuple):
             static.scores,
             self.arrays.attention.scores,
             fragments,
-            products.shape,
+            (config.rows, config.block_kv),
             self.batch,
             self.head,
             self.tile * config.block_q + self.warpgroup * config.rows,

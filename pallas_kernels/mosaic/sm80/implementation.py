@@ -49,9 +49,7 @@ def _unsupported(inputs: AttentionInputs) -> str | None:
         return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim % 16 or dim > _WIDEST:
-            return (
-                f"the head dim{what} is {dim}; it supports multiples of 16 up to {_WIDEST}"
-            )
+            return f"the head dim{what} is {dim}; it supports multiples of 16 up to {_WIDEST}"
     return unsupported_blocks(inputs)
 
 

@@ -269,9 +269,7 @@ def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
             value = arith.addf(value, element)
         for distance in (1, 2, 4, 8, 16):
             value = arith.addf(value, utils.shfl_bfly(value, distance))
-        base = llvm.addrspacecast(
-            llvm.PointerType.get(address_space=1), utils.memref_ptr(ref)
-        )
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
         lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
         first = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))
         with mgpu.when(first):
