@@ -15,7 +15,7 @@ import compiled_programs as compiled
 import jax
 import pytest
 
-_GPU = ("triton", "mosaic_sm90")
+_GPU = ("triton", "mosaic_sm80", "mosaic_sm90")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")

@@ -23,6 +23,7 @@ from pallas_kernels.pallas_mosaic.dropout import DropoutNumbers
 from pallas_kernels.pallas_mosaic.functions import by_parts, run_on_tile
 from pallas_kernels.pallas_mosaic.tiles import along_columns, along_rows, i32, tanh
 from pallas_kernels.pallas_mosaic.tokens import SideTokens, score_mask
+from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
 # Tokens that share a row or a column of a block-sparse mask, at least.
@@ -47,6 +48,11 @@ class ScoreStatic:
     kv_length: int
     keys_are_padded: bool
     has_bias: bool
+
+    @property
+    def bias_is_line(self) -> bool:
+        """Whether the bias is a line over key positions: no key that counts is after its query."""
+        return self.has_bias and self.spec.mask.hides_later_keys
 
     @property
     def base_2_factor(self) -> float:
@@ -121,12 +127,38 @@ class ScoreTile(NamedTuple):
                 return (part,)
 
             (scores,) = by_parts(apply, scores)
-        if self.static.has_bias:
+        if self.static.bias_is_line:
+            scores = scores * score.base_2_factor + self._over_columns(self._line_of_keys())
+        elif self.static.has_bias:
             scores, _ = score.with_bias(scores, *self._positions(), self._per_head())
         if not masked:
             return scores
         allowed = self._allowed()
         return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+
+    def excess(self) -> jax.Array | None:
+        """float32 ``[M]``: what scores in base 2 have too much in every row; None if nothing.
+
+        Where the bias is a line, ``slope (k - q)``, scores have ``slope (k - base)``, one addition
+        for each of them. The rest is the same for all keys of a query, and small: the base is the
+        position of the tile's first query.
+        """
+        if not self.static.bias_is_line:
+            return None
+        queries, _ = self._slices()
+        tokens = self.inputs.q_tokens.only("positions")
+        return self._line(tokens.load(None, queries, self.layouts.rows).positions)
+
+    def _line_of_keys(self) -> jax.Array:
+        _, keys = self._slices()
+        tokens = self.inputs.kv_tokens.only("positions")
+        return self._line(tokens.load(None, keys, self.layouts.columns).positions)
+
+    def _line(self, positions: jax.Array) -> jax.Array:
+        """``slope (position - base)`` in base 2."""
+        slope = self.static.spec.score.bias_slope(self._per_head(), LOG2_E)
+        base = self.inputs.q_tokens.positions[self.first_query]
+        return slope * (positions - base).astype(jnp.float32)
 
     def dropout_factors(self) -> jax.Array | None:
         """What dropout multiplies the tile's weights by; None without dropout."""

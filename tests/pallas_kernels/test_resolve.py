@@ -18,6 +18,7 @@ import burst_jax
 from burst_jax.parallel.platform import Target
 from burst_jax.ring import vjp
 from pallas_kernels import (
+    MOSAIC_SM80,
     MOSAIC_SM90,
     REFERENCE,
     TRITON,
@@ -64,7 +65,14 @@ ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
     [
         ({"implementation": None, "platform": "cpu", "capability": None}, XLA),
         ({"implementation": None, "platform": "tpu", "capability": None}, XLA),
-        ({"implementation": None, "capability": 8.0}, TRITON),
+        ({"implementation": None, "capability": 8.0}, MOSAIC_SM80),
+        ({"implementation": None, "capability": 8.7, "dtype": "float16"}, MOSAIC_SM80),
+        ({"implementation": None, "capability": 8.0, "dtype": "float32"}, TRITON),
+        ({"implementation": None, "capability": 8.0, "dim": 40}, TRITON),
+        # Their shared memory is smaller.
+        ({"implementation": None, "capability": 8.6}, TRITON),
+        ({"implementation": None, "capability": 8.9}, TRITON),
+        ({"implementation": "mosaic_sm80", "capability": 8.0, "backward": True}, MOSAIC_SM80),
         ({"implementation": None, "capability": 9.0}, ON_HOPPER),
         ({"implementation": None, "capability": 9.0, "dtype": "float16"}, ON_HOPPER),
         ({"implementation": None, "capability": 9.0, "dim": 256}, ON_HOPPER),
@@ -73,7 +81,8 @@ ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
         ({"implementation": None, "capability": None}, XLA),
         ({"implementation": None, "dim": 512}, XLA),
         ({"implementation": None, "dtype": "float64"}, XLA),
-        ({"implementation": None, "backward": True}, TRITON),
+        ({"implementation": None, "backward": True}, MOSAIC_SM80),
+        ({"implementation": None, "backward": True, "deterministic": True}, TRITON),
         ({"implementation": None, "backward": True, "dim": 320}, XLA),
         ({"implementation": None, "capability": 9.0, "backward": True, "dim": 128}, ON_HOPPER),
         ({"implementation": None, "capability": 9.0, "backward": True, "dim": 256}, TRITON),
@@ -240,10 +249,25 @@ def test_triton_takes_the_tiles_of_the_gpu():
             r"'mosaic_sm90' .* on 'gpu' of compute capability 10.0; use None, 'triton' or 'xla'",
         ),
         (
+            {"implementation": "mosaic_sm80", "capability": 8.6},
+            NotImplementedError,
+            r"'mosaic_sm80' .*8.0 or 8.7 \(A100, Orin\), .* on 'gpu' of compute capability 8.6; use",
+        ),
+        (
+            {"implementation": "mosaic_sm80", "dim": 72},
+            NotImplementedError,
+            "'mosaic_sm80' .* the head dim is 72; it supports multiples of 16 up to 256",
+        ),
+        (
+            {"implementation": "mosaic_sm80", "dtype": "float32"},
+            NotImplementedError,
+            "'mosaic_sm80' .* query is float32 .* supports bfloat16 or float16",
+        ),
+        (
             {"implementation": "cuda"},
             ValueError,
             "implementation is 'cuda': use None, an Implementation, or one of 'mosaic_sm90', "
-            "'triton', 'xla'",
+            "'mosaic_sm80', 'triton', 'xla'",
         ),
         (
             {"implementation": xla.forward},
@@ -265,6 +289,9 @@ def test_triton_takes_the_tiles_of_the_gpu():
         "mosaic_sm90_cpu",
         "mosaic_sm90_ampere",
         "mosaic_sm90_blackwell",
+        "mosaic_sm80_ada",
+        "mosaic_sm80_head_dim",
+        "mosaic_sm80_float32",
         "unknown",
         "function",
     ],

@@ -16,8 +16,8 @@ from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
 
 # The smallest tiles there are, one warpgroup and two.
-SMALL = mosaic_sm80(ForwardConfig(64, 16), BackwardConfig(64, 64))
-TWO = mosaic_sm80(ForwardConfig(128, 32, 2), BackwardConfig(64, 64, stages=1))
+SMALL = mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64))
+TWO = mosaic_sm80(ForwardConfig(128, 64, 2), BackwardConfig(64, 64, stages=1))
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 CASES = [
     dict(zip(NAMES, levels, strict=False))

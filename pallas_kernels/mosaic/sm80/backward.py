@@ -417,7 +417,8 @@ class _Cta(NamedTuple):
         lse, delta = (
             memory["stats"].at[stage, pl.ds(first, config.block_q)] for first in (0, config.block_q)
         )
-        lse = fragments.along_rows(instructions.load_vector(lse, fragments.rows), shape)
+        lse, excess = instructions.load_vector(lse, fragments.rows), tile.excess()
+        lse = fragments.along_rows(lse if excess is None else lse + excess, shape)
         p = jnp.exp2(scores * static.scores.base_2_factor - lse)
         p = plgpu.layout_cast(p, fragments.tile)
         factors = tile.dropout_factors()

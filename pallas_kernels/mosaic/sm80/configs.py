@@ -41,7 +41,8 @@ class ForwardConfig:
 
     def __post_init__(self):
         _multiple("block_q", self.block_q, MMA_ROWS * WARPS * self.warpgroups)
-        _multiple("block_kv", self.block_kv, 16 * self.warpgroups)
+        # A warpgroup copies eight rows a warp, at least.
+        _multiple("block_kv", self.block_kv, 8 * WARPS * self.warpgroups)
 
     @property
     def tiles(self) -> Tiles:
@@ -114,7 +115,7 @@ def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
     if widest <= 128:
         return ForwardConfig(128, 64 if widest <= 64 else 32)
     # One warpgroup has no registers for 128 queries and more than 128 lanes of the output.
-    return ForwardConfig(128, 32, warpgroups=2)
+    return ForwardConfig(128, 64, warpgroups=2)
 
 
 def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:

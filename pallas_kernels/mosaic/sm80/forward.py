@@ -262,6 +262,8 @@ class _Cta(NamedTuple):
         m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
         if sinks is not None:
             total = instructions.row_parts_of(total)
+            if (excess := self._score_tile(i32(0)).excess()) is not None:
+                m = m + excess
         return _Softmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
 
     def _products(self) -> jax.Array:
@@ -286,20 +288,11 @@ class _Cta(NamedTuple):
           upcoming: the next tile.
           masked: whether some of the tile's scores may not count.
         """
-        static, fragments, config = self.static, self.fragments, self.static.config
+        static, fragments = self.static, self.fragments
         self.wait()
         self.copy_values(tile)
         products = self._products()
-        of_tile = ScoreTile(
-            static.scores,
-            self.arrays.attention.scores,
-            fragments,
-            (config.rows, config.block_kv),
-            self.batch,
-            self.head,
-            self.tile * config.block_q + self.warpgroup * config.rows,
-            tile * config.block_kv,
-        )
+        of_tile = self._score_tile(tile)
         scores = of_tile.scores(of_tile.raw(products), masked=masked)
         self.wait()
         self.copy_keys(upcoming)
@@ -309,6 +302,20 @@ class _Cta(NamedTuple):
         left = instructions.as_left_operand(weights, fragments)
         values = instructions.load_matrix(self.memory["v"], fragments.rhs)
         return state._replace(acc=plgpu.mma(state.acc, left, values))
+
+    def _score_tile(self, tile: Any) -> ScoreTile:
+        """The scores of the warpgroup's queries and a KV tile."""
+        config = self.static.config
+        return ScoreTile(
+            self.static.scores,
+            self.arrays.attention.scores,
+            self.fragments,
+            (config.rows, config.block_kv),
+            self.batch,
+            self.head,
+            self.tile * config.block_q + self.warpgroup * config.rows,
+            tile * config.block_kv,
+        )
 
     def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
         """``(weights of a tile, the softmax with them)``, the latter still without their values."""
@@ -326,7 +333,8 @@ class _Cta(NamedTuple):
         """Normalises, merges with the carry, and writes o and lse."""
         fragments, carry = self.fragments, self.arrays.carry
         total = instructions.sum_row_parts(state.total, fragments)
-        divisor, lse = softmax.finish(state.m, total)
+        excess = self._score_tile(i32(0)).excess()
+        divisor, lse = softmax.finish(state.m if excess is None else state.m - excess, total)
         dropout = self.static.spec.dropout
         weight = (1.0 if dropout is None else dropout.unit) / divisor
         place = self.batch, self._queries(), _lanes(self.head, self.static.value_dim)
