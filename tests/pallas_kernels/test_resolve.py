@@ -161,7 +161,7 @@ def test_a_choice_by_name_is_not_commented_on(jax_version, implementation):
 )
 def test_other_devices_are_not_warned(jax_version, platform, capability):
     with warnings.catch_warnings(action="error"):
-        assert choose(None, platform, capability).name in ("triton", "xla")
+        assert choose(None, platform, capability).name in ("mosaic_sm80", "triton", "xla")
 
 
 def test_triton_takes_the_tiles_of_the_gpu():
