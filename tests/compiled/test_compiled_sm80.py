@@ -25,8 +25,6 @@ from pallas_kernels.mosaic.sm80.configs import SHARED_MEMORY, backward_config, f
 BATCH, LENGTH, HEADS, KV_HEADS = 1, 1024, 4, 2
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 SCALES = (0.1 + i / 1024 for i in itertools.count())
-# Bytes that may be spilled around the loops, where a tile's 255 registers are not enough.
-SPILLED = {("backward", 64): 160, ("backward", 128): 320}
 HEAD_DIMS = [(16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
@@ -105,19 +103,20 @@ def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
 
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
-    ("half", "dims", "options"),
+    ("half", "dims", "options", "spilled"),
     [
-        ("forward", (64,), {}),
-        ("forward", (128,), {"carried": True}),
-        ("forward", (128,), {"everything": True}),
-        ("forward", (192, 128), {}),
-        ("backward", (64,), {}),
-        ("backward", (128,), {"carried": True}),
-        ("backward", (192, 128), {}),
+        ("forward", (64,), {}, 0),
+        ("forward", (128,), {"carried": True}, 0),
+        ("forward", (128,), {"everything": True}, 256),
+        ("forward", (192, 128), {}, 0),
+        ("backward", (64,), {}, 128),
+        ("backward", (128,), {"carried": True}, 256),
+        ("backward", (192, 128), {}, 0),
     ],
     ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),
 )
-def test_registers(report, half, dims, options):
+def test_registers(report, half, dims, options, spilled):
+    """``spilled``: bytes that are stored or loaded; few of them inside of the loops."""
     seen = report(half, *dims, **options)
     assert seen.kernels == {f"burst_{half}"}
-    assert seen.spills <= SPILLED.get((half, max(dims)), 0), seen
+    assert seen.spills <= spilled, seen
