@@ -251,7 +251,7 @@ def test_triton_takes_the_tiles_of_the_gpu():
         (
             {"implementation": "mosaic_sm80", "capability": 8.6},
             NotImplementedError,
-            r"'mosaic_sm80' .*8.0 or 8.7 \(A100, Orin\), .* on 'gpu' of compute capability 8.6; use",
+            r"'mosaic_sm80' .*8.0 or 8.7 \(A100, Orin\), .* of compute capability 8.6; use",
         ),
         (
             {"implementation": "mosaic_sm80", "dim": 72},

@@ -34,10 +34,24 @@ CASES = [
     )
 ]
 CASES[1]["value_dim"], CASES[4]["value_dim"] = 32, 96
+CASES[6] |= {"functions": "functions"}
+CASES[7] |= {"lengths": (128, 192), "order": "contiguous", "table": (64, 64, True)}
+# The others are run with the slow tests.
+QUICK = 0, 2, 5
 
 
-@pytest.mark.parametrize("kernels", [SMALL, TWO], ids=["small", "two"])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        pytest.param(
+            case,
+            TWO if index % 4 == 2 else SMALL,
+            id=case_id(case),
+            marks=() if index in QUICK else pytest.mark.slow,
+        )
+        for index, case in enumerate(CASES)
+    ],
+)
 def test_as_exact_as_dense(case, kernels):
     inputs = local_cases.make_inputs(case, seed=7, batch=1)
     run = functools.partial(attend, kernels, inputs.spec)
