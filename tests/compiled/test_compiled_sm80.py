@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import compiled_programs as compiled
 import jax
@@ -68,10 +69,10 @@ def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
         spec = AttentionSpec.of(next(SCALES), left=300, right=0, logits_soft_cap=20.0)
         spec = dataclasses.replace(spec, dropout=Dropout(0.1))
 
-    def array(*shape, dtype=jnp.float32):
+    def array(*shape, dtype=jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
 
-    def heads(count, lanes, dtype=jnp.bfloat16):
+    def heads(count, lanes, dtype=jnp.bfloat16) -> Any:
         return array(BATCH, LENGTH, count, lanes, dtype=dtype)
 
     ids = array(BATCH, LENGTH, dtype=jnp.int32) if everything else None

@@ -86,7 +86,7 @@ def _kernel(body: Any, **options: Any) -> Any:
             plgpu.barrier_arrive(cta_barrier)
             plgpu.barrier_wait(cta_barrier)
 
-        names = dict.fromkeys(("cta_barrier", "wait_for_copies_of_cta"), wait)
+        names: Any = dict.fromkeys(("cta_barrier", "wait_for_copies_of_cta"), wait)
         with mock.patch.multiple(instructions, **names):
             body(*refs, **memory)
 
