@@ -29,17 +29,19 @@ from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import utils
 from jax.extend.core import Literal
 
 import burst_jax
 from benchmarks.command_line import require_gpus
 from benchmarks.driver import Driver, Kernel, Launch
 from benchmarks.kernels import Case
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, mosaic_sm80, triton
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
@@ -281,6 +283,42 @@ class Runner:
         )
 
 
+def mosaic_times(case: Case) -> tuple[float, float]:
+    """Seconds of the sm80 Mosaic GPU kernels, ``(forward, forward and backward)``.
+
+    Mosaic GPU compiles them for the GPU at hand. Told that its architecture is Ampere's, it emits
+    the same instructions as for an A100.
+    """
+    local, spec = mosaic_sm80(), case.request().spec
+    of_queries = case.batch, case.length, case.heads, case.head_dim
+    of_keys = case.batch, case.length, case.kv_heads, case.head_dim
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = of_queries, of_keys, of_keys, of_queries
+    q, k, v, do = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+    positions = jnp.arange(case.length, dtype=jnp.int32)
+
+    @jax.jit
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        inputs = AttentionInputs(QuerySide(q, positions), KVSide(k, v, positions))
+        bounds = local.forward_bounds(inputs, spec=spec)
+        return local.forward(inputs, bounds, spec=spec, out_dtype=q.dtype)
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
+        o, lse = forward(q, k, v)
+        delta = jnp.einsum("btnh,btnh->bnt", do, o, preferred_element_type=jnp.float32)
+        query = QuerySide(q, positions, do=do, stats=jnp.stack([lse, delta]))
+        inputs = AttentionInputs(query, KVSide(k, v, positions))
+        bounds = local.backward_bounds(inputs, spec=spec)
+        assert local.backward is not None
+        return local.backward(inputs, bounds, spec=spec, out_dtype=q.dtype)
+
+    with mock.patch.object(utils, "_infer_arch", return_value=(8, 0)):
+        return median_time(lambda: forward(q, k, v)), median_time(lambda: both(q, k, v, do))
+
+
 def torch_times(case: Case) -> tuple[float, float] | None:
     """Seconds of torch's FlashAttention-2 forward, and with backward; None without torch."""
     try:
@@ -368,10 +406,13 @@ def run_all(args: argparse.Namespace) -> None:
     runner = Runner(args.folder)
     for case in {c.case: None for c in found}:
         runner.inputs(case)
-        if (times := torch_times(case)) is not None:
+        measured = {"FlashAttention-2": torch_times(case), "mosaic_sm80": mosaic_times(case)}
+        for name, times in measured.items():
+            if times is None:
+                continue
             tera = 2 * matmul_flops(case) / 1e12
             print(
-                f"{case.name}: FlashAttention-2 {tera / times[0]:.0f} TFLOP/s forward,"
+                f"{case.name}: {name} {tera / times[0]:.0f} TFLOP/s forward,"
                 f" {3.5 * tera / times[1]:.0f} forward and backward"
             )
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -22,6 +22,8 @@ from pallas_kernels.inputs import QuerySide as QuerySide
 from pallas_kernels.inputs import SharedInputs as SharedInputs
 from pallas_kernels.mask import Mask as Mask
 from pallas_kernels.merge import merge as merge
+from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80 as MOSAIC_SM80
+from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
 from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
 from pallas_kernels.mosaic.sm90.implementation import mosaic_sm90 as mosaic_sm90
 from pallas_kernels.pallas_triton.implementation import TRITON as TRITON

@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-_GPU = ("triton", "mosaic_sm90")
+_GPU = ("triton", "mosaic_sm80", "mosaic_sm90")
 # Read before pytest reads it: the platform is set here, and tests are parametrized with it.
 _options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _options.add_argument("--implementation")

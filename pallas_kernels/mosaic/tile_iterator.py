@@ -27,6 +27,7 @@ class TileIterator:
 
     Attributes:
       masked: int32, number of tiles that need a mask.
+      full: int32, number of tiles that need none.
       total: int32, number of tiles.
     """
 
@@ -45,8 +46,8 @@ class TileIterator:
             first, full_first, full_end, end = (bounds[(batch, tile, i32(c))] for c in range(4))
         self._first, self._full_first, self._full_end = first, full_first, full_end
         self._before = full_first - first
-        full_tiles = full_end - full_first
-        self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(full_tiles, 1))
+        self.full = full_end - full_first
+        self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(self.full, 1))
         self.masked = self._before + (end - full_end)
         self.total = end - first
 
@@ -62,4 +63,17 @@ class TileIterator:
             i = jnp.where(i >= count, i - count, i)
         tile = jnp.where(step < self.masked, masked, self._full_first + i)
         tile = jnp.clip(tile, 0, self._last)
+        return tile if self._list is None else self._list(tile)
+
+    def masked_tile(self, index: Any) -> jax.Array:
+        """The tile of this index among those that need a mask. Past the last one: some tile."""
+        if self._list is not None:
+            return self._list(jnp.minimum(index, self._last))
+        after = self._full_end + (index - self._before)
+        tile = jnp.where(index < self._before, self._first + index, after)
+        return jnp.clip(tile, 0, self._last)
+
+    def full_tile(self, index: Any) -> jax.Array:
+        """The tile of this index among the full ones, without rotation."""
+        tile = jnp.minimum(self._full_first + index, self._last)
         return tile if self._list is None else self._list(tile)

@@ -40,6 +40,10 @@ if IMPLEMENTATION == "mosaic_sm90":
     FACTORS["head_dim"] = (32, 64, 96, 128)
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
+if IMPLEMENTATION == "mosaic_sm80":
+    FACTORS["head_dim"] = (16, 32, 64, 80, 96, 128, 192, 256)
+    FACTORS["dtype"] = ("bfloat16", "float16")
+    FACTORS["value_dim"] = ("same",)
 CASES = all_pairs(FACTORS)
 if IMPLEMENTATION == "mosaic_sm90":
     # The slopes of a score_mod spill registers in this kernel's backward above head dim 64.
@@ -50,7 +54,8 @@ if IMPLEMENTATION == "mosaic_sm90":
 SOME = {*range(0, len(CASES), 2), *(CASES.index(case) for case in few_of(CASES))}
 CASES_BY_NAME = {"xla": sorted(SOME), "triton": sorted(SOME)}
 if ON_GPU:
-    KERNELS = {"triton": ("triton", "triton_shipped"), "mosaic_sm90": ("mosaic_sm90",)}
+    KERNELS = {"triton": ("triton", "triton_shipped")}
+    KERNELS |= {name: (name,) for name in ("mosaic_sm80", "mosaic_sm90")}
     CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
 # In the quick tier every level is met, in all tests every pair of levels (on a GPU: all are quick).
 QUICK_BY_NAME = {

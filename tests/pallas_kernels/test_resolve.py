@@ -19,6 +19,7 @@ import burst_jax
 from burst_jax.parallel.target import Target
 from burst_jax.ring import vjp
 from pallas_kernels import (
+    MOSAIC_SM80,
     MOSAIC_SM90,
     REFERENCE,
     TRITON,
@@ -78,6 +79,7 @@ def test_resolve():
         (None, 9.0, {"backward": True, "deterministic": True}, TRITON),
         ("triton", 9.0, {}, TRITON),
         ("mosaic_sm90", 9.0, {"backward": True}, MOSAIC_SM90),
+        ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
         ("xla", 8.0, {"backward": True}, XLA),
         ("triton", 8.0, {}, TRITON),
         ("reference", None, {"platform": "cpu"}, REFERENCE),

@@ -6,8 +6,10 @@ import functools
 
 import jax
 from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
+from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import (
+    MOSAIC_SM80,
     MOSAIC_SM90,
     REFERENCE,
     Tiles,
@@ -32,5 +34,10 @@ if IMPLEMENTATION == "triton":
     # In the tiles that ship for this GPU, too.
     capability = float(jax.devices()[0].compute_capability)
     IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
+if IMPLEMENTATION == "mosaic_sm80":
+    if float(jax.devices()[0].compute_capability) >= 9:
+        # A newer GPU runs Ampere's instructions, if Mosaic GPU is told to compile them.
+        utils._infer_arch = lambda: (8, 0)
+    IMPLEMENTATIONS["mosaic_sm80"] = MOSAIC_SM80
 if IMPLEMENTATION == "mosaic_sm90":
     IMPLEMENTATIONS["mosaic_sm90"] = MOSAIC_SM90

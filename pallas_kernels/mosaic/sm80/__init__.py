@@ -1,0 +1,1 @@
+"""Kernels of warp-level instructions (mma.sync, cp.async, ldmatrix): Ampere and newer GPUs."""

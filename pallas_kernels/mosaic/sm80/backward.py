@@ -1,0 +1,475 @@
+"""Backward local attention for Ampere and newer: dQ, dK and dV from one pass over the scores.
+
+One CTA per (batch index, key/value head, KV tile) loops over the query tiles inside its bounds, for
+every query head that shares the key/value head. Of its two warpgroups each owns half of the keys,
+and accumulates their dK and dV in registers::
+
+    S_w = Q K_w^T    dP_w = dO V_w^T          2 x 2 warps; P_w and dS_w go to shared memory
+    dV_w += P_w^T dO    dK_w += dS_w^T Q      left operand by transposed ldmatrix
+    dQ += dS K                                each warpgroup a part, over the keys of both
+
+dQ is summed in global memory by atomic additions, in register order (see
+:func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`): its last bits differ from
+run to run. One transpose at the end makes rows of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.arrays import depending_on, gradient_dtype
+from pallas_kernels.backend import Dkv
+from pallas_kernels.bounds import key_bounds
+from pallas_kernels.inputs import AttentionInputs, PerHead
+from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
+from pallas_kernels.mosaic.scores import ScoreTile
+from pallas_kernels.mosaic.sm80 import instructions
+from pallas_kernels.mosaic.sm80.configs import (
+    BACKWARD_M_WARPS,
+    BACKWARD_WARPGROUPS,
+    BackwardConfig,
+    backward_config,
+)
+from pallas_kernels.mosaic.sm80.inputs import (
+    AttentionArrays,
+    Static,
+    attention_arrays,
+    rows_of_heads,
+    stats_by_tile,
+)
+from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
+from pallas_kernels.mosaic.tile_iterator import TileIterator
+from pallas_kernels.spec import AttentionSpec
+
+_THREADS = 128
+
+
+class BackwardArrays(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      attention: queries, keys, values, and what scores are made of.
+      do: ``[B, T, N * Hv]``, T padded to whole tiles.
+      stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
+    """
+
+    attention: AttentionArrays
+    do: Any
+    stats: Any
+
+
+class BackwardResults(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``; added to.
+      dk: ``[B, S, K * H]``, S padded to whole tiles; float32 that is given is added to.
+      dv: ``[B, S, K * Hv]``, likewise.
+      per_head: float32 ``[B, N, warpgroups]`` each, by name; added to.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    per_head: dict[str, Any]
+
+
+class _Sums(NamedTuple):
+    """What a warpgroup accumulates: float32 ``[keys, H]`` and ``[keys, Hv]``."""
+
+    dk: jax.Array
+    dv: jax.Array
+
+
+def backward(
+    inputs: AttentionInputs,
+    bounds: Any,
+    dq: jax.Array | None = None,
+    dkv: Dkv | None = None,
+    *,
+    spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the shipped one."""
+    config = config or backward_config(inputs.head_dim, inputs.value_dim)
+    static = Static.of(inputs, spec, config)
+    do, _ = inputs.cotangents()
+    # The zeros depend on an operand, so that a ring does not make those of all steps at once. The
+    # scalar zero is this call's own: XLA would make equal arrays once, and copy them.
+    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
+    arrays = BackwardArrays(
+        attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
+    )
+    queries, lanes = config.dq_part(static.dim)
+    by_tile = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS
+    registers = jnp.full((*by_tile, queries * lanes // _THREADS, _THREADS), zero)
+    results = call(
+        functools.partial(_kernel, static, dkv is not None),
+        "burst_backward",
+        grid=(static.batch, static.kv_heads, static.kv_tiles),
+        warpgroups=BACKWARD_WARPGROUPS,
+        arrays=arrays,
+        results=BackwardResults(
+            registers,
+            *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
+            {
+                name: depending_on(jnp.zeros(by_tile[:2] + by_tile[3:], jnp.float32), stats)
+                for name in spec.score.differentiated
+            },
+        ),
+        memory=_memory(static),
+    )
+    dk, dv = (
+        x[:, : static.kv_length].reshape(*like.shape)
+        for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
+    )
+    per_head = {name: x.sum((0, 2)) for name, x in results.per_head.items()}
+    made = _dq_of_registers(static, results.dq)
+    if dq is not None:
+        made = dq + made
+    return made.astype(gradient_dtype(dq, out_dtype)), (dk, dv), per_head
+
+
+def backward_bounds(
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: BackwardConfig | None = None
+) -> jax.Array:
+    """The tables that :func:`backward` reads with the same config."""
+    tiles = (config or backward_config(inputs.head_dim, inputs.value_dim)).tiles
+    return key_bounds(
+        spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask, inputs.groups
+    )
+
+
+def _dkv_results(
+    static: Static[BackwardConfig], dkv: Dkv | None, dtype: DTypeLike
+) -> tuple[Any, Any]:
+    """dK and dV to add to, or the types of new ones."""
+    length = static.padded_kv_length
+    if dkv is not None:
+        dk, dv = dkv
+        return rows_of_heads(dk, length), rows_of_heads(dv, length)
+    dims = static.dim, static.value_dim
+    shapes = ((static.batch, length, static.kv_heads * dim) for dim in dims)
+    dk, dv = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+    return dk, dv
+
+
+def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
+    """dQ as float32 ``[B, T, N, H]``, of :attr:`BackwardResults.dq`."""
+    config = static.config
+    part = config.dq_part(static.dim)
+    x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
+    # [B, N, query tiles, warpgroups, queries, lanes]
+    order = (0, 2, 3, 4, 1, 5) if part[0] < config.block_q else (0, 2, 4, 1, 3, 5)
+    x = x.transpose(order)
+    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.dim)
+    return x[:, : static.q_length] * static.spec.score.scale
+
+
+def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:
+    """Shared memory of a CTA."""
+    config, dtype = static.config, static.dtype
+    stages, keys = config.stages, config.keys
+    weights = BACKWARD_WARPGROUPS, config.block_q, keys
+    return {
+        "k": instructions.tiled_memory((config.block_kv, static.dim), dtype),
+        "v": instructions.tiled_memory((config.block_kv, static.value_dim), dtype),
+        "q": instructions.tiled_memory((stages, config.block_q, static.dim), dtype),
+        "do": instructions.tiled_memory((stages, config.block_q, static.value_dim), dtype),
+        "p": instructions.tiled_memory(weights, dtype),
+        "ds": instructions.tiled_memory(weights, dtype),
+        "stats": plgpu.SMEM((stages, 2 * config.block_q), jnp.float32),
+    }
+
+
+def _kernel(
+    static: Static[BackwardConfig],
+    adds_dkv: bool,
+    arrays: BackwardArrays,
+    results: BackwardResults,
+    memory: Any,
+) -> None:
+    """One CTA's warpgroup. ``adds_dkv``: dK and dV are added to what the results hold."""
+    cta = _Cta.of(static, arrays, results, memory)
+    tiles, groups = cta.tiles, i32(static.groups)
+    cta.copy_keys()
+    cta.copy_queries(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
+    cta.copy_do(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
+    sums = _Sums(
+        cta.fragments.zeros((static.config.keys, static.dim)),
+        cta.fragments.zeros((static.config.keys, static.value_dim)),
+    )
+    # Tiles that need a mask come first, for all query heads, then all others.
+    if static.hides_some:
+        full_first = _Visit(tiles.full_tile(i32(0)), i32(0))
+        sums = cta.visit_all(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
+    before = tiles.masked * groups
+    sums = cta.visit_all(sums, before, tiles.full, tiles.full_tile, None, masked=False)
+    instructions.wait_for_copies()
+    cta.write(sums, adds=adds_dkv)
+
+
+class _Visit(NamedTuple):
+    """A tile of queries of one of the query heads that share the CTA's key/value head.
+
+    Attributes:
+      tile: query tile.
+      member: index of the query head among these.
+    """
+
+    tile: Any
+    member: Any
+
+
+class _Cta(NamedTuple):
+    """A warpgroup of a CTA: what it works on.
+
+    Attributes:
+      static: what is static about the call.
+      arrays: references to what is read.
+      results: references to what is written.
+      memory: shared memory by name.
+      fragments: register layouts.
+      warpgroup: index of the warpgroup.
+      batch: batch index.
+      kv_head: key/value head.
+      kv_tile: KV tile.
+      tiles: query tiles to visit.
+    """
+
+    static: Static[BackwardConfig]
+    arrays: BackwardArrays
+    results: BackwardResults
+    memory: Any
+    fragments: instructions.Fragments
+    warpgroup: Any
+    batch: Any
+    kv_head: Any
+    kv_tile: Any
+    tiles: TileIterator
+
+    @classmethod
+    def of(
+        cls,
+        static: Static[BackwardConfig],
+        arrays: BackwardArrays,
+        results: BackwardResults,
+        memory: Any,
+    ) -> _Cta:
+        """That of the grid's indices."""
+        batch, kv_head, kv_tile = (lax.axis_index(name) for name in ("batch", "heads", "tiles"))
+        bounds = arrays.attention.bounds
+        tiles = TileIterator(bounds, batch, kv_head, kv_tile, static.q_tiles - 1)
+        fragments = instructions.Fragments.of(static.dtype, BACKWARD_M_WARPS)
+        places = lax.axis_index(WARPGROUPS), batch, kv_head, kv_tile, tiles
+        return cls(static, arrays, results, memory, fragments, *places)
+
+    @property
+    def own_keys(self) -> Any:
+        """The warpgroup's rows of the CTA's keys and values."""
+        return pl.ds(self.warpgroup * self.static.config.keys, self.static.config.keys)
+
+    def head(self, visit: _Visit) -> Any:
+        """Query head of a visit."""
+        if self.static.groups == 1:
+            return self.kv_head
+        return self.kv_head * self.static.groups + visit.member
+
+    def copy_keys(self) -> None:
+        """Starts the copies of keys and values; each warpgroup copies its own."""
+        config, attention = self.static.config, self.arrays.attention
+        keys = pl.ds(self.kv_tile * config.block_kv + self.warpgroup * config.keys, config.keys)
+        for name, source, dim in (
+            ("k", attention.k, self.static.dim),
+            ("v", attention.v, self.static.value_dim),
+        ):
+            part = source.at[self.batch, keys, pl.ds(self.kv_head * dim, dim)]
+            instructions.copy(part, self.memory[name].at[self.own_keys])
+
+    def copy_queries(self, visit: _Visit, stage: Any) -> None:
+        """Starts the copies of a visit's queries and stats."""
+        self._copy_rows(self.arrays.attention.q, "q", self.static.dim, visit, stage)
+        # Both warpgroups copy the same numbers: no part of them is too small for a copy.
+        stats = self.arrays.stats.at[self.batch, self.head(visit), visit.tile]
+        instructions.copy(stats, self.memory["stats"].at[stage])
+
+    def copy_do(self, visit: _Visit, stage: Any) -> None:
+        """Starts the copy of a visit's dO."""
+        self._copy_rows(self.arrays.do, "do", self.static.value_dim, visit, stage)
+
+    def _copy_rows(self, source: Any, name: str, dim: int, visit: _Visit, stage: Any) -> None:
+        """Each warpgroup copies half of a tile's rows."""
+        block_q = self.static.config.block_q
+        rows = block_q // BACKWARD_WARPGROUPS
+        first = self.warpgroup * rows
+        queries = pl.ds(visit.tile * block_q + first, rows)
+        source = source.at[self.batch, queries, pl.ds(self.head(visit) * dim, dim)]
+        instructions.copy(source, self.memory[name].at[stage, pl.ds(first, rows)])
+
+    def visit_all(
+        self, sums: _Sums, before: Any, count: Any, tile_of: Any, after: Any, *, masked: bool
+    ) -> _Sums:
+        """Visits some tiles of every query head.
+
+        Args:
+          sums: over the visits before.
+          before: how many these were.
+          count: number of tiles.
+          tile_of: the tile of an index.
+          after: what to copy during the last visit; None: nothing that is needed.
+          masked: whether some of the tiles' scores may not count.
+        """
+        groups = i32(self.static.groups)
+
+        def body(step, state):
+            index, member, sums = state
+            following, wraps = index + 1, index + 1 == count
+            if self.static.groups > 1:
+                following = jnp.where(wraps, 0, following)
+                next_member = member + wraps.astype(jnp.int32)
+                is_last = next_member == groups
+                next_member = jnp.where(is_last, 0, next_member)
+            else:
+                next_member, is_last = member, wraps
+            upcoming = _Visit(tile_of(following), next_member)
+            if after is not None:
+                upcoming = _Visit(jnp.where(is_last, after.tile, upcoming.tile), next_member)
+            visit = _Visit(tile_of(index), member)
+            sums = self.visit(sums, before + step, visit, upcoming, masked=masked)
+            return following, next_member, sums
+
+        state = i32(0), i32(0), sums
+        return lax.fori_loop(0, count * groups, body, state)[2]
+
+    def visit(
+        self, sums: _Sums, step: Any, visit: _Visit, upcoming: _Visit, *, masked: bool
+    ) -> _Sums:
+        """Visits a tile of queries, which is being copied.
+
+        Args:
+          sums: over the visits before.
+          step: number of these.
+          visit: the tile.
+          upcoming: the tile to copy next.
+          masked: whether some of the tile's scores may not count.
+        """
+        static, fragments, memory = self.static, self.fragments, self.memory
+        stages = static.config.stages
+        stage = lax.rem(step, i32(stages)) if stages > 1 else i32(0)
+        instructions.wait_for_copies_of_cta()
+        if stages > 1:
+            self.copy_queries(upcoming, i32(1) - stage)
+            self.copy_do(upcoming, i32(1) - stage)
+        self._make_weights(visit, stage, masked=masked)
+        instructions.cta_barrier()
+        own = self.warpgroup
+
+        def transposed(name):
+            left = memory[name].at[own].transpose((1, 0))
+            return instructions.load_matrix(left, fragments.lhs)
+
+        def rows(name):
+            return instructions.load_matrix(memory[name].at[stage], fragments.rhs)
+
+        dv = plgpu.mma(sums.dv, transposed("p"), rows("do"))
+        self._add_dq(visit)
+        dk = plgpu.mma(sums.dk, transposed("ds"), rows("q"))
+        if stages == 1:
+            instructions.cta_barrier()
+            self.copy_queries(upcoming, stage)
+            self.copy_do(upcoming, stage)
+        return _Sums(dk, dv)
+
+    def _make_weights(self, visit: _Visit, stage: Any, *, masked: bool) -> None:
+        """Leaves P, after dropout, and dS of the warpgroup's keys in shared memory."""
+        static, fragments, memory = self.static, self.fragments, self.memory
+        config = static.config
+        shape = config.block_q, config.keys
+        products = instructions.transposed_product(
+            fragments,
+            fragments.zeros(shape),
+            memory["q"].at[stage],
+            memory["k"].at[self.own_keys],
+            swizzle_lanes(static.dim, 2),
+        )
+        tile = ScoreTile(
+            static.scores,
+            self.arrays.attention.scores,
+            fragments,
+            shape,
+            self.batch,
+            self.head(visit),
+            visit.tile * config.block_q,
+            self.kv_tile * config.block_kv + self.warpgroup * config.keys,
+        )
+        raw = tile.raw(products)
+        scores = tile.scores(raw, masked=masked)
+        lse, delta = (
+            memory["stats"].at[stage, pl.ds(first, config.block_q)] for first in (0, config.block_q)
+        )
+        lse, excess = instructions.load_vector(lse, fragments.rows), tile.excess()
+        lse = fragments.along_rows(lse if excess is None else lse + excess, shape)
+        p = jnp.exp2(scores * static.scores.base_2_factor - lse)
+        p = plgpu.layout_cast(p, fragments.tile)
+        factors = tile.dropout_factors()
+        used = p if factors is None else p * factors
+        memory["p"].at[self.warpgroup][...] = used.astype(static.dtype)
+        delta = fragments.along_rows(instructions.load_vector(delta, fragments.rows), shape)
+        # dP - delta, but where dropout comes between: the product starts from -delta.
+        dp = instructions.transposed_product(
+            fragments,
+            fragments.zeros(shape) if factors is not None else -delta,
+            memory["do"].at[stage],
+            memory["v"].at[self.own_keys],
+            swizzle_lanes(static.value_dim, 2),
+        )
+        if factors is not None:
+            again = tile.dropout_factors()
+            assert again is not None
+            dp = dp * again - delta
+        ds = p * dp
+        for name, part in tile.per_head_gradients(ds).items():
+            place = self.batch, self.head(visit), pl.ds(self.warpgroup, 1)
+            part = plgpu.layout_cast(part, fragments.tile)
+            instructions.add_sum(self.results.per_head[name].at[place], part, fragments)
+        ds = plgpu.layout_cast(tile.product_gradients(raw, p, ds), fragments.tile)
+        memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
+
+    def _add_dq(self, visit: _Visit) -> None:
+        """Adds the warpgroup's part of a tile's dQ, over the keys of both, to global memory."""
+        config, fragments, memory = self.static.config, self.fragments, self.memory
+        queries, lanes = config.dq_part(self.static.dim)
+        dq = fragments.zeros((queries, lanes))
+        for part in range(BACKWARD_WARPGROUPS):
+            ds, k = memory["ds"].at[part], memory["k"].at[pl.ds(part * config.keys, config.keys)]
+            if queries < config.block_q:
+                ds = memory["ds"].at[part, pl.ds(self.warpgroup * queries, queries)]
+            else:
+                keys = pl.ds(part * config.keys, config.keys)
+                k = memory["k"].at[keys, pl.ds(self.warpgroup * lanes, lanes)]
+            ds = instructions.load_matrix(ds, fragments.lhs)
+            dq = plgpu.mma(dq, ds, instructions.load_matrix(k, fragments.rhs))
+        place = self.batch, self.head(visit), visit.tile, self.warpgroup
+        instructions.add_in_register_order(self.results.dq.at[place], dq, fragments)
+
+    def write(self, sums: _Sums, *, adds: bool) -> None:
+        """Writes the warpgroup's dK and dV, or adds them to what is there."""
+        config = self.static.config
+        first = self.kv_tile * config.block_kv + self.warpgroup * config.keys
+        keys = pl.ds(first, config.keys)
+        dk = sums.dk * self.static.spec.score.scale
+        for target, value in ((self.results.dk, dk), (self.results.dv, sums.dv)):
+            dim = value.shape[1]
+            place = target.at[self.batch, keys, pl.ds(self.kv_head * dim, dim)]
+            if adds:
+                value = value + instructions.load(place, self.fragments.tile)
+            instructions.store(place, value.astype(target.dtype))

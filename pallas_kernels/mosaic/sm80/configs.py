@@ -1,0 +1,130 @@
+"""Tile configs of the sm80 kernels, with the shared memory that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.mosaic.fragments import swizzle_lanes
+from pallas_kernels.spec import Tiles
+
+# Of one CTA on an A100, in bytes; of one SM a KiB more for each CTA that is resident.
+SHARED_MEMORY = 166_912
+# Rows of an accumulator that one warp's matrix instruction makes.
+MMA_ROWS = 16
+WARPS = 4
+# Warpgroups of a backward CTA. Each owns half of the tile's keys.
+BACKWARD_WARPGROUPS = 2
+# Of those, warps along the rows of every product; the others are along its columns.
+BACKWARD_M_WARPS = 2
+
+_ITEMSIZE = 2
+
+
+def _multiple(name: str, size: int, of: int) -> None:
+    if size < of or size % of:
+        raise ValueError(f"{name} is {size}: it must be a multiple of {of}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel is tiled.
+
+    Attributes:
+      block_q: queries of a CTA, split evenly over its warpgroups, 16 or a multiple for each warp.
+      block_kv: keys of a tile.
+      warpgroups: warpgroups of a CTA.
+    """
+
+    block_q: int
+    block_kv: int
+    warpgroups: int = 1
+
+    def __post_init__(self):
+        _multiple("block_q", self.block_q, MMA_ROWS * WARPS * self.warpgroups)
+        # A warpgroup copies eight rows a warp, at least.
+        _multiple("block_kv", self.block_kv, 8 * WARPS * self.warpgroups)
+
+    @property
+    def tiles(self) -> Tiles:
+        """What bounds depend on."""
+        return Tiles(self.block_q, self.block_kv)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a warpgroup."""
+        return self.block_q // self.warpgroups
+
+    def shared_memory(self, head_dim: int, value_dim: int) -> int:
+        """Bytes of one CTA: a tile of queries, one of keys and one of values."""
+        return _ITEMSIZE * (self.block_q * head_dim + self.block_kv * (head_dim + value_dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel is tiled.
+
+    Attributes:
+      block_q: queries of a tile.
+      block_kv: keys of a CTA, half of them for each warpgroup.
+      stages: tiles of queries and of dO in shared memory: 2 prefetches the next ones.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int = 2
+
+    def __post_init__(self):
+        # A warpgroup may own half of the queries, 2 x 2 warps.
+        _multiple("block_q", self.block_q, 2 * BACKWARD_M_WARPS * MMA_ROWS)
+        _multiple("block_kv", self.block_kv, BACKWARD_WARPGROUPS * BACKWARD_M_WARPS * MMA_ROWS)
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages is {self.stages}: it must be 1 or 2")
+
+    @property
+    def tiles(self) -> Tiles:
+        """What bounds depend on."""
+        return Tiles(self.block_q, self.block_kv)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a warpgroup."""
+        return self.block_kv // BACKWARD_WARPGROUPS
+
+    def shared_memory(self, head_dim: int, value_dim: int) -> int:
+        """Bytes of one CTA: keys and values, queries, dO and their stats, P and dS."""
+        both = head_dim + value_dim
+        walked = self.stages * self.block_q * (both * _ITEMSIZE + 2 * 4)
+        weights = 2 * self.block_q * self.block_kv * _ITEMSIZE
+        return self.block_kv * both * _ITEMSIZE + walked + weights
+
+    def dq_part(self, head_dim: int) -> tuple[int, int]:
+        """``(queries, lanes)`` of a query tile's dQ that one warpgroup makes.
+
+        Half of the lanes, so that its warps share more of their operands; or, where shared memory
+        is not tiled so that its lanes can be halved, half of the queries.
+        """
+        half = head_dim // BACKWARD_WARPGROUPS
+        if half % swizzle_lanes(head_dim, _ITEMSIZE) == 0:
+            return self.block_q, half
+        return self.block_q // BACKWARD_WARPGROUPS, head_dim
+
+
+def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
+    """The forward kernel's shipped tiles."""
+    widest = max(head_dim, value_dim)
+    if widest <= 128:
+        return ForwardConfig(128, 64 if widest <= 64 else 32)
+    # One warpgroup has no registers for 128 queries and more than 128 lanes of the output.
+    return ForwardConfig(128, 64, warpgroups=2)
+
+
+def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:
+    """The backward kernel's shipped tiles."""
+    widest = max(head_dim, value_dim)
+    if widest <= 64:
+        return BackwardConfig(128, 128)
+    if widest <= 128:
+        return BackwardConfig(64, 128)
+    if head_dim + value_dim <= 384:
+        return BackwardConfig(64, 64)
+    return BackwardConfig(64, 64, stages=1)

@@ -1,0 +1,356 @@
+"""Forward local attention for Ampere and newer: one CTA per (batch index, query head, query tile).
+
+A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and
+V have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
+and ``p v``; two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
+scores stay in registers from ``q k^T`` to ``p v``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels import softmax
+from pallas_kernels.arrays import pad_axis
+from pallas_kernels.bounds import query_bounds
+from pallas_kernels.inputs import AttentionInputs, Carry
+from pallas_kernels.merge import merge_weights
+from pallas_kernels.mosaic.fragments import along_rows, i32, rescale_rows, swizzle_lanes
+from pallas_kernels.mosaic.scores import ScoreTile
+from pallas_kernels.mosaic.sm80 import instructions
+from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
+from pallas_kernels.mosaic.sm80.inputs import (
+    AttentionArrays,
+    Static,
+    attention_arrays,
+    rows_of_heads,
+)
+from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
+from pallas_kernels.mosaic.tile_iterator import TileIterator
+from pallas_kernels.spec import AttentionSpec
+
+# Sums are rescaled when a row's maximum has grown by more than this, in base 2: weights then stay
+# below 2^8, which every dtype holds, and most tiles rescale nothing.
+_RESCALE_ABOVE = 8.0
+
+
+class ForwardResults(NamedTuple):
+    """What the kernel writes, and merges with where it is given.
+
+    Attributes:
+      o: ``[B, T, N * Hv]``, T padded to whole tiles.
+      lse: float32 ``[B, N, T]``.
+    """
+
+    o: Any
+    lse: Any
+
+
+class ForwardArrays(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      attention: queries, keys, values, and what scores are made of.
+      sink: float32 ``[N]``, sink logits; None without sinks, and with a carry, which has them.
+      carry: (o, lse) to merge with; None without a carry, and where the results replace it.
+    """
+
+    attention: AttentionArrays
+    sink: Any
+    carry: ForwardResults | None
+
+
+class _Softmax(NamedTuple):
+    """The state of the online softmax, ``2^(score - m)`` summed.
+
+    Attributes:
+      m: float32 ``[rows]``, in base 2: the maximum so far, or up to ``_RESCALE_ABOVE`` less.
+      total: float32 ``[rows]``, sums of weights, of each thread its own part.
+      acc: float32 ``[rows, Hv]``, sums of weights times values.
+    """
+
+    m: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+
+def forward(
+    inputs: AttentionInputs,
+    bounds: Any,
+    carry: Carry | None = None,
+    *,
+    spec: AttentionSpec,
+    out_dtype: DTypeLike | None = None,
+    config: ForwardConfig | None = None,
+) -> Carry:
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the shipped one."""
+    config = config or forward_config(inputs.head_dim, inputs.value_dim)
+    static = Static.of(inputs, spec, config)
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    length = static.padded_q_length
+    arrays = ForwardArrays(
+        attention_arrays(static, inputs, bounds),
+        None if carry is not None else inputs.shared.sink_logits,
+        None,
+    )
+    results = ForwardResults(
+        jax.ShapeDtypeStruct((static.batch, length, static.heads * static.value_dim), out_dtype),
+        jax.ShapeDtypeStruct((static.batch, static.heads, length), jnp.dtype(jnp.float32)),
+    )
+    in_place = False
+    if carry is not None:
+        given = ForwardResults(rows_of_heads(carry[0], length), pad_axis(carry[1], 2, length))
+        in_place = out_dtype == jnp.float32
+        if in_place:
+            results = given
+        else:
+            arrays = arrays._replace(carry=given)
+    o, lse = call(
+        functools.partial(_kernel, static, in_place),
+        "burst_forward",
+        grid=(static.batch, static.heads, static.q_tiles),
+        warpgroups=config.warpgroups,
+        arrays=arrays,
+        results=results,
+        memory={
+            "q": instructions.tiled_memory((config.block_q, static.dim), static.dtype),
+            "k": instructions.tiled_memory((config.block_kv, static.dim), static.dtype),
+            "v": instructions.tiled_memory((config.block_kv, static.value_dim), static.dtype),
+        },
+    )
+    o, lse = o[:, : static.q_length], lse[:, :, : static.q_length]
+    return o.reshape(inputs.out_shape), lse
+
+
+def forward_bounds(
+    inputs: AttentionInputs, *, spec: AttentionSpec, config: ForwardConfig | None = None
+) -> jax.Array:
+    """The tables that :func:`forward` reads with the same config."""
+    tiles = (config or forward_config(inputs.head_dim, inputs.value_dim)).tiles
+    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
+
+
+def _kernel(
+    static: Static[ForwardConfig],
+    in_place: bool,
+    arrays: ForwardArrays,
+    results: ForwardResults,
+    memory: Any,
+) -> None:
+    """One CTA's warpgroup. ``in_place``: the results hold the carry, and are changed in place."""
+    if in_place:
+        arrays = arrays._replace(carry=results)
+    cta = _Cta.of(static, arrays, results, memory)
+    tiles = cta.tiles
+    state = cta.start()
+    if static.hides_some:
+
+        def masked_step(index, state):
+            tile, upcoming = tiles.masked_tile(index), tiles.tile(index + 1)
+            return cta.step(state, tile, upcoming, masked=True)
+
+        state = lax.fori_loop(0, tiles.masked, masked_step, state)
+
+    def full_step(index, state):
+        tile, upcoming = tiles.full_tile(index), tiles.full_tile(index + 1)
+        return cta.step(state, tile, upcoming, masked=False)
+
+    state = lax.fori_loop(0, tiles.full, full_step, state)
+    cta.wait()
+    cta.finish(state)
+
+
+class _Cta(NamedTuple):
+    """A warpgroup of a CTA: what it works on.
+
+    Attributes:
+      static: what is static about the call.
+      arrays: references to what is read.
+      results: references to what is written.
+      memory: shared memory by name.
+      fragments: register layouts.
+      warpgroup: index of the warpgroup.
+      batch: batch index.
+      head: query head.
+      kv_head: key/value head.
+      tile: query tile.
+      tiles: KV tiles to visit.
+    """
+
+    static: Static[ForwardConfig]
+    arrays: ForwardArrays
+    results: ForwardResults
+    memory: Any
+    fragments: instructions.Fragments
+    warpgroup: Any
+    batch: Any
+    head: Any
+    kv_head: Any
+    tile: Any
+    tiles: TileIterator
+
+    @classmethod
+    def of(
+        cls,
+        static: Static[ForwardConfig],
+        arrays: ForwardArrays,
+        results: ForwardResults,
+        memory: Any,
+    ) -> _Cta:
+        """That of the grid's indices."""
+        batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
+        # Ascending positions give the last tiles the most work under a causal mask: they go first.
+        tile = i32(static.q_tiles - 1) - lax.axis_index("tiles")
+        warpgroup = lax.axis_index(WARPGROUPS) if static.config.warpgroups > 1 else i32(0)
+        kv_head = head if static.groups == 1 else lax.div(head, i32(static.groups))
+        bounds = arrays.attention.bounds
+        tiles = TileIterator(bounds, batch, head, tile, static.kv_tiles - 1)
+        fragments = instructions.Fragments.of(static.dtype, WARPS)
+        places = warpgroup, batch, head, kv_head, tile, tiles
+        return cls(static, arrays, results, memory, fragments, *places)
+
+    def wait(self) -> None:
+        """Waits for all copies, and for all threads of the CTA."""
+        if self.static.config.warpgroups > 1:
+            instructions.wait_for_copies_of_cta()
+        else:
+            instructions.wait_for_copies()
+
+    def copy_queries(self) -> None:
+        """Starts the copy of the warpgroup's queries."""
+        rows, dim = self.static.config.rows, self.static.dim
+        source = self.arrays.attention.q.at[self.batch, self._queries(), _lanes(self.head, dim)]
+        instructions.copy(source, self.memory["q"].at[pl.ds(self.warpgroup * rows, rows)])
+
+    def copy_keys(self, tile: Any) -> None:
+        """Starts the copy of a tile of keys."""
+        self._copy_part(self.arrays.attention.k, "k", tile, self.static.dim)
+
+    def copy_values(self, tile: Any) -> None:
+        """Starts the copy of a tile of values."""
+        self._copy_part(self.arrays.attention.v, "v", tile, self.static.value_dim)
+
+    def _copy_part(self, source: Any, name: str, tile: Any, lanes: int) -> None:
+        """Each warpgroup copies its share of a tile's rows."""
+        config, target = self.static.config, self.memory[name]
+        rows = config.block_kv // config.warpgroups
+        first = self.warpgroup * rows
+        keys = pl.ds(tile * config.block_kv + first, rows)
+        if config.warpgroups > 1:
+            target = target.at[pl.ds(first, rows)]
+        instructions.copy(source.at[self.batch, keys, _lanes(self.kv_head, lanes)], target)
+
+    def _queries(self) -> Any:
+        config = self.static.config
+        return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
+
+    def start(self) -> _Softmax:
+        """The softmax before the first tile, the copy of whose keys is started."""
+        static, sinks = self.static, self.arrays.sink
+        self.copy_queries()
+        self.copy_keys(self.tiles.tile(i32(0)))
+        m, total = softmax.start((static.config.rows,), None if sinks is None else sinks[self.head])
+        m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
+        if sinks is not None:
+            total = instructions.row_parts_of(total)
+            if (excess := self._score_tile(i32(0)).excess()) is not None:
+                m = m + excess
+        return _Softmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
+
+    def _products(self) -> jax.Array:
+        """``q k^T`` of a tile, float32 ``[rows, block_kv]``."""
+        config, queries = self.static.config, self.memory["q"]
+        if config.warpgroups > 1:
+            queries = queries.at[pl.ds(self.warpgroup * config.rows, config.rows)]
+        return instructions.transposed_product(
+            self.fragments,
+            self.fragments.zeros((config.rows, config.block_kv)),
+            queries,
+            self.memory["k"],
+            swizzle_lanes(self.static.dim, 2),
+        )
+
+    def step(self, state: _Softmax, tile: Any, upcoming: Any, *, masked: bool) -> _Softmax:
+        """Visits a KV tile, whose keys are being copied.
+
+        Args:
+          state: the softmax over the tiles before.
+          tile: the tile.
+          upcoming: the next tile.
+          masked: whether some of the tile's scores may not count.
+        """
+        static, fragments = self.static, self.fragments
+        self.wait()
+        self.copy_values(tile)
+        products = self._products()
+        of_tile = self._score_tile(tile)
+        scores = of_tile.scores(of_tile.raw(products), masked=masked)
+        self.wait()
+        self.copy_keys(upcoming)
+        weights, state = self._add_weights(state, scores)
+        weights = of_tile.without_dropped(weights)
+        weights = plgpu.layout_cast(weights.astype(static.dtype), fragments.tile)
+        left = instructions.as_left_operand(weights, fragments)
+        values = instructions.load_matrix(self.memory["v"], fragments.rhs)
+        return state._replace(acc=plgpu.mma(state.acc, left, values))
+
+    def _score_tile(self, tile: Any) -> ScoreTile:
+        """The scores of the warpgroup's queries and a KV tile."""
+        config = self.static.config
+        return ScoreTile(
+            self.static.scores,
+            self.arrays.attention.scores,
+            self.fragments,
+            (config.rows, config.block_kv),
+            self.batch,
+            self.head,
+            self.tile * config.block_q + self.warpgroup * config.rows,
+            tile * config.block_kv,
+        )
+
+    def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
+        """``(weights of a tile, the softmax with them)``, the latter still without their values."""
+        factor, fragments = self.static.scores.base_2_factor, self.fragments
+        highest = jnp.max(scores, axis=1) * factor
+        m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
+        shrink = jnp.exp2(state.m - m)
+        weights = jnp.exp2(scores * factor - along_rows(m, scores.shape))
+        weights = plgpu.layout_cast(weights, fragments.tile)
+        total = instructions.add_to_row_parts(state.total * shrink, weights, fragments)
+        acc = rescale_rows(state.acc, shrink, tile=fragments.tile, rows=fragments.rows)
+        return weights, state._replace(m=m, total=total, acc=acc)
+
+    def finish(self, state: _Softmax) -> None:
+        """Normalises, merges with the carry, and writes o and lse."""
+        fragments, carry = self.fragments, self.arrays.carry
+        total = instructions.sum_row_parts(state.total, fragments)
+        excess = self._score_tile(i32(0)).excess()
+        divisor, lse = softmax.finish(state.m if excess is None else state.m - excess, total)
+        dropout = self.static.spec.dropout
+        weight = (1.0 if dropout is None else dropout.unit) / divisor
+        place = self.batch, self._queries(), _lanes(self.head, self.static.value_dim)
+        row_place = self.batch, self.head, self._queries()
+        acc = state.acc
+        if carry is None:
+            o = acc * along_rows(weight, acc.shape)
+        else:
+            old_lse = instructions.load(carry.lse.at[row_place], fragments.rows)
+            old_weight, new_weight, lse = merge_weights(old_lse, lse)
+            old = instructions.load(carry.o.at[place], fragments.tile)
+            o = acc * along_rows(weight * new_weight, acc.shape)
+            o = o + old * along_rows(old_weight, acc.shape)
+        instructions.store(self.results.o.at[place], o.astype(self.results.o.dtype))
+        instructions.store(self.results.lse.at[row_place], lse)
+
+
+def _lanes(head: Any, dim: int) -> Any:
+    """A head's lanes of ``[.., heads * dim]``."""
+    return pl.ds(head * dim, dim)

@@ -1,0 +1,76 @@
+"""The sm80 kernels as an implementation of local attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.bounds import split_tiles
+from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
+from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
+from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
+from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
+from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
+from pallas_kernels.spec import AttentionSpec, unsupported_functions
+
+_WIDEST = 256
+
+
+def mosaic_sm80(
+    forward_config: ForwardConfig | None = None, backward_config: BackwardConfig | None = None
+) -> Implementation:
+    """Kernels of Ampere's instructions, which newer GPUs have too: dQ, dK and dV from one pass.
+
+    Args:
+      forward_config: tiles of the forward kernel; None is the shipped config.
+      backward_config: tiles of the backward kernel; None is the shipped config.
+    """
+    return Implementation(
+        name="mosaic_sm80",
+        forward=functools.partial(forward, config=forward_config),
+        backward=functools.partial(backward, config=backward_config),
+        forward_bounds=functools.partial(forward_bounds, config=forward_config),
+        backward_bounds=functools.partial(backward_bounds, config=backward_config),
+        split_backward=split_tiles,
+        unsupported=_unsupported,
+        unsupported_functions=_unsupported_functions,
+        unavailable=_needs_ampere,
+        deterministic=False,
+    )
+
+
+def _unsupported(inputs: AttentionInputs) -> str | None:
+    """Why the kernels do not support these arrays, or None."""
+    q, k = inputs.query.q, inputs.kv.k
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
+        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
+    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
+        if dim % 16 or dim > _WIDEST:
+            return f"the head dim{what} is {dim}; it supports multiples of 16 up to {_WIDEST}"
+    return unsupported_block_mask(inputs)
+
+
+def _unsupported_functions(
+    spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool
+) -> str | None:
+    """Why the kernels cannot run the spec's ``score_mod`` or ``mask_mod``, or None."""
+    del inputs
+    return unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
+
+
+def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
+    # The tiles need more shared memory than Ampere's and Ada's smaller GPUs have (8.6, 8.9). For
+    # newer GPUs Mosaic GPU compiles copies that these kernels do not wait for.
+    if platform != "gpu" or compute_capability not in (8.0, 8.7):
+        has = "" if compute_capability is None else f" of compute capability {compute_capability}"
+        return (
+            f"it needs compute capability 8.0 or 8.7 (A100, Orin), the arrays are on "
+            f"{platform!r}{has}; use None, 'triton' or 'xla'"
+        )
+    return None
+
+
+MOSAIC_SM80 = mosaic_sm80()

@@ -1,0 +1,293 @@
+"""The instructions of the sm80 kernels: register layouts, copies, barriers, reductions.
+
+Everything that only exists on a GPU goes through this module's attributes, so that tests can
+replace it and run the kernels' data flow on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mosaic.fragments import swizzle_lanes
+from pallas_kernels.mosaic.sm80.configs import WARPS
+
+# Threads that share a row of a result, if all warps are along the rows.
+_THREADS_OF_ROW = 4
+
+
+class Fragments(NamedTuple):
+    """Register layouts of a warpgroup's matrix products, and of vectors along their results.
+
+    Attributes:
+      m_warps: warps along the rows of the result; the others are along its columns.
+      lhs: left operand ``[M, K]``.
+      rhs: right operand ``[K, N]``.
+      tile: result ``[M, N]``, float32, or rounded before it becomes a left operand.
+      rows: ``[M]``, one number for each row of a result.
+      columns: ``[N]``, one number for each column of a result.
+    """
+
+    m_warps: int
+    lhs: Any
+    rhs: Any
+    tile: Any
+    rows: Any
+    columns: Any
+
+    @classmethod
+    def of(cls, dtype: DTypeLike, m_warps: int) -> Fragments:
+        """Those of operands of a 16-bit dtype."""
+        layout = plgpu.Layout
+        tile = layout.MMA_ACC(dtype, m_warps=m_warps)
+        return cls(
+            m_warps,
+            layout.MMA_LHS(dtype, m_warps=m_warps),
+            layout.MMA_RHS(dtype, m_warps=m_warps),
+            tile,
+            tile.reduce(1),
+            tile.reduce(0),
+        )
+
+    def along_rows(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """``[M]`` over a result of this shape."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (0,)), self.tile)
+
+    def zeros(self, shape: tuple[int, int]) -> jax.Array:
+        """A float32 accumulator of zeros."""
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile)
+
+
+def tiled_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Swizzled shared memory of 16-bit matrices: ldmatrix reads it without bank conflicts."""
+    lanes = swizzle_lanes(shape[-1], 2)
+    transforms = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * 2)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def copy(source: Any, target: Any) -> None:
+    """Starts cp.async copies from global to shared memory by all threads of the warpgroup."""
+    plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def wait_for_copies() -> None:
+    """Waits for all copies of the warpgroup's threads, and for all of its threads."""
+    plgpu.wait_gmem_to_smem(0)
+
+
+@plgpu.inline_mgpu()
+def wait_for_copies_of_cta(_):
+    """Waits for all copies of the CTA's threads, and for all of its threads."""
+    utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+    utils.inline_ptx("bar.sync 0;", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
+def cta_barrier(_):
+    """Waits for all threads of the CTA; their accesses to shared memory are ordered."""
+    utils.inline_ptx("bar.sync 0;", has_side_effects=True)
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """A matrix or vector from global memory in registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_vector(ref: Any, layout: Any) -> jax.Array:
+    """A vector from shared memory in registers."""
+    return plgpu.load(ref, layout=layout)
+
+
+def load_matrix(ref: Any, layout: Any) -> jax.Array:
+    """A matrix from swizzled shared memory as an operand of a matrix product, by ldmatrix."""
+    return plgpu.load(ref, layout=layout)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes registers to global memory, whatever the layout."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # JAX before 0.12.
+        ref[...] = value
+
+
+def transposed_product(
+    fragments: Fragments, acc: jax.Array, left: Any, right: Any, lanes: int
+) -> jax.Array:
+    """``acc + left right^T``; both ``[.., H]`` in shared memory, read ``lanes`` at a time."""
+    for first in range(0, left.shape[1], lanes):
+        part = pl.ds(first, lanes)
+        a = load_matrix(left.at[:, part], fragments.lhs)
+        b = load_matrix(right.at[:, part].transpose((1, 0)), fragments.rhs)
+        acc = plgpu.mma(acc, a, b)
+    return acc
+
+
+def as_left_operand(x: jax.Array, fragments: Fragments) -> jax.Array:
+    """A rounded result as the left operand of the next product; the registers stay what they are.
+
+    A warp's 16 x 16 of a left operand are two 16 x 8 of a result side by side, if all warps are
+    along the rows.
+    """
+    assert fragments.m_warps == WARPS
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=fragments.lhs)
+
+    @plgpu.inline_mgpu(arg_types=(fragments.tile,), return_type=result)
+    def relabel(_, x):
+        layout = fragments.lhs.to_mgpu()
+        registers = x.registers.reshape(layout.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return relabel(x)
+
+
+def add_to_row_parts(total: jax.Array, x: jax.Array, fragments: Fragments) -> jax.Array:
+    """Adds to ``total`` what each thread has of the rows of ``x``; :func:`sum_row_parts` ends it.
+
+    A row's sum over the threads that share it is needed once, after the last tile.
+
+    Args:
+      total: float32 ``[M]``, of each thread its own part.
+      x: float32 ``[M, N]``.
+      fragments: their layouts, all warps along the rows.
+    """
+    result = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(jnp.float32), layout=fragments.rows)
+
+    @plgpu.inline_mgpu(arg_types=(fragments.rows, fragments.tile), return_type=result)
+    def add(_, total, x):
+        sums = [_elements(register)[0] for register in total.registers.flat]
+        # Two rows of every 16 are in a thread: registers are [16 rows, 8 columns, row].
+        by_row = x.registers.reshape(len(sums) // 2, -1, 2)
+        made = np.empty(len(sums), dtype=object)
+        for index, value in enumerate(sums):
+            for register in by_row[index // 2, :, index % 2]:
+                for element in _elements(register):
+                    value = arith.addf(value, element)
+            made[index] = value
+        return _with_elements(total, made)
+
+    return add(total, x)
+
+
+def row_parts_of(total: jax.Array) -> jax.Array:
+    """Parts of the threads that share a row, whose sum is ``total``."""
+    return total * (1 / _THREADS_OF_ROW)
+
+
+def sum_row_parts(total: jax.Array, fragments: Fragments) -> jax.Array:
+    """The rows' sums from :func:`add_to_row_parts`: over the four threads that share a row."""
+    result = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(jnp.float32), layout=fragments.rows)
+
+    @plgpu.inline_mgpu(arg_types=(fragments.rows,), return_type=result)
+    def reduce(_, total):
+        made = np.empty(total.registers.size, dtype=object)
+        for index, register in enumerate(total.registers.flat):
+            value = _elements(register)[0]
+            for distance in (1, 2):
+                value = arith.addf(value, utils.shfl_bfly(value, distance))
+            made[index] = value
+        return _with_elements(total, made)
+
+    return reduce(total)
+
+
+def _elements(register: Any) -> list[Any]:
+    """The numbers of a register: of a vector, or the one that it is."""
+    if not isinstance(register.type, ir.VectorType):
+        return [register]
+    count = ir.VectorType(register.type).shape[0]
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count)
+    ]
+
+
+def _with_elements(like: Any, values: np.ndarray) -> Any:
+    """An array of one number a register, in the layout of ``like``."""
+    registers = np.empty(like.registers.shape, dtype=object)
+    for index, old in enumerate(like.registers.flat):
+        value = values[index]
+        if isinstance(old.type, ir.VectorType):
+            value = vector.broadcast(old.type, value)
+        registers.flat[index] = value
+    return FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def add_in_register_order(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Adds a result to global memory, register by register.
+
+    Each warp's instruction then covers 128 contiguous bytes; in the order of rows it would cover
+    halves of eight sectors. The sum's last bits depend on the order in which CTAs come.
+
+    Args:
+      ref: float32 ``[registers, 128 threads]`` in global memory.
+      x: float32 ``[M, N]``.
+      fragments: its layouts.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))
+    def add(_, ref, x):
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        base = utils.getelementptr(utils.memref_ptr(ref), [thread], f32)
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), base)
+        elements = (e for register in x.registers.flat for e in _elements(register))
+        for index, element in enumerate(elements):
+            _red_add(utils.getelementptr(base, [128 * index], f32), element)
+
+    add(ref, x)
+
+
+def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Adds the sum of a result to one float32 in global memory; ``ref`` is ``[1]``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))
+    def add(_, ref, x):
+        i32 = ir.IntegerType.get_signless(32)
+        elements = [e for register in x.registers.flat for e in _elements(register)]
+        value = elements[0]
+        for element in elements[1:]:
+            value = arith.addf(value, element)
+        for distance in (1, 2, 4, 8, 16):
+            value = arith.addf(value, utils.shfl_bfly(value, distance))
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+        lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
+        first = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))
+        with mgpu.when(first):
+            _red_add(base, value)
+
+    add(ref, x)
+
+
+def _red_add(pointer: Any, value: Any) -> None:
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [pointer, value],
+        "red.relaxed.gpu.global.add.f32 [$0], $1;",
+        "l,f",
+        has_side_effects=True,
+    )
+
+
+def from_register_order(x: jax.Array, shape: tuple[int, int], m_warps: int) -> jax.Array:
+    """``[..., registers, 128]`` of :func:`add_in_register_order` as matrices ``[..., M, N]``."""
+    rows, columns = shape
+    n_warps = WARPS // m_warps
+    repeats = rows // (16 * m_warps), columns // (8 * n_warps)
+    # [row repeat, column repeat, half, pair, warp row, warp column, row of 8, column of 4]
+    x = x.reshape(*x.shape[:-2], *repeats, 2, 2, m_warps, n_warps, 8, 4)
+    lead = x.ndim - 8
+    order = (0, 4, 2, 6, 1, 5, 7, 3)
+    x = x.transpose(*range(lead), *(lead + axis for axis in order))
+    return x.reshape(*x.shape[:lead], rows, columns)
