@@ -77,7 +77,7 @@ CASES = {
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", functions="functions"
     ),
 }  # fmt: skip
-QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
+QUICK = "plain", "slopes", "kv_bounds", "dropout", "block_mask", "functions"
 PLAIN, SLOPES = CASES["plain"], CASES["slopes"]
 
 
