@@ -293,16 +293,21 @@ POSITION_READERS = (
 )  # fmt: skip
 
 
-class LocalOptions(MaskArrays, total=False):
+class StaticMasks(TypedDict, total=False):
+    """The arguments that specify masks by Python numbers."""
+
+    is_causal: bool
+    local_window_size: WindowSize
+    attention_chunk_size: int | None
+
+
+class LocalOptions(MaskArrays, StaticMasks, total=False):
     """Keyword arguments of ``local_attention``, all but ``return_residual``."""
 
     query_offset: int | jax.Array
     query_positions: jax.Array | None
     key_value_positions: jax.Array | None
-    is_causal: bool
     scale: float | None
-    local_window_size: WindowSize
-    attention_chunk_size: int | None
     logits_soft_cap: float | None
     query_segment_ids: jax.Array | None
     key_value_segment_ids: jax.Array | None

@@ -45,7 +45,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Flags of an attention plan, and flags of a training plan; None is not given.
-_ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "full", "window", "block_mask")
+_ATTENTION = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "value_head_dim",
+    "full",
+    "window",
+    "chunk",
+    "block_mask",
+)
 _TRAINING = ("moments", "moment_dtype", "all")
 
 
@@ -92,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--value-head-dim", type=int, help="head dim of values (default: that of keys)")
     add("--full", action="store_true", default=None, help="no causal mask")
     add("--window", type=tokens, help="local_window_size, to the left")
+    add("--chunk", type=tokens, help="attention_chunk_size")
     add("--block-mask", type=Path, metavar="FILE.npy", help="block-sparse mask, by numpy.save")
     add = parser.add_argument_group("a training step").add_argument
     add("--model", help=f"a checkpoint folder, or {', '.join(SHAPES)}")
@@ -153,6 +163,7 @@ def _attention(args: argparse.Namespace) -> AttentionPlan:
         value_head_dim=args.value_head_dim,
         is_causal=not args.full,
         local_window_size=None if args.window is None else (args.window, 0),
+        attention_chunk_size=args.chunk,
         block_mask=None if args.block_mask is None else _load_array(args.block_mask),
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from burst_jax.attention.arguments import StaticMasks
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.shardings import check_lengths
+from burst_jax.errors import did_you_mean
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate, Strategy
 from burst_jax.plan.hardware import Cluster, Gpu, check_sizes, cluster_of
@@ -58,6 +60,7 @@ class AttentionPlan:
         """The whole plan as plain values, for JSON."""
         best, blocks = self.best, self.attention.blocks
         attention = dataclasses.asdict(dataclasses.replace(self.attention, blocks=None))
+        attention |= dict(attention.pop("masks"))
         if blocks is not None:
             attention["blocks"] = {
                 "q_block": blocks.q_block,
@@ -77,9 +80,9 @@ class AttentionPlan:
         """The estimates as a table, and the recommendation as code."""
         shape, cluster = self.attention, self.cluster
         gpu = cluster.gpu
-        mask = "causal" if shape.is_causal else "full"
-        if shape.local_window_size is not None:
-            mask += f", window {shape.local_window_size}"
+        mask = ", ".join(["causal" if shape.is_causal else "full", *(
+            f"{name} {value}" for name, value in shape.masks if name != "is_causal"
+        )])  # fmt: skip
         if shape.blocks is not None:
             rows, columns = shape.blocks.shape
             mask += f", {shape.blocks.seen:.0%} of {rows} x {columns} blocks"
@@ -110,12 +113,8 @@ class AttentionPlan:
     def _recommended(self, best: Estimate) -> list[str]:
         """The recommended mesh and call as code."""
         fastest = next(each for each in self.estimates if each.memory <= self.cluster.gpu.memory)
-        mesh, masks = best.strategy.mesh, {}
-        if self.attention.is_causal:
-            masks["is_causal"] = True
-        if self.attention.local_window_size is not None:
-            masks["local_window_size"] = self.attention.local_window_size
-        arguments = as_arguments(best.arguments | masks)
+        mesh = best.strategy.mesh
+        arguments = as_arguments(best.arguments | dict(self.attention.masks))
         if self.attention.blocks is not None:
             arguments += ", block_mask=block_mask"
         layout = f"{as_python(best.layout)}, {math.prod(best.strategy.sizes)}"
@@ -172,9 +171,8 @@ def attention(
     hosts: int = 1,
     gpus_per_host: int = 8,
     host_link: float = 50.0,
-    is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
     block_mask: np.ndarray | jax.Array | None = None,
+    **masks: Unpack[StaticMasks],
 ) -> AttentionPlan:
     """Compares all strategies to shard one attention over a cluster, by modelled time and memory.
 
@@ -195,11 +193,11 @@ def attention(
       hosts: number of hosts.
       gpus_per_host: number of GPUs per host.
       host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).
-      is_causal: as in :func:`burst_jax.burst_attention`.
-      local_window_size: as in :func:`burst_jax.burst_attention`.
       block_mask: as in :func:`burst_jax.burst_attention`, where it must be a NumPy array for ring
         steps to be skipped as planned. With a mask per head, a block counts if some head attends
         to it.
+      **masks: ``is_causal`` (here True by default), ``local_window_size`` and
+        ``attention_chunk_size``, as in :func:`burst_jax.burst_attention`.
 
     Returns:
       An :class:`AttentionPlan`: estimates, fastest first, and the recommended one, ``best``, with
@@ -220,7 +218,7 @@ def attention(
         )
     cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
     shape = AttentionShape(
-        length, batch, num_heads, kv_heads, head_dim, is_causal, local_window_size,
+        length, batch, num_heads, kv_heads, head_dim, _given({"is_causal": True, **masks}),
         value_head_dim=value_head_dim,
     )  # fmt: skip
     if block_mask is not None:
@@ -229,7 +227,7 @@ def attention(
     for strategy in _strategies(cluster):
         requests = [strategy.request(shape, layout) for layout in LAYOUTS]
         # Without a mask, or without a ring, the work does not depend on the layout.
-        masked = requests[0].spec.mask.reads_positions or shape.blocks is not None
+        masked = bool(shape.masks) or shape.blocks is not None
         if not strategy.sizes or not masked:
             requests = requests[:1]
         for request in requests:
@@ -249,6 +247,14 @@ def attention(
     # Of equal times, the one that sends fewer bytes is first.
     estimates.sort(key=lambda each: (each.seconds, each.forward_bytes + each.backward_bytes))
     return AttentionPlan(shape, cluster, tuple(estimates), tuple(left_out))
+
+
+def _given(masks: StaticMasks) -> tuple[tuple[str, Any], ...]:
+    """The masks that mask something; TypeError for other names."""
+    for name in masks.keys() - StaticMasks.__annotations__:
+        hint = did_you_mean(name, StaticMasks.__annotations__)
+        raise TypeError(f"attention() got an unexpected keyword argument {name!r}{hint}")
+    return tuple((name, value) for name, value in masks.items() if value not in (None, False))
 
 
 def _blocks(shape: AttentionShape, block_mask: Any) -> Blocks | None:

@@ -70,8 +70,7 @@ class AttentionShape:
       heads: number of query heads, N.
       kv_heads: number of key/value heads, K.
       head_dim: head dim of queries and keys, H.
-      is_causal: as in burst_attention.
-      local_window_size: as in burst_attention.
+      masks: burst_attention's static masks, by name.
       itemsize: bytes per element of q, k and v.
       value_head_dim: head dim of values, Hv; None is H.
       blocks: burst_attention's block_mask, or None.
@@ -82,11 +81,15 @@ class AttentionShape:
     heads: int
     kv_heads: int
     head_dim: int
-    is_causal: bool
-    local_window_size: int | tuple[int, int] | None
+    masks: tuple[tuple[str, Any], ...] = ()
     itemsize: int = 2
     value_head_dim: int | None = None
     blocks: Blocks | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is causal."""
+        return dict(self.masks).get("is_causal", False)
 
     @property
     def value_dim(self) -> int:
@@ -136,8 +139,7 @@ class Strategy:
             RingArguments(
                 ulysses_axis=arguments.get("ulysses_axis"),
                 layout=layout,
-                is_causal=shape.is_causal,
-                local_window_size=shape.local_window_size,
+                **dict(shape.masks),
             ),
             axis_argument="seq_axis",
             axes=arguments.get("seq_axis"),

@@ -72,14 +72,14 @@ def attention_of(
     Raises:
       ValueError: the layout cannot split the length.
     """
+    window = () if kind.window is None else (("local_window_size", (kind.window - 1, 0)),)
     shape = AttentionShape(
         length,
         rows,
         config.num_heads // strategy.tensor,
         max(1, config.num_kv_heads // strategy.tensor),
         config.head_dim,
-        is_causal=True,
-        local_window_size=None if kind.window is None else (kind.window - 1, 0),
+        masks=(("is_causal", True), *window),
     )
     request = strategy.attention.request(shape, strategy.layout)
     model = CostModel(shape, strategy.ring_cluster(cluster), strategy.attention, request)

@@ -172,6 +172,17 @@ def test_bytes_of_all_to_alls():
     assert slow.seconds == pytest.approx(1e-6 * over_hosts.host_bytes, rel=1e-3)
 
 
+def test_hops_between_chunks_are_not_planned():
+    """Chunks of a shard each need no ring in the contiguous layout, and are as fast as one GPU."""
+    shape: Any = {"length": 131072, "num_heads": 32, "num_kv_heads": 8}
+    plan = burst_jax.plan.attention(**shape, gpus_per_host=16, attention_chunk_size=8192)
+    ring = next(each for each in plan.estimates if each.layout == "contiguous")
+    assert ring.forward_bytes == ring.backward_bytes == 0
+    assert "attention_chunk_size=8192" in str(plan)
+    whole = burst_jax.plan.attention(**shape, gpus_per_host=16)
+    assert plan.estimates[0].seconds < whole.estimates[0].seconds / 8
+
+
 def test_a_window_is_cheapest_in_the_contiguous_layout():
     plan = burst_jax.plan.attention(
         length=131072, num_heads=32, num_kv_heads=8, gpus_per_host=16, local_window_size=(4096, 0)
