@@ -120,8 +120,8 @@ def test_the_plot_command_draws_a_png(tmp_path, monkeypatch):
     assert files(tmp_path) == ["a.json", "a.png"]
     assert drawn.startswith(b"\x89PNG")
     width, height = (int.from_bytes(drawn[at : at + 4], "big") for at in (16, 20))
-    assert width == 1100
-    assert 200 < height < 600
+    assert width == 2200
+    assert 400 < height < 1200
     assert 10_000 < len(drawn) < 500_000
 
 
@@ -148,7 +148,7 @@ def test_the_figure_has_all_rows(tmp_path, monkeypatch):
 
 
 def test_many_bars_are_labelled(tmp_path, monkeypatch):
-    """More peers than colours: no legend, and no space for missing bars."""
+    """More peers than colours: a legend of the kinds, and no space for missing bars."""
     drawn = []
     monkeypatch.setattr(plot.figure_class(), "savefig", lambda self, *_, **__: drawn.append(self))
     names = [f"peer {i}" for i in range(9)]
@@ -157,7 +157,12 @@ def test_many_bars_are_labelled(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         plot.draw(dataclasses.replace(RESULTS, rows=rows, devices=4), tmp_path / "a.png")
     (figure,) = drawn
-    assert not figure.legends
+    (legend,) = figure.legends
+    kinds = [text.get_text() for text in legend.get_texts()]
+    assert kinds == [
+        "one GPU, no communication", "others, with cuDNN", "burst-jax, contiguous layout",
+        "burst-jax",
+    ]  # fmt: skip
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["long", *names, "short", "peer 3", "Ulysses, cuDNN"]
     positions = list(figure.axes[0].get_yticks())

@@ -157,7 +157,7 @@ def test_integers_that_int32_cannot_hold_are_refused():
     assert as_int32("ids", ids).dtype == np.int32
     for value in (2**31, -(2**31) - 1):
         ids[1, 3] = value
-        with pytest.raises(ValueError, match=rf"ids holds {value}: int32 cannot, so number them"):
+        with pytest.raises(ValueError, match=rf"ids holds {value}: int32 cannot; renumber them"):
             as_int32("ids", ids)
     with pytest.raises(ValueError, match=r"segment_ids holds .*: int32 cannot"):
         burst_jax.pad_to_layout(np.ones((2, 8)), "zigzag", 2, ids)

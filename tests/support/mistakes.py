@@ -108,7 +108,7 @@ SHARED: Rows = [
     ({"scale": float("inf")}, "scale is inf: it must be a finite number"),
     ({"scale": -(10**400)}, "scale is -inf: it must be a finite number"),
     ({"scale": 1e+39},
-     r"scale is 1e\+39: float32 cannot hold such logits; it must lie between -2\*\*127 and 2"),
+     r"scale is 1e\+39: float32 cannot hold such logits; it must be between -2\*\*127 and 2"),
     ({"scale": "auto"}, "scale is 'auto': it must be a Python number or"),
     ({"scale": jnp.ones(N)},
      r"scale is Array\(.*: it must be a Python number or None, and is static"),
