@@ -23,10 +23,10 @@ Positions ascend within every shard, so the tokens of a tile have nearby positio
 kernels skip nearly every tile that is fully masked.
 
 Under a causal mask a contiguous ring leaves the first shard idle most of the time. Zigzag gives
-every shard the same work at every step but the first. Striped (Brandon et al. 2023, Striped
-Attention, section 3) gives every shard the same work up to one diagonal of the scores. Stripes of
-64 or 128 tokens, like TransformerEngine's, keep whole tiles together, so that fewer tiles need
-masking; the work of two shards differs by k diagonals.
+every shard the same work at every step. Striped (Brandon et al. 2023, Striped Attention, section 3)
+gives every shard the same work up to one diagonal of the scores. Stripes of 64 or 128 tokens, like
+TransformerEngine's, keep whole tiles together, so that fewer tiles need masking; the work of two
+shards differs by k diagonals.
 """
 
 from __future__ import annotations

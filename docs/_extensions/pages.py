@@ -1,4 +1,8 @@
-"""Collapses long signatures, groups attention's arguments, and makes each error row searchable."""
+"""Collapses long signatures, groups attention's arguments, and makes each error row searchable.
+
+Links to source files work in a repository's file view. The built site has no source files, so there
+such a link becomes the file's name.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +80,14 @@ def number_errors(text: str) -> str:
 
     _errors.clear()
     return _ROW.sub(replace, text)
+
+
+_SOURCE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(\.\./(?:burst_jax|pallas_kernels)/[^)]+\)")
+
+
+def on_page_markdown(text: str, **_: Any) -> str:
+    """Called by mkdocs with the Markdown of each page."""
+    return _SOURCE_LINK.sub(r"\1", text)
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:

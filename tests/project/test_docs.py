@@ -189,6 +189,20 @@ def test_links_lead_somewhere(page):
         assert list(ROOT.glob(path)), path
 
 
+def test_the_path_to_a_kernel_names_functions_of_its_files():
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    rows = re.findall(
+        r"^\| \d+ \| `([\w.]+)` \| \[`([\w./]+)`\]\(\.\./([\w./]+)\)", text, re.MULTILINE
+    )
+    assert 2 < len(rows) <= 12
+    assert len({file for _, file, _ in rows}) <= 8
+    for function, file, target in rows:
+        assert file == target
+        source = (ROOT / file).read_text()
+        for part in function.split("."):
+            assert re.search(rf"^ *(?:def|class) {part}\b", source, re.MULTILINE), (function, file)
+
+
 def test_every_page_is_in_the_contents():
     contents = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
