@@ -51,8 +51,8 @@ class SecondHalf(NamedTuple):
     """A ring's results for the queries of the second half of the sequence.
 
     Attributes:
-      out: ``[B, T / 2, N, Hv]``, with this device's tokens and heads in the ring.
-      lse: float32 ``[B, N, T / 2]``, the same.
+      out: ``[B, T / 2, N, Hv]``, with this device's tokens and heads after the Ulysses all-to-all.
+      lse: float32 ``[B, N, T / 2]``, the same tokens and heads.
     """
 
     out: jax.Array

@@ -116,9 +116,9 @@ class Residuals(NamedTuple):
 
     Attributes:
       inputs: :func:`ring_inputs`.
-      out: ``[B, T, N, Hv]``, this device's tokens before the all-to-all.
-      lse: ``[B, N, T]``, with the ring's tokens and heads.
-      q_segment_ids: of this device's tokens before the all-to-all.
+      out: ``[B, T, N, Hv]``, with this device's tokens and heads before the Ulysses all-to-all.
+      lse: float32 ``[B, N, T]``, with its tokens and heads after the all-to-all.
+      q_segment_ids: int32 ``[B, T]`` of its tokens before the all-to-all, or None.
       differentiated: the per-head parameters that need a gradient, and arrays ``[0]`` for the
         others: JAX requires one tree structure of residuals for all traces of a ``custom_vjp``,
         whatever is differentiated.

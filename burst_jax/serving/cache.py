@@ -108,8 +108,8 @@ class FillState:
     Attributes:
       place: the next place.
       used: filled slots of each device, in capacities without a window.
-      generated: tokens distributed round-robin since the last prompt; one slot of each device holds
-        one token per device.
+      generated: tokens distributed round-robin since the last prompt; as many tokens as there are
+        devices fill one slot of each.
       holes: whether a sequence lacks a token at a place after its first one.
     """
 
