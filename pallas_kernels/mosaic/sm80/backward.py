@@ -71,7 +71,7 @@ class BackwardResults(NamedTuple):
 
     Attributes:
       dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics.
-      dk: ``[B, S, K * H]``, S padded to whole tiles; with a given dK float32, and added to it.
+      dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
       per_head: float32 ``[B, N, warpgroups]`` each, by name, accumulated by atomics.
     """

@@ -43,7 +43,7 @@ _RESCALE_ABOVE = 8.0
 
 
 class ForwardResults(NamedTuple):
-    """What the kernel writes; with a carry to merge with, its arrays.
+    """What the kernel writes; an incoming carry has the same form.
 
     Attributes:
       o: ``[B, T, N * Hv]``, T padded to whole tiles.
