@@ -1,8 +1,8 @@
-"""The one interface of local attention.
+"""The interface that every implementation of local attention has.
 
 Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
-queries and keys, Hv head dim of values, which may be another number.
-Lengths are one device's. There is no mesh here, no ring and no layout: tokens have positions.
+queries and keys, Hv head dim of values, which may differ from H. Lengths are one device's. Nothing
+here depends on a mesh, a ring or a layout: tokens have positions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class ForwardFunction(Protocol):
       inputs: the query side, the KV side, and what both share.
       bounds: tile bounds, from ``forward_bounds`` of the same inputs.
       carry: float32 ``(o [B, T, N, Hv], lse [B, N, T])`` over other keys, or None to start fresh.
-        Sink logits count without a carry only: a carry includes them.
+        Sink logits are applied only without a carry, which already includes them.
       spec: the mask and the score.
       out_dtype: o's dtype; None is float32, which a carry must have.
 
     Returns:
-      ``(o, lse)`` over the carry's keys and these: o normalised, lse float32, the natural log of
-      the softmax's denominator. A row that sees no key has o = 0, and lse = -inf or its sink.
+      ``(o, lse)`` over the carry's keys and these: o normalized, lse float32, the natural log of
+      the softmax's denominator. A query that attends to no key has o = 0, and lse = -inf or its
+      head's sink.
     """
 
     def __call__(
@@ -50,25 +51,25 @@ class ForwardFunction(Protocol):
 
 
 class BackwardFunction(Protocol):
-    """Gradients from these keys, added into ``dq`` and ``dkv``.
+    """Gradients from these keys, accumulated in ``dq`` and ``dkv``.
 
     With ``p = exp(logits - lse)`` (the global lse: over all keys, not only these) and
     ``ds = p * (dO v^T - delta)``: ``dQ += scale ds k``, ``dK += scale ds^T q``, ``dV += p^T dO``,
-    K's and V's summed over the query heads that share them.
+    those of K and V summed over the query heads that share them.
 
     Args:
-      inputs: as forward's, with ``do`` and ``stats``.
+      inputs: as for the forward pass, with ``do`` and ``stats``.
       bounds: tile bounds, from ``backward_bounds`` of the same inputs.
-      dq: float32 ``[B, T, N, H]`` to add into, or None to start from zero.
-      dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add into, or None to start
-        from zero.
+      dq: float32 ``[B, T, N, H]`` to add to, or None to start from zero.
+      dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add to, or None to start from
+        zero.
       spec: the mask and the score.
       out_dtype: the caller will cast ``dq``, ``dk`` and ``dv`` to this dtype, and add nothing to
         them before; None is float32.
 
     Returns:
-      ``(dq, (dk, dv), per_head)``, float32, or in ``out_dtype`` what a kernel rounds as it writes
-      it, which moves fewer bytes than a later cast. ``per_head`` holds this call's part of the
+      ``(dq, (dk, dv), per_head)``, float32, or ``out_dtype`` where a kernel rounds as it writes,
+      which moves fewer bytes than a later cast. ``per_head`` holds this call's contributions to the
       gradients of the per-head parameters that ``spec.score.differentiated`` names.
     """
 
@@ -87,56 +88,56 @@ class BackwardFunction(Protocol):
 
 
 def runs_anywhere(platform: str, compute_capability: float | None) -> None:
-    """``Implementation.unavailable`` of one that runs on every platform."""
+    """``Implementation.unavailable`` for implementations that run on every platform."""
     del platform, compute_capability
 
 
 def supports_all_inputs(inputs: AttentionInputs) -> None:
-    """``Implementation.unsupported`` of one that supports all shapes and dtypes."""
+    """``Implementation.unsupported`` for implementations that support all shapes and dtypes."""
     del inputs
 
 
 def supports_all_functions(spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool) -> None:
-    """``Implementation.unsupported_functions`` of one that runs any ``score_mod``, ``mask_mod``."""
+    """``Implementation.unsupported_functions`` for implementations that run any user function."""
     del spec, inputs, backward
 
 
 def no_bounds(inputs: AttentionInputs, *, spec: AttentionSpec) -> None:
-    """``Implementation.forward_bounds`` of one that visits every tile."""
+    """``Implementation.forward_bounds`` for implementations that visit every tile."""
     del inputs, spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute local attention. Frozen and hashable: part of a jit cache's key.
+    """An implementation of local attention. Hashable, so that it can be part of a jit cache key.
 
     Attributes:
-      name: what users call it.
+      name: the public name.
       forward: see :class:`ForwardFunction`.
       backward: see :class:`BackwardFunction`; None if it has none.
       backward_dq: ``(inputs, bounds, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
-        ``backward`` that makes dQ. An implementation has the two halves if dQ and dK, dV come from
-        different kernels: a ring then moves one gradient while the kernel of the other one runs.
-        None if one kernel makes all gradients.
+        ``backward`` that computes dQ. An implementation has the two halves if different kernels
+        compute dQ and dK, dV: a ring then sends one gradient while the other's kernel runs. None
+        if one kernel computes all gradients.
       backward_dkv: ``(inputs, bounds, dkv, *, spec, out_dtype) -> dkv``, the other half.
       forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
       split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
-        gradients add up to those of one call with ``bounds``. A ring keeps one of the calls for the
-        travelling gradient's last hop. None if the work cannot be cut.
+        gradients add up to those of one call with ``bounds``. A ring defers one of the calls to
+        overlap the rotating gradient's final send. None if the work cannot be split.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
         if it does. Nothing else is read, so the leaves may be ``jax.ShapeDtypeStruct``.
       backward_unsupported: the same for the backward pass; None uses ``unsupported`` for both.
       unsupported_functions: ``(spec, inputs, *, backward) -> reason``: why it cannot run the spec's
         ``score_mod`` or ``mask_mod``, or None if it can.
-      unavailable: ``(platform, compute_capability) -> reason`` why it cannot run there, or None.
-      deterministic: whether ``backward`` gives the same bits at every run; False where programs add
-        to an array in the order in which they come. (``forward`` must give the same bits.)
+      unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None.
+      deterministic: whether ``backward`` is bitwise reproducible; False if CTAs accumulate with
+        atomics in varying order. (``forward`` must be bitwise reproducible.)
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
       second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"
-        is in both modes, "forward" in forward mode only (their loops have lengths that the bounds
-        say), "none" not at all (they are kernels).
+        is in both modes, "forward" in forward mode only (bounds determine the lengths of their
+        loops), "none" not at all (they are kernels).
     """
 
     name: str

@@ -2,22 +2,22 @@
 
 The bounds of a tile are ``(first, full_first, full_end, end)``, in tiles of the other side:
 
-    [first, full_first)      some scores may count: masked
-    [full_first, full_end)   every score counts: no mask arithmetic
-    [full_end, end)          some scores may count: masked
+    [first, full_first)      may be partly masked: the kernel applies the mask
+    [full_first, full_end)   no score is masked: no mask arithmetic
+    [full_end, end)          may be partly masked: the kernel applies the mask
 
-No score outside ``[first, end)`` counts. Empty bounds are ``(0, 0, 0, 0)``.
+Tiles outside ``[first, end)`` are masked entirely. Empty bounds are ``(0, 0, 0, 0)``.
 
 With a block-sparse mask the tiles are not contiguous, so a tile has a list instead::
 
-    (masked, visited, tiles in which some scores may count, tiles in which every score counts, ...)
+    (masked, visited, tiles that may be partly masked, tiles without masked scores, other tiles)
 
-The list begins with ``visited`` tiles, of which the first ``masked`` need a mask. All other tiles
-follow; no score of theirs counts.
+A kernel visits the first ``visited`` tiles of the list, of which the first ``masked`` need a mask.
+All scores of the other tiles are masked.
 
 Bounds depend on positions, segment ids and KV bounds, not on layers or heads. They are computed
-once per pair of shards, from each tile's smallest and largest values. A range may contain a tile in
-which no score counts; it never omits a tile in which one does.
+once per pair of shards, from each tile's smallest and largest values. A range may contain a tile
+whose scores are all masked; it never omits a tile with an unmasked score.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which implementation of local attention runs: the one that a user named, or the fastest."""
+"""Selects the implementation of local attention: the one that a user named, or the fastest."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
-# What implementation=None tries, fastest first. The last one takes everything.
+# What implementation=None tries, fastest first. The last one supports everything.
 _CANDIDATES = (MOSAIC_SM90, TRITON, XLA)
 
-# From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library. It compiles them to be
-# linked, and gives every warpgroup of a linked kernel as many registers as every other. The
-# warpgroups that compute then spill, and the Triton kernels are faster. By name the Mosaic kernels
-# still run.
+# From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
+# relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
+# warpgroups spill, and the Triton kernels are faster. Mosaic kernels can still be chosen by name.
 LINKED_SINCE = (0, 12)
 
 
 class SlowerKernelsWarning(UserWarning):
-    """``implementation=None`` passes Hopper's own kernels over on a GPU that could run them."""
+    """``implementation=None`` does not use the Hopper kernels on a GPU that could run them."""
 
 
-# Chosen by name, never offered: "reference" is for tests; "mosaic_sm80" is faster than "triton" on
-# an A100, but its kernels have not passed the whole local suite on a GPU yet.
+# Chosen by name only, and not in NAMES: "reference" is for tests; "mosaic_sm80" is faster than
+# "triton" on an A100, but its kernels have not passed the whole local suite on a GPU yet.
 _BY_NAME = {
     "mosaic_sm90": MOSAIC_SM90,
     "mosaic_sm80": MOSAIC_SM80,
@@ -67,25 +66,25 @@ def resolve(
     deterministic: bool = False,
     spec: AttentionSpec | None = None,
 ) -> Implementation:
-    """The implementation to run: the named one, or for None the fastest that can.
+    """The implementation to run: the named one, or for None the fastest that supports the call.
 
     Decided before anything is traced for the device: kernels of a newer GPU abort when they are
-    lowered for an older one. Where None passes Hopper's own kernels over although they could run, a
-    :class:`SlowerKernelsWarning` says why, and what to do about it.
+    lowered for an older one. If None does not choose the Hopper kernels although they could run, a
+    :class:`SlowerKernelsWarning` gives the reason and the remedy.
 
     Args:
       implementation: a name, an :class:`Implementation`, or None.
       platform: "gpu", "cpu", ...
       compute_capability: 8.0 for A100, 9.0 for H100; None if it is not known or not a GPU.
-      inputs: what it would run on. Only shapes and dtypes are read, so the leaves may be
+      inputs: the call's inputs. Only shapes and dtypes are read, so the leaves may be
         ``jax.ShapeDtypeStruct``, and positions may be None.
-      backward: choose for the gradient.
-      deterministic: choose one whose gradient has the same bits at every run.
-      spec: what it would compute; None has no ``score_mod`` and no ``mask_mod``.
+      backward: whether to choose for the backward pass.
+      deterministic: whether the gradient must be bitwise reproducible.
+      spec: what the call computes; None has no ``score_mod`` and no ``mask_mod``.
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: the named one cannot run here, or not on these arrays, or not these
+      NotImplementedError: the named one does not support the device, the arrays or the user
         functions.
     """
     chosen = find(implementation)
@@ -145,7 +144,7 @@ def _reason_against(
     deterministic: bool,
     spec: AttentionSpec | None,
 ) -> str | None:
-    """Why the library passes a candidate over, or None: it cannot run, or another one is faster."""
+    """Why ``implementation=None`` skips a candidate: it cannot run or is slower; None if not."""
     where = platform, compute_capability, inputs, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
     if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:

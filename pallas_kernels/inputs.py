@@ -1,6 +1,6 @@
 """The arrays of one local attention: the query side, the KV side, and what both share.
 
-A ring sends one of the two sides as it is, and the kernels take them as they are.
+A ring sends either side unchanged, and kernels read both without conversion.
 
 Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
 queries and keys, Hv head dim of values. Lengths are one device's.
@@ -19,7 +19,7 @@ from pallas_kernels.dropout import row_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 
-# Attention over some keys: o float32 [B, T, N, Hv], and lse float32 [B, N, T].
+# (o, lse) of attention over some keys: o float32 [B, T, N, Hv], and lse float32 [B, N, T].
 Carry = tuple[jax.Array, jax.Array]
 # Float32 arrays [N], one value per query head, by the public argument's name.
 PerHead = dict[str, jax.Array]
@@ -64,7 +64,7 @@ class QuerySide(NamedTuple):
 
     @property
     def token_arrays(self) -> dict[str, jax.Array]:
-        """Everything that masks read of this side, by name, without what is None."""
+        """The arrays of this side that masks read, by name, without those that are None."""
         given = {"positions": self.positions, "segment_ids": self.segment_ids}
         return {name: x for name, x in given.items() if x is not None} | self.kv_bounds
 
@@ -91,7 +91,7 @@ class KVSide(NamedTuple):
 
     @property
     def token_arrays(self) -> dict[str, jax.Array]:
-        """Everything that masks read of this side, by name, without what is None."""
+        """The arrays of this side that masks read, by name, without those that are None."""
         given = {"positions": self.positions, "segment_ids": self.segment_ids}
         return {name: x for name, x in given.items() if x is not None}
 
@@ -113,15 +113,15 @@ class GlobalIndices(NamedTuple):
 
     @classmethod
     def of(cls, query: jax.Array) -> GlobalIndices:
-        """Of a device that holds the whole batch and all heads; ``query`` is ``[B, T, N, H]``."""
+        """The indices on a device with the whole batch and all heads of ``query``."""
         return cls(*(jnp.arange(query.shape[axis], dtype=jnp.int32) for axis in (0, 2)))
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that no ring sends: per-head parameters, and what every device has of its own.
+    """Inputs that a ring never sends: each device reads its own.
 
     Attributes:
-      sink_logits: float32 ``[N]``, a logit per head that the softmax starts with; None without.
+      sink_logits: float32 ``[N]``, one more logit per head in the softmax; None without.
       alibi_slopes: float32 ``[N]``, ALiBi slopes (:mod:`pallas_kernels.score`); None without.
       dropout_seeds: int32 ``[B, N]`` (:mod:`pallas_kernels.dropout`); None without dropout.
       block_mask: the block-sparse mask (:mod:`pallas_kernels.block_mask`); None without.
@@ -141,7 +141,7 @@ class SharedInputs(NamedTuple):
         return {name: x for name, x in given.items() if x is not None}
 
     def with_per_head(self, per_head: PerHead) -> SharedInputs:
-        """The same but for the per-head parameters, which are those of ``per_head``."""
+        """These inputs with other per-head parameters; those not in ``per_head`` are None."""
         sinks, slopes = per_head.get("sink_logits"), per_head.get("alibi_slopes")
         return self._replace(sink_logits=sinks, alibi_slopes=slopes)
 
@@ -152,7 +152,7 @@ class SharedInputs(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Everything that a local attention reads, forward and backward, apart from its tile bounds.
+    """Everything that local attention reads, forward and backward, apart from its tile bounds.
 
     A pytree. :func:`pallas_kernels.resolve` and the ``unsupported`` checks read shapes and dtypes
     only, so they accept ``jax.ShapeDtypeStruct`` leaves.
@@ -225,10 +225,10 @@ class AttentionInputs(NamedTuple):
         return bool(self.query.kv_bounds)
 
     def folded(self, mask: Mask) -> tuple[Mask, dict[str, jax.Array]]:
-        """``(mask, KV bounds)`` that a kernel tests scores by.
+        """``(mask, KV bounds)`` that kernels apply to scores.
 
-        Where there are per-query KV bounds, the mask's window is folded into them. Then a test
-        reads at most two values per query, and no position of the query.
+        Where there are per-query KV bounds, the mask's window is folded into them. Then the
+        mask reads at most two values per query, and no position of the query.
         """
         bounds = self.query.kv_bounds
         if not bounds:
@@ -244,7 +244,7 @@ class AttentionInputs(NamedTuple):
     def coordinates(
         self, q_positions: jax.Array, kv_positions: jax.Array
     ) -> ScoreCoordinates | None:
-        """Coordinates of the scores ``[B, K, G, T, S]``; None if no ``score_mod`` reads them.
+        """Coordinates of the scores ``[B, K, G, T, S]``; None without user functions.
 
         The positions are shaped to broadcast against the scores.
         """

@@ -1,7 +1,8 @@
-"""The one definition of masks: per score, per tile of scores, and per pair of shards.
+"""The single definition of masks: per score, per tile of scores, and per pair of shards.
 
-A new mask by positions is one more test in each of the three methods of :class:`Mask`. A mask that
-reads another array, such as segment ids, also adds an input to every kernel.
+A new mask by positions adds one test to each of ``allowed``, ``tiles`` and ``shards`` of
+:class:`Mask`. A mask that reads another array, such as segment ids, also adds an input to every
+kernel.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class TileSummary(NamedTuple):
       segment_low: the smallest segment id except padding; None without segments.
       segment_high: the largest one; below ``segment_low`` if the whole tile is padding.
       segment: the segment id of a tile with a single segment and no padding, else 0.
-      earliest_start: of queries, the smallest ``kv_starts``; None without. Queries with empty KV
-        bounds do not count.
+      earliest_start: the smallest ``kv_starts`` of the queries, except for queries with empty KV
+        bounds; None without.
       latest_start: the largest ``kv_starts``, of all queries.
       earliest_end: the smallest ``kv_ends``, of all queries; None without.
-      latest_end: the largest ``kv_ends``. Queries with empty KV bounds do not count.
+      latest_end: the largest ``kv_ends``, except for queries with empty KV bounds.
     """
 
     first: jax.Array
@@ -87,7 +88,7 @@ class Mask:
 
     @property
     def hides_later_keys(self) -> bool:
-        """Whether every key that counts is at or before its query."""
+        """Whether every unmasked key is at or before its query: causal attention."""
         return self.right == 0
 
     def allowed(
@@ -100,14 +101,15 @@ class Mask:
         kv_ends: jax.Array | None = None,
         coordinates: ScoreCoordinates | None = None,
     ) -> jax.Array | None:
-        """Which scores count; None if all do.
+        """True where a score is not masked; None if no score is masked.
 
         The queries' and the keys' arrays broadcast against each other (``[T, 1]`` and ``[1, S]``).
         Segment ids and KV bounds may have more leading axes than positions; the result then has
         them, too. Positions may be None where no test reads them. Only :attr:`mask_mod` reads
         ``coordinates``.
 
-        Distances are compared, not shifted positions, so that a huge window cannot overflow int32.
+        Windows are compared with distances instead of added to positions, which could overflow
+        int32.
         """
         tests = []
         if self.left is not None:
@@ -133,9 +135,9 @@ class Mask:
         return functools.reduce(both, tests) if tests else None
 
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
-        """What is known about every tile of scores: ``(possible, full)``, bool ``[R, q, kv]``.
+        """``(possible, full)`` for every tile of scores, bool ``[R, q tiles, KV tiles]``.
 
-        ``possible``: a score of the tile may count. ``full``: all of them do, without a test.
+        ``possible``: some score of the tile may be unmasked. ``full``: no score is masked.
         """
 
         def pair(q_tiles, kv_tiles):
@@ -157,7 +159,7 @@ class Mask:
             q_low, kv_low = pair(q.segment_low, kv.segment_low)
             q_high, kv_high = pair(q.segment_high, kv.segment_high)
             q_only, kv_only = pair(q.segment, kv.segment)
-            # A tile of padding has low > high and overlaps nothing.
+            # A tile of padding has low > high, so its range overlaps no other.
             possible = possible & (jnp.maximum(q_low, kv_low) <= jnp.minimum(q_high, kv_high))
             full = full & (q_only == kv_only) & (q_only != 0)
         if q.earliest_start is not None:
@@ -176,7 +178,7 @@ class Mask:
     def shards(
         self, base: np.ndarray, stride: int, low: np.ndarray, high: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which scores of two shards may count, so that a ring can skip hops.
+        """Which scores of two shards may be unmasked, so that a ring can skip hops.
 
         A query's position minus a key's is ``base + stride * i``, with i from ``low`` to ``high``.
 

@@ -1,11 +1,11 @@
-"""The one definition of scores: how a logit is computed from a product ``q . k``.
+"""The single definition of scores: how a logit is computed from a product ``q . k``.
 
     logit = f(c tanh(scale q.k / c)) - slope |p_q - p_k|
 
 without ``c tanh(. / c)`` if there is no soft cap c, without f if there is no ``score_mod``, and
 without the last term if there are no ALiBi slopes (Press et al. 2022, arXiv 2108.12409, with
-distances in both directions). Every implementation calls these methods on tiles of products at
-trace time: a term that a score does not have emits no code.
+distances in both directions). Every implementation calls these methods on tiles of products while
+it is traced: a term that a score does not have emits no code.
 
 Methods take the tile's per-head parameters (:data:`pallas_kernels.inputs.PerHead`) as ``per_head``,
 shaped to broadcast against the tile.
@@ -26,8 +26,8 @@ from pallas_kernels import elementwise
 from pallas_kernels.elementwise import ScoreCoordinates
 
 LOG2_E = math.log2(math.e)
-# The largest factor on products: float32 can still hold LOG2_E times as much. An infinite factor
-# would turn a product of 0 into NaN.
+# The largest factor on products: LOG2_E times it still fits float32. An infinite factor would turn
+# a product of 0 into NaN.
 _LARGEST = 2.0**127
 # The smallest scale that a bias is divided by: float32 then holds the quotient of every bias below
 # 2^64.
@@ -43,7 +43,7 @@ class Score:
     Attributes:
       scale: factor on the products.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale; None: no cap.
-      differentiated: names of the per-head parameters whose gradients the backward computes, too.
+      differentiated: names of the per-head parameters whose gradients the backward pass computes.
       score_mod: f, after the soft cap and before a bias (:mod:`pallas_kernels.elementwise`), hashed
         by identity; None: none.
     """
@@ -74,7 +74,7 @@ class Score:
 
     @property
     def raw_factor(self) -> float:
-        """The positive factor that takes raw scores to logits, before f and a bias."""
+        """The positive factor from raw scores to logits, before f and a bias."""
         if self.logits_soft_cap is not None:
             return self.logits_soft_cap
         return self.scale if self.scale > 0 else 1.0
@@ -91,9 +91,9 @@ class Score:
 
     @property
     def has_derivative(self) -> bool:
-        """Whether the derivative of f, or of f and a soft cap, depends on the score.
+        """Whether :meth:`modified_with_derivative` returns a derivative.
 
-        If not, f only adds something to the scores.
+        Without a soft cap, the derivative is 1 if f only adds to the scores.
         """
         if self.score_mod is None:
             return False
@@ -151,8 +151,8 @@ class Score:
     ) -> jax.Array:
         """:meth:`bias` of keys at or before their query; arbitrary but finite for other keys.
 
-        Positions are int32 here, for kernels that have them in registers for their masks: float32
-        copies would take as many registers again.
+        Positions are int32 here, for kernels that already hold them in registers for masks: float32
+        copies would need as many registers again.
         """
         slope = self.bias_slope(per_head, unit)
         return slope * (kv_positions - q_positions).astype(slope.dtype)
@@ -172,8 +172,8 @@ class Score:
         error would be that of ``slope p_k``.
 
         Args:
-          q_positions: float32, exact below 2^24. They may be relative to any position; the line's
-            positions then are, too.
+          q_positions: float32, exact below 2^24. They may be relative to any base position, to
+            which the line's positions are then relative, too.
           per_head: per-head parameters of the queries' heads, including "alibi_slopes".
           unit: factor on the bias.
         """
@@ -203,7 +203,7 @@ class Score:
 
     @property
     def base_2_factor(self) -> float:
-        """The factor that takes scores to base 2 before a bias: raw ones, or with f its results."""
+        """The factor from raw scores, or the results of f, to base 2, before a bias is added."""
         return (self.raw_factor if self.score_mod is None else 1.0) * LOG2_E
 
     def with_bias(
@@ -213,7 +213,7 @@ class Score:
         kv_positions: jax.Array,
         per_head: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, float]:
-        """:meth:`in_base_2` of scores that :attr:`base_2_factor` takes to base 2."""
+        """:meth:`in_base_2` of scores to which :attr:`base_2_factor` still applies."""
         factor = self.base_2_factor
         bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
         return (scores, factor) if bias is None else (scores * factor + bias, 1.0)
@@ -229,9 +229,9 @@ class Score:
 
         Args:
           raw: :meth:`raw`.
-          weights: of the softmax, 0 where a score is masked; the derivative of f may be NaN there.
-          ds: the caller multiplies by the scale once, after its last matmul.
-          coordinates: of the tile; only f reads them.
+          weights: softmax weights, 0 where a score is masked; the derivative of f may be NaN there.
+          ds: gradient of the logits. The caller applies the scale once, after its last matmul.
+          coordinates: the tile's coordinates; only f reads them.
         """
         if self.score_mod is not None:
             assert coordinates is not None
@@ -241,7 +241,7 @@ class Score:
         return self.through_cap(raw, ds)
 
     def through_cap(self, raw: jax.Array, ds: jax.Array) -> jax.Array:
-        """The gradient of ``scale q.k`` from ``ds``, that of the capped scores.
+        """The gradient of ``scale q.k`` from ``ds``, the gradient of the capped scores.
 
         ``d/dx c tanh(x / c) = 1 - tanh(x / c)^2``, and ``raw`` is that tanh.
         """
@@ -250,7 +250,7 @@ class Score:
     def per_head_gradients(
         self, ds: jax.Array, q_positions: jax.Array, kv_positions: jax.Array
     ) -> dict[str, jax.Array]:
-        """What each score of a tile adds to the gradients of the :attr:`differentiated` parameters.
+        """Each score's contribution to the gradients of the :attr:`differentiated` parameters.
 
         ``ds`` is the gradient of the logits. The caller sums over the scores of a head.
         """
@@ -277,6 +277,6 @@ def sink_gradient(sink_logits: jax.Array, lse: jax.Array, delta: jax.Array) -> j
 def _distance(q_positions: jax.Array, kv_positions: jax.Array, dtype: Any) -> jax.Array:
     """``|p_q - p_k|``, in float32 exact for positions below 2^24.
 
-    Positions are converted before they are subtracted: once for each token instead of each score.
+    Positions are converted before the subtraction: once per token instead of once per score.
     """
     return jnp.abs(q_positions.astype(dtype) - kv_positions.astype(dtype))

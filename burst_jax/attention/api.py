@@ -86,9 +86,10 @@ def burst_attention(
     .. math::
         out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
-    ``jax.nn.dot_product_attention``, extended: the same arguments and defaults, on global arrays
-    whose sequence dimension is sharded over ``seq_axis``. No device holds a tensor of global
-    length. :func:`burst_jax.ring_attention` describes the algorithm.
+    An extended ``jax.nn.dot_product_attention``, with its argument names and defaults but without
+    ``bias`` and ``mask``, for global arrays whose sequence dimension is sharded over ``seq_axis``.
+    No device holds a tensor of global length. :func:`burst_jax.ring_attention` describes the
+    algorithm.
 
     Letters: B batch, T query length, S key length, N query heads, K key/value heads, H head dim of
     queries and keys, Hv head dim of values; sizes of the global arrays. Arrays with a T or S
@@ -111,8 +112,8 @@ def burst_attention(
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
       TypeError: more than query, key and value by position, or an unknown keyword.
-      NotImplementedError: what the chosen implementation cannot do, a derivative that the ring does
-        not have (forward mode), or a symbolic size (``jax.export``).
+      NotImplementedError: a combination that the chosen implementation does not support,
+        forward-mode differentiation, or a symbolic size (``jax.export``).
     """
     no_more_positional(burst_attention, positional)
     arguments = AttentionArguments.of(burst_attention, options)
@@ -215,8 +216,8 @@ def ring_attention(
 
     Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
     queries and keys, Hv head dim of values; sizes of this device's arrays. A ``block_mask`` covers
-    the whole sequences and enters the ``shard_map`` with ``P()``, as do per-head arrays, or sharded
-    as the heads are.
+    the whole sequences. It and per-head arrays enter the ``shard_map`` with ``P()``, or sharded
+    over the mesh axes of the heads.
 
     Args:
       query: ``[B, T, N, H]`` bfloat16, float16 or float32.
@@ -225,7 +226,7 @@ def ring_attention(
       value: ``[B, S, K, Hv]``, same dtype. Hv may differ from H (multi-head latent attention).
       axis_name: the ring's mesh axis, manual in the enclosing ``shard_map``. ``(outer, inner)``: a
         two-level ring (:mod:`burst_jax.ring.route`) with the fast interconnect along ``inner``.
-        None: no ring, ``ulysses_axis`` alone, or attention on this device's arrays alone.
+        None: no ring; ``ulysses_axis`` alone shards the sequence, or nothing does.
       {arguments}
       return_residual: whether to return lse too. Default False.
 
@@ -314,9 +315,9 @@ def local_attention(
     .. math::
         out = softmax(mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)) \cdot value
 
-    The kernels of the ring without a ring. It communicates nothing and needs no mesh; inside a
-    ``shard_map`` it attends to this device's keys alone. :func:`burst_jax.merge` combines partial
-    results, so other schemes of context parallelism can be built on the two.
+    It runs the ring's kernels without a ring: it needs no mesh and does not communicate. Inside a
+    ``shard_map`` it attends to this device's keys only. :func:`burst_jax.merge` combines partial
+    results, so other forms of context parallelism can be built from these two functions.
 
     Letters: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head dim of
     queries and keys, Hv head dim of values; sizes of this device's arrays.

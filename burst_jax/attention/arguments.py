@@ -1,4 +1,4 @@
-"""The keyword arguments of the public attention functions: their one definition.
+"""The single definition of the keyword arguments of the public attention functions.
 
 ``local_attention`` has the fields of :class:`LocalArguments`, ``ring_attention`` those of
 :class:`RingArguments`, ``burst_attention`` those of :class:`AttentionArguments`. Signatures, the
@@ -38,24 +38,25 @@ class LocalArguments:
     """What one device computes: positions, masks, scores, dropout, implementation.
 
     Attributes:
-      query_offset: global position of the first query; keys start at 0. An integer of either sign
-        (static: a ring skips hops by it), an integer array, or an array ``[B]``. ``S - T`` aligns
-        causal queries to the last key. Default 0.
+      query_offset: global position of the first query; keys start at 0. A Python integer of either
+        sign (static, so a ring can skip hops), a scalar integer array, or an array ``[B]``.
+        ``S - T`` aligns causal queries to the last key. Default 0.
       query_positions: integers ``[T]`` or ``[B, T]``: the global position of each query, in any
         order; replaces the layout's positions and ``query_offset``.
       key_value_positions: integers ``[S]``, the same for keys. Positions are between -2^30 and
-        2^30. ``alibi_slopes`` and dropout need positions that are equal in all sequences.
+        2^30. ``alibi_slopes``, ``score_mod``, ``mask_mod`` and dropout need positions that are
+        equal in all sequences.
       is_causal: a query attends to keys at its own and earlier positions only. Default False.
       scale: factor on the logits, a Python number. None is ``1 / sqrt(H)``. To apply a traced
         factor, multiply the query by it and pass ``scale=1.0``.
       local_window_size: ``(left, right)``: the query at position p attends to keys at positions
         ``p - left .. p + right``. One number sets both sides; a side of None is unlimited. Under
         ``is_causal`` the right side is 0. A side may be a JAX integer scalar, so that one
-        ``lax.scan`` runs layers with different windows; its value is not checked, and a ring skips
-        no hop by it.
+        ``lax.scan`` runs layers with different windows; its value is not checked, and lets a ring
+        skip no hops.
       attention_chunk_size: C of chunked attention (Llama 4): the query at position p attends to
         keys at positions with ``p_k // C == p // C``, combined with all other masks. None is no
-        chunks. A ring skips hops by it.
+        chunks. A ring skips hops between chunks.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
       query_segment_ids: integers ``[B, T]`` that int32 can hold. A query attends to keys of its own
         segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
@@ -71,8 +72,8 @@ class LocalArguments:
       key_ends: the same: a query attends only to keys at positions < its end.
       block_mask: bool ``[T / bq, S / bk]`` or ``[N, T / bq, S / bk]``, over whole sequences in
         natural order: a block-sparse mask, combined with all other masks. bq and bk are any sizes
-        that divide T and S. Tiles without an allowed score are skipped. A NumPy array is static: a
-        ring skips hops by it. Each device holds the whole table of its heads.
+        that divide T and S. Tiles without an allowed score are skipped. A NumPy array is static,
+        so a ring can skip hops. Each device holds the whole table of its heads.
       sink_logits: float32 ``[N]``: one more logit per query head in the denominator of the softmax,
         with value 0. It is part of lse and differentiable.
       alibi_slopes: float32 ``[N]``: adds ``-slope * |p_q - p_k|`` to the logits of a query head
@@ -90,8 +91,8 @@ class LocalArguments:
         divided by ``1 - dropout_rate``; lse is not affected. Default 0.0.
       dropout_key: a new ``jax.random.key`` for each call; required for a nonzero rate. The result
         depends on key, batch index, head and positions, not on mesh, layout or implementation. In
-        ``ring_attention`` devices with other sequences or heads must pass another key
-        (``jax.random.fold_in`` of the axis index), devices along the ring the same.
+        ``ring_attention``, devices with different sequences or heads must pass different keys
+        (``jax.random.fold_in`` of the axis index), and devices along the ring the same key.
       implementation: "mosaic_sm90", "triton", "xla", a :class:`pallas_kernels.Implementation`, or
         None for the fastest one that supports the call.
       deterministic: whether gradients have the same bits in every run. "mosaic_sm90" accumulates dQ
@@ -165,7 +166,7 @@ class RingArguments(LocalArguments):
         tokens for heads by all-to-all before the ring, and back after it
         (:mod:`burst_jax.ring.ulysses`): the GPUs of one node, with a ring between nodes. N on a
         device must be a multiple of the axis size, K a multiple or a divisor (then key heads are
-        copied). It does not count in the layout.
+        copied). The layout's number of shards does not include it.
       layout: the order of the tokens in the arrays: "contiguous" (default), "zigzag", "striped", or
         "striped:k" with stripes of k tokens; see :func:`burst_jax.to_layout`. zigzag and striped
         balance the work of a causal mask.
@@ -266,7 +267,7 @@ def descriptions(arguments: type[LocalArguments]) -> dict[str, str]:
 
 
 def no_more_positional(function: Callable[..., object], positional: tuple[object, ...]) -> None:
-    """Raises TypeError where a call has more positional arguments than query, key and value."""
+    """Raises TypeError if a call has positional arguments beyond query, key and value."""
     if positional:
         raise TypeError(
             f"{function.__name__} takes query, key and value by position, and {len(positional)} "

@@ -39,19 +39,19 @@ from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
 
-# Positions that only arrays specify: their masks are per-query KV bounds.
+# Arguments whose arrays specify positions. Their values are unknown when a route is made.
 _ARRAYS_OF_POSITIONS = ("query_offset", "query_positions", "key_value_positions")
 
 
 class Call(NamedTuple):
-    """What a call asks for, and its arrays.
+    """A parsed call: its static request and its arrays.
 
     Attributes:
       request: everything static.
       arrays: the caller's arrays by the arguments' names, integers as int32; a window's traced
         sides by the names :data:`burst_jax.attention.validation.WINDOW_SIDES`.
-      made: arrays that the library made of the arguments: "dropout_seeds" int32 ``[B, N]``,
-        "batch_indices" int32 ``[B]`` and "head_indices" int32 ``[N]`` for user functions.
+      made: arrays that are derived from the arguments: "dropout_seeds" int32 ``[B, N]``, and for
+        user functions "batch_indices" int32 ``[B]`` and "head_indices" int32 ``[N]``.
     """
 
     request: Request
@@ -84,7 +84,7 @@ def parse_call(
 
     Raises:
       ValueError: an argument is wrong.
-      NotImplementedError: a combination that kernels cannot do.
+      NotImplementedError: a combination that the kernels do not support.
     """
     arrays = check_arrays(arguments, query, key, value)
     check_bool("is_causal", arguments.is_causal)
@@ -123,15 +123,15 @@ def make_request(
     head_dim: int,
     arrays: dict[str, Any] | None = None,
 ) -> Request:
-    """The static request of a call; other arguments as of :func:`parse_call`.
+    """The static request of a call.
 
     Args:
       arguments: the keyword arguments.
-      axis_argument: as in :func:`parse_call`, as are ``axes`` and ``size_of``.
-      axes: see there.
-      size_of: see there.
+      axis_argument: as in :func:`parse_call`.
+      axes: as in :func:`parse_call`.
+      size_of: as in :func:`parse_call`.
       head_dim: H, for the default scale.
-      arrays: the call's checked arrays by name.
+      arrays: the call's checked arrays by name; None is no arrays.
 
     Raises:
       ValueError: an argument is wrong.
@@ -146,11 +146,11 @@ def make_request(
         ulysses_size = size_of("ulysses_axis", ring.ulysses_axis)
     spec = make_spec(arguments, head_dim)
     if positions_per_sequence(arrays) is not None:
-        # Per-query KV bounds are the whole mask then.
+        # Per-query KV bounds then include the window and causality.
         spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
     chunk_size = arguments.attention_chunk_size
     if chunk_size is not None:
-        # Below 2^30, as positions are: a chunk's end then fits int32.
+        # At most 2^30, so that the end of every chunk fits int32: positions are below 2^30.
         chunk_size = min(check_integer("attention_chunk_size", chunk_size, 1), 2**30)
     own_positions = any(name in arrays for name in _ARRAYS_OF_POSITIONS)
     return Request(
@@ -171,8 +171,8 @@ def make_request(
 def make_spec(arguments: LocalArguments, head_dim: int) -> AttentionSpec:
     """The static mask, score and dropout of a call.
 
-    The mask has neither the traced sides of a window nor, where prefixes lift it, causality: those
-    are per-query KV bounds (:mod:`burst_jax.attention.inputs`).
+    Traced sides of a window, and causality if there are prefixes, are not part of the mask: they
+    become per-query KV bounds (:mod:`burst_jax.attention.inputs`).
     """
     left, right = (
         None if isinstance(side, jax.Array) else side
@@ -202,7 +202,7 @@ def _window_arrays(arguments: LocalArguments, *, per_sequence: bool) -> dict[str
     """
     left, right = check_window(arguments.local_window_size)
     if arguments.is_causal:
-        # The ends that prefixes make include causality.
+        # With prefixes, the KV ends derived from them already include causality.
         right = 0 if per_sequence and arguments.prefix_lengths is None else None
     sides = {}
     for name, side in zip(WINDOW_SIDES, (left, right), strict=True):

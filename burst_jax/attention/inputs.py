@@ -1,8 +1,9 @@
-"""From a call's arrays to the inputs of its ring: positions, segment ids and per-query KV bounds.
+"""Converts a call's arrays to ring inputs: positions, segment ids and per-query KV bounds.
 
-Prefixes, the caller's bounds, windows with traced sizes, and all masks of queries whose positions
-differ between sequences become the same two numbers per query. A query at position ``p`` attends to
-keys at positions ``kv_start <= p_k < kv_end``, the largest start and the smallest end of::
+Prefixes, the caller's bounds, attention chunks, windows with traced sizes, and all masks of queries
+whose positions differ between sequences are reduced to two values per query. A query at position
+``p`` attends to keys at positions ``kv_start <= p_k < kv_end``, the largest start and the smallest
+end of::
 
     local_window_size = (left, right), traced     p - left  ..  p + right + 1
     attention_chunk_size = C              p // C * C        ..  p // C * C + C
@@ -42,7 +43,8 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionI
 
     Args:
       request: the static part of the call.
-      arrays: this device's arrays by name: :class:`burst_jax.attention.call.Call`'s, both kinds.
+      arrays: this device's shards by name: ``arrays`` and ``made`` of
+        :class:`burst_jax.attention.call.Call`.
     """
     query, key = arrays["query"], arrays["key"]
     own_q, own_kv = _query_positions(request, arrays), arrays.get("key_value_positions")
@@ -59,7 +61,7 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionI
     q_ids, kv_ids = _segment_ids(arrays, q_positions, kv_positions)
     query_side = QuerySide(
         query,
-        # Positions that differ between sequences are read by the bounds alone.
+        # Only KV bounds read positions that differ between sequences.
         own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
         q_ids,
         kv_starts=_kv_starts(request, arrays, q_positions),
@@ -78,7 +80,7 @@ def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionI
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Global positions of this device's queries, int32 ``[B or 1, T]``; None: the layout's."""
+    """Global positions of this device's queries, int32 ``[B or 1, T]``; None if the layout's."""
     if "query_positions" in arrays:
         return _per_sequence(arrays["query_positions"])
     offset = arrays.get("query_offset", request.query_offset)
@@ -96,8 +98,8 @@ def _per_sequence(x: jax.Array) -> jax.Array:
 def _block_mask(request: Request, table: jax.Array | None) -> BlockMask | None:
     """A block-sparse mask with a table bool ``[N or 1, rows, columns]``.
 
-    A NumPy table is a constant of the program, and XLA folds what follows from constants: seconds
-    for the sums over a large table. The barrier leaves them to the device.
+    A NumPy table is a constant of the program, and XLA's constant folding of the sums over a large
+    table takes seconds. The barrier prevents it.
     """
     if table is None:
         return None
@@ -152,7 +154,7 @@ def _kv_starts(
 def _kv_ends(
     request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
 ) -> jax.Array | None:
-    """Each query's end of allowed key positions, ``[B or 1, T]``; None without a bound."""
+    """Each query's exclusive end of key positions, int32 ``[B or 1, T]``; None without a bound."""
     ends = []
     if "key_ends" in arrays:
         ends.append(_per_sequence(arrays["key_ends"]))

@@ -18,8 +18,8 @@ from burst_jax.parallel.mesh import axes_size, axis_names, flat_names, restrict_
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import check_heads
 
-# The dimensions of the arrays that the library makes of a call's arguments, and of its results, by
-# the letters of burst_jax.attention.validation.ARRAYS.
+# The dimensions of arrays that are derived from a call's arguments, and of its results, in the
+# letters of burst_jax.attention.validation.ARRAYS.
 _MADE = {
     **dict.fromkeys(WINDOW_SIDES, ""),
     "dropout_seeds": "B N",
@@ -34,15 +34,15 @@ _MADE = {
 class ArrayShardings:
     """How global arrays are sharded over a mesh.
 
-    Hashable: with the :class:`burst_jax.ring.request.Request` it is the key of an eager call's
-    compiled program.
+    Hashable: an eager call's compiled program is cached by this and its
+    :class:`burst_jax.ring.request.Request`.
 
     Attributes:
       mesh: the devices.
       token_axes: the mesh axes that sequences are sharded over, outermost first.
       batch_axes: the mesh axes of the batch dimension.
-      tensor_axes: the mesh axes of the heads, outside of the ring: each device keeps its heads. The
-        Ulysses axis is one of ``token_axes``.
+      tensor_axes: the mesh axes that the heads are sharded over (tensor parallelism). The Ulysses
+        axis is one of ``token_axes``.
       check_vma: whether JAX checks which values vary over which mesh axes.
     """
 
@@ -81,8 +81,8 @@ class ArrayShardings:
             token_axes=request.token_axes,
             batch_axes=axes_of["batch_axis"],
             tensor_axes=axes_of["tensor_axis"],
-            # jax.vmap with spmd_axis_name makes the check fail: it marks its batches of the ring's
-            # tile tables as varying over that axis, too.
+            # The check fails under jax.vmap with spmd_axis_name, which also marks the ring's tile
+            # tables, batched by a vmap of their own, as varying over that axis.
             check_vma=request.checks_vma and not vmapped_over_mesh_axes(),
         )
 
@@ -94,12 +94,12 @@ class ArrayShardings:
         return P(*(axes.get(letter) for letter in _dimensions(name, ndim)))
 
     def tokens_axis(self, name: str, ndim: int) -> int | None:
-        """Which axis of an argument counts tokens; None without one."""
+        """Index of an argument's token axis; None without one."""
         letters = _dimensions(name, ndim)
         return next((i for i, letter in enumerate(letters) if letter in ("T", "S")), None)
 
     def reshard(self, name: str, array: jax.Array) -> jax.Array:
-        """An array that the library made, sharded as the mesh's Explicit axes need it."""
+        """A derived array, sharded over the mesh's Explicit axes as :meth:`spec` requires."""
         explicit = self.mesh.explicit_axes
         if not explicit:
             return array
@@ -107,10 +107,10 @@ class ArrayShardings:
         return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
 
     def check(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The caller's arrays as the mesh's Explicit axes need them; Auto axes accept any array.
+        """The caller's arrays, checked against :meth:`spec` on the mesh's Explicit axes.
 
         An array's type has its sharding over Explicit axes. An array that is on no mesh yet is
-        sharded here. One that is sharded otherwise is the caller's to move: that communicates.
+        sharded here. Resharding any other array communicates, so it is left to the caller.
 
         Raises:
           ValueError: an array is sharded otherwise over Explicit axes.
@@ -243,7 +243,7 @@ def check_outside_shard_map() -> None:
 def check_inside_shard_map() -> None:
     """Raises ValueError if ``ring_attention`` without mesh axes is called outside a ``shard_map``.
 
-    A named axis is looked up where its size is needed.
+    With a named axis the lookup of its size raises instead.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
@@ -256,7 +256,7 @@ def check_inside_shard_map() -> None:
 def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> None:
     """Raises ValueError if an array is on other devices than the mesh, or no devices are known.
 
-    Inside a jax.jit arrays are on no devices yet: nothing is checked.
+    Inside ``jax.jit`` arrays have no devices yet, so nothing is checked.
     """
     if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
         return

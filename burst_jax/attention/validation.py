@@ -1,7 +1,7 @@
 """Validation of a call: every message names the argument, its value and the remedy.
 
-:data:`ARRAYS` is the table of rules for array arguments; :func:`check_arrays` applies it. The rules
-for static arguments, and those that relate arguments to each other, follow, one function each.
+:data:`ARRAYS` is the table of rules for array arguments; :func:`check_arrays` applies it. Static
+arguments, and relations between arguments, have one function each.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAX_POSITION = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What an array argument must be.
+    """Shapes and dtypes that an array argument may have.
 
     Attributes:
-      shapes: the shapes it may have, as letters: "B T N H".
+      shapes: the allowed shapes, as letters: "B T N H".
       dtype: "float" (one of :data:`FLOAT_DTYPES`), "float32", "bool", or how integers become int32:
         "id" (a NumPy value outside of int32 raises), "position" (a NumPy value of 2^30 or more
         raises), "bound" (values outside of int32 are clipped to it).
@@ -64,9 +64,9 @@ ARRAYS: dict[str, Rule] = {
     "alibi_slopes": Rule(("N",), "float32"),
 }
 PER_HEAD = ("sink_logits", "alibi_slopes")
-# What the traced sides of local_window_size are called among a call's arrays.
+# Names of local_window_size's sides among a call's arrays.
 WINDOW_SIDES = ("local_window_size[0]", "local_window_size[1]")
-# Dimensions of positions that all sequences of the batch share.
+# Number of dimensions of position arguments whose values all sequences of the batch share.
 _SHARED_NDIM = {"query_offset": 0, "query_positions": 1, "key_value_positions": 1}
 _WHAT = {"float": "an array", "float32": "a float32 array", "bool": "a bool array"}
 
@@ -99,7 +99,7 @@ def check_array(name: str, x: Any, sizes: Mapping[str, int]) -> Any:
       ValueError: it is not an array, or has another dtype or shape.
     """
     rule = ARRAYS[name]
-    # Per-head parameters are weights of a model: a Flax variable stands for its array.
+    # Per-head parameters are model weights, so Flax variables are accepted, too.
     if rule.dtype == "float32" and _is_variable(x):
         x = x.__jax_array__()
     check_is_array(name, x, _WHAT.get(rule.dtype, "an int32 array"))
@@ -149,7 +149,7 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
         _check_static(name, letters, array.shape)
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}: no axis of {letters} may be empty")
-        # The text of a dtype also names another byte order (">f4") and the dtype of random keys.
+        # Compared as text, which also rejects another byte order (">f4") and dtypes of random keys.
         if str(array.dtype) not in FLOAT_DTYPES:
             raise ValueError(
                 f"{name} has dtype {array.dtype}: cast it to one of {', '.join(FLOAT_DTYPES)}"
@@ -181,13 +181,13 @@ def check_is_array(name: str, value: Any, what: str) -> None:
         raise ValueError(
             f"{name} is a {type(value).__name__}: pass the array in it, {name}=the_variable[...]"
         )
-    # A jax.ShapeDtypeStruct, and a class like np.ndarray, have a dtype and a shape, too.
+    # A test for dtype and shape would also accept a jax.ShapeDtypeStruct or the class np.ndarray.
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise ValueError(f"{name} is a {type(value).__name__}: it must be {what}")
 
 
 def _is_variable(value: Any) -> bool:
-    """Whether a value holds an array, as Flax's variables do, and is none itself."""
+    """Whether a value wraps an array, as Flax variables do, without being a ``jax.Array``."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, jax.Array)
 
 
@@ -236,7 +236,7 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
             "the position of each query: pass one of them"
         )
     for name in _SHARED_NDIM:
-        # One sequence in the batch: its positions are those of all sequences.
+        # With one sequence in the batch, its positions are shared by all sequences.
         shared_ndim = _SHARED_NDIM[name]
         if name in arrays and arrays[name].ndim > shared_ndim and arrays[name].shape[0] == 1:
             arrays[name] = arrays[name][0]
@@ -251,14 +251,14 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
 
 
 def positions_per_sequence(arrays: Mapping[str, Any]) -> str | None:
-    """The argument that sets other query positions for each sequence of the batch, or None."""
+    """The argument whose positions differ between the sequences of the batch, or None."""
     return next(
         (n for n, ndim in _SHARED_NDIM.items() if n in arrays and arrays[n].ndim > ndim), None
     )
 
 
 def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError if more than masks reads positions that differ per sequence."""
+    """Raises if ALiBi, dropout or user functions would read per-sequence positions."""
     name = positions_per_sequence(arrays)
     readers = ["dropout_rate"] if arguments.dropout_rate else []
     readers += [
@@ -299,7 +299,7 @@ def _is_side(side: Any) -> bool:
 
 
 def check_prefix(arguments: LocalArguments) -> None:
-    """Raises ValueError for prefixes without the causal mask that they lift."""
+    """Raises ValueError if ``prefix_lengths`` is given without ``is_causal``."""
     if arguments.prefix_lengths is not None and not arguments.is_causal:
         raise ValueError(
             "prefix_lengths is given but is_causal is False, so there is no causal mask for it to "
@@ -317,8 +317,8 @@ def check_bool(name: str, value: object) -> bool:
 def check_scale(scale: Any, head_dim: int) -> float:
     """The argument ``scale`` as a float, ``1 / sqrt(H)`` for None.
 
-    A traced scale would have to be a factor on the query, which rounds in 16 bits, or an operand of
-    every kernel, where a compiled-in number is free.
+    A traced scale would have to multiply the query, which rounds in 16 bits, or be an operand of
+    every kernel. A compiled-in scale costs nothing.
     """
     if scale is None:
         return head_dim**-0.5
@@ -338,7 +338,7 @@ def check_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        # An int beyond float's range. Score rejects infinity, with the range that it supports.
+        # An int beyond float's range. Score rejects infinity; its message names the valid range.
         return math.inf if value == abs(value) else -math.inf
 
 

@@ -32,7 +32,8 @@ from burst_jax.parallel.mesh import (
     sequence_axes,
 )
 
-# (query, key, value, axis, **options of ring_attention) -> (out, anything else that it computes)
+# (query, key, value, **options of burst_attention) -> (out, aux), or in a shard_map
+# (query, key, value, axis, **options of ring_attention) -> (out, aux); see BurstAttention.attend.
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
 
 REJECTED = {
@@ -51,7 +52,7 @@ REJECTED = {
 }
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
-SINK_INIT = nnx.initializers.normal(0.02)  # As gpt-oss in transformers.
+SINK_INIT = nnx.initializers.normal(0.02)  # As for gpt-oss in transformers.
 
 
 class BurstAttention(nnx.Module):
@@ -69,7 +70,7 @@ class BurstAttention(nnx.Module):
     Inside a ``shard_map`` over the sequence axes (over any axis, if the sequence is not sharded)
     the layer's input and weights are one device's, and it calls :func:`ring_attention`. Along
     ``tensor_axis`` a device has the weights of its own heads; key and value weights may have all
-    heads. The outputs of all heads are summed.
+    heads. The output projections of all devices' heads are summed.
 
     Args:
       in_features: number of features of the input, D.
@@ -268,7 +269,7 @@ class BurstAttention(nnx.Module):
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> tuple[jax.Array, Any]:
-        """The call with a RoPE table that layers can share. The positions' order is not checked.
+        """The call with a RoPE table that layers can share; the order of positions is not checked.
 
         Args:
           x: ``[B, T, D]``, tokens in the order of the option ``layout``.
@@ -347,7 +348,7 @@ class BurstAttention(nnx.Module):
         return rngs.dropout()
 
     def _check_local_heads(self, num_heads: int) -> None:
-        """Raises if devices along ``tensor_axis`` have the same heads: all would be summed."""
+        """Raises ValueError unless devices along ``tensor_axis`` have different query heads."""
         axes = flat_names(dict(self.options).get("tensor_axis"))
         all_heads = self.query.out_features[0]
         devices = math.prod(lax.axis_size(axis) for axis in axes)
@@ -361,8 +362,8 @@ class BurstAttention(nnx.Module):
     def _local_kv(self, linear: nnx.LinearGeneral, num_heads: int) -> nnx.LinearGeneral:
         """The projection to the key/value heads of this device's ``num_heads`` query heads.
 
-        With fewer key/value heads than devices along ``tensor_axis`` their weights are replicated,
-        and a device projects to the heads that its query heads use.
+        If there are fewer key/value heads than devices along ``tensor_axis``, their weights are
+        replicated, and each device projects only to the heads that its query heads use.
         """
         (n, _), (k, features) = self.query.out_features, linear.out_features
         needed = max(1, k * num_heads // n)
@@ -378,9 +379,9 @@ class BurstAttention(nnx.Module):
         return nnx.merge(graphdef, adapter, local)
 
     def _check_explicit_heads(self) -> None:
-        """Raises if heads are sharded over an Explicit axis.
+        """Raises NotImplementedError if heads are sharded over an Explicit axis.
 
-        The projections would need the same sharding, and their weights are gathered.
+        Weights are gathered over Explicit axes, so the projections would not be sharded.
         """
         options = dict(self.options)
         names = flat_names(options.get("tensor_axis"))
@@ -403,8 +404,8 @@ def project(
 ) -> jax.Array:
     """``linear(x)`` inside a ``shard_map``, with this device's features of the weights.
 
-    A LoRA adapter is included. The bias is added separately: nnx expects that of all features, and
-    where products are summed over mesh axes it counts once.
+    A LoRA adapter is included. The bias is added separately: nnx expects the bias of all features,
+    and if products are summed over mesh axes it must be added once.
     """
     kernel = linear
     if linear.bias is not None:
@@ -417,7 +418,7 @@ def project(
 def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
     """``out + bias`` in the dtype of ``out``, added in float32.
 
-    A bias's gradient is a sum over all tokens in the dtype of this addition, and in bfloat16 a sum
-    of some hundred terms stops growing.
+    The gradient of a bias is a sum over all tokens in the dtype of this addition, and a sum in
+    bfloat16 stops growing after some hundred terms.
     """
     return (out.astype(jnp.float32) + bias.astype(jnp.float32)).astype(out.dtype)

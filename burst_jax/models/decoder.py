@@ -199,7 +199,7 @@ class Decoder(nnx.Module):
     def refuse_split_weights(self) -> None:
         """Raises if each device would silently gather the weights of all layers at once.
 
-        This is so without rules for weights sharded over Auto mesh axes (:class:`Decoder`). Inside
+        Without rules that happens to weights sharded over Auto mesh axes (:class:`Decoder`). Inside
         ``jit`` shardings over Auto axes are invisible, so nothing raises there.
 
         Raises:
@@ -258,10 +258,10 @@ class Decoder(nnx.Module):
         x = embed(table, tokens, shardings.tensor_axes).astype(config.dtype)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        # With adapters nothing else is trained.
+        # With LoRA only the adapters are trained.
         trained = nnx.Param if config.lora is None else nnx.LoRAParam
         graphdef, stacked, frozen = nnx.split(self.layers, trained, ...)
-        # Without the leading dimension, which the scan over the layers removes.
+        # Without the layer dimension, which the scan over layers removes.
         layer_specs = {
             path: P(*spec[1:])
             for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
@@ -324,7 +324,7 @@ class Decoder(nnx.Module):
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``, with the final soft cap.
 
-        With rules V is sharded as the vocabulary.
+        With rules V is sharded over ``rules.tensor``.
         """
         kernel = self.head_kernel().astype(hidden.dtype)
         if self.rules is not None:
@@ -353,10 +353,10 @@ class Decoder(nnx.Module):
         ``jax.device_put``.
 
         Args:
-          config: of the new decoder, with the same sizes; None is the config of this one.
+          config: of the new decoder, with the same sizes; None is this decoder's config.
           rules: of the new decoder.
           microbatches: of the new decoder's pipeline.
-          **options: all attention options of the new decoder; none of this one are kept.
+          **options: all attention options of the new decoder; those of this one are dropped.
         """
         config = self.config if config is None else config
         graphdef, _ = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
@@ -380,7 +380,7 @@ def abstract_decoder(
 
     Returns:
       ``(graphdef, shapes)``, with a ``jax.ShapeDtypeStruct`` for each weight.
-      ``nnx.merge(graphdef, params)`` is the model. Graph definitions that differ in options only
+      ``nnx.merge(graphdef, params)`` is the model. Graph definitions that differ only in options
       accept the same ``params``.
     """
     model = nnx.eval_shape(

@@ -14,8 +14,8 @@ features, M the hidden features of the feed-forward)::
     offload      D + N H (out) in host memory                as "attention"
 
 ``remat_layers=k`` makes the last k layers "selective" and all others "attention". The backward pass
-starts with the last layers and frees what they stored before it reaches those that recompute more,
-and so need more memory.
+starts with the last layers and frees what they stored before it reaches the other layers, whose
+recomputation needs more memory.
 
 Out is stored with its float32 log-sum-exp, one number per head. The D in each line is the layer's
 input. "half" is half-sequence remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it
@@ -86,16 +86,16 @@ def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
         return run
     if remat == "full":
         return _recomputed(run)
-    # prevent_cse adds barriers against merging the recomputation with the forward pass. The scan
-    # over the layers separates the two already.
+    # prevent_cse adds barriers that keep XLA from merging recomputation and forward pass. The scan
+    # over the layers already separates the two.
     return jax.checkpoint(run, policy=_POLICIES[remat], prevent_cse=False)
 
 
 def _half_sequence(layer: LayerWithAux) -> Layer:
     """``layer`` with a gradient that recomputes it with half of its attention stored.
 
-    ``jax.checkpoint`` can only repeat parts of the forward pass. This backward pass runs something
-    else: a ring over the first half of the sequence.
+    ``jax.checkpoint`` can only repeat parts of the forward pass. This backward pass instead runs a
+    ring over the first half of the sequence.
     """
 
     def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, SecondHalf]:
@@ -126,10 +126,10 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
 
 
 def _recomputed(layer: Layer) -> Layer:
-    """``layer`` with a gradient that stores its arguments only.
+    """``layer`` with a gradient that stores only its arguments.
 
-    ``jax.checkpoint`` would also store the results of kernels that write into an existing array, as
-    Hopper's do.
+    ``jax.checkpoint`` would also store the results of kernels that update an array in place, as the
+    Hopper kernels do.
     """
 
     @jax.custom_vjp

@@ -9,10 +9,11 @@ one concurrently::
     backward    gather 2   | layer 2      | layer 1      | layer 0
                            | gather 1     | gather 0     |
 
-Layers of different kinds have weights of the same shapes and share one stack; a kind is a function
-(a layer's remat is part of it). Consecutive layers of one kind are a segment, run by one scan. If
-the sequence of kinds repeats, a scan over the repetitions runs the scans of one period. So the
-program contains a layer's code once per segment of a period, not once per layer::
+Layers of all kinds have weights of the same shapes and share one stack. A kind is a :data:`Layer`
+function, so layers with different remat are of different kinds. Consecutive layers of one kind are
+a segment, run by one scan. If the sequence of kinds repeats, a scan over the repetitions runs the
+scans of one period. So the program contains a layer's code once per segment of a period, not once
+per layer::
 
     kinds       L L L L L G  L L L L L G  L L
     blocks      2 x (segment of 5 L, segment of 1 G), then 1 x (segment of 2 L)
@@ -66,7 +67,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
-    """The blocks with the fewest segments for layers of these kinds."""
+    """The division into blocks with the fewest segments, for layers of these kinds."""
     count = len(kinds)
     starts = [i == 0 or kinds[i] != kinds[i - 1] for i in range(count)]
     started = np.cumsum(starts)  # Number of segments that start at or before a layer.
@@ -83,8 +84,8 @@ def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
             stop += period
         return 1 + int(started[first + period - 1] - started[first]) + fewest[stop], period, stop
 
-    # Dynamic programming from the last layer. The longest period comes first, so that of equally
-    # good blocks the one without a scan over repetitions is chosen.
+    # Dynamic programming from the last layer. The longest period is tried first, so that a tie is
+    # decided for the block without a scan over repetitions.
     fewest, best = [0] * (count + 1), [(0, 0, 0)] * count
     for first in reversed(range(count)):
         candidates = [block(first, period) for period in range(count - first, 0, -1)]
@@ -106,9 +107,9 @@ def run_layers(
     frozen: Any,
     shared: Any,
 ) -> jax.Array:
-    """:func:`run_ahead` without its schedule, for weights that need no gather.
+    """:func:`run_ahead`, or for layers of one kind a plain ``lax.scan`` without gathering ahead.
 
-    Layers of different kinds use :func:`run_ahead` all the same: JAX's own gradient of a scan over
+    Layers of several kinds use :func:`run_ahead` in any case: JAX's own gradient of a scan over
     part of a stack adds up arrays of the size of the stack.
     """
     if any(layer is not layers[0] for layer in layers):
@@ -134,7 +135,7 @@ def run_ahead(
     Args:
       layers: for each layer ``(x, weights, frozen, shared) -> x`` with gathered weights; layers of
         one kind are the same function. Its ``jax.vjp`` determines what is stored.
-      gather: one layer's gathered weights, trained or frozen, from this device's part;
+      gather: this device's part of one layer's weights, trained or frozen, to whole weights;
         differentiable.
       x: the first layer's input.
       stacked: pytree of this device's trained weights, with a leading dimension for the layers.
@@ -142,7 +143,7 @@ def run_ahead(
       shared: pytree that all layers read, like positions; it has no gradient.
 
     Returns:
-      The last layer's output, as ``x``.
+      The last layer's output, with the shape and dtype of ``x``.
     """
     count = len(layers)
     blocks = blocks_of(layers)
@@ -154,7 +155,7 @@ def run_ahead(
         for segment in block.segments
         if block.repeats == segment.count == 1
     }
-    # How to rebuild each segment's vjp from what is stored: known once the forward pass is traced.
+    # Rebuilds each segment's vjp from what is stored; set while the forward pass is traced.
     rebuild: dict[Segment, Callable[[list[jax.Array], Any], Any]] = {}
 
     def layer_weights(stacked: Any, index: Any) -> Any:
@@ -264,7 +265,7 @@ def _scan(
 def _without(vjp: Any, available: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
     """``(arrays, rebuild)``: the arrays that a vjp holds, except for those of ``available``.
 
-    ``rebuild(arrays, available)`` is the vjp again.
+    ``rebuild(arrays, available)`` returns the vjp.
     """
     index_of = {id(array): index for index, array in enumerate(jax.tree.leaves(available))}
     leaves, structure = jax.tree.flatten(vjp)

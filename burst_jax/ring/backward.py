@@ -28,7 +28,7 @@ def backward(
 
     1. The block is sent to the next step. The sum of the previous step is sent to the step after
        the next one.
-    2. Meanwhile the kernel runs on the block that is here. It adds to the gradient of the
+    2. Meanwhile the kernel runs on the current block. It adds to the gradient of the
        stationary side, and to the sum that was received during the previous step.
     3. A barrier: the next step starts when the kernel is done and both sends have been received.
 
@@ -60,10 +60,10 @@ class _BackwardState:
     """What a device holds between two steps of the schedule.
 
     Attributes:
-      block: the block of the rotating side that is here.
+      block: its current block of the rotating side.
       stationary: the gradient of the stationary side over the steps so far; None at first.
-      sums: the sums of the rotating side's gradients that are here, each named after the step whose
-        kernel added to it last.
+      sums: the sums of the rotating side's gradients on this device, each named after the step
+        whose kernel added to it last.
     """
 
     def __init__(self, kernels: LocalBackward):
@@ -76,7 +76,7 @@ class _BackwardState:
         self._outer: dict[tuple[str, Offset], ChunkedSend] = {}
 
     def step(self, step: Step) -> None:
-        """Sends, launches, waits for both, and adds up the sums that are due."""
+        """Sends, launches kernels, waits for both, and adds up the step's ``adds``."""
         self._send_and_launch(step)
         # With two kernels, nothing is sent during the last kernel of the last rotating step. That
         # step needs no barrier: the sum that is sent next is its result.
@@ -169,12 +169,12 @@ class _BackwardState:
             self._outer[name].arrays = arrays
 
     def _sent_or_made(self, step: Step) -> list[Offset]:
-        """Names of the sums here that a step sent whole, or that its kernel added to."""
+        """Names of this device's sums that a step sent whole, or that its kernel added to."""
         sent = [send.start for send in step.all_sends if send.what == "sum"]
         return [name for name in (step.offset, *sent) if name in self.sums]
 
     def _add(self, names: tuple[Offset, ...]) -> None:
-        """Adds up sums that are here. The first one's name is the result's."""
+        """Adds up sums on this device; the result has the first name."""
         if names:
             sums = [self.sums.pop(name) for name in names]
             self.sums[names[0]] = jax.tree.map(_sum, *sums)

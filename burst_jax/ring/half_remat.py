@@ -13,8 +13,8 @@ this sequence-level selective checkpointing. 4 devices, 16 tokens::
 
 The first halves of striped shards are a striped layout of the sequence's first half. (Stripes of
 several tokens are recomputed whole.) Those of zigzag shards are a contiguous layout, under which
-the first devices have the least work and the last ones the most. So they are redistributed as
-zigzag before the ring, and its results are redistributed back after it::
+the first devices have the least work and the last ones the most. So they are redistributed to
+zigzag shards before the ring, and the results are redistributed back after it::
 
     first halves   0 1 | 2 3 | 4 5 | 6 7      redistributed   0 7 | 1 6 | 2 5 | 3 4
 """
@@ -51,8 +51,8 @@ class SecondHalf(NamedTuple):
     """A ring's results for the queries of the second half of the sequence.
 
     Attributes:
-      out: ``[B, T / 2, N, Hv]``, with this device's tokens and heads in the ring.
-      lse: float32 ``[B, N, T / 2]``, the same.
+      out: ``[B, T / 2, N, Hv]``, with this device's tokens and heads after the Ulysses all-to-all.
+      lse: float32 ``[B, N, T / 2]``, the same tokens and heads.
     """
 
     out: jax.Array
@@ -166,10 +166,10 @@ def _first_tokens(request: Request, inputs: AttentionInputs) -> int:
 
 
 def first_half(request: Request, tokens: int) -> Request:
-    """The request for the first ``tokens`` of every shard, in the layout in which its ring runs.
+    """The request for the first ``tokens`` of every shard, in the layout of the recomputing ring.
 
-    Of the layouts that those tokens can have, it is the one whose busiest devices have the least
-    work: under a causal mask zigzag instead of contiguous, with a short window contiguous.
+    Of the layouts that are possible for those tokens, it has the one whose busiest devices have the
+    least work: under a causal mask zigzag instead of contiguous, with a short window contiguous.
     """
     if stripe_size(request.layout) is not None:
         return request
@@ -182,7 +182,7 @@ def first_half(request: Request, tokens: int) -> Request:
 
 
 def _busiest(request: Request, tokens: int) -> float:
-    """Scores of the busiest device of each step, summed over a ring's steps."""
+    """The scores of each step's busiest device, summed over a ring's steps."""
     scores = scores_per_step(request.route(tokens, tokens), request.ring_mask(tokens, tokens))
     return sum(most for most, _ in scores.values())
 

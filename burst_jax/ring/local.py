@@ -23,7 +23,7 @@ from pallas_kernels.inputs import Carry, PerHead, Side
 def local_implementation(
     request: Request, target: Target, inputs: AttentionInputs, *, backward: bool = False
 ) -> Implementation:
-    """The local attention that runs on ``target`` for inputs of these shapes and dtypes."""
+    """The implementation of local attention on ``target`` for these shapes and dtypes."""
     return resolve(
         request.implementation,
         platform=target.platform,
@@ -36,7 +36,7 @@ def local_implementation(
 
 
 def with_block_runs(request: Request, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs, with the runs of their block-sparse mask in shards of these lengths."""
+    """The inputs, with ``q_run`` and ``kv_run`` of a block-sparse mask set for their lengths."""
     blocks = inputs.shared.block_mask
     if blocks is None:
         return inputs
@@ -46,14 +46,14 @@ def with_block_runs(request: Request, inputs: AttentionInputs) -> AttentionInput
 
 
 def _with_positions(request: Request, route: Route, offset: Offset | jax.Array, side: Any) -> Any:
-    """The side that is here at ``offset``; without positions of its own, with the layout's."""
+    """The side that this device holds at ``offset``, with the layout's positions if it has none."""
     if side.positions is not None:
         return side
     return side._replace(positions=request.layout_positions(route, side.length, offset))
 
 
 class LocalForward:
-    """The forward kernel, on this device's queries and the keys that are here.
+    """The forward kernel, on this device's queries and the KV block that it holds.
 
     Attributes:
       route: the route of K and V.
@@ -81,9 +81,9 @@ class LocalForward:
 
         Args:
           offset: of the ring step.
-          kv: the keys and values that are here.
+          kv: the keys and values that this device holds.
           carry: float32 ``(out, lse)`` of the earlier steps; None at the first step.
-          last: whether it is the last step: then out has the query's dtype.
+          last: whether it is the last step, whose out has the query's dtype.
         """
         return self._forward(
             self._inputs_at(offset, kv),
@@ -95,15 +95,15 @@ class LocalForward:
 
 
 class LocalBackward:
-    """The backward kernels, on this device's stationary side and the rotating block that is here.
+    """The backward kernels, on this device's stationary side and the rotating block that it holds.
 
     Attributes:
       route: the route of the rotating side.
       rotating: the local block of the rotating side.
       fused: whether one kernel computes the gradients of both sides.
       splits_local: whether the local block's work is done in two halves.
-      per_head: this device's part of the gradients of per-head parameters, over all kernels that
-        ran; of those that the request's spec names.
+      per_head: this device's partial gradients of the per-head parameters that the request's spec
+        differentiates, summed over the kernels that have run.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class LocalBackward:
         self.rotating = rotating
         self.per_head: PerHead = {}
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
-        # Without a ring the sums are the gradients, unless Ulysses copied heads and the copies' are
-        # summed. A kernel that rounds them as it writes them saves a cast.
+        # With one step and no Ulysses axis (which may sum gradients of copied heads) nothing is
+        # added to the kernel's results. A kernel that rounds as it writes then saves a cast.
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
         options: Any = {"spec": request.spec, "out_dtype": out_dtype}
@@ -161,9 +161,9 @@ class LocalBackward:
           kernel: the side whose gradient it computes: "stationary", "rotating" or "both".
           offset: of the ring step.
           bounds: :meth:`bounds` of the step.
-          block: the block of the rotating side that is here.
-          *sums: the float32 gradients that it adds to, the stationary side's first; None starts
-            from zero.
+          block: the block of the rotating side that this device holds.
+          *sums: the float32 gradients that it adds to; for "both" the stationary side's first. None
+            starts from zero.
 
         Returns:
           The sums with this step's gradients; a pair for "both". Float32, or in the query's dtype
@@ -175,7 +175,7 @@ class LocalBackward:
         return result
 
     def by_side(self, stationary: Any, rotating: Any) -> tuple[Any, Any]:
-        """``(of the queries, of the keys)`` from two gradients."""
+        """``(dq, (dk, dv))`` from the gradients of the two sides."""
         return _swap(self._rotate_kv, stationary, rotating)
 
 
@@ -213,20 +213,20 @@ def _gradients(
 def _bounds_at(
     route: Route, block: Side, bounds_of: Callable[[Any, Any], Any], per_step: bool
 ) -> Callable[[Offset, Any], Any]:
-    """``bounds_of(offset, block) -> bounds``, computed once for all ring steps where possible.
+    """``(offset, block) -> bounds``, which computes all ring steps' bounds at once if possible.
 
     Tables that depend on the layout's positions and the stationary side are computed for all steps
-    at once, by one small kernel instead of several per step. It also saves memory: XLA places
-    tables made step by step between the blocks, and a program for 12 or more A100 then needs one
-    more block of memory. Segment ids, KV bounds and positions given as arrays are received with
-    their block, so tables that depend on them are computed at their step. So are the lists of tiles
-    of a block-sparse mask: those of all steps would take much memory.
+    at once, by one small kernel instead of several per step. This also saves memory: XLA allocates
+    tables that are computed step by step between the blocks, and a program for 12 or more A100 then
+    needs one more block of memory. Segment ids, KV bounds and positions given as arrays are
+    received with their block, so tables that depend on them are computed at their step. So are the
+    tile lists of a block-sparse mask: those of all steps would use too much memory.
 
     Args:
       route: the route of the rotating side.
       block: the local block; others have the same shapes.
-      bounds_of: reads the block's shapes and token arrays.
-      per_step: compute them step by step in any case.
+      bounds_of: ``(offset, block) -> bounds``; reads the block's shapes and token arrays.
+      per_step: whether to compute them step by step in any case.
     """
     if per_step or block.token_arrays or len(route.offsets) == 1:
         return bounds_of

@@ -23,8 +23,8 @@ from pallas_kernels.score import SCORE_PARAMETERS
 class Request:
     """The static part of a call, independent of its arrays and of the device.
 
-    It is hashable, so that an eager call finds its compiled program by it. Platform and compute
-    capability are not part of it, because one call may be traced for several
+    It is hashable, as part of the cache key of an eager call's compiled program. Platform and
+    compute capability are not part of it, because one call may be traced for several
     (:func:`burst_jax.parallel.target.current_target`).
 
     Attributes:
@@ -37,7 +37,7 @@ class Request:
       implementation: the local attention, or None for the fastest that supports the call.
       rotation: the argument ``backward``: what rotates in the backward pass.
       deterministic: whether gradients must be bitwise reproducible.
-      query_offset: global position of the first query in the layout; None where positions are
+      query_offset: global position of the first query of the sequence; None if positions are
         arrays.
       blocks: the static part of a block-sparse mask; None without one.
       chunk_size: C of chunked attention; None without chunks. Per-query KV bounds mask the scores;
@@ -119,7 +119,7 @@ class Request:
         return q_run, kv_run
 
     def layout_positions(self, route: Route, length: int, offset: Offset | jax.Array) -> jax.Array:
-        """The layout's positions int32 ``[length]`` of the block that is here at ``offset``."""
+        """The layout's positions, int32 ``[length]``, of the block held at ``offset``."""
         return shard_positions(self.layout, length, route.size, route.source(offset))
 
     def positions_here(self, length: int) -> jax.Array:

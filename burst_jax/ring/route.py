@@ -11,9 +11,10 @@ r - d. On one axis of n devices a block is sent to the next device after every s
     step (3,)    block 1    block 2    block 3    block 0
 
 On two axes (outer, inner), of which the inner one has the faster interconnect, a block makes one
-pass around the inner ring and then continues on the next outer device. It does not wait for the
-end of the pass: it leaves from the pass's first step, in chunks, one at every step of the pass. So
-the outer interconnect is always busy, and every chunk overlaps with a kernel::
+pass around the inner ring and then continues on the next outer device. The outer send does not wait
+for the end of the pass: the device that held the block at the pass's first step sends it in chunks,
+one during each step. So the outer interconnect is always busy, and every chunk overlaps with a
+kernel::
 
     2 x 3     pass 0                          pass 1
     steps     (0,0) -> (0,1) -> (0,2)         (1,0) -> (1,1) -> (1,2)
@@ -45,7 +46,7 @@ from burst_jax.layouts.permutation import Layout, shard_runs, stripe_size
 from burst_jax.ring.block_mask import AttentionChunks, Blocks, Runs, cut_runs
 from pallas_kernels.mask import Mask
 
-# Of a ring step: how far its blocks are from their own devices, along each axis of the ring.
+# Distance of a ring step's blocks from their own devices, along each axis of the ring.
 Offset = tuple[int, ...]
 
 
@@ -80,7 +81,7 @@ class Route:
         return (0,) * len(self.axes)
 
     def source(self, offset: Offset | jax.Array) -> jax.Array | int:
-        """Index of the device whose block is here at ``offset``, an Offset or an int32 array."""
+        """Index of the device whose block this one holds at ``offset`` (or an int32 array)."""
         index: jax.Array | int = 0
         for i, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
             # lax.rem does not convert a Python number to the dtype of its other operand, and under
@@ -90,7 +91,7 @@ class Route:
         return index
 
     def send[Tree](self, tree: Tree, start: Offset, end: Offset) -> Tree:
-        """Sends a pytree from where its block is at ``start`` to where it is at ``end``."""
+        """Sends a pytree from the holder of its block at ``start`` to the holder at ``end``."""
         if start == end:
             return tree
         coordinates = np.stack(np.unravel_index(np.arange(self.size), self.sizes), 1)
@@ -99,7 +100,7 @@ class Route:
 
     def permute[Tree](self, tree: Tree, targets: np.ndarray) -> Tree:
         """Sends a pytree from each device r of the ring to device ``targets[r]``, all different."""
-        # JAX accepts the axes of a permute in the mesh's order only, and counts devices by it.
+        # JAX accepts the axes of a permute only in the mesh's order, and numbers devices in it.
         mesh_order = jax.sharding.get_abstract_mesh().axis_names
         order = sorted(range(len(self.axes)), key=lambda i: mesh_order.index(self.axes[i]))
         axes = tuple(self.axes[i] for i in order)
@@ -176,10 +177,10 @@ class AllowedScores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RingMask:
-    """Which scores a mask allows on each device at each ring step: what a route depends on.
+    """Which scores a mask allows on each device at each ring step. It determines the route.
 
-    Segment ids and a block-sparse mask with a traced table are unknown before a program runs, so
-    here they mask nothing.
+    Segment ids and traced block-sparse tables are unknown before a program runs, so they mask
+    nothing here.
 
     Attributes:
       ring_sizes: number of devices on each axis of the ring, outermost first.
@@ -223,7 +224,7 @@ class RingMask:
         block_sizes = (None, None)
         if self.blocks is not None:
             block_sizes = self.blocks.q_block, self.blocks.kv_block
-        # Stripes are runs in two ways; the one with fewer pairs of runs is used.
+        # Striped tokens form runs along or across stripes; this selects fewer pairs of runs.
         stripe = stripe_size(self.layout) or 1
         across = stripe**4 <= self.q_length * self.kv_length
         runs_of = functools.partial(
@@ -281,11 +282,11 @@ def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
 def scores_per_step(route: Route, mask: RingMask) -> dict[Offset, tuple[float, float]]:
     """Allowed scores of each ring step, per batch element and head: ``(max, mean)`` over devices.
 
-    A step takes as long as its busiest device: the others wait for what it sends.
+    The busiest device determines the time of a step: the others wait for what it sends.
 
     Args:
       route: the route of the rotating side.
-      mask: of the same side. Segment ids mask nothing here.
+      mask: the mask for the same rotating side. Segment ids mask nothing here.
     """
     scores = {}
     for offset in route.offsets:

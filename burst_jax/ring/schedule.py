@@ -1,8 +1,8 @@
 """A ring's schedule as plain data: which kernel runs at each ring step, and what is sent meanwhile.
 
-A schedule is a tuple of steps. Every device runs the same steps. The executors
-(:mod:`burst_jax.ring.forward`, :mod:`burst_jax.ring.backward`) carry them out; byte counts and the
-planner read them. On four devices, as :func:`table` prints it::
+A schedule is a tuple of steps. Every device runs the same steps. :mod:`burst_jax.ring.forward` and
+:mod:`burst_jax.ring.backward` execute it; byte counts and the planner read it. On four devices, as
+:func:`table` prints it::
 
     (0,)         forward              block to (1,)
     (1,)         forward              block to (2,)
@@ -15,7 +15,7 @@ to it. The gradient of the rotating side is accumulated over all steps and follo
 partial gradient ("sum") is named after the step whose kernel added to it last. Two rules overlap
 every send with a kernel:
 
-- The gradient of the local block stays on its device, as the sum of step (0,). The rotating sum
+- The gradient of the local block remains on its device, as the sum of step (0,). The rotating sum
   starts at the second step.
 - Each device splits the work on its local block. It does the first half before the ring, during the
   block's first send, and defers the second half to the last step, during the gradient's final send.
@@ -82,7 +82,7 @@ class Send:
 
     Attributes:
       what: "block", or "sum": the partial gradient whose name is ``start``.
-      start: offset of the step that it leaves.
+      start: offset of the step that it is sent from.
       end: offset of the step that it is sent to.
       chunk: index of the chunk, from 0.
       chunks: number of equal chunks that the block or the sum is split into; 1 sends it whole.
@@ -111,8 +111,8 @@ class Launch:
 
     Attributes:
       kernel: "forward"; or the side whose gradient it computes: "stationary", "rotating" or "both".
-      adds_to: name of the local sum that the kernel adds to; None if it starts from zero, or
-        computes no gradient of the rotating side.
+      adds_to: name of the sum on this device that the kernel adds to; None if it starts from zero,
+        or computes no gradient of the rotating side.
       sends: what is sent during this kernel, and has been received when the next one starts.
     """
 
@@ -126,11 +126,12 @@ class Step:
     """A ring step.
 
     Attributes:
-      offset: offset of the block that is here.
+      offset: offset of the block that this device holds.
       part: "first" or "second" half of the local block's work, where that is split; else "whole".
       launches: one or two kernels in order; none where the sum is sent back without overlap.
       sends: what is sent during all kernels of the step.
-      adds: names of local sums that are added up after the step. The first name is the result's.
+      adds: names of the sums on this device that are added up after the step; the result has the
+        first name.
     """
 
     offset: Offset
@@ -200,7 +201,7 @@ def backward_schedule(route: Route, *, fused: bool, splits_local: bool = True) -
 def step_name(direction: Literal["forward", "backward"], index: int) -> str:
     """The name of a step of a schedule in profiles and compiled programs; steps count from 0.
 
-    All operations of the step have it in their path, sends and kernels among them.
+    It is part of the path of all operations of the step, including sends and kernels.
     """
     return f"ring_{direction}_step_{index}"
 

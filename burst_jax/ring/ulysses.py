@@ -5,9 +5,9 @@ h devices on the axis, c tokens each. One all-to-all before attention, one after
     [B, c, N, H]  the tokens of one device, all heads   (DeepSpeed-Ulysses, arXiv 2309.14509)
         ->  [B, h c, N / h, H]  the tokens of all h devices, N / h heads
 
-Each all-to-all sends ``(h - 1) / h`` of an array once, for every mask. Within a node that can be
-faster than the hops of a ring. Between nodes there is still a ring, of which h devices together
-hold a shard.
+Each all-to-all sends ``(h - 1) / h`` of an array once, whatever the mask is. Within a node that can
+be faster than the hops of a ring. With a ring between nodes, the h devices of a node together hold
+one shard of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 def check_heads(heads: int, kv_heads: int, devices: int, name: str) -> None:
     """Raises ValueError unless N query and K key/value heads can be sharded over ``devices``.
 
-    K may be a multiple of the devices, or a divisor: then each device gets a copy of its key head.
+    K may be a multiple of ``devices``, or a divisor: then key heads are copied, one per device.
     """
     if heads % devices:
         raise ValueError(
@@ -40,7 +40,7 @@ def to_heads(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) ->
     """An all-to-all: the tokens of all devices of the axis, this device's shard of the heads.
 
     Args:
-      x: this device's tokens, all heads. If there are fewer heads than devices, they are copied.
+      x: this device's tokens, all heads. Heads are repeated if there are fewer than devices.
       axis_name: the mesh axis; None returns ``x``.
       tokens: index of the array's token axis.
       heads: index of its head axis.
@@ -69,11 +69,11 @@ def gradient_to_tokens(
     tokens: int,
     heads: int,
 ) -> jax.Array:
-    """The transpose of :func:`to_heads`: ``x`` float32, the result in ``dtype``.
+    """The transpose of :func:`to_heads`, from float32 ``x`` to ``dtype``.
 
     Gradients of copied heads are sent and summed in float32. Others are rounded before they are
     sent: nothing is added to them, so the result is the same, with half the bytes.
-    ``heads_before``: number of heads before the all-to-all.
+    ``heads_before`` is the number of heads before :func:`to_heads` copied them.
     """
     if axis_name is None:
         return x.astype(dtype)

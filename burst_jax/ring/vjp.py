@@ -39,7 +39,7 @@ def attend_shard(
     Args:
       request: the static part of the call.
       inputs: this device's arrays, checked.
-      target: what it will run on; None is what the code being traced will run on.
+      target: the platform to compile for; None is that of the code being traced.
 
     Returns:
       ``(out, lse)``: out ``[B, T, N, Hv]`` in the query's dtype, lse float32 ``[B, T, N]``.
@@ -60,11 +60,11 @@ def attend_shard(
 
 
 def prepared(request: Request, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs marked as varying, and the shared inputs of this device's Ulysses heads alone.
+    """The inputs, marked as varying, with shared inputs sliced to this device's Ulysses heads.
 
-    Every array is marked as varying over the ring's axes, and over each further manual axis that
-    one of them varies over. The mark's transpose sums the gradient of an array that was the same on
-    all devices of such an axis.
+    Every array is marked as varying over the token axes, and over each further manual axis that one
+    of them varies over. The transpose of the marking sums the gradient of an array that was
+    replicated over such an axis.
     """
     manual = [lax.axis_index(axis) for axis in request.token_axes]
     inputs = vary(inputs, varying_axes(inputs, manual))
@@ -99,10 +99,10 @@ def ring_forward(request: Request, target: Target, inputs: AttentionInputs) -> C
 
 
 def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
-    """``x`` with zeros where its tokens, along the axis ``tokens``, are padding.
+    """``x`` with zeros in padding tokens; ``tokens`` is the index of the token axis.
 
-    Masks give padding the weight 0, and 0 times infinity or NaN is NaN. So the caller's values in
-    the padding are removed before they are multiplied with anything.
+    Masks give padding the weight 0, but 0 times infinity or NaN is NaN. So the caller's values in
+    padding are replaced before they are multiplied with anything.
     """
     if segment_ids is None:
         return x
@@ -112,16 +112,16 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass, for every implementation.
+    """What the backward pass reads from the forward pass, for every implementation.
 
     Attributes:
       inputs: :func:`ring_inputs`.
-      out: ``[B, T, N, Hv]``, this device's tokens before the all-to-all.
-      lse: ``[B, N, T]``, with the ring's tokens and heads.
-      q_segment_ids: of this device's tokens before the all-to-all.
-      differentiated: the per-head parameters that need a gradient; of the others no heads, ``[0]``.
-        They have entries because JAX requires one tree of residuals for all traces of a
-        ``custom_vjp``, whatever is differentiated.
+      out: ``[B, T, N, Hv]``, with this device's tokens and heads before the Ulysses all-to-all.
+      lse: float32 ``[B, N, T]``, with its tokens and heads after the all-to-all.
+      q_segment_ids: int32 ``[B, T]`` of its tokens before the all-to-all, or None.
+      differentiated: the per-head parameters that need a gradient, and arrays ``[0]`` for the
+        others: JAX requires one tree structure of residuals for all traces of a ``custom_vjp``,
+        whatever is differentiated.
     """
 
     inputs: AttentionInputs
@@ -138,7 +138,7 @@ def outputs_and_residuals(
     carry: Carry,
     differentiated: PerHead,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """What the forward rule of a ring returns.
+    """Results and residuals of the forward rule of a ring.
 
     Args:
       request: the static part of the call.
@@ -178,7 +178,7 @@ def _attend_fwd(
 def _attend_with_parameters_fwd(
     request: Request, target: Target, kv_heads: int, primals: Any
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """:func:`_attend_fwd` on primals that know which of them are differentiated."""
+    """:func:`_attend_fwd` on primals of ``symbolic_zeros``, which flag what is differentiated."""
     differentiated = {
         name: x.value if x.perturbed else x.value[:0] for name, x in primals.shared.per_head.items()
     }
@@ -206,7 +206,7 @@ def ring_backward(
     residuals: Residuals,
     cotangents: tuple[Any, Any],
 ) -> tuple[AttentionInputs]:
-    """The gradients of a ring's inputs, by the backward ring."""
+    """The backward rule of a ring: the gradients of its inputs."""
     (query, kv, shared), out, lse, segment_ids_here, parameters = residuals
     axis = request.ulysses_axis
 
@@ -219,15 +219,15 @@ def ring_backward(
     # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
     # slice of a stack, which would be copied whole.
     products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Nor may XLA swap the axes in the reduction: that kernel takes six times as long.
+    # XLA must not swap the axes within the reduction either: that kernel is six times slower.
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
     # A query that attends to nothing has no weights, and 0 times NaN is NaN.
     delta = jnp.where(lse == -jnp.inf, 0, delta)
-    # The backward ring starts when all of its inputs are there. XLA would otherwise hoist one of
-    # its permutes into the forward ring, where it delays one that the forward pass waits for.
+    # The backward ring starts when all of its inputs are ready. Otherwise XLA would hoist one of
+    # its permutes into the forward ring, where it would delay one that the forward pass waits for.
     q, do, (k, v), lse, delta = lax.optimization_barrier((query.q, do, (kv.k, kv.v), lse, delta))
     inputs = AttentionInputs(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
@@ -256,9 +256,9 @@ def ring_backward(
 _ring = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
 _ring.defvjp(_attend_fwd, ring_backward)
 
-# The gradients of per-head parameters take time, so they are computed only where they are needed,
-# which symbolic zeros tell the forward rule. In a shard_map outside of any jax.jit, JAX cannot call
-# a custom_vjp with symbolic zeros, but it can call a jax.jit around one.
+# Gradients of per-head parameters take time, so only those that are needed are computed; symbolic
+# zeros show the forward rule which. In a shard_map outside of any jax.jit, JAX cannot call a
+# custom_vjp with symbolic zeros, but it can call a jax.jit around one.
 _differentiated = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
 _differentiated.defvjp(_attend_with_parameters_fwd, ring_backward, symbolic_zeros=True)
 _ring_with_parameters = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)

@@ -1,18 +1,17 @@
 """The KV cache, sharded over the devices that share a sequence.
 
-The tokens of a sequence have places 0, 1, 2, ... in order. Sequences of different lengths in a
-batch are aligned at their ends, so the next token of every sequence has the same place. A slot
-holds the keys and values of one place, for all sequences.
+A place is an index along a batch of left-padded sequences (``cache_position`` in transformers).
+Sequences of different lengths are aligned at their ends, so the next token of every sequence has
+the same place. A slot holds the keys and values of one place, for all sequences.
 
-Layers without a window keep every place. The tokens of a prompt stay on the device that computed
-them, in the order of the ring's layout, and fill the next slots of each device. Generated tokens
-are distributed round-robin, so that the cache grows evenly::
+Layers without a window keep every place. The keys and values of a prompt stay on the device that
+computed them, in the order of the ring's layout, and fill the next slots of each device. Generated
+tokens are distributed round-robin, so that the cache grows evenly::
 
     device 0    first shard of the prompt   | token 0 | token 2 | ...
     device 1    second shard of the prompt  | token 1 | token 3 | ...
 
-Layers with a window keep the places of the window in a ring buffer: the place determines device and
-slot.
+Layers with a window keep its places in a ring buffer, where a place determines device and slot.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The place of an empty slot: after all others, so that no token attends to it.
+# The place of an empty slot: larger than all others, so that no token attends to it.
 EMPTY = 2**30 - 1
 
 
@@ -45,7 +44,7 @@ class CacheCapacity:
 
     @classmethod
     def of(cls, window: int | None, places: int, devices: int) -> CacheCapacity:
-        """The slots for a window in a cache of ``places`` places."""
+        """The capacity for a window, a ring buffer if it holds fewer than ``places`` places."""
         if window is not None:
             slots = -(-window // devices)
             if slots * devices < places:
@@ -69,7 +68,7 @@ class CacheCapacity:
 )
 @dataclasses.dataclass(frozen=True)
 class SlotMetadata:
-    """What the slots of a capacity hold.
+    """Places and validity of the slots of one :class:`CacheCapacity`.
 
     Attributes:
       places: int32 ``[C]``, the place of each slot, EMPTY if it is empty.
@@ -92,7 +91,7 @@ class Cache:
     Attributes:
       keys: for each layer ``[B, C, K, H]``, C the slots of all devices together.
       values: for each layer ``[B, C, K, Hv]``.
-      slots: metadata of each capacity.
+      slots: metadata for each distinct capacity (``Steps.capacities``).
       lengths: int32 ``[B]``, number of tokens of each sequence.
     """
 
@@ -109,8 +108,8 @@ class FillState:
     Attributes:
       place: the next place.
       used: filled slots of each device, in capacities without a window.
-      generated: tokens distributed round-robin since the last prompt; one slot of each device holds
-        one token per device.
+      generated: tokens distributed round-robin since the last prompt; as many tokens as there are
+        devices fill one slot of each.
       holes: whether a sequence lacks a token at a place after its first one.
     """
 
@@ -182,7 +181,7 @@ def write_ring_buffer(
       old: ``[B, C, ...]``, this device's slots.
       new: ``[B, T, ...]``, this device's tokens.
       places: int32 ``[T]``, their places.
-      ends: the prompt's first place that is not padding, and its last.
+      ends: int32 scalars: the prompt's first place that is not padding, and its last place.
       axes: the mesh axes that shard the tokens.
     """
     total = capacity.slots * capacity.devices

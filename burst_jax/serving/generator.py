@@ -42,8 +42,8 @@ class Generator:
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` returns.
       max_length: maximum tokens per sequence, of all prompts and all generated tokens. The first
-        prompt always fits with its padding; each further prompt (``extend``) takes up to an eighth
-        more than its tokens, and at least a few tokens more.
+        prompt always fits with its padding; each further prompt (``extend``) may use up to an
+        eighth more slots than it has tokens, and at least a few more.
       batch: batch size; a multiple of the devices along the batch axes.
       prefill_chunk: maximum tokens of a prompt per pass through the ring; None is all. Memory for
         activations is proportional to it.
@@ -53,7 +53,7 @@ class Generator:
 
     Attributes:
       cache_bytes: bytes of the cache on each device.
-      seconds_to_first_token: of the last call of :meth:`generate`; None before.
+      seconds_to_first_token: time to first token of the last :meth:`generate`; None before.
 
     Raises:
       ValueError: a number below 1, a batch that the mesh does not divide, a model with LoRA
@@ -102,7 +102,7 @@ class Generator:
         each = 2 * served.heads // tensor * config.head_dim * jnp.dtype(config.dtype).itemsize
         self.cache_bytes = self.batch // shards * slots * each
         self._check_memory()
-        # None after a program that it was donated to has failed.
+        # None after the failure of a program that it was donated to.
         self._cache: Cache | None = self._steps.allocate()
         self._filled = FillState()
         self._lengths = np.zeros(self.batch, np.int64)
@@ -207,7 +207,7 @@ class Generator:
           FileNotFoundError: the folder has no cache.
           ValueError: the cache is of another model or batch size, or too long for this generator;
             the message names the difference, and this generator's cache is unchanged.
-          burst_jax.training.CheckpointError: it is damaged. Every file is compared with its hash.
+          burst_jax.training.CheckpointError: it is damaged. The hash of every file is verified.
         """
         state = saved_cache.load(folder, self._steps, self.max_length, self._clear)
         self._cache, self._filled, self._lengths = state
@@ -274,8 +274,8 @@ class Generator:
         logits: Any = None
         filled, shard, lengths = self._filled, chunk // self._devices, [len(ids) for ids in rows]
         cache_was_empty, padding = filled.place == 0, total - longest
-        # After tokens in the cache padding takes no places, because the distance of two tokens must
-        # be that of their places. Slots that only some devices have filled stay empty.
+        # After cached tokens padding gets no new places, because the distance of two tokens must be
+        # that of their places. Slots that only some devices have filled remain empty.
         start = padding if cache_was_empty else filled.place
         at = filled.place if cache_was_empty else filled.place - padding
         used, longest_sequence = filled.used, int((self._lengths + lengths).max())
@@ -298,7 +298,7 @@ class Generator:
         return logits
 
     def _donate(self) -> Cache:
-        """The cache, to be donated to a program; if that fails, there is no cache."""
+        """The cache, to be donated to a program; there is none if the program fails."""
         cache, self._cache = self._cache, None
         assert cache is not None
         return cache
@@ -345,7 +345,7 @@ class Generator:
         return -(-length // step) * step
 
     def _step(self, length: int) -> int:
-        """The divisor of a padded length."""
+        """The number of which a padded length is a multiple."""
         unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 

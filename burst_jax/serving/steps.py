@@ -27,7 +27,7 @@ from burst_jax.serving.cache import (
 from burst_jax.serving.decode_attention import decode_attention
 from burst_jax.serving.model import ServedModel
 
-# Options that a layer passes to its attention for whole sequences, replaced when the cache is read.
+# Options that a layer passes for attention over whole sequences; replaced if the cache is read.
 _SEQUENCE_OPTIONS = (
     "layout",
     "query_segment_ids",
@@ -35,7 +35,7 @@ _SEQUENCE_OPTIONS = (
     "is_causal",
     "local_window_size",
 )
-# Options of a layer that decoding uses.
+# Options of a layer that decoding reads.
 _SCORE_OPTIONS = ("scale", "logits_soft_cap", "sink_logits", "implementation")
 
 
@@ -64,7 +64,7 @@ class Steps:
         self._decode = partial(jax.jit, static_argnums=0, donate_argnums=2)(Steps._decode_of)
 
     def _specs(self) -> Any:
-        """The ``PartitionSpec`` of each array of a cache, as a cache."""
+        """A :class:`Cache` with the ``PartitionSpec`` of each of its arrays."""
         batch, tokens = self.model.data_axes
         heads: Any = P(batch, tokens, self.model.shardings.tensor_axes or None)
         slots: Any = P(tokens), P(batch, tokens)
@@ -112,7 +112,7 @@ class Steps:
           cache: donated.
           tokens: int32 ``[B, T]`` in the ring's layout.
           present: int32 ``[B, T]``, 0 for padding.
-          places: int32 ``[T]``, of each token.
+          places: int32 ``[T]``, the place of each token.
           position: write position.
           reach: number of slots of each device to read, at least those in use afterwards; 0 if the
             cache was empty before.
@@ -362,7 +362,7 @@ def _count_preceding(
 ) -> jax.Array:
     """Number of tokens of the prompt chunk before each token, per sequence.
 
-    Padding precedes a sequence's first token, so this is the place minus the padding.
+    Padding precedes a sequence's first token, so this is the place minus the amount of padding.
     """
     padding = last - first + 1 - _total(present.sum(1), axes)
     return jnp.maximum(places - first - padding[:, None], 0)

@@ -25,9 +25,9 @@ from burst_jax.training import checkpoint_files as files
 # How many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
 _SHARED = ".all-processes-see-this"
-# In the name of a folder that orbax has not completed.
+# Part of the name of a folder that orbax has not completed.
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# In the errors of Python's threads and thread pools at interpreter shutdown.
+# Texts in the errors of Python's threads and thread pools at interpreter shutdown.
 _SHUTDOWN = ("interpreter shutdown", "new futures after shutdown")
 _HOST_MEMORY = "pinned_host"
 
@@ -64,7 +64,7 @@ class Checkpoints:
 
     Use it as a context manager or call :meth:`close`. A program that ends without either still
     waits for the checkpoint being written, but a failure is only printed to stderr. Python 3.12.0
-    to 3.12.2 start no threads at shutdown: there that checkpoint is lost, and the line says so.
+    to 3.12.2 start no threads at shutdown: there that checkpoint is lost, and stderr reports it.
 
     Args:
       folder: folder of the checkpoints, created by the first :meth:`save`.
@@ -205,7 +205,7 @@ class Checkpoints:
           CheckpointError: checkpoint ``step`` is damaged, or all are.
         """
         wanted = {name: _abstract(name, leaf) for name, leaf in _by_name(abstract_state).items()}
-        # The newest first, as process 0 sees the folder.
+        # Newest first; all processes use the listing of process 0.
         steps = gather_json(sorted(self._steps(), reverse=True)[:_TRIED])[0]
         if step is not None:
             if check_integer("step", step, 0) not in steps:
@@ -317,12 +317,12 @@ class Checkpoints:
         )
 
 
-# Those with a checkpoint that is still being written.
+# Instances whose last checkpoint is still being written.
 _UNFINISHED: set[Checkpoints] = set()
 
 
 def close_unfinished() -> None:
-    """Closes all that have a checkpoint which is still being written, and prints failures."""
+    """Closes all instances whose last checkpoint is still being written, and prints failures."""
     for checkpoints in list(_UNFINISHED):
         try:
             checkpoints.close()
@@ -370,8 +370,8 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def _copy_host_memory(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copies the arrays in host memory: orbax writes directly from there, and the next step
-    overwrites them."""
+    """Copies arrays in host memory: orbax writes them from there while the next step overwrites
+    them."""
     on_host = {name: x for name, x in named.items() if x.sharding.memory_kind == _HOST_MEMORY}
     return named | _copies(on_host)
 
@@ -414,7 +414,7 @@ def _json(extra: Any) -> Any:
 def _compare(folder: Path, record: files.Record, wanted: dict[str, Any], partial: bool) -> None:
     """Raises a ValueError that lists every difference between saved and requested arrays.
 
-    If ``partial``, arrays that only the checkpoint has are no difference.
+    If ``partial``, arrays that only the checkpoint has are ignored.
     """
     there = record.arrays
     lines = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
@@ -437,7 +437,7 @@ def _compare(folder: Path, record: files.Record, wanted: dict[str, Any], partial
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; all processes verify a part and get the same answer."""
+    """The damage to a checkpoint, or None. Each process verifies a part; all get the result."""
     reason = None
     try:
         record = files.read_record(folder)

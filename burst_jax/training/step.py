@@ -92,8 +92,8 @@ class TrainStep:
     def _jit(self, params: nnx.State, opt_state: optax.OptState) -> jax.stages.Wrapped:
         if self._jitted is None:
             nnx.merge(self._graphdef, params).refuse_split_weights()
-            # Only the first call knows the shardings. Left to itself, the compiler might shard a
-            # new weight over the sequence axis, and every later step would gather it.
+            # The shardings are known at the first call. Without them the compiler might shard a new
+            # weight over the sequence axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
             self._weight_shardings = jax.tree.map(_named_sharding, split_trained(params)[0])
             options = self._compiler_options
@@ -110,7 +110,7 @@ class TrainStep:
     ) -> tuple[Any, Any, dict[str, Any]]:
         trained, frozen = split_trained(params)
         loss, grads = self._mean_loss_and_gradient(trained, frozen, batch)
-        with jax.numpy_dtype_promotion("standard"):  # As in the schedule.
+        with jax.numpy_dtype_promotion("standard"):  # As in Optimizer.schedule: optax mixes dtypes.
             updates, new_opt_state = _update(
                 self._transform, grads, opt_state, trained, self._weight_shardings
             )
@@ -185,7 +185,7 @@ def make_train_step(
     z_loss: float = 0.0,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
-    """The jitted training step of a decoder.
+    """Creates the jitted training step of a decoder.
 
     Args:
       graphdef: graph definition of the decoder, see :func:`init_train_state`.

@@ -118,7 +118,7 @@ def optimization_barrier(*values: jax.Array) -> Any:
     """Returns ``values`` unchanged; the compiler moves no computation of them across this point.
 
     Everything derived from a result is computed after it. Passing a value through again saves
-    registers: what follows from it is recomputed here instead of being kept alive.
+    registers: values derived from it are recomputed afterwards instead of being kept alive.
     """
     results = lax.optimization_barrier(values)
     return results[0] if len(results) == 1 else results

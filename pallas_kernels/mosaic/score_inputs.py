@@ -1,7 +1,7 @@
-"""Everything but ``q k^T`` that scores are computed from, in global memory and as fragments.
+"""What kernels compute scores from, apart from ``q k^T``: in global memory and as fragments.
 
 Positions, segment ids, per-query KV bounds, per-head parameters, dropout hashes, block-sparse
-masks and global indices; and the tests of a tile of scores by them.
+masks and global indices; and the masks of a tile of scores that follow from them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.spec import AttentionSpec, Tiles
 
-# Blocks of a block-sparse mask hold multiples of this many neighboring queries, and of keys: a
-# warpgroup's rows then are in one block.
+# Blocks of a block-sparse mask must have a multiple of this many neighboring queries, and keys, so
+# that the 64 rows of a warpgroup are in one block.
 BLOCK_TOKENS = 64
 
 
@@ -45,12 +45,12 @@ def unsupported_block_mask(inputs: AttentionInputs) -> str | None:
 
 
 class TokenArrays(NamedTuple):
-    """What masks and ALiBi read of one side: all of it in global memory, or a tile in registers.
+    """What masks and biases read of one side: whole arrays in global memory or a tile in registers.
 
     Attributes:
       positions: int32 ``[length]``; None if nothing reads them.
-      segment_ids: int32 ``[B, length]``, of a tile ``[length]``; None without segments.
-      kv_starts: of queries, int32 ``[B or 1, length]``, of a tile ``[length]``; or None.
+      segment_ids: int32 ``[B, length]``, or ``[length]`` of a tile; None without segments.
+      kv_starts: int32 ``[B or 1, length]``, or ``[length]`` of a tile; None for keys, and without.
       kv_ends: the same.
     """
 
@@ -63,8 +63,8 @@ class TokenArrays(NamedTuple):
     def padded(cls, side: QuerySide | KVSide, block: int, repeat_last: bool = False) -> TokenArrays:
         """The arrays of a side, padded to whole tiles of ``block`` tokens; padding is segment 0.
 
-        ``repeat_last``: pad positions with the last one, for user functions that may be undefined
-        at others.
+        ``repeat_last``: whether to pad positions with the last one, because user functions may be
+        undefined at others.
         """
         assert side.positions is not None
         length = -(-side.positions.shape[0] // block) * block
@@ -99,7 +99,7 @@ class TokenArrays(NamedTuple):
         return all(x is None for x in self)
 
     def only(self, *names: str) -> TokenArrays:
-        """These fields; the others None."""
+        """The arrays with only these fields; the others are None."""
         return TokenArrays(**{name: getattr(self, name) for name in names})
 
 
@@ -137,7 +137,7 @@ class BlockMaskEntries(NamedTuple):
     kv_columns: Any
 
     def allowed(self, head: Any, q_part: Any, kv_part: Any) -> jax.Array:
-        """Whether BLOCK_TOKENS queries attend to BLOCK_TOKENS keys; both given by index."""
+        """Whether a part of BLOCK_TOKENS queries attends to a part of BLOCK_TOKENS keys."""
         head = head if self.table.shape[0] > 1 else i32(0)
         return self.table[head, self.q_rows[q_part], self.kv_columns[kv_part]] != 0
 
@@ -146,9 +146,9 @@ class ScoreInputs(NamedTuple):
     """The inputs of scores, apart from queries and keys: arrays, or references inside a kernel.
 
     Attributes:
-      q_tokens: of the queries, padded to whole tiles; empty if nothing reads them.
-      kv_tokens: the same of the keys.
-      per_head: float32 ``[N]`` each, the per-head parameters of logits by name.
+      q_tokens: the queries' arrays, padded to whole tiles; empty if nothing reads them.
+      kv_tokens: the same for keys.
+      per_head: the per-head parameters that logits are computed from, float32 ``[N]``, by name.
       dropout: None without dropout.
       blocks: None without a block-sparse mask.
       indices: global batch and head indices; None without user functions.
@@ -218,11 +218,11 @@ def token_mask(
     q_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
     k_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
 ) -> jax.Array | None:
-    """Which scores of a tile count by their tokens; None if all do.
+    """True where the token arrays do not mask a score of a tile; None if they mask none.
 
     Args:
-      mask: window; its ``mask_mod`` must be None.
-      shape: of the tile.
+      mask: the window; its ``mask_mod`` must be None.
+      shape: shape of the tile.
       q: tokens of the tile's queries, in registers.
       k: tokens of the tile's keys, in registers.
       q_along: ``along_rows`` where queries are the tile's rows, else ``along_columns``.
@@ -234,7 +234,7 @@ def token_mask(
 
 
 def allowed_columns(shape: tuple[int, ...], allowed: Sequence[jax.Array], layout: Any) -> jax.Array:
-    """Mask of a tile in ``layout`` whose i-th BLOCK_TOKENS columns count where ``allowed[i]``."""
+    """Mask of a tile in ``layout``; its i-th BLOCK_TOKENS columns are True if ``allowed[i]`` is."""
     index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
     mask = None
     # Two neighboring parts make one range of columns.

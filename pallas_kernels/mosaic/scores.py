@@ -1,7 +1,7 @@
 """Scores of one tile in a warpgroup's registers, queries along the rows: logits, mask, dropout.
 
-Shared by the kernels whose tiles of scores are ``[queries, keys]``. What a call does not have emits
-nothing.
+For kernels whose tiles of scores are ``[queries, keys]``. A feature that a call does not use emits
+no code.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from pallas_kernels.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class ScoreStatic:
-    """What is static about the scores of a call.
+    """Static parameters of the scores of a call.
 
     Attributes:
       spec: mask, score and dropout.
-      mask: the mask that scores are tested by; where queries have KV bounds, the window is a part
-        of these.
+      mask: the mask that is applied to scores; per-query KV bounds include the window.
       kv_length: S, keys before padding.
       keys_are_padded: whether the last tile of keys has padding.
-      has_bias: whether positions add something to the logits.
+      has_bias: whether a bias that depends on positions is added to the logits.
     """
 
     spec: AttentionSpec
@@ -44,12 +43,12 @@ class ScoreStatic:
 
     @property
     def bias_is_line(self) -> bool:
-        """Whether the bias is a line over key positions: no key that counts is after its query."""
+        """Whether the bias is affine in key positions: no unmasked key is after its query."""
         return self.has_bias and self.spec.mask.hides_later_keys
 
     @property
     def base_2_factor(self) -> float:
-        """What takes scores to logits in base 2; with a bias they are in base 2 already."""
+        """Factor from scores to logits in base 2; scores with a bias are in base 2 already."""
         return 1.0 if self.has_bias else self.spec.score.base_2_factor
 
 
@@ -57,9 +56,9 @@ class ScoreTile(NamedTuple):
     """One tile of scores ``[M queries, N keys]`` of one batch index and query head.
 
     Attributes:
-      static: what is static about the call.
-      inputs: references.
-      layouts: register layouts ``tile``, ``rows`` and ``columns``.
+      static: static parameters of the scores.
+      inputs: references to the inputs of scores.
+      layouts: object with the register layouts ``tile``, ``rows`` and ``columns``.
       shape: ``(M, N)``.
       batch: batch index.
       head: query head.
@@ -81,11 +80,11 @@ class ScoreTile(NamedTuple):
         return self.static.spec.score.raw(products, tanh)
 
     def scores(self, raw: jax.Array, *, masked: bool) -> jax.Array:
-        """Scores that ``base_2_factor`` takes to base 2; -inf where they do not count.
+        """Scores that, times ``base_2_factor``, are logits in base 2; -inf where masked.
 
         Args:
-          raw: float32, of :meth:`raw`.
-          masked: whether some of the tile's scores may not count.
+          raw: float32, result of :meth:`raw`.
+          masked: whether some of the tile's scores may be masked.
         """
         score, scores = self.static.spec.score, raw
         mask_mod = self.static.mask.mask_mod if masked else None
@@ -110,10 +109,10 @@ class ScoreTile(NamedTuple):
         return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
 
     def excess(self) -> jax.Array | None:
-        """float32 ``[M]``: what scores in base 2 have too much in every row; None if nothing.
+        """float32 ``[M]``: by how much each query's base-2 scores are too large; None if exact.
 
-        Where the bias is a line, ``slope (k - q)``, scores have ``slope (k - base)``, one addition
-        for each of them. The rest is the same for all keys of a query, and small: the base is the
+        An affine bias is ``slope (k - q)``, but scores contain ``slope (k - base)``, one addition
+        per score. The difference is the same for all keys of a query, and small: the base is the
         position of the tile's first query.
         """
         if not self.static.bias_is_line:
@@ -134,7 +133,7 @@ class ScoreTile(NamedTuple):
         return slope * (positions - base).astype(jnp.float32)
 
     def dropout_factors(self) -> jax.Array | None:
-        """What dropout multiplies the tile's weights by; None without dropout."""
+        """The factors by which dropout multiplies the tile's weights; None without dropout."""
         kept, dropout = self._kept(), self.static.spec.dropout
         if kept is None or dropout is None:
             return None
@@ -142,17 +141,17 @@ class ScoreTile(NamedTuple):
         return jnp.where(kept, unit, 0.0)
 
     def without_dropped(self, weights: jax.Array) -> jax.Array:
-        """The weights, 0 where they are dropped; the others are not scaled up."""
+        """The weights, 0 where dropped; those that are kept are not scaled."""
         kept = self._kept()
         return weights if kept is None else jnp.where(kept, weights, 0.0)
 
     def product_gradients(self, raw: jax.Array, weights: jax.Array, ds: jax.Array) -> jax.Array:
-        """Gradients of the scaled products from ``ds``, those of the logits.
+        """Gradients of the scaled products.
 
         Args:
-          raw: float32, of :meth:`raw`.
-          weights: float32, of the softmax.
-          ds: float32.
+          raw: float32, result of :meth:`raw`.
+          weights: float32, softmax weights.
+          ds: float32, gradients of the logits.
         """
         score = self.static.spec.score
         if score.score_mod is None:
@@ -166,7 +165,7 @@ class ScoreTile(NamedTuple):
         return ds
 
     def per_head_gradients(self, ds: jax.Array) -> dict[str, jax.Array]:
-        """What each score adds to the per-head parameters' gradients; ``ds`` is of the logits."""
+        """Each score's contribution to per-head gradients; ``ds``: gradients of the logits."""
         score = self.static.spec.score
         if not score.differentiated:
             return {}
@@ -182,11 +181,11 @@ class ScoreTile(NamedTuple):
         return dropout.kept(self._over_rows(rows), self._over_columns(columns))
 
     def _over_rows(self, x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.Array:
-        """``[M]`` over the tile, or over a shape."""
+        """Broadcasts ``[M]`` over the tile, or over ``shape``."""
         return plgpu.layout_cast(along_rows(x, shape or self.shape), self.layouts.tile)
 
     def _over_columns(self, x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.Array:
-        """``[N]`` over the tile, or over a shape."""
+        """Broadcasts ``[N]`` over the tile, or over ``shape``."""
         return plgpu.layout_cast(along_columns(x, shape or self.shape), self.layouts.tile)
 
     def _slices(self, columns: slice | None = None) -> tuple[Any, Any]:
@@ -196,7 +195,7 @@ class ScoreTile(NamedTuple):
         return pl.ds(self.first_query, self.shape[0]), pl.ds(self.first_key + first, count)
 
     def _positions(self, columns: slice | None = None) -> tuple[jax.Array, jax.Array]:
-        """``(of the queries, of the keys)``, int32, over the tile or some of its columns."""
+        """``(q, k)`` positions, int32, broadcast over the tile or over some of its columns."""
         queries, keys = self._slices(columns)
         of_queries = self.inputs.q_tokens.only("positions")
         of_keys = self.inputs.kv_tokens.only("positions")
@@ -215,7 +214,7 @@ class ScoreTile(NamedTuple):
         return {name: ref[self.head] for name, ref in self.inputs.per_head.items()}
 
     def _allowed(self) -> jax.Array | None:
-        """Which scores count; None if all do."""
+        """True where a score is not masked; None if no score is masked."""
         queries, keys = self._slices()
         mask = dataclasses.replace(self.static.mask, mask_mod=None)
         allowed = None
@@ -241,7 +240,7 @@ class ScoreTile(NamedTuple):
         return index < self.static.kv_length - self.first_key
 
     def _allowed_by_blocks(self) -> jax.Array | None:
-        """Of a block-sparse mask, of which a tile has an entry for every 64 queries."""
+        """Mask of the block-sparse mask, which has one entry per BLOCK_TOKENS queries of a tile."""
         blocks = self.inputs.blocks
         if blocks is None:
             return None
@@ -252,7 +251,7 @@ class ScoreTile(NamedTuple):
         allowed = None
         for part in range(parts):
             seen = blocks.allowed(self.head, q_part + part, kv_part)
-            # Rows of this part count if it is seen: from its first row on, or from none on.
+            # The part's rows are unmasked if its entry allows them: else the range is empty.
             first, end = i32(part * BLOCK_TOKENS), i32((part + 1) * BLOCK_TOKENS)
             here = (index >= first) & (index < jnp.where(seen, end, first))
             allowed = here if allowed is None else allowed | here

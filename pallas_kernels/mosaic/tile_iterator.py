@@ -15,9 +15,9 @@ class TileIterator:
     """The tiles within a work tile's bounds, in loop order: tiles that need a mask, then full ones.
 
     Args:
-      bounds: reference to int32 ``[1 or B, tiles, 4]``, :func:`pallas_kernels.bounds.query_bounds`
-        or ``key_bounds``; or to their tile lists, ``[1 or B, 1 or heads, tiles, 2 + tiles of the
-        other side]``.
+      bounds: reference to tile bounds, int32 ``[1 or B, tiles, 4]``, or to tile lists, int32
+        ``[1 or B, 1 or heads, tiles, 2 + tiles of the other side]``
+        (:mod:`pallas_kernels.bounds`).
       batch: batch index of the work tile.
       head: head index of the work tile.
       tile: tile index of the work tile.
@@ -52,7 +52,7 @@ class TileIterator:
         self.total = end - first
 
     def tile(self, step: Any) -> jax.Array:
-        """The tile of a loop step. Past the last step: some tile that exists."""
+        """The tile of a loop step; past the last step any valid tile."""
         masked = jnp.where(
             step < self._before, self._first + step, self._full_end + (step - self._before)
         )
@@ -66,7 +66,7 @@ class TileIterator:
         return tile if self._list is None else self._list(tile)
 
     def masked_tile(self, index: Any) -> jax.Array:
-        """The tile of this index among those that need a mask. Past the last one: some tile."""
+        """The ``index``-th tile that needs a mask; past the last one any valid tile."""
         if self._list is not None:
             return self._list(jnp.minimum(index, self._last))
         after = self._full_end + (index - self._before)
@@ -74,6 +74,6 @@ class TileIterator:
         return jnp.clip(tile, 0, self._last)
 
     def full_tile(self, index: Any) -> jax.Array:
-        """The tile of this index among the full ones, without rotation."""
+        """The ``index``-th full tile, without ``rotate``; past the last one any valid tile."""
         tile = jnp.minimum(self._full_first + index, self._last)
         return tile if self._list is None else self._list(tile)

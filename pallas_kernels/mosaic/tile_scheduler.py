@@ -2,9 +2,9 @@
 
 There is one CTA per SM. Its first work tile has the CTA's own index. The producer warpgroup fetches
 the index of the next one from an atomic counter in global memory as soon as it has started all
-copies for the present one. So no SM idles while another has much left to do, also where another
-kernel, like one of NCCL's, occupies some SMs; and a work tile's first copies overlap with the
-epilogue of the one before.
+copies for the current one. So no SM idles while another has much left to do, even if another
+kernel, like one of NCCL's, occupies some SMs. A work tile's first copies overlap with the epilogue
+of the previous one.
 
 Where CTAs form thread-block clusters, read "cluster" for "CTA" here, and "neighboring tiles, one
 per CTA of the cluster" for "tile".
@@ -33,7 +33,7 @@ CTA_AXIS = "cta"
 # Slots in shared memory for fetched work-tile indices.
 SLOTS = 2
 # Bytes of the L2 cache (50 MiB) that an L2 swizzle group may use. With small groups the long work
-# tiles of the last group start late, and the GPU is half idle until they end. Where that would cost
+# tiles of the last group start late, and the GPU is half idle until they end. If that would take
 # more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
 _L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
 _MAX_TAIL = 0.05
@@ -70,7 +70,7 @@ class WorkTiles:
       shared_bytes: bytes of global memory that the tiles of one head share.
       equal: whether all tiles have the same amount of work. Then none can start too late, and an L2
         swizzle group is one head.
-      persistent: False where a kernel has no registers for a loop over work tiles: one CTA each.
+      persistent: False if a kernel lacks registers for a loop over work tiles: then one CTA each.
       cluster: CTAs per cluster.
     """
 
@@ -118,7 +118,7 @@ class WorkTiles:
         return self.ctas == self.count
 
     def coordinates(self, index: Any) -> TileCoordinates:
-        """The coordinates of the work tile that comes at ``index`` in the order."""
+        """The coordinates of the work tile at ``index`` in this order."""
         heads = self.group_heads
         group, rest = (op(index, i32(heads * self.tiles)) for op in (lax.div, lax.rem))
         tile = lax.div(rest, i32(heads))
@@ -184,7 +184,7 @@ class TileScheduler(NamedTuple):
     cluster: int = 1
 
     def release_slots(self, is_producer: bool) -> None:
-        """Marks all slots as free; every warpgroup calls it first."""
+        """Marks all slots as free; called before the first :meth:`read`."""
         for slot in range(SLOTS):
             self._release(slot, is_producer)
 
@@ -212,7 +212,7 @@ class TileScheduler(NamedTuple):
     def drain(self) -> None:
         """Waits until every CTA of the cluster has read the last indices.
 
-        They arrive at barriers in this CTA's shared memory, which is gone once the CTA has exited.
+        Other CTAs arrive at barriers in this CTA's shared memory, which is gone once it has exited.
         """
         for slot in range(SLOTS):
             plgpu.barrier_wait(self.free.at[slot])
@@ -221,7 +221,7 @@ class TileScheduler(NamedTuple):
         if self.cluster > 1:
             warpgroup_barrier()
         elif is_producer:
-            return  # It reads an index before it fetches the next one.
+            return  # The producer reads an index before it fetches the next one into the slot.
         plgpu.barrier_arrive(self.free.at[slot])
 
 
@@ -277,7 +277,7 @@ def for_each_work_tile(
 
     first = lax.axis_index(CTA_AXIS) * SLOTS, i32(0)
     if work_tiles.one_per_cta:
-        return run_one(*first)  # Without a loop its state is constant, and takes no registers.
+        return run_one(*first)  # Without a loop the state is constant and needs no registers.
     if not is_producer or work_tiles.cluster > 1:
         scheduler.release_slots(is_producer)
     _, steps = lax.while_loop(lambda state: state[0] < work_tiles.count * SLOTS, body, first)

@@ -1,1 +1,1 @@
-"""Kernels of warp-level instructions (mma.sync, cp.async, ldmatrix): Ampere and newer GPUs."""
+"""Ampere kernels (compute capability 8.0, 8.7): mma.sync, cp.async and ldmatrix."""

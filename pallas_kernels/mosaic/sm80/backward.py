@@ -1,16 +1,16 @@
-"""Backward local attention for Ampere and newer: dQ, dK and dV from one pass over the scores.
+"""Backward local attention on Ampere: dQ, dK and dV from one pass over the scores.
 
-One CTA per (batch index, key/value head, KV tile) loops over the query tiles inside its bounds, for
-every query head that shares the key/value head. Of its two warpgroups each owns half of the keys,
+One CTA per (batch index, key/value head, KV tile) loops over the query tiles within its bounds, for
+every query head that shares the key/value head. Each of its two warpgroups w owns half of the keys,
 and accumulates their dK and dV in registers::
 
     S_w = Q K_w^T    dP_w = dO V_w^T          2 x 2 warps; P_w and dS_w go to shared memory
     dV_w += P_w^T dO    dK_w += dS_w^T Q      left operand by transposed ldmatrix
-    dQ += dS K                                each warpgroup a part, over the keys of both
+    dQ += dS K                                each warpgroup one part of dQ, over all keys
 
-dQ is summed in global memory by atomic additions, in register order (see
-:func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`): its last bits differ from
-run to run. One transpose at the end makes rows of it.
+dQ is accumulated in global memory by atomic additions, in register order (see
+:func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
+run to run. A transpose at the end makes it row-major.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BackwardArrays(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-      attention: queries, keys, values, and what scores are made of.
+      attention: queries, keys, values, and the inputs of scores.
       do: ``[B, T, N * Hv]``, T padded to whole tiles.
       stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
     """
@@ -70,10 +70,10 @@ class BackwardResults(NamedTuple):
     """What the kernel writes.
 
     Attributes:
-      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``; added to.
-      dk: ``[B, S, K * H]``, S padded to whole tiles; float32 that is given is added to.
-      dv: ``[B, S, K * Hv]``, likewise.
-      per_head: float32 ``[B, N, warpgroups]`` each, by name; added to.
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics.
+      dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
+      dv: ``[B, S, K * Hv]``, the same.
+      per_head: float32 ``[B, N, warpgroups]`` each, by name, accumulated by atomics.
     """
 
     dq: Any
@@ -99,12 +99,12 @@ def backward(
     out_dtype: DTypeLike | None = None,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the shipped one."""
+    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config`` None is the default."""
     config = config or backward_config(inputs.head_dim, inputs.value_dim)
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
-    # The zeros depend on an operand, so that a ring does not make those of all steps at once. The
-    # scalar zero is this call's own: XLA would make equal arrays once, and copy them.
+    # The zeros depend on an operand, so that a ring does not allocate those of all steps at once.
+    # The barrier makes them unique to this call: XLA would create equal arrays once, and copy them.
     zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
     arrays = BackwardArrays(
         attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
@@ -142,7 +142,7 @@ def backward(
 def backward_bounds(
     inputs: AttentionInputs, *, spec: AttentionSpec, config: BackwardConfig | None = None
 ) -> jax.Array:
-    """The tables that :func:`backward` reads with the same config."""
+    """The tile bounds that :func:`backward` reads with the same config."""
     tiles = (config or backward_config(inputs.head_dim, inputs.value_dim)).tiles
     return key_bounds(
         spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask, inputs.groups
@@ -152,7 +152,7 @@ def backward_bounds(
 def _dkv_results(
     static: Static[BackwardConfig], dkv: Dkv | None, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """dK and dV to add to, or the types of new ones."""
+    """The given dK and dV, to be added to, or the shapes and dtypes of new ones."""
     length = static.padded_kv_length
     if dkv is not None:
         dk, dv = dkv
@@ -164,7 +164,7 @@ def _dkv_results(
 
 
 def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
-    """dQ as float32 ``[B, T, N, H]``, of :attr:`BackwardResults.dq`."""
+    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq`."""
     config = static.config
     part = config.dq_part(static.dim)
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
@@ -198,7 +198,7 @@ def _kernel(
     results: BackwardResults,
     memory: Any,
 ) -> None:
-    """One CTA's warpgroup. ``adds_dkv``: dK and dV are added to what the results hold."""
+    """One warpgroup of one CTA. ``adds_dkv``: dK and dV are added to those in the results."""
     cta = _Cta.of(static, arrays, results, memory)
     tiles, groups = cta.tiles, i32(static.groups)
     cta.copy_keys()
@@ -219,11 +219,11 @@ def _kernel(
 
 
 class _Visit(NamedTuple):
-    """A tile of queries of one of the query heads that share the CTA's key/value head.
+    """One step of the loop: a query tile of a query head that shares the CTA's key/value head.
 
     Attributes:
       tile: query tile.
-      member: index of the query head among these.
+      member: index of the query head within the key/value head's group.
     """
 
     tile: Any
@@ -231,10 +231,10 @@ class _Visit(NamedTuple):
 
 
 class _Cta(NamedTuple):
-    """A warpgroup of a CTA: what it works on.
+    """One warpgroup of a CTA, and its part of the CTA's work.
 
     Attributes:
-      static: what is static about the call.
+      static: static parameters of the call.
       arrays: references to what is read.
       results: references to what is written.
       memory: shared memory by name.
@@ -265,7 +265,7 @@ class _Cta(NamedTuple):
         results: BackwardResults,
         memory: Any,
     ) -> _Cta:
-        """That of the grid's indices."""
+        """The warpgroup of the current grid indices."""
         batch, kv_head, kv_tile = (lax.axis_index(name) for name in ("batch", "heads", "tiles"))
         bounds = arrays.attention.bounds
         tiles = TileIterator(bounds, batch, kv_head, kv_tile, static.q_tiles - 1)
@@ -275,11 +275,11 @@ class _Cta(NamedTuple):
 
     @property
     def own_keys(self) -> Any:
-        """The warpgroup's rows of the CTA's keys and values."""
+        """The slice of the warpgroup's keys and values within the CTA's."""
         return pl.ds(self.warpgroup * self.static.config.keys, self.static.config.keys)
 
     def head(self, visit: _Visit) -> Any:
-        """Query head of a visit."""
+        """The query head of a step."""
         if self.static.groups == 1:
             return self.kv_head
         return self.kv_head * self.static.groups + visit.member
@@ -296,18 +296,18 @@ class _Cta(NamedTuple):
             instructions.copy(part, self.memory[name].at[self.own_keys])
 
     def copy_queries(self, visit: _Visit, stage: Any) -> None:
-        """Starts the copies of a visit's queries and stats."""
+        """Starts the copies of a step's queries and stats."""
         self._copy_rows(self.arrays.attention.q, "q", self.static.dim, visit, stage)
-        # Both warpgroups copy the same numbers: no part of them is too small for a copy.
+        # Both warpgroups copy all stats: a half may have fewer elements than there are threads.
         stats = self.arrays.stats.at[self.batch, self.head(visit), visit.tile]
         instructions.copy(stats, self.memory["stats"].at[stage])
 
     def copy_do(self, visit: _Visit, stage: Any) -> None:
-        """Starts the copy of a visit's dO."""
+        """Starts the copy of a step's dO."""
         self._copy_rows(self.arrays.do, "do", self.static.value_dim, visit, stage)
 
     def _copy_rows(self, source: Any, name: str, dim: int, visit: _Visit, stage: Any) -> None:
-        """Each warpgroup copies half of a tile's rows."""
+        """Starts the copy of the warpgroup's half of a query tile."""
         block_q = self.static.config.block_q
         rows = block_q // BACKWARD_WARPGROUPS
         first = self.warpgroup * rows
@@ -318,15 +318,15 @@ class _Cta(NamedTuple):
     def visit_all(
         self, sums: _Sums, before: Any, count: Any, tile_of: Any, after: Any, *, masked: bool
     ) -> _Sums:
-        """Visits some tiles of every query head.
+        """Loops over ``count`` tiles of every query head.
 
         Args:
-          sums: over the visits before.
-          before: how many these were.
+          sums: the sums over previous steps.
+          before: number of previous steps.
           count: number of tiles.
-          tile_of: the tile of an index.
-          after: what to copy during the last visit; None: nothing that is needed.
-          masked: whether some of the tiles' scores may not count.
+          tile_of: ``index -> tile``.
+          after: what to prefetch in the last step; None if no step follows.
+          masked: whether some of the tiles' scores may be masked.
         """
         groups = i32(self.static.groups)
 
@@ -353,14 +353,14 @@ class _Cta(NamedTuple):
     def visit(
         self, sums: _Sums, step: Any, visit: _Visit, upcoming: _Visit, *, masked: bool
     ) -> _Sums:
-        """Visits a tile of queries, which is being copied.
+        """One step of the loop, on a query tile that is being copied.
 
         Args:
-          sums: over the visits before.
-          step: number of these.
-          visit: the tile.
-          upcoming: the tile to copy next.
-          masked: whether some of the tile's scores may not count.
+          sums: the sums over previous steps.
+          step: number of previous steps.
+          visit: the query tile.
+          upcoming: the query tile to copy next.
+          masked: whether some of the tile's scores may be masked.
         """
         static, fragments, memory = self.static, self.fragments, self.memory
         stages = static.config.stages
@@ -390,7 +390,7 @@ class _Cta(NamedTuple):
         return _Sums(dk, dv)
 
     def _make_weights(self, visit: _Visit, stage: Any, *, masked: bool) -> None:
-        """Leaves P, after dropout, and dS of the warpgroup's keys in shared memory."""
+        """Writes P, after dropout, and dS of the warpgroup's keys to shared memory."""
         static, fragments, memory = self.static, self.fragments, self.memory
         config = static.config
         shape = config.block_q, config.keys
@@ -424,7 +424,7 @@ class _Cta(NamedTuple):
         used = p if factors is None else p * factors
         memory["p"].at[self.warpgroup][...] = used.astype(static.dtype)
         delta = fragments.along_rows(instructions.load_vector(delta, fragments.rows), shape)
-        # dP - delta, but where dropout comes between: the product starts from -delta.
+        # Without dropout the accumulator starts from -delta, so the product is dP - delta.
         dp = instructions.transposed_product(
             fragments,
             fragments.zeros(shape) if factors is not None else -delta,
@@ -445,7 +445,7 @@ class _Cta(NamedTuple):
         memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
 
     def _add_dq(self, visit: _Visit) -> None:
-        """Adds the warpgroup's part of a tile's dQ, over the keys of both, to global memory."""
+        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory."""
         config, fragments, memory = self.static.config, self.fragments, self.memory
         queries, lanes = config.dq_part(self.static.dim)
         dq = fragments.zeros((queries, lanes))
@@ -462,7 +462,7 @@ class _Cta(NamedTuple):
         instructions.add_in_register_order(self.results.dq.at[place], dq, fragments)
 
     def write(self, sums: _Sums, *, adds: bool) -> None:
-        """Writes the warpgroup's dK and dV, or adds them to what is there."""
+        """Writes the warpgroup's dK and dV, or adds them to those in the results."""
         config = self.static.config
         first = self.kv_tile * config.block_kv + self.warpgroup * config.keys
         keys = pl.ds(first, config.keys)

@@ -1,4 +1,4 @@
-"""Tile configs of the sm80 kernels, with the shared memory that they take."""
+"""Tile configs of the sm80 kernels, and their shared memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import dataclasses
 from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.spec import Tiles
 
-# Of one CTA on an A100, in bytes; of one SM a KiB more for each CTA that is resident.
+# Maximum shared memory of one CTA on an A100, in bytes (163 KiB). An SM has 164 KiB, and each
+# resident CTA uses 1 KiB more than it requests.
 SHARED_MEMORY = 166_912
-# Rows of an accumulator that one warp's matrix instruction makes.
+# Rows of the accumulator of one mma.sync instruction (m16n8k16).
 MMA_ROWS = 16
 WARPS = 4
 # Warpgroups of a backward CTA. Each owns half of the tile's keys.
 BACKWARD_WARPGROUPS = 2
-# Of those, warps along the rows of every product; the others are along its columns.
+# Of a warpgroup's warps, those along the rows of every product; the others are along its columns.
 BACKWARD_M_WARPS = 2
 
 _ITEMSIZE = 2
@@ -30,9 +31,9 @@ class ForwardConfig:
     """How the forward kernel is tiled.
 
     Attributes:
-      block_q: queries of a CTA, split evenly over its warpgroups, 16 or a multiple for each warp.
-      block_kv: keys of a tile.
-      warpgroups: warpgroups of a CTA.
+      block_q: queries per CTA, split evenly over its warps, a multiple of 16 for each.
+      block_kv: keys per KV tile.
+      warpgroups: warpgroups per CTA.
     """
 
     block_q: int
@@ -41,7 +42,7 @@ class ForwardConfig:
 
     def __post_init__(self):
         _multiple("block_q", self.block_q, MMA_ROWS * WARPS * self.warpgroups)
-        # A warpgroup copies eight rows a warp, at least.
+        # Each warp copies at least 8 rows.
         _multiple("block_kv", self.block_kv, 8 * WARPS * self.warpgroups)
 
     @property
@@ -51,11 +52,11 @@ class ForwardConfig:
 
     @property
     def rows(self) -> int:
-        """Queries of a warpgroup."""
+        """Queries per warpgroup."""
         return self.block_q // self.warpgroups
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
-        """Bytes of one CTA: a tile of queries, one of keys and one of values."""
+        """Bytes per CTA: one tile each of queries, keys and values."""
         return _ITEMSIZE * (self.block_q * head_dim + self.block_kv * (head_dim + value_dim))
 
 
@@ -64,9 +65,9 @@ class BackwardConfig:
     """How the backward kernel is tiled.
 
     Attributes:
-      block_q: queries of a tile.
-      block_kv: keys of a CTA, half of them for each warpgroup.
-      stages: tiles of queries and of dO in shared memory: 2 prefetches the next ones.
+      block_q: queries per query tile.
+      block_kv: keys per CTA, half of them for each warpgroup.
+      stages: pipeline stages of queries and dO; 2 prefetches the next tile.
     """
 
     block_q: int
@@ -74,7 +75,7 @@ class BackwardConfig:
     stages: int = 2
 
     def __post_init__(self):
-        # A warpgroup may own half of the queries, 2 x 2 warps.
+        # dq_part may give a warpgroup half of the queries, for 2 x 2 warps.
         _multiple("block_q", self.block_q, 2 * BACKWARD_M_WARPS * MMA_ROWS)
         _multiple("block_kv", self.block_kv, BACKWARD_WARPGROUPS * BACKWARD_M_WARPS * MMA_ROWS)
         if self.stages not in (1, 2):
@@ -87,21 +88,21 @@ class BackwardConfig:
 
     @property
     def keys(self) -> int:
-        """Keys of a warpgroup."""
+        """Keys per warpgroup."""
         return self.block_kv // BACKWARD_WARPGROUPS
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
-        """Bytes of one CTA: keys and values, queries, dO and their stats, P and dS."""
+        """Bytes per CTA: keys and values; queries, dO and stats of all stages; P and dS."""
         both = head_dim + value_dim
         walked = self.stages * self.block_q * (both * _ITEMSIZE + 2 * 4)
         weights = 2 * self.block_q * self.block_kv * _ITEMSIZE
         return self.block_kv * both * _ITEMSIZE + walked + weights
 
     def dq_part(self, head_dim: int) -> tuple[int, int]:
-        """``(queries, lanes)`` of a query tile's dQ that one warpgroup makes.
+        """``(queries, lanes)`` of the part of a query tile's dQ that one warpgroup computes.
 
-        Half of the lanes, so that its warps share more of their operands; or, where shared memory
-        is not tiled so that its lanes can be halved, half of the queries.
+        It is half of the lanes, so that the warps share more of their operands, or half of the
+        queries if half of the lanes is not a multiple of the swizzled tile's width.
         """
         half = head_dim // BACKWARD_WARPGROUPS
         if half % swizzle_lanes(head_dim, _ITEMSIZE) == 0:
@@ -110,16 +111,16 @@ class BackwardConfig:
 
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
-    """The forward kernel's shipped tiles."""
+    """The forward kernel's default tiles."""
     widest = max(head_dim, value_dim)
     if widest <= 128:
         return ForwardConfig(128, 64 if widest <= 64 else 32)
-    # One warpgroup has no registers for 128 queries and more than 128 lanes of the output.
+    # One warpgroup lacks registers for 128 queries and more than 128 lanes of the output.
     return ForwardConfig(128, 64, warpgroups=2)
 
 
 def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:
-    """The backward kernel's shipped tiles."""
+    """The backward kernel's default tiles."""
     widest = max(head_dim, value_dim)
     if widest <= 64:
         return BackwardConfig(128, 128)

@@ -1,8 +1,8 @@
-"""Forward local attention for Ampere and newer: one CTA per (batch index, query head, query tile).
+"""Forward local attention on Ampere: one CTA per (batch index, query head, query tile).
 
-A CTA keeps a tile of queries in shared memory and loops over the KV tiles inside its bounds. K and
-V have one buffer each: a tile's V is copied while ``q k^T`` runs, the next tile's K during softmax
-and ``p v``; two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
+A CTA keeps a tile of queries in shared memory and loops over the KV tiles within its bounds. K and
+V have one buffer each: a tile's V is copied during ``q k^T``, and the next tile's K during softmax
+and ``p v``. Two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
 scores stay in registers from ``q k^T`` to ``p v``.
 """
 
@@ -37,13 +37,13 @@ from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
 
-# Sums are rescaled when a row's maximum has grown by more than this, in base 2: weights then stay
-# below 2^8, which every dtype holds, and most tiles rescale nothing.
+# Sums are rescaled only if a query's maximum has grown by more than this, in base 2. Weights are
+# then at most 2^8, which every dtype can represent, and most tiles rescale nothing.
 _RESCALE_ABOVE = 8.0
 
 
 class ForwardResults(NamedTuple):
-    """What the kernel writes, and merges with where it is given.
+    """What the kernel writes; an incoming carry has the same form.
 
     Attributes:
       o: ``[B, T, N * Hv]``, T padded to whole tiles.
@@ -58,9 +58,9 @@ class ForwardArrays(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-      attention: queries, keys, values, and what scores are made of.
-      sink: float32 ``[N]``, sink logits; None without sinks, and with a carry, which has them.
-      carry: (o, lse) to merge with; None without a carry, and where the results replace it.
+      attention: queries, keys, values, and the inputs of scores.
+      sink: float32 ``[N]``, sink logits; None without, and with a carry, which includes them.
+      carry: (o, lse) to merge with; None without a carry, and if it is updated in place.
     """
 
     attention: AttentionArrays
@@ -69,11 +69,11 @@ class ForwardArrays(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The state of the online softmax, ``2^(score - m)`` summed.
+    """The state of the online softmax, with weights ``2^(score - m)``.
 
     Attributes:
-      m: float32 ``[rows]``, in base 2: the maximum so far, or up to ``_RESCALE_ABOVE`` less.
-      total: float32 ``[rows]``, sums of weights, of each thread its own part.
+      m: float32 ``[rows]``, in base 2: the maximum so far, or at most ``_RESCALE_ABOVE`` below it.
+      total: float32 ``[rows]``, each thread's partial sums of weights.
       acc: float32 ``[rows, Hv]``, sums of weights times values.
     """
 
@@ -91,7 +91,7 @@ def forward(
     out_dtype: DTypeLike | None = None,
     config: ForwardConfig | None = None,
 ) -> Carry:
-    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the shipped one."""
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
     config = config or forward_config(inputs.head_dim, inputs.value_dim)
     static = Static.of(inputs, spec, config)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
@@ -133,7 +133,7 @@ def forward(
 def forward_bounds(
     inputs: AttentionInputs, *, spec: AttentionSpec, config: ForwardConfig | None = None
 ) -> jax.Array:
-    """The tables that :func:`forward` reads with the same config."""
+    """The tile bounds that :func:`forward` reads with the same config."""
     tiles = (config or forward_config(inputs.head_dim, inputs.value_dim)).tiles
     return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
 
@@ -145,7 +145,7 @@ def _kernel(
     results: ForwardResults,
     memory: Any,
 ) -> None:
-    """One CTA's warpgroup. ``in_place``: the results hold the carry, and are changed in place."""
+    """One warpgroup of one CTA. ``in_place``: the results hold the carry, and are updated."""
     if in_place:
         arrays = arrays._replace(carry=results)
     cta = _Cta.of(static, arrays, results, memory)
@@ -169,10 +169,10 @@ def _kernel(
 
 
 class _Cta(NamedTuple):
-    """A warpgroup of a CTA: what it works on.
+    """One warpgroup of a CTA, and its part of the CTA's work.
 
     Attributes:
-      static: what is static about the call.
+      static: static parameters of the call.
       arrays: references to what is read.
       results: references to what is written.
       memory: shared memory by name.
@@ -205,9 +205,9 @@ class _Cta(NamedTuple):
         results: ForwardResults,
         memory: Any,
     ) -> _Cta:
-        """That of the grid's indices."""
+        """The warpgroup of the current grid indices."""
         batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
-        # Ascending positions give the last tiles the most work under a causal mask: they go first.
+        # With ascending positions a causal mask gives the last tiles the most work: they go first.
         tile = i32(static.q_tiles - 1) - lax.axis_index("tiles")
         warpgroup = lax.axis_index(WARPGROUPS) if static.config.warpgroups > 1 else i32(0)
         kv_head = head if static.groups == 1 else lax.div(head, i32(static.groups))
@@ -218,7 +218,7 @@ class _Cta(NamedTuple):
         return cls(static, arrays, results, memory, fragments, *places)
 
     def wait(self) -> None:
-        """Waits for all copies, and for all threads of the CTA."""
+        """Waits for all copies and all threads of the CTA."""
         if self.static.config.warpgroups > 1:
             instructions.wait_for_copies_of_cta()
         else:
@@ -253,7 +253,7 @@ class _Cta(NamedTuple):
         return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
 
     def start(self) -> _Softmax:
-        """The softmax before the first tile, the copy of whose keys is started."""
+        """The initial softmax state; starts the copies of the queries and the first tile's keys."""
         static, sinks = self.static, self.arrays.sink
         self.copy_queries()
         self.copy_keys(self.tiles.tile(i32(0)))
@@ -279,13 +279,13 @@ class _Cta(NamedTuple):
         )
 
     def step(self, state: _Softmax, tile: Any, upcoming: Any, *, masked: bool) -> _Softmax:
-        """Visits a KV tile, whose keys are being copied.
+        """One step of the KV loop, on a tile whose keys are being copied.
 
         Args:
-          state: the softmax over the tiles before.
-          tile: the tile.
-          upcoming: the next tile.
-          masked: whether some of the tile's scores may not count.
+          state: the softmax over the previous tiles.
+          tile: index of the KV tile.
+          upcoming: index of the next one, whose keys are prefetched.
+          masked: whether some of the tile's scores may be masked.
         """
         static, fragments = self.static, self.fragments
         self.wait()
@@ -317,7 +317,7 @@ class _Cta(NamedTuple):
         )
 
     def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
-        """``(weights of a tile, the softmax with them)``, the latter still without their values."""
+        """``(weights, state)``: a tile's weights, and the softmax with them except for ``acc``."""
         factor, fragments = self.static.scores.base_2_factor, self.fragments
         highest = jnp.max(scores, axis=1) * factor
         m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
@@ -329,7 +329,7 @@ class _Cta(NamedTuple):
         return weights, state._replace(m=m, total=total, acc=acc)
 
     def finish(self, state: _Softmax) -> None:
-        """Normalises, merges with the carry, and writes o and lse."""
+        """Normalizes o, merges with the carry, and writes o and lse."""
         fragments, carry = self.fragments, self.arrays.carry
         total = instructions.sum_row_parts(state.total, fragments)
         excess = self._score_tile(i32(0)).excess()

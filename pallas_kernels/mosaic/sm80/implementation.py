@@ -22,11 +22,11 @@ _WIDEST = 256
 def mosaic_sm80(
     forward_config: ForwardConfig | None = None, backward_config: BackwardConfig | None = None
 ) -> Implementation:
-    """Kernels of Ampere's instructions, which newer GPUs have too: dQ, dK and dV from one pass.
+    """The Ampere kernels; one backward kernel computes dQ, dK and dV.
 
     Args:
-      forward_config: tiles of the forward kernel; None is the shipped config.
-      backward_config: tiles of the backward kernel; None is the shipped config.
+      forward_config: tiles of the forward kernel; None is the default config.
+      backward_config: tiles of the backward kernel; None is the default config.
     """
     return Implementation(
         name="mosaic_sm80",
@@ -63,7 +63,7 @@ def _unsupported_functions(
 
 def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
     # The tiles need more shared memory than Ampere's and Ada's smaller GPUs have (8.6, 8.9). For
-    # newer GPUs Mosaic GPU compiles copies that these kernels do not wait for.
+    # newer GPUs Mosaic GPU emits copies that these kernels do not wait for.
     if platform != "gpu" or compute_capability not in (8.0, 8.7):
         has = "" if compute_capability is None else f" of compute capability {compute_capability}"
         return (

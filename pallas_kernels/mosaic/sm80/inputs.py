@@ -1,6 +1,6 @@
-"""From a call's inputs to the arrays that the sm80 kernels read: the only code that knows both.
+"""Converts a call's inputs to the arrays and static parameters of the sm80 kernels.
 
-Kernels see ``[B, length, heads * lanes]`` arrays padded to whole tiles, and a static record.
+Kernels read arrays ``[B, length, heads * lanes]``, padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
-# Stands for the log-sum-exp of a query that attends to nothing: every weight is 0.
+# Replaces the lse -inf of a query that attends to no key, so that all of its weights are 0.
 _NO_KEYS = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class Static[Config: (ForwardConfig, BackwardConfig)]:
-    """What is static about a call of a kernel.
+    """Static parameters of a call of a kernel.
 
     Attributes:
       spec: mask, score and dropout.
-      config: tiles.
-      scores: what is static about scores.
+      config: tile sizes.
+      scores: static parameters of the scores.
       batch: B.
       q_length: T.
       kv_length: S.
       heads: N, query heads.
       kv_heads: K, key/value heads.
       dim: H, of queries and keys.
-      value_dim: Hv, of values, of the output and of its gradient.
+      value_dim: Hv, of values, of o and of dO.
       dtype: of queries, keys and values.
       hides_some: whether some tiles may need a mask.
       needs_tokens: whether positions, segment ids or KV bounds are read.
@@ -60,7 +60,7 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, spec: AttentionSpec, config: Config) -> Static[Config]:
-        """Read off the inputs' shapes and dtypes."""
+        """From the inputs' shapes and dtypes."""
         batch, q_length, heads, dim = inputs.query.q.shape
         mask, _ = inputs.folded(spec.mask)
         kv_length = inputs.kv_length
@@ -84,32 +84,32 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
 
     @property
     def groups(self) -> int:
-        """Query heads that share a key/value head."""
+        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def q_tiles(self) -> int:
-        """Tiles of queries."""
+        """Number of query tiles."""
         return -(-self.q_length // self.config.block_q)
 
     @property
     def kv_tiles(self) -> int:
-        """Tiles of keys."""
+        """Number of KV tiles."""
         return -(-self.kv_length // self.config.block_kv)
 
     @property
     def padded_q_length(self) -> int:
-        """T of whole tiles."""
+        """T, rounded up to whole tiles."""
         return self.q_tiles * self.config.block_q
 
     @property
     def padded_kv_length(self) -> int:
-        """S of whole tiles."""
+        """S, rounded up to whole tiles."""
         return self.kv_tiles * self.config.block_kv
 
     @property
     def has_bias(self) -> bool:
-        """Whether positions add something to the logits."""
+        """Whether a bias that depends on positions is added to the logits."""
         return self.scores.has_bias
 
 
@@ -121,7 +121,7 @@ class AttentionArrays(NamedTuple):
       q: ``[B, T, N * H]``; T and S are padded to whole tiles.
       k: ``[B, S, K * H]``.
       v: ``[B, S, K * Hv]``.
-      scores: what scores are made of.
+      scores: the inputs of scores, apart from queries and keys.
     """
 
     bounds: Any
@@ -148,7 +148,7 @@ def rows_of_heads(x: jax.Array, length: int) -> jax.Array:
 
 
 def stats_by_tile(static: Static[BackwardConfig], inputs: AttentionInputs) -> jax.Array:
-    """lse in base 2 and delta, side by side for every query tile: one copy fetches both.
+    """lse in base 2 and delta, adjacent for each query tile, so that one copy fetches both.
 
     Returns:
       float32 ``[B, N, query tiles, 2 * block_q]``.
@@ -157,7 +157,7 @@ def stats_by_tile(static: Static[BackwardConfig], inputs: AttentionInputs) -> ja
     lse, delta = stats
     length = static.padded_q_length
     lse = jnp.where(lse == -jnp.inf, _NO_KEYS, lse * LOG2_E)
-    # Beyond the last query a bias or a user function can make weights that overflow.
+    # Padding gets _NO_KEYS, too: with a bias or a user function its weights could overflow.
     parts = pad_axis(lse, 2, length, _NO_KEYS), pad_axis(delta, 2, length)
     by_tile = static.batch, static.heads, static.q_tiles, static.config.block_q
     return jnp.concatenate([x.reshape(by_tile) for x in parts], axis=-1)

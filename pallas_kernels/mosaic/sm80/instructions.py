@@ -1,7 +1,7 @@
 """The instructions of the sm80 kernels: register layouts, copies, barriers, reductions.
 
-Everything that only exists on a GPU goes through this module's attributes, so that tests can
-replace it and run the kernels' data flow on a CPU.
+Kernels call all GPU-only operations as attributes of this module, so that tests can replace them
+and run the kernels' data flow on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
-# Threads that share a row of a result, if all warps are along the rows.
+# Threads that share a row of an accumulator, if all warps are along the rows.
 _THREADS_OF_ROW = 4
 
 
@@ -36,8 +36,8 @@ class Fragments(NamedTuple):
       lhs: left operand ``[M, K]``.
       rhs: right operand ``[K, N]``.
       tile: result ``[M, N]``, float32, or rounded before it becomes a left operand.
-      rows: ``[M]``, one number for each row of a result.
-      columns: ``[N]``, one number for each column of a result.
+      rows: ``[M]``, one value per row of a result.
+      columns: ``[N]``, one value per column of a result.
     """
 
     m_warps: int
@@ -49,7 +49,7 @@ class Fragments(NamedTuple):
 
     @classmethod
     def of(cls, dtype: DTypeLike, m_warps: int) -> Fragments:
-        """Those of operands of a 16-bit dtype."""
+        """The layouts for operands of a 16-bit dtype."""
         layout = plgpu.Layout
         tile = layout.MMA_ACC(dtype, m_warps=m_warps)
         return cls(
@@ -62,7 +62,7 @@ class Fragments(NamedTuple):
         )
 
     def along_rows(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """``[M]`` over a result of this shape."""
+        """Broadcasts ``[M]`` over a result of this shape."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (0,)), self.tile)
 
     def zeros(self, shape: tuple[int, int]) -> jax.Array:
@@ -71,7 +71,7 @@ class Fragments(NamedTuple):
 
 
 def tiled_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Swizzled shared memory of 16-bit matrices: ldmatrix reads it without bank conflicts."""
+    """Swizzled shared memory for 16-bit matrices, which ldmatrix reads without bank conflicts."""
     lanes = swizzle_lanes(shape[-1], 2)
     transforms = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * 2)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -83,40 +83,40 @@ def copy(source: Any, target: Any) -> None:
 
 
 def wait_for_copies() -> None:
-    """Waits for all copies of the warpgroup's threads, and for all of its threads."""
+    """Waits for all copies of the warpgroup's threads, then for the threads themselves."""
     plgpu.wait_gmem_to_smem(0)
 
 
 @plgpu.inline_mgpu()
 def wait_for_copies_of_cta(_):
-    """Waits for all copies of the CTA's threads, and for all of its threads."""
+    """Waits for all copies of the CTA's threads, then for the threads themselves."""
     utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
     utils.inline_ptx("bar.sync 0;", has_side_effects=True)
 
 
 @plgpu.inline_mgpu()
 def cta_barrier(_):
-    """Waits for all threads of the CTA; their accesses to shared memory are ordered."""
+    """Waits for all threads of the CTA, and orders their accesses to shared memory."""
     utils.inline_ptx("bar.sync 0;", has_side_effects=True)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """A matrix or vector from global memory in registers."""
+    """Loads a matrix or vector from global memory into registers."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def load_vector(ref: Any, layout: Any) -> jax.Array:
-    """A vector from shared memory in registers."""
+    """Loads a vector from shared memory into registers."""
     return plgpu.load(ref, layout=layout)
 
 
 def load_matrix(ref: Any, layout: Any) -> jax.Array:
-    """A matrix from swizzled shared memory as an operand of a matrix product, by ldmatrix."""
+    """Loads an operand of a matrix product from swizzled shared memory, by ldmatrix."""
     return plgpu.load(ref, layout=layout)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Writes registers to global memory, whatever the layout."""
+    """Writes registers of any layout to global memory."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:  # JAX before 0.12.
@@ -126,7 +126,7 @@ def store(ref: Any, value: jax.Array) -> None:
 def transposed_product(
     fragments: Fragments, acc: jax.Array, left: Any, right: Any, lanes: int
 ) -> jax.Array:
-    """``acc + left right^T``; both ``[.., H]`` in shared memory, read ``lanes`` at a time."""
+    """``acc + left right^T``; operands ``[.., H]`` in shared memory, read ``lanes`` at a time."""
     for first in range(0, left.shape[1], lanes):
         part = pl.ds(first, lanes)
         a = load_matrix(left.at[:, part], fragments.lhs)
@@ -136,10 +136,10 @@ def transposed_product(
 
 
 def as_left_operand(x: jax.Array, fragments: Fragments) -> jax.Array:
-    """A rounded result as the left operand of the next product; the registers stay what they are.
+    """A rounded result as the left operand of the next product, without moving registers.
 
-    A warp's 16 x 16 of a left operand are two 16 x 8 of a result side by side, if all warps are
-    along the rows.
+    If all warps are along the rows, a warp's 16 x 16 fragment of a left operand is two neighboring
+    16 x 8 fragments of a result.
     """
     assert fragments.m_warps == WARPS
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=fragments.lhs)
@@ -154,12 +154,13 @@ def as_left_operand(x: jax.Array, fragments: Fragments) -> jax.Array:
 
 
 def add_to_row_parts(total: jax.Array, x: jax.Array, fragments: Fragments) -> jax.Array:
-    """Adds to ``total`` what each thread has of the rows of ``x``; :func:`sum_row_parts` ends it.
+    """Adds each thread's elements of a row of ``x`` to the thread's partial sum of the row.
 
-    A row's sum over the threads that share it is needed once, after the last tile.
+    The sum over the threads that share a row is needed once, after the last tile: it is computed by
+    :func:`sum_row_parts`.
 
     Args:
-      total: float32 ``[M]``, of each thread its own part.
+      total: float32 ``[M]``, partial sums that differ between the threads of a row.
       x: float32 ``[M, N]``.
       fragments: their layouts, all warps along the rows.
     """
@@ -168,7 +169,7 @@ def add_to_row_parts(total: jax.Array, x: jax.Array, fragments: Fragments) -> ja
     @plgpu.inline_mgpu(arg_types=(fragments.rows, fragments.tile), return_type=result)
     def add(_, total, x):
         sums = [_elements(register)[0] for register in total.registers.flat]
-        # Two rows of every 16 are in a thread: registers are [16 rows, 8 columns, row].
+        # A thread has two rows of every 16: registers are ordered [16 rows, 8 columns, row].
         by_row = x.registers.reshape(len(sums) // 2, -1, 2)
         made = np.empty(len(sums), dtype=object)
         for index, value in enumerate(sums):
@@ -182,12 +183,12 @@ def add_to_row_parts(total: jax.Array, x: jax.Array, fragments: Fragments) -> ja
 
 
 def row_parts_of(total: jax.Array) -> jax.Array:
-    """Parts of the threads that share a row, whose sum is ``total``."""
+    """Equal partial sums, for the threads that share a row, whose sum is ``total``."""
     return total * (1 / _THREADS_OF_ROW)
 
 
 def sum_row_parts(total: jax.Array, fragments: Fragments) -> jax.Array:
-    """The rows' sums from :func:`add_to_row_parts`: over the four threads that share a row."""
+    """Sums the results of :func:`add_to_row_parts` over the four threads that share a row."""
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(jnp.float32), layout=fragments.rows)
 
     @plgpu.inline_mgpu(arg_types=(fragments.rows,), return_type=result)
@@ -204,7 +205,7 @@ def sum_row_parts(total: jax.Array, fragments: Fragments) -> jax.Array:
 
 
 def _elements(register: Any) -> list[Any]:
-    """The numbers of a register: of a vector, or the one that it is."""
+    """The elements of a register that holds a vector, or the scalar that it holds."""
     if not isinstance(register.type, ir.VectorType):
         return [register]
     count = ir.VectorType(register.type).shape[0]
@@ -214,7 +215,7 @@ def _elements(register: Any) -> list[Any]:
 
 
 def _with_elements(like: Any, values: np.ndarray) -> Any:
-    """An array of one number a register, in the layout of ``like``."""
+    """A fragment with one value per register, in the layout of ``like``."""
     registers = np.empty(like.registers.shape, dtype=object)
     for index, old in enumerate(like.registers.flat):
         value = values[index]
@@ -227,8 +228,8 @@ def _with_elements(like: Any, values: np.ndarray) -> Any:
 def add_in_register_order(ref: Any, x: jax.Array, fragments: Fragments) -> None:
     """Adds a result to global memory, register by register.
 
-    Each warp's instruction then covers 128 contiguous bytes; in the order of rows it would cover
-    halves of eight sectors. The sum's last bits depend on the order in which CTAs come.
+    Each instruction of a warp then covers 128 contiguous bytes; in row-major order it would cover
+    halves of eight sectors. CTAs add in varying order, so the last bits of the sum vary.
 
     Args:
       ref: float32 ``[registers, 128 threads]`` in global memory.
@@ -281,7 +282,7 @@ def _red_add(pointer: Any, value: Any) -> None:
 
 
 def from_register_order(x: jax.Array, shape: tuple[int, int], m_warps: int) -> jax.Array:
-    """``[..., registers, 128]`` of :func:`add_in_register_order` as matrices ``[..., M, N]``."""
+    """Matrices ``[..., M, N]`` from :func:`add_in_register_order`'s ``[..., registers, 128]``."""
     rows, columns = shape
     n_warps = WARPS // m_warps
     repeats = rows // (16 * m_warps), columns // (8 * n_warps)

@@ -1,4 +1,4 @@
-"""Runs an sm80 kernel: arrays become references, given results are changed in place."""
+"""Launches an sm80 kernel: arrays become references, given results are updated in place."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def call[Results](
     """Runs ``body(arrays, results, memory)`` in every CTA and warpgroup; returns the results.
 
     Args:
-      body: the kernel. Its records hold references, ``memory`` shared memory by name.
-      name: what profiles show.
-      grid: numbers of batch indices, heads and tiles.
-      warpgroups: of a CTA.
-      arrays: pytree of what is read.
-      results: pytree of what is written: a shape for a new array, an array to change in place.
-      memory: shared memory by name.
+      body: the kernel, traced with references in place of arrays.
+      name: kernel name in profiles.
+      grid: number of batch indices, of heads and of tiles.
+      warpgroups: warpgroups per CTA.
+      arrays: pytree of arrays to read.
+      results: pytree to write: a ``ShapeDtypeStruct`` allocates a new array, an array is updated in
+        place.
+      memory: shared-memory descriptions by name.
     """
     inputs, arrays_tree = jax.tree.flatten(arrays)
     wanted, results_tree = jax.tree.flatten(results)
@@ -45,8 +46,8 @@ def call[Results](
         for r in wanted
         if isinstance(r, jax.ShapeDtypeStruct)
     ]
-    # References that live within this call, so that XLA runs the kernel in place on the arrays
-    # they hold. A reference may not be marked as varying from device to device.
+    # References that live within this call, so that XLA updates the arrays they hold in place. A
+    # reference may not be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(wanted) if isinstance(r, jax.Array)}
 
     def entry(*refs, **scratch):
@@ -66,7 +67,7 @@ def call[Results](
             thread_name=WARPGROUPS,
             kernel_name=name,
             scratch_types=dict(memory),
-            # Kernels order their accesses to shared memory by barriers of their own.
+            # The kernels place their own barriers.
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 unsafe_no_auto_barriers=True,

@@ -68,7 +68,7 @@ def forward(
     out_dtype: DTypeLike | None = None,
     config: MosaicConfig | None = None,
 ) -> Carry:
-    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config``: None is the shipped one."""
+    """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
     config = config or _shipped_config(inputs, spec)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
@@ -116,12 +116,12 @@ def forward_bounds(
 
 def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfig:
     score = spec.score
-    # A bias in the accumulator needs too many registers only with segment ids or a window.
+    # A bias in the accumulator needs too many registers only together with segment ids or a window.
     other_masks = inputs.has_segments or spec.mask.left is not None
     bias_counts = inputs.has_bias and (other_masks or not score.bias_can_start_products)
     needs_registers = score.logits_soft_cap is not None or spec.dropout is not None
     needs_registers = needs_registers or spec.calls_functions
-    # KV bounds are two more numbers per query.
+    # KV bounds are two more values per query.
     has_block_mask = inputs.shared.block_mask is not None
     needs_registers = needs_registers or inputs.has_kv_bounds or has_block_mask
     head_dim = max(inputs.head_dim, inputs.value_dim)
@@ -166,7 +166,7 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter) -> None:
 def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
     """Starts the copies of a work tile's queries, keys and values, each when its memory is free.
 
-    A CTA uses the stages in turn over all of its work tiles.
+    Stages are used in turn across all work tiles of a CTA.
     """
     inputs, memory, block_kv = refs.inputs, refs.memory, static.config.block_kv
     kv_head = lax.div(work.head, i32(static.groups))
@@ -182,7 +182,7 @@ def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
         tile = static, stage, was_used
         _copy_kv_tile(*tile, keys, memory.k, memory.k_arrived, memory.k_free)
         if static.bias_in_accumulator:
-            # The stage is free for the positions when it is for the keys.
+            # The stage of the positions is free when that of the keys is.
             positions = inputs.k_positions.at[tokens]
             target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
             plgpu.copy_gmem_to_smem(positions, target, arrived)
@@ -319,8 +319,8 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
             consumer, step, scores, state.m, state.total, masked
         )
         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-        # The weights are rounded only now: until here the product above may have been reading the
-        # registers of the previous ones.
+        # The weights are rounded only now: until here the product above may still have read the
+        # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
         _wait_for_keys(consumer, step + 1)
         consumer.free_stage(memory.v_free, earlier_stage)
@@ -359,7 +359,7 @@ def _issue_scores(consumer: Consumer, scores_ref: Any, stage: Any) -> None:
     if consumer.static.bias_in_accumulator:
         scores_ref[...] = forward_scores.bias_accumulator(consumer, stage)
     keys_t = memory.k.at[stage].transpose((1, 0))
-    # The address of the queries is recomputed for every tile: kept, it would take a register.
+    # The queries' address is recomputed for every tile, because keeping it would use a register.
     queries = memory.q.at[optimization_barrier(consumer.warpgroup)]
     plgpu.wgmma(scores_ref, queries, keys_t)
 
