@@ -46,9 +46,10 @@ def test_valid_calls_are_exact(examples):
     @given(program=valid.programs(least=5), seed=SEEDS)
     def each(program, seed):
         met.update(program.features)
-        run = None
+        run, static = None, {}
         for draw in (seed, seed + 1):
-            arrays = valid.draw_arrays(program, draw)
+            arrays = valid.draw_arrays(program, draw) | static
+            static = valid.static_arrays(program, arrays)
             cotangents = valid.draw_cotangents(program, draw)
             run = run or valid.compiled(program, arrays)
             with context(program):

@@ -180,7 +180,7 @@ def row_export_symbolic_batch(way):
 
 
 def row_export_symbolic_length(way):
-    message = "whose T is symbolic: .*; export one program for each length, or pad"
+    message = "whose T is symbolic: .*; export one program per length, or pad"
     with pytest.raises(NotImplementedError, match=message):
         exported(way, 1, f"{B}, t")
 

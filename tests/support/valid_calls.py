@@ -293,11 +293,17 @@ def draw_cotangents(program: Program, seed: int) -> tuple[Any, Any]:
     return do, rng.normal(size=[sizes[x] for x in "BTN"]).astype(np.float32)
 
 
-def compiled(program: Program, arrays: dict[str, Any]):
-    """``(arrays, cotangents) -> (out, lse, dq, dk, dv, gradients of per-head parameters)``."""
+def static_arrays(program: Program, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Those that are compiled in."""
     static = {name: x for name, x in arrays.items() if isinstance(x, int)}
     if program.static_table and "block_mask" in arrays:
         static["block_mask"] = arrays["block_mask"]
+    return static
+
+
+def compiled(program: Program, arrays: dict[str, Any]):
+    """``(arrays, cotangents) -> (out, lse, dq, dk, dv, gradients of per-head parameters)``."""
+    static = static_arrays(program, arrays)
 
     @quick_jit
     def run(arrays, cotangents):
