@@ -148,6 +148,7 @@ def programs(draw, small=False, least=3):
     if not small or draw(st.booleans()):
         kernels = pick(("xla", "xla", "triton", "reference"))
         options["implementation"] = IMPLEMENTATIONS[kernels]
+    few = bool({"sink_logits", "alibi_slopes"} & features) and kv_heads * group * tensor < 4
     return Program(
         mesh=mesh,
         in_context=draw(st.booleans()),
@@ -160,7 +161,9 @@ def programs(draw, small=False, least=3):
             "N": kv_heads * group * tensor, "K": kv_heads * tensor, "H": dim,
             "V": pick((5, 24, 40)) if "value_dim" in features else dim,
         },
-        dtype=pick(("float32", "float32", "bfloat16", "float16")),
+        # The rounding of one number says nothing of its size: gradients of few per-head parameters
+        # are compared in float32.
+        dtype=pick(("float32", "float32", *(() if few else ("bfloat16", "float16")))),
         placed=pick(("numpy", "jax", "mesh")),
         static_table=draw(st.booleans()),
     )  # fmt: skip
