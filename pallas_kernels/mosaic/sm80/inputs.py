@@ -41,7 +41,6 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
       value_dim: Hv, of values, of o and of dO.
       dtype: of queries, keys and values.
       hides_some: whether some tiles may need a mask.
-      needs_tokens: whether positions, segment ids or KV bounds are read.
     """
 
     spec: AttentionSpec
@@ -56,7 +55,6 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
     value_dim: int
     dtype: np.dtype
     hides_some: bool
-    needs_tokens: bool
 
     @classmethod
     def of(cls, inputs: AttentionInputs, spec: AttentionSpec, config: Config) -> Static[Config]:
@@ -79,7 +77,6 @@ class Static[Config: (ForwardConfig, BackwardConfig)]:
             value_dim=inputs.value_dim,
             dtype=jnp.dtype(inputs.query.q.dtype),
             hides_some=by_tokens or padded or inputs.shared.block_mask is not None,
-            needs_tokens=by_tokens or inputs.has_bias or spec.calls_functions,
         )
 
     @property
