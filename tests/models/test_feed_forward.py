@@ -24,6 +24,7 @@ from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
 from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
 from burst_jax.models.hf.config import config_json
 from burst_jax.models.remat import keeps_mlp_products
+from burst_jax.models.weights import weight_specs
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.rules import LogicalAxes
 
@@ -199,3 +200,19 @@ def test_what_is_known_of_a_feed_forward_of_ones_own():
         burst_jax.plan.training(MIXTURE, length=64, batch=8)
     with pytest.raises(ValueError, match="feed_forward is 'moe': use a subclass of burst_jax"):
         dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore
+    with pytest.raises(ValueError, match="mlp_chunks is 2, and feed_forward Mixture does not run"):
+        dataclasses.replace(MIXTURE, mlp_chunks=2)
+
+
+def test_an_incomplete_feed_forward_is_named():
+    class Incomplete(Mixture):
+        weight_axes: ClassVar = {("up",): (None, "embed", "mlp")}
+        num_matmul_params = classmethod(FeedForward.num_matmul_params.__func__)
+
+    config = dataclasses.replace(MIXTURE, feed_forward=Incomplete)
+    with pytest.raises(NotImplementedError, match="Incomplete defines no num_matmul_params"):
+        print(config.num_matmul_params)
+    mesh = sized(ONE)
+    _, shapes = abstract_decoder(config, mesh=mesh)
+    with pytest.raises(ValueError, match=r"add \('down',\) to Incomplete.weight_axes, with the"):
+        weight_specs(shapes, config, mesh, ShardingRules.of(mesh))

@@ -17,7 +17,6 @@ from jax.sharding import AxisType
 
 import burst_jax
 from benchmarks.plan import load_steps, step_estimate
-from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
@@ -67,12 +66,10 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     cases.append((tied, one(burst_jax.plan.training(tied, length=256), ring=(8,), rows=1)))
     optimizer = make_optimizer(1e-3, 10)
     for config, each in cases:
-        strategy, arguments = each.strategy, each.strategy.arguments
+        strategy = each.strategy
         kinds = (AxisType.Auto,) * len(strategy.mesh)
         mesh = jax.make_mesh(tuple(strategy.mesh.values()), tuple(strategy.mesh), axis_types=kinds)
-        rules = arguments.pop("rules", None)
-        arguments["rules"] = None if rules is None else ShardingRules(**rules)
-        _, params, state = abstract_train_state(config, optimizer, mesh, **arguments)
+        _, params, state = abstract_train_state(config, optimizer, mesh, **strategy.arguments)
         assert held(params) == each.memory.weights, strategy
         moments = each.memory.moments or each.memory.host
         assert held(state) == moments + 8, strategy  # Two step counters.
