@@ -108,19 +108,16 @@ def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
         same_bits(run("host", None, 1e9), [want])
 
 
-def test_stochastic_rounding_has_the_mean_of_its_argument():
+def test_stochastic_rounding_has_the_mean_of_its_argument_and_bits_by_index():
     x = jnp.float32(RNG.standard_normal(64) * 10.0 ** RNG.integers(-30, 30, 64))
     shape = 4096, 64
     words = random_words(jnp.uint32(3), shape, [0, 0])
     got = np.asarray(stochastic_round(jnp.broadcast_to(x, shape), words), np.float64)
     step = np.spacing(np.abs(np.asarray(x))) * 2.0**16
-    # To one of its two neighbours, and at most four standard errors from the mean.
+    # To one of its two neighbors, and at most four standard errors from the mean.
     assert np.all(np.abs(got - np.asarray(x)) < step)
     np.testing.assert_array_less(np.abs(got.mean(0) - np.asarray(x)) / step, 4 * 0.5 / 64)
     assert len(np.unique(got)) > 64
-
-
-def test_stochastic_rounding_keeps_bfloat16_values_and_its_bits_depend_on_the_index():
     x = jnp.float32([0, -0.0, 1, -3.5, jnp.inf, -jnp.inf, jnp.nan])
     rounded = stochastic_round(x, jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32))
     assert rounded.dtype == jnp.bfloat16
@@ -171,35 +168,10 @@ SMALL = dataclasses.replace(
 )
 
 
-@functools.cache
-def forty_steps(moment_dtype=jnp.float32, steps=40):
-    options = {"config": SMALL, "moment_dtype": moment_dtype}
-    return split_runs.run((None, 2, None, 2, None), AxisType.Explicit, steps=steps, **options)
-
-
 @pytest.mark.slow
-def test_bfloat16_moments_train_like_float32_ones():
-    """In 40 steps the weights differ by at most 2 % of their way from those of float32 moments."""
-    _, first, _ = forty_steps(steps=0)
-    history, weights, _ = forty_steps()
-    got_history, got, state = forty_steps(jnp.bfloat16)
-    np.testing.assert_allclose(np.array(got_history)[:, 0], np.array(history)[:, 0], rtol=2e-3)
-    moved, want = (
-        np.concatenate([np.ravel(x - y) for x, y in zip(*map(jax.tree.leaves, pair), strict=True)])
-        for pair in ((got, first), (weights, first))
-    )
-    assert 0 < relative_rms(moved, want) < 0.02
-    assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "kind", "accumulate"),
-    [((None, 2, None, 2, None), AxisType.Explicit, 1), ((1, 1, 2, 2, 2), AxisType.Auto, 2)],
-    ids=["fsdp2-seq2-explicit", "pipeline-accumulated"],
-)
-def test_offloaded_moments_of_sharded_weights_train_with_the_same_bits(sizes, kind, accumulate):
-    options = {"steps": 3, "accumulate": accumulate, "moment_dtype": jnp.bfloat16}
+def test_offloaded_moments_of_sharded_weights_train_with_the_same_bits():
+    options: Any = {"steps": 2, "accumulate": 2, "moment_dtype": jnp.bfloat16, "config": SMALL}
+    sizes, kind = (None, 2, None, 2, None), AxisType.Explicit
     want = split_runs.run(sizes, kind, **options)
     history, weights, state = split_runs.run(sizes, kind, **options, moments="host")
     assert memories(state) == {"pinned_host"}
@@ -226,7 +198,7 @@ def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.wait()
-        for mesh, moments in ((one, "host"), (other, "device"), (other, "host")):
+        for mesh, moments in ((other, "device"), (other, "host")):
             wanted = state_on(mesh, moments)
             restored = checkpoints.restore(wanted)
             assert restored is not None
