@@ -59,9 +59,8 @@ def segments(batches):
 # --- which tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arrays, epochs):
-    batches = taken(loader_of(open_corpus(arrays), epochs=epochs))
+def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arrays):
+    batches = taken(loader_of(open_corpus(arrays), epochs=2))
     predicted = Counter()
     for batch in batches:
         assert batch["rows"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
@@ -72,19 +71,18 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
         # A target is the token after its input in the same document.
         np.testing.assert_array_equal(made["targets"][counts], made["inputs"][counts] + 1)
     every = [1000 * d + p for d, length in enumerate(LENGTHS) for p in range(1, length)]
-    assert predicted == Counter(dict.fromkeys(every, epochs))
+    assert predicted == Counter(dict.fromkeys(every, 2))
     found = {tuple(each.tolist()) for each in segments(batches)}
     for document, length in enumerate(LENGTHS):
         if 2 <= length <= SEQ_LEN + 1:  # It fits, so it is whole.
             assert tuple(range(1000 * document, 1000 * document + length)) in found
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays, epochs):
-    batches = taken(loader_of(open_corpus(arrays), epochs=epochs, packing="split"))
+def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays):
+    batches = taken(loader_of(open_corpus(arrays), epochs=2, packing="split"))
     tokens = Counter(np.concatenate(list(segments(batches))).tolist())
     every = [1000 * d + p for d, n in enumerate(LENGTHS) for p in range(n)]
-    assert tokens == Counter(dict.fromkeys(every, epochs))
+    assert tokens == Counter(dict.fromkeys(every, 2))
     for each in segments(batches):
         np.testing.assert_array_equal(np.diff(each), 1)
     for stream in range(4):
@@ -147,9 +145,9 @@ def test_json_lines_are_documents_that_end_in_separators(lines, separator):
         assert all((each[-1], each[:-1].max() < 256) == (256, True) for each in found)
     texts = [f"{d:02} é " + "x" * length for d, length in enumerate(LENGTHS)]
     assert sorted(map(tokens.decode, found)) == texts
-    short = taken(loader_of(corpus, epochs=1))  # Longer lines are cut into sequences.
-    predicted = sum(int(make_batch(**batch)["weights"].sum()) for batch in short)
-    assert predicted == sum(length + 5 for length in LENGTHS)
+    # Longer lines are cut into sequences.
+    made = (make_batch(**batch)["weights"] for batch in taken(loader_of(corpus, epochs=1)))
+    assert sum(int(weights.sum()) for weights in made) == sum(length + 5 for length in LENGTHS)
 
 
 def test_a_separator_is_no_sequence_of_its_own(tmp_path):
@@ -189,11 +187,11 @@ def test_tokens_are_those_of_the_text(tmp_path, text, bpe, packing):
         assert whole - chunks <= sum(len(each) - 1 for each in found) < whole
 
 
-@pytest.mark.parametrize("letters", ["漢字", "🌀🌊", "aé漢🌀"], ids=["3-bytes", "4-bytes", "mixed"])
+@pytest.mark.parametrize("letters", ["漢字", "aé漢🌀"], ids=["3-bytes", "mixed"])
 def test_cuts_never_split_a_character(tmp_path, bpe, letters):
     tokens = TokenizerFile(bpe)
     for shift in range(len(letters[-1].encode())):  # Cuts at each byte of a character.
-        text, decoded = "b" * shift + letters * 500, ""
+        text, decoded = "b" * shift + letters * 300, ""
         (tmp_path / "a.txt").write_text(text)
         for part in open_corpus(tmp_path / "a.txt").split(0.3):
             batches = taken(loader_of(part, tokens=tokens, epochs=1, packing="split", batch=1))
@@ -201,35 +199,35 @@ def test_cuts_never_split_a_character(tmp_path, bpe, letters):
         assert Counter(decoded) == Counter(text)
 
 
-@pytest.mark.parametrize("separator", [None, "<|end|>"])
-def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, separator):
-    tokens, corpus = TokenizerFile(bpe, separator=separator), open_corpus(lines)
+def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe):
+    tokens, corpus = TokenizerFile(bpe, separator="<|end|>"), open_corpus(lines)
     saved = save_tokens(corpus, tokens, tmp_path / "tokens.npy")
     assert len(saved) == len(corpus)
     assert np.load(tmp_path / "tokens.npy").dtype == np.uint16
     names = sorted(file.name for file in tmp_path.glob("tokens*"))
     assert names == ["tokens.npy", "tokens.offsets.npy"]
-    encoded = taken(loader_of(corpus, tokens=tokens, epochs=1, seq_len=2000, batch=1))
-    loaded = taken(loader_of(saved, epochs=1, seq_len=2000, batch=1))
-    assert len(encoded) == len(loaded) == 1
+    options: Any = {"epochs": 1, "seq_len": 2000, "batch": 1}
+    (encoded,), (loaded,) = (
+        taken(loader_of(corpus, tokens=tokens, **options)),
+        taken(loader_of(saved, **options)),
+    )
     for name in ("rows", "segment_ids"):
-        np.testing.assert_array_equal(encoded[0][name], loaded[0][name])
+        np.testing.assert_array_equal(encoded[name], loaded[name])
 
 
 # --- held out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.99])
-def test_training_and_held_out_documents_are_disjoint(arrays, fraction):
+def test_training_and_held_out_documents_are_disjoint(arrays):
     corpus = open_corpus(arrays)
-    seen = []
-    for part in corpus.split(fraction):
-        batches = taken(loader_of(part, epochs=1, packing="split"))
-        seen.append({int(each[0]) // 1000 for each in segments(batches)})
-        assert len(part) >= 1
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == set(range(len(LENGTHS)))
-    assert len(corpus.split(fraction)[1]) == min(max(1, round(18 * fraction)), 17)
+    for fraction, count in ((0.05, 1), (0.5, 9), (0.99, 17)):
+        parts, seen = corpus.split(fraction), []
+        for part in parts:
+            batches = taken(loader_of(part, epochs=1, packing="split"))
+            seen.append({int(each[0]) // 1000 for each in segments(batches)})
+        assert not seen[0] & seen[1]
+        assert seen[0] | seen[1] == set(range(len(LENGTHS)))
+        assert [len(part) for part in parts] == [18 - count, count]
     assert corpus.split(0.5)[1].documents.tolist() == list(range(1, 18, 2))
     train, held_out = corpus.split(0)
     assert (len(train), len(held_out)) == (len(corpus), 0)

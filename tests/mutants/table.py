@@ -15,6 +15,9 @@ SCHEDULE = "tests/ring/test_schedule.py"
 ROUTE = "tests/ring/test_route.py"
 LOCAL = "tests/pallas_kernels/test_local_attention.py"
 BOUNDS = "tests/pallas_kernels/test_bounds.py"
+PROCESSES = "tests/parallel/test_processes.py"
+PLAN = "tests/plan/test_attention_plan.py"
+PLAN_TRAINING = "tests/plan/test_training_plan.py"
 CALL = "burst_jax/attention/call.py"
 INPUTS = "burst_jax/attention/inputs.py"
 RULES = "burst_jax/attention/validation.py"
@@ -139,4 +142,56 @@ MUTANTS = [
      "dropout_key", f"{DROPOUT} tests/layers"),
     ("burst_jax/serving/prompts.py", "not 0 <= ids < vocab_size:", "not 0 <= ids <= vocab_size:",
      "tests/serving/test_serving.py"),
+    # --- training, data, parallel, plan
+    ("burst_jax/training/adam.py", "self._replace(seed=_mix(self.seed ^ jnp.uint32(index)))",
+     "self", "tests/training/test_adam.py -k second_moment"),
+    ("burst_jax/training/adam.py", "[starts[0] + begin, *starts[1:]]", "[begin, *starts[1:]]",
+     "tests/training/test_adam.py -k change_no_bit"),
+    ("burst_jax/training/batches.py", "((segments == next_segments) & (segments != 0))",
+     "(segments == next_segments)", "tests/training/test_batches.py"),
+    ("burst_jax/training/batches.py", "[_hash([form]), _hash(contents)]", "[_hash([form]), _hash([form])]",
+     f"{PROCESSES} -k mistakes"),
+    ("burst_jax/training/checkpoints.py", "if latest is not None and step <= latest:",
+     "if latest and step <= latest:", "tests/training/test_checkpoints.py"),
+    ("burst_jax/training/checkpoints.py", "if step is not None:\n            if check_integer",
+     "if step:\n            if check_integer", "tests/training/test_checkpoints.py"),
+    ("burst_jax/training/checkpoint_files.py", "[part::parts]", "[part + 1 :: parts]",
+     "tests/training/test_checkpoints.py -k damage"),
+    ("burst_jax/training/fused_loss.py", "weights * (1 + 2 * options.z_loss * lse)",
+     "weights * (1 + options.z_loss * lse)", "tests/training/test_loss.py"),
+    ("burst_jax/training/monitoring.py", "if self._done >= self._skip + self._steps:",
+     "if self._done > self._skip + self._steps:", "tests/training/test_run_log.py"),
+    ("burst_jax/training/run_log.py", "for step in sorted(records) if step <= start]",
+     "for step in sorted(records) if step < start]", "tests/training/test_run_log.py"),
+    ("burst_jax/training/step.py", "donate_argnums=(0, 1)", "donate_argnums=(0,)",
+     "tests/training/test_step.py"),
+    ("burst_jax/training/step.py", "count = jnp.where(count == 0, 1.0, count)", "pass",
+     "tests/training/test_step.py"),
+    ("burst_jax/data/chunks.py", "enumerate(text[:4])", "enumerate(text[:3])",
+     "tests/data/test_data.py"),
+    ("burst_jax/data/chunks.py", "high >= limit", "high > limit", "tests/data/test_data_errors.py"),
+    ("burst_jax/data/corpus.py", "min(max(1, round(len(self) * held_out)), len(self) - 1)",
+     "max(1, round(len(self) * held_out))", "tests/data/test_data.py"),
+    ("burst_jax/data/loader.py", "self._iterators += self._start()\n        self._ended = [False] * len(self._iterators)\n",
+     "self._iterators += self._start()\n", "tests/data/test_data_resume.py"),
+    ("burst_jax/data/packing.py", "range(0, len(tokens) - 1, length - 1)",
+     "range(0, len(tokens), length - 1)", "tests/data/test_data.py"),
+    ("burst_jax/parallel/collectives.py", "part, (me - distance) % n * size, dim)",
+     "part, (me + distance) % n * size, dim)", "tests/parallel/test_collectives.py"),
+    ("burst_jax/parallel/processes.py", "here = here.__cause__ or here.__context__",
+     "here = here.__cause__", PROCESSES),
+    ("burst_jax/parallel/processes.py", "(*_KINDS, RuntimeError)[number - 1]",
+     "(*_KINDS, RuntimeError)[number]", f"{PROCESSES} -k save_completes"),
+    ("burst_jax/parallel/xla_options.py", "return jax.process_count() == 1 and compute_capability() in",
+     "return compute_capability() in", "tests/parallel/test_xla_options.py"),
+    ("burst_jax/plan/attention_plan.py", "each.seconds <= (1 + ACCURACY) * fit[0].seconds]",
+     "each.seconds <= fit[0].seconds]", PLAN),
+    ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",
+     "sent * (ulysses - gpus) // ulysses", PLAN),
+    ("burst_jax/plan/step_memory.py", "work + on_device + gradients)", "work + on_device)",
+     PLAN_TRAINING),
+    ("burst_jax/plan/step_time.py", "2 * 2 * moment_size * s.parts / speed",
+     "2 * moment_size * s.parts / speed", PLAN_TRAINING),
+    ("burst_jax/plan/training_search.py", "for count in _MLP_CHUNKS if tokens % count == 0]",
+     "for count in _MLP_CHUNKS]", PLAN_TRAINING),
 ]  # fmt: skip

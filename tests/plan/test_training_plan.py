@@ -157,6 +157,8 @@ def test_bfloat16_moments_and_moments_on_the_host():
     assert there.memory.host == here.memory.moments > 0
     assert there.memory.moments == 0
     assert there.memory.total == here.memory.total - here.memory.moments
+    # Fetched and written back, at 50 GB/s.
+    assert there.seconds.host == pytest.approx(2 * here.memory.moments / 50e9)
     assert there.seconds.total > here.seconds.total
     small = plan_of(moment_dtype="bfloat16")
     assert one(small, **RING).memory.moments == here.memory.moments // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_programs import gradient
-from implementations import QUICK
 from meshes import mesh_of
 
 import burst_jax
@@ -46,22 +46,13 @@ def lines(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-class Clock:
-    """Advances by a second each time it is read."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_each_step_is_a_line_with_its_speed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_log, "time", Clock())
+    clock = itertools.count()  # Advances by a second each time it is read.
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: float(next(clock)))
     with make_log(tmp_path / "new" / "run", steps=100) as log:
         for step in range(1, 101):
             log.step(step, {"loss": 1 / step, "grad_norm": 1.0, "learning_rate": 0.1})
+    monkeypatch.undo()
     first, second, *_, last = lines(tmp_path / "new" / "run")
     assert first == {"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
     assert second["tokens_per_second"] == last["tokens_per_second"] == 100.0
@@ -70,10 +61,11 @@ def test_each_step_is_a_line_with_its_speed(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 21  # The first, and then every fifth.
     assert shown[0] == "step 1/100  loss 1.0000  grad norm 1.000"
-    assert shown[1] == (
-        "step 5/100  loss 0.2000  grad norm 1.000  100 tokens/s  2 min left  MFU 0.1%"
-    )
+    speed = "100 tokens/s  2 min left  MFU 0.1%"
+    assert shown[1] == f"step 5/100  loss 0.2000  grad norm 1.000  {speed}"
     assert "left" not in shown[-1]
+    texts = {0.4: "0 s", 59.4: "59 s", 90: "2 min", 3600: "1 h 0 min", 187300: "2 d 4 h"}
+    assert {seconds: run_log.duration(seconds) for seconds in texts} == texts
 
 
 def test_memory_without_mfu_and_infinite_metrics(tmp_path, monkeypatch, capsys):
@@ -248,87 +240,65 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
         assert text in shown
 
 
-def test_readable_durations():
-    texts = {0.4: "0 s", 59.4: "59 s", 90: "2 min", 3600: "1 h 0 min", 187300: "2 d 4 h"}
-    assert {seconds: run_log.duration(seconds) for seconds in texts} == texts
-
-
 def test_mistakes_raise(tmp_path):
-    for options, message in (
-        ({"start": 11}, r"start is 11: it must be in 0 \.\.\. steps \(10\)"),
-        ({"start": -1}, "start is -1: it must be in 0"),
-        ({"stall_timeout": 0}, "timeout is 0: it must be positive"),
+    for make, message in (
+        (lambda: make_log(tmp_path, start=11), r"start is 11: it must be in 0 \.\.\. steps \(10\)"),
+        (lambda: make_log(tmp_path, start=-1), "start is -1: it must be in 0"),
+        (lambda: make_log(tmp_path, stall_timeout=0), "timeout is 0: it must be positive"),
+        (lambda: Profile(tmp_path, -1), "steps is -1: it must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_log(tmp_path, **options)
-    with pytest.raises(ValueError, match="steps is -1: it must be at least 0"):
-        Profile(tmp_path, -1)
+            make()
     with make_log(tmp_path, start=3) as log:
-        with pytest.raises(ValueError, match="step is 3: step 3 is already logged"):
-            log.step(3, GOOD)
-        with pytest.raises(ValueError, match=r"metrics has \['loss'\]: it needs loss and"):
-            log.step(4, {"loss": 1.0})
         log.step(4, GOOD)
-        with pytest.raises(ValueError, match="step is 4: step 4 is already logged"):
-            log.step(4, GOOD)
+        for step, metrics, message in (
+            (4, GOOD, "step is 4: step 4 is already logged"),
+            (5, {"loss": 1.0}, r"metrics has \['loss'\]: it needs loss and"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                log.step(step, metrics)
 
 
 # --- profiles ------------------------------------------------------------------------------------
 
 
 def test_a_profile_traces_the_requested_steps(tmp_path, capsys, monkeypatch):
+    with Profile(tmp_path / "real", 1, skip=0) as profile, profile.step(1):
+        jax.block_until_ready(jnp.ones(3) + 1)
+    assert len(list(tmp_path.glob("real/plugins/profile/*/*.xplane.pb"))) == 1
+    capsys.readouterr()
     traced: list[object] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: traced.append(str(folder)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append("stop"))
 
-    def profile(steps, count):
+    def run(steps, count):
         with Profile(tmp_path / "trace", steps) as profile:
             for step in range(1, count + 1):
                 with profile.step(step):
                     traced.append(step)
         return capsys.readouterr().out
 
-    assert profile(2, 5) == f"wrote a trace of 2 steps to {tmp_path / 'trace'}\n"
+    assert run(2, 5) == f"wrote a trace of 2 steps to {tmp_path / 'trace'}\n"
     assert traced == [1, str(tmp_path / "trace"), 2, 3, "stop", 4, 5]
-    assert "wrote a trace of 1 steps" in profile(5, 2)  # A run that ends early.
-    assert profile(0, 1) == ""
-
-
-# A ring of three with one kernel for both gradients: burst_jax/ring/schedule.py. The last step of
-# each direction sends nothing but the gradient's final transfer.
-RING = {
-    # direction: (function of the kernel, steps that send, steps with a kernel)
-    "forward": ("forward", [0, 1], [0, 1, 2]),
-    "backward": ("_gradients", [0, 1, 2, 3], [0, 1, 2, 3]),
-}
-
-
-def ring_of_three():
-    options: Any = {"mesh": mesh_of(seq=3), "implementation": "xla", "backward": "rotate_kv"}
-    arrays = [jnp.ones((1, 24, 2, 8))] * 3
-    attention = functools.partial(burst_jax.burst_attention, **options)
-    return jax.jit(gradient(attention)).lower(*arrays), arrays
+    assert "wrote a trace of 1 steps" in run(5, 2)  # A run that ends early.
+    assert run(0, 1) == ""
 
 
 def test_each_step_of_a_ring_has_a_name():
-    names = ring_of_three()[0].as_text(debug_info=True)
-    for direction, (function, sends, kernels) in RING.items():
+    """Steps that send and steps with a kernel, of a ring of three with one backward kernel.
+
+    The last step of the backward pass is the gradient's final transfer.
+    """
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(seq=3), implementation="xla", backward="rotate_kv"
+    )
+    names = jax.jit(gradient(attend)).lower(*[jnp.ones((1, 24, 2, 8))] * 3)
+    names = names.as_text(debug_info=True)
+    for direction, function, sends, kernels in (
+        ("forward", "forward", [0, 1], [0, 1, 2]),
+        ("backward", "_gradients", [0, 1, 2, 3], [0, 1, 2, 3]),
+    ):
         for operation, want in (("ppermute", sends), (f"jit({function})", kernels)):
             path = rf'"(?:[^"]*/)?ring_{direction}_step_(\d+)/{re.escape(operation)}'
             assert sorted({int(step) for step in re.findall(path, names)}) == want
         assert f'"burst_{direction}/' in names  # The function that the steps call.
-
-
-@pytest.mark.slow
-def test_a_trace_has_the_names(tmp_path):
-    lowered, arrays = ring_of_three()
-    program = lowered.compile(compiler_options=QUICK)
-    with Profile(tmp_path, 1, skip=0) as profile, profile.step(7):
-        jax.block_until_ready(program(*arrays))
-    (trace,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
-    written = trace.read_bytes()
-    # In so small a ring the backward's last kernel has no tile left, and XLA eliminates it.
-    for direction, (function, *_) in RING.items():
-        for step in range(3):
-            path = f"/ring_{direction}_step_{step}/jit({function})/burst_{direction}/"
-            assert path.encode() in written

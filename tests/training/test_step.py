@@ -199,15 +199,16 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
         if len(checks) == 1:
             raise ValueError("split")
 
+    weighed = lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2  # noqa: E731
     monkeypatch.setattr(Decoder, "refuse_split_weights", check)
-    monkeypatch.setattr(
-        step, "next_token_loss", lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2
+    monkeypatch.setattr(step, "next_token_loss", weighed)
+    graphdef, params = nnx.split(
+        Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(), layout="zigzag")
     )
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(), layout="zigzag")
-    eval_step = make_eval_step(nnx.graphdef(model))
+    eval_step = make_eval_step(graphdef)
     batch = place_batch(make_batch(ROWS, layout="zigzag"), make_mesh())
     with pytest.raises(ValueError, match="split"):
-        eval_step(nnx.state(model), batch)
-    results = [eval_step(nnx.state(model), batch) for _ in range(3)]
+        eval_step(params, batch)
+    results = [eval_step(params, batch) for _ in range(3)]
     assert len(checks) == 2
     assert {float(total) for total, _ in results} == {float(batch["weights"].sum())}
