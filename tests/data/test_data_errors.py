@@ -15,6 +15,7 @@ from burst_jax.data import (
     ByteTokens,
     Loader,
     TokenizerFile,
+    loader,
     merge_states,
     open_corpus,
     rows_of_process,
@@ -113,12 +114,15 @@ LOADERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_loader_options_raise(tmp_path):
+def test_bad_loader_options_raise(tmp_path, monkeypatch):
     corpus = open_corpus(write(tmp_path, {"a.txt": "a text of 24 bytes, say."}))
     given: dict[str, Any] = {"corpus": corpus, "seq_len": 8, "batch": 4}
     for options, message in LOADERS:
         with pytest.raises(ValueError, match=re.escape(message)):
             Loader(**given | options)
+    monkeypatch.setattr(loader, "MAX_CHUNKS", 3)
+    with pytest.raises(ValueError, match="has 3 chunks of documents: fewer than 3 can be shuffled"):
+        Loader(**given)
 
 
 def test_bad_splits_raise(arrays, tmp_path):

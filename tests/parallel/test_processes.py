@@ -160,6 +160,7 @@ def test_save_completes_or_raises_on_all_processes(seen, folder):
         assert each["saved"] == files
         assert re.match(r"FileExistsError: .*saved exists: choose a fold", each["saved again"])
         assert re.match(r"OSError: .*No space left on device", each["full disk"])
+    assert "OSError: process 0 of the run raised: OSError: " in seen[1]["full disk"]
     assert not (folder / "full").exists()
 
 

@@ -224,6 +224,10 @@ def test_ring_steps_that_a_block_mask_skips(tmp_path, capsys):
     file.write_text("no array")
     with pytest.raises(SystemExit, match=r"table\.npy is not a file of numpy\.save"):
         main(options)
+    with file.open("wb") as several:
+        np.savez(several, np.eye(4), np.eye(4))
+    with pytest.raises(SystemExit, match=r"table\.npy holds several arrays: save one"):
+        main(options)
 
 
 # --- recommendations -----------------------------------------------------------------------------

@@ -48,16 +48,14 @@ def abstract(state, mesh, spec):
     return jax.tree.map(one, state)
 
 
-def bits(x):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x).tobytes()
-
-
 def assert_same(actual, expected):
+    """Bit for bit, random keys too."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (one.shape, one.dtype, bits(one)) == (other.shape, other.dtype, bits(other))
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def restore(folder: Checkpoints | Path, state, step: Any = None, **options) -> Restored:
@@ -87,10 +85,9 @@ def own(saved, tmp_path):
 # --- what is restored ----------------------------------------------------------------------------
 
 
-MESHES = [(2, 4, P("data", "seq")), (8, 1, P("data")), (1, 3, P(None, None))]
-
-
-@pytest.mark.parametrize(("data", "seq", "spec"), MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("data", "seq", "spec"), [(2, 4, P("data", "seq")), (8, 1, P("data")), (1, 3, P())], ids=str
+)
 def test_a_state_is_restored_bitwise_on_any_mesh(saved, data, seq, spec):
     folder, states = saved
     wanted = abstract(states[3], mesh_of(data=data, seq=seq), spec)
@@ -99,9 +96,6 @@ def test_a_state_is_restored_bitwise_on_any_mesh(saved, data, seq, spec):
     assert_same(restored.state, states[3])
     for leaf, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
-    keys = restored.state["keys"]["many"]
-    expected = jax.vmap(jax.vmap(jax.random.bits))(states[3]["keys"]["many"])
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(jax.random.bits))(keys), expected)
 
 
 def test_a_part_of_a_state(saved):
@@ -143,9 +137,13 @@ def test_the_last_ones_are_kept_as_they_were_when_saved(tmp_path):
         for index in range(4):
             writer.save(index, {"x": x})
             assert writer.latest() in (None, index - 1, index)
-            if index == 0:
+            if index == 0:  # Counts as any other step.
                 writer.wait()
-                assert restore(writer, {"x": x}).step == 0
+                with pytest.raises(ValueError, match=r"step is 0: .* already holds checkpoint 0"):
+                    writer.save(0, {"x": x})
+            if index == 1:
+                writer.wait()
+                assert restore(writer, {"x": x}, 0).step == 0
             for _ in range(20):
                 x = step(x)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
@@ -388,14 +386,3 @@ def test_mistakes_raise(saved):
     for call, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             call(saved[0])
-
-
-def test_step_0_counts_as_a_checkpoint(tmp_path):
-    with Checkpoints(tmp_path) as writer:
-        writer.save(0, ANY)
-        writer.wait()
-        with pytest.raises(ValueError, match=r"step is 0: .* already holds checkpoint 0"):
-            writer.save(0, ANY)
-        writer.save(1, ANY)
-        writer.wait()
-        assert restore(writer, ANY, 0).step == 0

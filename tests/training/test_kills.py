@@ -215,17 +215,16 @@ def test_a_run_does_not_resume_in_the_metrics_of_another(tmp_path):
     with RunLog(out, 9, tokens_per_step=8, flops_per_step=1.0, peak=None) as log:
         for step in range(1, 6):
             log.step(step, {"loss": 2.5, "grad_norm": 1.0})
-    # An old checkpoint without a loss fits any metrics.
-    for name, saved in (("old", {}), ("same", {"loss": 2.5}), ("other", {"loss": 1.5})):
-        with Checkpoints(tmp_path / name) as checkpoints:
-            checkpoints.save(3, state, extra | saved)
+    message = (
+        r"--out is .*out, whose metrics.jsonl belongs to another run than the checkpoints "
+        r"in here: the losses at step 4 are 2.5 and 1.5; use another --out, or the one of"
+    )
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        # An old checkpoint without a loss fits any metrics.
+        for step, loss in ((2, {}), (3, {"loss": 2.5}), (4, {"loss": 1.5})):
+            checkpoints.save(step, state, extra | loss)
             checkpoints.wait()
-            if name != "other":
-                assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == 3
-                continue
-            message = (
-                r"--out is .*out, whose metrics.jsonl belongs to another run than the checkpoints "
-                r"in here: the losses at step 3 are 2.5 and 1.5; use another --out, or the one of"
-            )
-            with pytest.raises(ValueError, match=message):
-                train_lm.restore(arguments_of(out=out), checkpoints, state)
+            if step < 4:
+                assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == step
+        with pytest.raises(ValueError, match=message):
+            train_lm.restore(arguments_of(out=out), checkpoints, state)
