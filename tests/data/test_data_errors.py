@@ -199,7 +199,7 @@ def test_unreadable_documents_raise_with_their_place_and_end_the_threads(tmp_pat
 
 @pytest.mark.parametrize(("text", "packing"), [("", "split"), ("a", "first_fit")])
 def test_documents_without_anything_to_predict_raise(tmp_path, text, packing):
-    corpus = open_corpus(write(tmp_path, {"a.jsonl": f'{{"text": "{text}"}}\n' * 5}))
+    corpus = open_corpus(write(tmp_path, {"a.jsonl": f'{{"text": "{text}"}}\n'}))
     with (
         loader_of(corpus, packing=packing, batch=1) as loader,
         pytest.raises(ValueError, match="corpus has no tokens to predict: its doc"),

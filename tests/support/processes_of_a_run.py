@@ -2,6 +2,7 @@
 
 Started by tests/parallel/test_processes.py; without PORT, a launcher's variables are set. The
 processes of a run have four CPU devices together. Each prints what it found as one line of JSON.
+Ten of them start at the same time, so modules that only one mode needs are imported there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax import ShardingRules
-from burst_jax.data import Loader, gather_state, open_corpus, rows_of_process
-from burst_jax.models import load, save
 from burst_jax.training import (
     Checkpoints,
     barrier,
@@ -94,6 +92,10 @@ def place_batches(_: Path, process: int) -> dict:
 
 def save_models(folder: Path, process: int) -> dict:
     """The files that ``save`` has written when it returns on this process, and its errors."""
+    import safetensors.numpy
+
+    from burst_jax.models import load, save
+
     mesh = make_mesh(fsdp=2, seq=2)
     model = load(folder / "model", mesh=mesh, rules=ShardingRules.of(mesh))
 
@@ -112,6 +114,8 @@ def save_models(folder: Path, process: int) -> dict:
 
 def load_rows(folder: Path, process: int) -> dict:
     """What the devices hold of six batches; after the third another loader resumes."""
+    from burst_jax.data import Loader, gather_state, open_corpus, rows_of_process
+
     mesh, rows = make_mesh(data=2, seq=2), rows_of_process(4, process, jax.process_count())
     seen, state = [], None
     for _ in range(2):

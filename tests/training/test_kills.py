@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,63 +43,55 @@ class Training:
         self._command = [sys.executable, "-W", "error", str(train_lm.__file__), *TINY]
         self._command += [f"--mesh={mesh}", f"--steps={steps}", f"--out={out}", f"--data={corpus}"]
 
-    @contextmanager
-    def process(self, *, may_be_killed: bool = False):
-        """Starts a process, which is killed when the block ends.
-
-        Only processes that end by themselves write JAX's compilation cache, the others read it.
-        """
-        environment = {
-            "JAX_NUM_CPU_DEVICES": "4",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.out.with_name("cache")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if may_be_killed else "0.1",
-            # Most of the time of such a run is compile time.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        }
-        environment = os.environ | environment
-        with self._printed.open("w") as out:
-            process = subprocess.Popen(self._command, stdout=out, stderr=out, env=environment)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
     @property
     def printed(self) -> str:
         """The output of the last process so far."""
         return self._printed.read_text()
 
-    def finish(self) -> None:
-        """Runs to the end."""
-        with self.process() as process:
-            assert process.wait(PATIENCE) == 0, self.printed
+    def run(self, kill_when: Callable[[], bool] | None = None, delay: float = 0) -> None:
+        """Runs a process to its end, or kills it some seconds after a condition holds."""
+        environment = {
+            "JAX_NUM_CPU_DEVICES": "4",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.out.with_name("cache")),
+            # Processes that are killed only read the cache.
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0.1",
+            # Most of the time of such a run is compile time.
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+        with self._printed.open("w") as out:
+            process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, env=os.environ | environment
+            )
+        try:
+            end = time.monotonic() + PATIENCE
+            while process.poll() is None and not (kill_when and kill_when()):
+                assert time.monotonic() < end, self.printed
+                time.sleep(0.001)
+            time.sleep(delay)
+        finally:
+            process.kill()
+        assert process.wait() == (-signal.SIGKILL if kill_when else 0), self.printed
 
-    def kill(self, draw: random.Random, *, while_writing: bool) -> bool:
+    def kill(self, draw: random.Random, delay: float, *, while_writing: bool) -> bool:
         """Kills a process some steps after its first one, or while it writes a checkpoint.
 
         Returns:
           Whether a partial checkpoint is left.
         """
+        # Not before two checkpoints are complete.
+        count = EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9)
 
-        def until(happened: Callable[[], bool]) -> None:
-            end = time.monotonic() + PATIENCE
-            while not happened():
-                assert process.poll() is None, self.printed
-                assert time.monotonic() < end, self.printed
-                time.sleep(0.001)
+        def due() -> int:
+            """The step at which to kill it; large before its first step is printed."""
+            first = re.search(r"^step (\d+)/", self.printed, re.MULTILINE)
+            return int(first[1]) - 1 + count if first else 10**9
 
-        with self.process(may_be_killed=True) as process:
-            until(lambda: "\nstep " in self.printed)
-            start = int(re.findall(r"^step (\d+)/", self.printed, re.MULTILINE)[0]) - 1
-            # Not before two checkpoints are complete.
-            due = start + (EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9))
-            until(lambda: self._is_partial(due) if while_writing else self.reached() >= due)
-            time.sleep(draw.uniform(0, 0.05))
-            process.kill()
-            assert process.wait() == -signal.SIGKILL, self.printed
-        return self._is_partial(due)
+        def now() -> bool:
+            return self._is_partial(due()) if while_writing else self.reached() >= due()
+
+        self.run(now, delay)
+        return self._is_partial(due())
 
     def reached(self) -> int:
         """The last step in ``metrics.jsonl``."""
@@ -133,16 +124,17 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
     whole, killed, moved = (
         Training(tmp_path / name, steps, corpus, mesh) for name, mesh in meshes.items()
     )
-    whole.finish()
+    whole.run()
     partial = 0
     for index in range(kills):
-        left = killed.kill(draw, while_writing=index % 2 == 0)
+        delay = draw.uniform(0, 0.05) if index else 0  # The first kill leaves a partial checkpoint.
+        left = killed.kill(draw, delay, while_writing=index % 2 == 0)
         partial += left
         print(f"at step {killed.reached()}{', a partial checkpoint left' * left}")
         if index == 0:
             shutil.copytree(killed.out, moved.out)
     assert partial > 0
-    killed.finish()
+    killed.run()
     assert killed.losses() == whole.losses()  # Bit for bit.
     first, second = ((run.out / "summary.json").read_text() for run in (whole, killed))
     assert first == second
@@ -152,7 +144,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
     file = max((newest / "d").iterdir(), key=lambda file: file.stat().st_size)
     size = file.stat().st_size
     os.truncate(file, size - 5)
-    moved.finish()
+    moved.run()
     before = newest.with_name(str(int(newest.name) - EVERY))
     assert f"resuming from step {before.name}, " in moved.printed
     assert (
