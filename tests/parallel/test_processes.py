@@ -283,10 +283,9 @@ def test_a_single_process_needs_no_arguments(monkeypatch):
 
 
 def test_by_first_process_with_a_single_process():
-    done = []
+    done, error = [], KeyError("the same object")
     by_first_process(lambda: done.append(1))
     assert done == [1]
-    error = KeyError("the same object")
 
     def fail():
         raise error

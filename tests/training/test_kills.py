@@ -56,8 +56,6 @@ class Training:
             "JAX_COMPILATION_CACHE_DIR": str(self.out.with_name("cache")),
             # Processes that are killed only read the cache.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0.1",
-            # Most of the time of such a run is compile time.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
         with self._printed.open("w") as out:
             process = subprocess.Popen(
