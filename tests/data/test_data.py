@@ -21,9 +21,11 @@ from data_files import LENGTHS, SEQ_LEN, loader_of, taken
 from burst_jax.data import (
     ByteTokens,
     TokenizerFile,
+    chunks,
     gather_state,
     merge_states,
     open_corpus,
+    readers,
     rows_of_process,
     save_tokens,
 )
@@ -156,7 +158,8 @@ def test_a_two_dimensional_array_has_a_document_per_row_and_stays_on_disk(tmp_pa
 
 
 @pytest.mark.parametrize("separator", [None, 256])
-def test_json_lines_are_documents_that_end_in_separators(lines, separator):
+def test_json_lines_are_documents_that_end_in_separators(lines, separator, monkeypatch):
+    monkeypatch.setattr(readers, "_SCAN", 100)  # Bytes searched for line ends at once.
     corpus, tokens = open_corpus(lines), ByteTokens(separator=separator)
     assert (len(corpus), tokens.vocab_size) == (len(LENGTHS), 256 if separator is None else 257)
     found = list(segments(taken(loader_of(corpus, seq_len=1000, epochs=1, tokens=tokens))))
@@ -218,7 +221,7 @@ def test_cuts_never_split_a_character(tmp_path, bpe, letters):
         assert Counter(decoded) == Counter(text)
 
 
-def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe):
+def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, monkeypatch):
     tokens, corpus = TokenizerFile(bpe, separator="<|end|>"), open_corpus(lines)
     saved = save_tokens(corpus, tokens, tmp_path / "tokens.npy")
     assert len(saved) == len(corpus)
@@ -232,6 +235,13 @@ def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe):
     )
     for name in ("rows", "segment_ids"):
         np.testing.assert_array_equal(encoded[name], loaded[name])
+    # A large file is encoded in chunks, which are one document.
+    monkeypatch.setattr(chunks, "_SAVE_CHUNK", 100)
+    (tmp_path / "long.txt").write_text(text[:1000])
+    saved = save_tokens(open_corpus(tmp_path / "long.txt"), tokens, tmp_path / "long.npy")
+    assert len(saved) == 1
+    ((one,),) = (batch["rows"] for batch in taken(loader_of(saved, **options)))
+    assert tokens.decode(one[: saved.size - 1]) == text[:1000]
 
 
 # --- held out ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from burst_jax.data import (
     loader,
     merge_states,
     open_corpus,
+    packing,
     rows_of_process,
     save_tokens,
 )
@@ -205,6 +206,13 @@ def test_documents_without_anything_to_predict_raise(tmp_path, text, packing):
         pytest.raises(ValueError, match="corpus has no tokens to predict: its doc"),
     ):
         next(loader)
+
+
+def test_short_documents_between_others_may_be_many():
+    cut = packing._Cut(length=17, chunks=1)
+    for _ in range(50):
+        assert cut.flat_map({"tokens": np.zeros(1)}) == []
+        assert len(cut.flat_map({"tokens": np.zeros(40)})) == 3
 
 
 def test_bad_numbers_of_processes_raise():

@@ -166,6 +166,10 @@ def test_bytes_of_all_to_alls():
     over_hosts = one(plan, "ulysses", "contiguous")
     assert over_hosts.forward_bytes == arrays * 7 // 8
     assert over_hosts.host_bytes == arrays // 2 + (arrays + delta) // 2
+    # Two key heads for four devices: each gets a copy, whose gradients are summed in float32.
+    copied, c = one(plan_of(num_kv_heads=2, gpus_per_host=4), "ulysses", "contiguous"), 65536 // 4
+    q_out, kv, delta = 2 * c * 32 * 128 * 2, 2 * c * 4 * 128 * 2, c * 32 * 4
+    assert sent(copied) == tuple(3 * x // 4 for x in (q_out + kv, q_out + 2 * kv + delta))
     slow = one(plan_of(hosts=2, gpus_per_host=4, host_link=1e-3), "ulysses", "contiguous")
     assert slow.seconds == pytest.approx(1e-6 * over_hosts.host_bytes, rel=1e-3)
 

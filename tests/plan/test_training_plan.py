@@ -23,6 +23,7 @@ from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
 from burst_jax.plan.__main__ import SHAPES, config_of, main
 from burst_jax.plan.device_sizes import device_sizes
+from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.step_memory import step_memory
 from burst_jax.plan.training_plan import AS_FAST, USABLE
 from burst_jax.plan.training_strategy import TrainingStrategy
@@ -120,6 +121,9 @@ def test_saved_activations_cost_memory_and_save_time():
     times = [by_remat[name].seconds.total for name in ordered]
     assert times == sorted(times)
     assert by_remat["attention"].seconds.total < by_remat["offload"].seconds.total
+    # In contiguous shards some devices have nothing in the second half.
+    strategies = [each.strategy for each in plan.estimates if each.strategy.remat == "half"]
+    assert all(each.seq == 1 or each.layout != "contiguous" for each in strategies)
 
 
 def test_as_many_layers_are_selective_as_fit():
@@ -208,6 +212,12 @@ def test_estimates_agree_with_measured_steps():
     # What the model leaves out counts most in the shortest steps.
     assert max(gaps.values()) < math.log(1.06), gaps
     assert np.median(list(gaps.values())) < math.log(1.02), gaps
+
+
+def test_rings_of_several_hosts_are_sent_by_nccl():
+    gpu, strategy = GPUS["h200"], TrainingStrategy("sharded", 4, (8,), 1, "zigzag", "full")
+    for hosts, link in ((1, gpu.peer_link), (4, gpu.link)):
+        assert strategy.ring_cluster(Cluster(gpu, hosts, 8, 50.0)).link == link
 
 
 def test_windows_and_gpus_without_a_peak():
