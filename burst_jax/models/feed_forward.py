@@ -36,6 +36,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class FeedForward(nnx.Module):
     """A layer's feed-forward, ``[B, T, D]`` to ``[B, T, D]``. It runs inside a ``shard_map``.
 
+    An auxiliary loss, like one that balances the load of experts, cannot be returned: layers pass
+    on one array.
+
     Args:
       config: sizes and dtypes.
       out_init: initializer of the output matrix, whose result is added to the residual stream.
