@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from burst_jax.attention.api import burst_attention, ring_attention
 from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays, WindowSize
-from burst_jax.attention.order import refuse_wrong_order
-from burst_jax.attention.score_mod import refuse_rows_and_heads
+from burst_jax.attention.order import reject_wrong_order
+from burst_jax.attention.score_mod import reject_batch_and_head_indices
 from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
@@ -236,7 +236,7 @@ class BurstAttention(nnx.Module):
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
         out, _ = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
-        return refuse_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
+        return reject_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
         self,
@@ -304,7 +304,7 @@ class BurstAttention(nnx.Module):
         tensor_axis = options.pop("tensor_axis", None)
         batch_and_heads = flat_names(options.pop("batch_axis", None), tensor_axis)
         options.pop("mesh", None)
-        refuse_rows_and_heads(batch_and_heads, options)
+        reject_batch_and_head_indices(batch_and_heads, options)
         if dropout_key is not None and batch_and_heads:
             # Devices along these axes have other sequences or heads: their weights are dropped
             # independently.

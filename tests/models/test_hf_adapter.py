@@ -12,18 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
 from safetensors.numpy import load_file, save_file
 
-import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.models import Lora, add_lora, load, load_adapter, save, save_adapter
 
 RANK, ALPHA = 3, 12.0
 TARGETS = "query|value|out|down"
-LENGTH = 64
 
 
 def loaded(folder, mesh):
@@ -41,24 +38,10 @@ def trained(model):
     return nnx.merge(graphdef, placed, others)
 
 
-def logits(model, shards):
-    tokens = burst_jax.to_layout(hf_models.TOKENS[None, :LENGTH], "zigzag", shards)
-    positions = burst_jax.positions("zigzag", LENGTH, num_shards=shards)
-    graphdef, state = nnx.split(model)
-
-    @quick_jit
-    def run(state):
-        model = nnx.merge(graphdef, state)
-        return model.unembed(model(tokens, positions))
-
-    return burst_jax.from_layout(np.asarray(run(state)), "zigzag", shards)
-
-
-def test_checkpoints_compute_what_the_adapters_do(tmp_path):
+def test_adapters_and_merged_weights_are_those_of_peft(tmp_path):
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
     mesh = mesh_of(seq=2, tensor=2)
     model = trained(loaded(folder, mesh))
-    want = logits(model, 2)
     save_adapter(model, tmp_path / "adapter", base=folder)
     save(model, tmp_path / "merged")
 
@@ -79,13 +62,9 @@ def test_checkpoints_compute_what_the_adapters_do(tmp_path):
         assert (a.shape, b.shape) == ((RANK, inputs), (outputs, RANK))
         # What peft adds, in PyTorch's order of dimensions.
         weights[tensor] = weights[tensor] + ALPHA / RANK * b @ a
-    # The merged model has what peft merges, and so the logits of the adapters.
     merged, _ = hf_models.read_folder(tmp_path / "merged")
-    assert_close(merged, weights, 1e-6)
-    plain = loaded(folder, one := mesh_of(seq=1))
-    assert np.abs(logits(plain, 1) - want).max() > 0.1
-    assert_close(logits(loaded(tmp_path / "merged", one), 1), want, 1e-5)
-    again = load_adapter(plain, tmp_path / "adapter")
+    assert_close(merged, weights)
+    again = load_adapter(loaded(folder, mesh_of(seq=1)), tmp_path / "adapter")
     assert again.config.lora == Lora(RANK, ALPHA, tuple(TARGETS.split("|")))
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import warnings
 from typing import Any
 
 import decoders
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import qwix
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import NamedSharding
@@ -22,7 +20,7 @@ from jaxprs import equations
 from meshes import assert_close, mesh_of, random_like
 
 from burst_jax import ShardingRules
-from burst_jax.layers.lora import LORA_A, LORA_B, add_adapter, set_adapter
+from burst_jax.layers.lora import LORA_A, LORA_B
 from burst_jax.models import DecoderConfig, Lora, abstract_decoder, add_lora, merge_lora
 from burst_jax.training import (
     init_train_state,
@@ -94,24 +92,6 @@ def test_values_and_gradients_are_those_of_dense_formulas(axes, options):
         value = gradients["layers"]["attention"]["value"]
         assert value["kernel_lora_a"].shape == (2, 32, RANK)
         assert value["kernel_lora_b"].shape == (2, RANK, 16)
-
-
-def test_products_are_those_that_qwix_intercepts():
-    """On one projection; qwix replaces JAX's product during the call."""
-    linear = nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))
-    provider = qwix.LoraProvider(module_path=".*", rank=RANK, alpha=ALPHA)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 4, 8)), jnp.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        theirs = qwix.apply_lora_to_model(linear, provider, x, rngs=nnx.Rngs(params=3))
-        graphdef, adapter, kernel = nnx.split(theirs, nnx.LoRAParam, ...)
-        adapter = random_like(adapter, 4)
-        want = nnx.merge(graphdef, adapter, kernel)(x)
-    own = nnx.clone(linear)
-    a, b = (adapter[name].get_value() for name in (LORA_A, LORA_B))
-    set_adapter(own, a, b, ALPHA / RANK)
-    assert_close(add_adapter(own, x, own(x)), want)
-    assert float(jnp.abs(want - linear(x)).max()) > 0.1
 
 
 def train_state(model, optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -61,22 +62,21 @@ def case_id(case):
     return f"{mesh}-{case['layout']}-{'_'.join(map(str, case['lengths']))}"
 
 
-def whole_attention(model, length):
-    """``tokens -> logits`` of the last token, by the decoder's attention on one device."""
+def whole_attention(model, sequences):
+    """Logits after each token, by the decoder's attention on one device."""
+    length = max(map(len, sequences))
+    tokens = np.zeros((len(sequences), length), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
     graphdef, params = nnx.split(model)
 
     @quick_jit
-    def logits(params, tokens, last):
+    def logits(params):
         model = nnx.merge(graphdef, params)
-        hidden = model(tokens, jnp.arange(length, dtype=jnp.int32), (tokens >= 0).astype(jnp.int32))
-        return model.unembed(hidden[0, last])
+        return model.unembed(model(tokens, np.arange(length, dtype=np.int32), segments))
 
-    def of_sequence(sequence):
-        tokens = np.full((1, length), -1, np.int32)  # Padded at the end.
-        tokens[0, : len(sequence)] = sequence
-        return np.asarray(logits(params, jnp.asarray(tokens), len(sequence) - 1))
-
-    return of_sequence
+    return np.asarray(logits(params))
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:2]))
@@ -107,14 +107,12 @@ def test_each_step_equals_whole_attention(case):
         for sequence, prompt in zip(sequences, more, strict=True):
             sequence.extend(prompt)
         generate(more, extend=True)
-    expected = whole_attention(one, 2 * (max_length // 2 + 1))
-    assert len(ends) == len(server.logits)
-    checked = range(0, len(ends), max(1, len(ends) // 12))
-    for step in {*checked, 0, new - 1, len(ends) - 1}:
-        for sequence, end, got in zip(sequences, ends[step], server.logits[step], strict=True):
-            want = expected(sequence[:end])
+    expected = whole_attention(one, sequences)
+    for ends_of_step, logits in zip(ends, server.logits, strict=True):
+        for row, (end, got) in enumerate(zip(ends_of_step, logits, strict=True)):
+            want = expected[row, end - 1]
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
-            assert sequence[end] == got.argmax()
+            assert sequences[row][end] == got.argmax()
 
 
 @functools.lru_cache
@@ -300,10 +298,23 @@ def test_mistakes(call, message):
         call()
 
 
-def test_options_that_decoding_does_not_support_raise():
+def test_models_that_serving_does_not_support_raise():
     model = without_rules(local_window_size=(5, 0))
     with pytest.raises(NotImplementedError, match="has the option local_window_size: decoding sup"):
         Generator(model, max_length=8)
+    pipeline = models(CONFIG, {"stage": 2, "seq": 1}, "contiguous")[1]
+    with pytest.raises(NotImplementedError, match="have a stage axis, 'stage': serving does not"):
+        Generator(pipeline, max_length=8)
+
+
+def test_a_cache_larger_than_the_free_memory_raises(monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30, "bytes_in_use": 2**30 - 9})
+    monkeypatch.setattr(server()._steps, "mesh", SimpleNamespace(local_devices=[device]))
+    message = (
+        "a cache of batch 2 and max_length 64 needs 0.0 GiB on each device, and .* has 0.0 GiB"
+    )
+    with pytest.raises(ValueError, match=message):
+        server()._check_memory()
 
 
 def test_two_generations_do_not_share_a_cache():

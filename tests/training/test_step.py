@@ -231,7 +231,7 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
         if len(checks) == 1:
             raise ValueError("split")
 
-    monkeypatch.setattr(Decoder, "refuse_split_weights", check)
+    monkeypatch.setattr(Decoder, "reject_sharded_weights", check)
     monkeypatch.setattr(
         step, "next_token_loss", lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2
     )
