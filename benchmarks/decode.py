@@ -59,7 +59,7 @@ def _attend(
         else:
             partial = PartialAttention(
                 *partial_attention(
-                    query, keys, values, slots.places, slots.present, last, used,
+                    query, keys, values, slots.cache_positions, slots.present, last, used,
                     scale=scale, compute_capability=compute_capability(), **dict(kernel),
                 )
             )  # fmt: skip

@@ -41,6 +41,9 @@ class FeedForward(nnx.Module):
     must sum its result (``lax.psum``). It cannot return an auxiliary loss. docs/flax.md has an
     example.
 
+    An auxiliary loss, like one that balances the load of experts, cannot be returned: layers pass
+    on one array.
+
     Args:
       config: sizes and dtypes.
       out_init: initializer of the output matrix, whose result is added to the residual stream.
