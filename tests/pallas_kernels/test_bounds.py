@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import dense
 import jax
@@ -47,12 +48,12 @@ def tokens(at, segment_ids=None):
 
 def mask_of(mask, q, kv):
     """bool ``[R, T, S]`` by the definition."""
-    arrays = {"query_positions": q.positions, "key_value_positions": kv.positions}
+    arrays: dict[str, Any] = {"query_positions": q.positions, "key_value_positions": kv.positions}
     for name, bound in (("key_starts", q.kv_starts), ("key_ends", q.kv_ends)):
         arrays |= {} if bound is None else {name: np.asarray(bound)}
-    ids = (None if x.segment_ids is None else np.asarray(x.segment_ids) for x in (q, kv))
-    lengths = len(q.positions), len(kv.positions)
-    return dense.Mask(window=(mask.left, mask.right)).dense(*ids, *lengths, **arrays)
+    q_ids, kv_ids = (None if x.segment_ids is None else np.asarray(x.segment_ids) for x in (q, kv))
+    written_out = dense.Mask(window=(mask.left, mask.right)).dense
+    return written_out(q_ids, kv_ids, len(q.positions), len(kv.positions), **arrays)
 
 
 def by_tile(keep, tiles):
@@ -150,8 +151,8 @@ def test_bounds_cover_the_mask(t, s, tiles, segments):
         of_queries, of_keys = order(t), order(s)
         for shards in ((0, 0), (1, 2), (2, 1), (0, 2), (2, 0)):
             at = of_queries[shards[0]], of_keys[shards[1]]
-            sides = (tokens(x, ids[:, x] if segments else None) for x in at)
-            check(masks, *sides, tiles, tight)
+            q, kv = (tokens(x, ids[:, x] if segments else None) for x in at)
+            check(masks, q, kv, tiles, tight)
 
 
 def test_the_brute_force_notices():

@@ -63,7 +63,7 @@ def problem(seed=0, t=T, s=S):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def _forward(implementation, spec, q, kv, tokens, carry):
-    return local.forward(implementation, q, kv, *tokens, carry, spec=spec)
+    return local.forward(implementation, q, kv, *tokens, carry=carry, spec=spec)
 
 
 def forward(name, spec, q, kv, tokens=TOKENS, carry=None):
@@ -73,7 +73,7 @@ def forward(name, spec, q, kv, tokens=TOKENS, carry=None):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def _backward(implementation, spec, qdo, kv, stats, tokens, dq, dkv):
-    return local.backward(implementation, qdo, kv, stats, *tokens, dq, dkv, spec=spec)
+    return local.backward(implementation, qdo, kv, stats, *tokens, dq=dq, dkv=dkv, spec=spec)
 
 
 def backward(name, spec, qdo, kv, stats, tokens=TOKENS, dq=None, dkv=None):
