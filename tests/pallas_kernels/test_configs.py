@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import local
-import numpy as np
 import pytest
 
 from pallas_kernels import (
@@ -177,25 +176,6 @@ def test_which_accumulators_start_from_the_bias(scale, soft_cap, expected):
     static, without = make(inputs), make(inputs._replace(shared=SharedInputs()))
     assert (static.bias_in_accumulator, static.adds_bias) == (expected, not expected)
     assert (without.bias_in_accumulator, without.adds_bias) == (False, False)
-
-
-@pytest.mark.parametrize("first", [0, 10_000_019], ids=["near", "far"])
-def test_every_form_of_the_bias_is_the_bias(first):
-    """For keys at or before a query: the affine form minus its value there, and the signed form."""
-    rng = np.random.default_rng(0)
-    kv = first + np.sort(rng.choice(5000, 40, replace=False)).astype(np.int32)
-    q = kv[-1] + np.arange(3, dtype=np.int32)[:, None]
-    score, numbers = Score(0.1), {"alibi_slopes": jnp.float32(0.7)}
-    exact = -np.float64(np.float32(0.7)) * (q - kv)
-
-    slope, start = score.affine_bias(jnp.asarray(q, jnp.float32), numbers)
-    slope, start = np.float64(slope), np.asarray(start, np.float64)
-    line, at_query = (np.float32(slope * at + start) for at in (kv, q))
-    np.testing.assert_allclose(line - at_query, exact, rtol=1e-6, atol=0)
-    assert first == 0 or np.abs(at_query).max() > 0.01
-
-    signed = score.bias_of_earlier_keys(jnp.asarray(q), jnp.asarray(kv), numbers)
-    np.testing.assert_allclose(signed, exact, rtol=1e-6, atol=0)
 
 
 # --- sm80 ----------------------------------------------------------------------------------------

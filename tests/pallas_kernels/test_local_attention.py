@@ -167,13 +167,6 @@ def test_reference_equals_autodiff_in_float64(index):
     assert_zero_where_blind(got, make_inputs(index))
 
 
-@pytest.mark.parametrize("tier", [CASES_BY_NAME, QUICK_BY_NAME], ids=["all", "quick"])
-@pytest.mark.parametrize("name", CASES_BY_NAME)
-def test_every_level_is_met(name, tier):
-    for factor, levels in FACTORS.items():
-        assert {CASES[index][factor] for index in tier[name]} == set(levels), factor
-
-
 def test_cases_have_rows_and_keys_that_see_nothing():
     """The zeros asserted above are asserted of something, and the errors of something else."""
     keeps = [make_inputs(index).keep for index in range(len(CASES))]

@@ -20,15 +20,7 @@ import burst_jax
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 
-# Ids name the GPU and the kernels, which are never left to the library's choice here.
-KERNELS = pytest.mark.parametrize(
-    ("gpu", "kernels"),
-    [("a100", "triton"), ("h100", "mosaic_sm90")],
-    ids=["a100-triton", "h100-mosaic_sm90"],
-)
-
-
-# Each GPU and each rotation once, for bytes and memory, which have formulas in both.
+# Each GPU with its kernels, which are never left to the library's choice here, and each rotation.
 KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
     ("gpu", "kernels", "rotation"),
     [("a100", "triton", "rotate_query"), ("h100", "mosaic_sm90", "rotate_kv")],
@@ -225,48 +217,44 @@ def overlapped(events):
     ] + [[] for kind, _ in events if kind == "sync"]
 
 
-def moves(program, opcode):
-    """``(shapes that it sends, what overlaps with it)`` of every such transfer, by computation.
+def transfers(program, opcode, computation="ENTRY"):
+    """``(name, opcode, result type, what overlaps)`` of every such transfer of a computation.
 
-    What overlaps are the matrix products and the library's kernels between its start and its end;
-    an empty list where it is exposed.
-
-    Args:
-      program: the compiled program.
-      opcode: "all-gather" or "collective-permute".
+    What overlaps are the matrix products and the library's kernels between its start and its end:
+    nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
+    between device and host memory, "fusion".
     """
-    found, fused = {}, _fused_kernels(program)
+    found, started, fused = [], {}, _fused_kernels(program)
+    starts = {f"{opcode}-start", *({opcode} - {"fusion"})}
+    for name, result, code, operands, rest in operations(program, computation):
+        if code in starts:
+            found.append((name, code, result, []))
+            if code != opcode:
+                started[name] = found[-1][-1]
+        elif code == f"{opcode}-done":
+            started.pop(operands.strip().lstrip("%"))
+        elif _works(name, code, rest, fused):
+            for during in started.values():
+                during.append(name)
+    return found
+
+
+def moves(program, opcode):
+    """``(shapes that it sends, what overlaps)`` of every transfer, by computation."""
+    found = {}
     for computation in computations(program):
-        here = found.setdefault(computation, [])
-        open_ones: dict[str, tuple[list, list]] = {}
-        for name, result, code, operands, rest in operations(program, computation):
-            if code in (opcode, f"{opcode}-start"):
-                shapes = _SHAPE.findall(result)
-                half = len(shapes) // 2 if code.endswith("start") else None
-                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[:half]]
-                open_ones[name] = taken, []
-                here.append(open_ones[name])
-            elif code == f"{opcode}-done":
-                del open_ones[operands.strip().lstrip("%")]
-            elif _works(name, code, rest, fused):
-                for _, beside_it in open_ones.values():
-                    beside_it.append(name)
-    return {computation: here for computation, here in found.items() if here}
+        for _, code, result, during in transfers(program, opcode, computation):
+            shapes = _SHAPE.findall(result)  # of operands, then results
+            shapes = shapes[: len(shapes) // 2] if code.endswith("start") else shapes
+            sent = [tuple(map(int, sizes.split(","))) for _, sizes in shapes]
+            found.setdefault(computation, []).append((sent, during))
+    return found
 
 
 def host_copies(program, computation="ENTRY"):
-    """Of every copy between device and host memory its name and the kernels that run meanwhile."""
-    found, open_ones, fused = [], {}, _fused_kernels(program)
-    for name, result, opcode, operands, rest in operations(program, computation):
-        if opcode == "fusion-start" and "S(5)" in result:
-            open_ones[name] = (name, [])
-            found.append(open_ones[name])
-        elif opcode == "fusion-done":
-            open_ones.pop(operands.strip().lstrip("%"), None)
-        elif _works(name, opcode, rest, fused):
-            for _, kernels in open_ones.values():
-                kernels.append(name)
-    return found
+    """``(name, what overlaps)`` of every copy between device and host memory."""
+    copies = transfers(program, "fusion", computation)
+    return [(name, during) for name, _, result, during in copies if "S(5)" in result]
 
 
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
