@@ -192,13 +192,12 @@ def test_two_level_ring(gpu, kernels, rotation):
     assert all(compiled.overlapped(events))
     # The outer block in chunks, one during each forward kernel of the first pass; the same
     # backward, and the gradient of the first pass in one chunk less.
-    outer = compiled.permutes_between_hosts(program, gpus)
+    outer = compiled.sent_bytes(program, between_hosts_of=gpus)
     assert len(outer) == gpus + gpus + (gpus - 1) + 1
     hops = hops_of_passes(*[gpus] * hosts)
     # Between the hosts: a block forward, a block and two gradients backward.
-    for of_hosts, between in ((None, hops), (gpus, hops.between_passes)):
-        sent = forward_bytes(between, SHAPE) + backward_bytes(rotation, between, SHAPE)
-        assert compiled.permuted_bytes(program, between_hosts_of=of_hosts) == sent
+    for sent, of_hops in ((compiled.sent_bytes(program), hops), (outer, hops.between_passes)):
+        assert sum(sent) == forward_bytes(of_hops, SHAPE) + backward_bytes(rotation, of_hops, SHAPE)
     # On one level every hop would cross between some hosts.
     assert 3 * (hops.between_passes.blocks + hops.between_passes.sums) < hops.blocks + hops.sums
 
@@ -212,8 +211,8 @@ def test_memory_does_not_grow_with_the_number_of_nodes():
         )
         program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, TOKENS, 8, 8))
         temp.append(compiled.temp_bytes(program) / 2**20)
-    # Chunks leave gaps: for six more steps less than one K/V block's 4 MiB.
-    assert temp[1] - temp[0] < 4, temp
+    # Chunks leave gaps: for six more steps less than one K/V block's 16 MiB.
+    assert temp[1] - temp[0] < 16, temp
 
 
 @KERNELS_AND_ROTATIONS
@@ -252,7 +251,7 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
         *[tokens * copied * dim * itemsize] * 2,  # dk, dv
         tokens * heads * 4,  # delta
     ]
-    assert sorted(compiled.exchanged_bytes(program)) == sorted(exchanged)
+    assert sorted(compiled.sent_bytes(program, "all-to-all")) == sorted(exchanged)
     assert all(compiled.overlapped(compiled.schedule(program)))
 
 

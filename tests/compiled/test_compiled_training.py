@@ -74,9 +74,9 @@ WIDE = dataclasses.replace(
     ("gpu", "kernels", "sizes", "config", "tokens"),
     [
         ("a100", "triton", {"fsdp": 2, "seq": 2, "tensor": 2}, CONFIG, TOKENS),
-        ("h100", "mosaic_sm90", {"seq": 4}, WIDE, 32768),
+        ("h100", "mosaic_sm90", {"seq": 2}, WIDE, 32768),
     ],
-    ids=["a100-fsdp2-seq2-tensor2", "h100-seq4-wide"],
+    ids=["a100-fsdp2-seq2-tensor2", "h100-seq2-wide"],
 )
 def test_a_step_with_sharded_weights(gpu, kernels, sizes, config, tokens):
     """Weights are sent by permutes, activations on the ring alone.

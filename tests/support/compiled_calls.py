@@ -55,7 +55,7 @@ def added(score, batch, head, q_position, kv_position):
     return score - 0.01 * (q_position - kv_position).astype(jnp.float32)
 
 
-def _spec_of(full, dropout, mods):
+def _spec_of(full, dropout, mods, differentiated):
     spec = AttentionSpec.of(next(_SCALES), right=0)
     if full:
         spec = AttentionSpec.of(next(_SCALES), left=300, right=0, logits_soft_cap=20.0)
@@ -64,7 +64,9 @@ def _spec_of(full, dropout, mods):
     return dataclasses.replace(
         spec,
         mask=dataclasses.replace(spec.mask, mask_mod=mask_mod),
-        score=dataclasses.replace(spec.score, score_mod=score_mod),
+        score=dataclasses.replace(
+            spec.score, score_mod=score_mod, differentiated=("alibi_slopes",) * differentiated
+        ),
         dropout=Dropout(0.1) if dropout else None,
     )
 
@@ -88,7 +90,7 @@ def compile_call(
       carried: changes what is given in place. Else it makes new arrays.
       rounded: writes o, or dK and dV, in the queries' dtype, as a last call does.
       dtype: the arrays'.
-      numbers: with sink logits and ALiBi slopes.
+      numbers: with sink logits and ALiBi slopes; "differentiated": and the gradient of slopes.
       segments: with segment ids, where ``full`` does not say so.
       ranges: with per-query KV bounds.
       dropout: with dropped weights.
@@ -97,7 +99,8 @@ def compile_call(
         the scores.
       options: XLA's, of :func:`compiled_programs.compile_for`.
     """
-    mesh, dtype, spec = compiled.gpu_mesh(gpu, 1), jnp.dtype(dtype), _spec_of(full, dropout, mods)
+    mesh, dtype = compiled.gpu_mesh(gpu, 1), jnp.dtype(dtype)
+    spec = _spec_of(full, dropout, mods, numbers == "differentiated")
     (batch, heads, kv_heads), length = shape, 1096 if full else 1152
     out_dtype = dtype if rounded else None
 

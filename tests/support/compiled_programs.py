@@ -288,19 +288,24 @@ def _bytes(type_text):
     )
 
 
-def crosses(rest, gpus):
-    """Whether a permute's first device sends to another host, of so many GPUs each."""
-    source, target = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
-    return int(source) // gpus != int(target) // gpus
+def sent_bytes(program, opcode="collective-permute", between_hosts_of=None):
+    """Bytes that one device sends by every such operation, loops not counted.
 
-
-def permutes_between_hosts(program, gpus):
-    """The permutes whose devices send to another host, of so many GPUs each."""
-    return [
-        name
-        for name, _, opcode, _, rest in operations(program)
-        if opcode in ("collective-permute", "collective-permute-start") and crosses(rest, gpus)
-    ]
+    With ``between_hosts_of`` by those permutes whose devices send to another host, of so many GPUs
+    each.
+    """
+    found = []
+    for _, result, code, _, rest in operations(program):
+        if code not in (opcode, f"{opcode}-start"):
+            continue
+        if between_hosts_of:
+            pair = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+            source, target = (int(device) // between_hosts_of for device in pair)
+            if source == target:
+                continue
+        # The result of a start names the operands and the results.
+        found.append(_bytes(result) // (2 if code.endswith("start") else 1))
+    return found
 
 
 def arrays_in_order(program, computation="ENTRY"):
@@ -312,31 +317,9 @@ def arrays_in_order(program, computation="ENTRY"):
     ]
 
 
-def exchanged_bytes(program):
-    """Bytes of every array that an all-to-all exchanges, on one device."""
-    return [
-        _bytes(result) // (2 if opcode.endswith("start") else 1)
-        for _, result, opcode, _, _ in operations(program)
-        if opcode in ("all-to-all", "all-to-all-start")
-    ]
-
-
-def permuted_bytes(program, between_hosts_of=None):
-    """Bytes that one device sends by permutes, loops not counted.
-
-    With ``between_hosts_of`` those to another host alone, of so many GPUs each.
-    """
-    total = 0
-    for _, result, opcode, _, rest in operations(program):
-        if not opcode.startswith("collective-permute") or opcode.endswith("done"):
-            continue
-        if between_hosts_of and not crosses(rest, between_hosts_of):
-            continue
-        if opcode == "collective-permute-start":
-            total += _bytes(result) // 2  # its result names the operands and the results
-        elif opcode == "collective-permute":
-            total += _bytes(result)
-    return total
+def permuted_bytes(program):
+    """Bytes that one device sends by permutes, loops not counted."""
+    return sum(sent_bytes(program))
 
 
 def temp_bytes(program):
