@@ -20,11 +20,6 @@ from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemo
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.hopper_kernels]
 
-# JAX 0.12.0.1 links kernels, and linked ones keep the registers they start with: nothing to learn
-# there from compiling every head dim.
-LINKED = "this compiler links kernels, and gives every warpgroup as many registers"
-_compiler_links: list[bool] = []
-
 
 def compile_one(half, dim, value_dim=None, config=None, **options):
     """Compiles one call of a kernel; ``config``: None is the one that ships.
@@ -42,8 +37,6 @@ def report(monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def run(*args, **kwargs):
-        if _compiler_links and args[1] not in (64, 128):
-            pytest.xfail(LINKED)
         capfd.readouterr()
         compile_one(*args, **kwargs)
         return compiled.ptxas("".join(capfd.readouterr()))
@@ -108,9 +101,6 @@ def test_kernels_fit_in_the_registers(report, half, dim, options):
     """No register is spilled, and matrix instructions overlap."""
     seen = report(half, dim, **options)
     assert len(seen.kernels) == 1
-    if seen.shares_ignored:
-        _compiler_links.append(True)
-        pytest.xfail(LINKED)
     assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
 
 
@@ -157,13 +147,6 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim,
     # Past the limit by more than the estimate may be above the truth.
     config = next(config for config in stages if computed(config) > SHARED_MEMORY + 4096)
     with pytest.raises(Exception, match="exceeds available shared memory") as caught:
-        compile_one(
-            half,
-            dim,
-            value_dim,
-            config,
-            carried=not rounded,
-            rounded=rounded,
-        )
+        compile_one(half, dim, value_dim, config, carried=not rounded, rounded=rounded)
     taken = int(compiled.find(r"smem_bytes=(\d+)", str(caught.value)).group(1))
     assert taken <= computed(config) <= taken + 2048

@@ -335,14 +335,12 @@ class Ptxas(NamedTuple):
       stack: bytes of local memory, the most that one of them has: spilled registers lie there.
       spills: bytes stored to it and loaded from it, of all.
       serialized: whether matrix instructions of one of them wait for each other.
-      shares_ignored: whether every warpgroup has the same number of registers after all.
     """
 
     kernels: frozenset[str]
     stack: int
     spills: int
     serialized: bool
-    shares_ignored: bool
 
 
 def ptxas(text):
@@ -361,5 +359,4 @@ def ptxas(text):
         stack=max(map(int, stacks)),
         spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
         serialized="C7512" in text or "instructions are serialized" in text,
-        shares_ignored="'setmaxnreg' ignored" in text,
     )
