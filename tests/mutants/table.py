@@ -23,6 +23,10 @@ LORA = "tests/models/test_lora.py -k"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
 SERVING = "tests/serving/test_serving.py -k"
+INTERFACE = "tests/pallas_kernels/test_local_interface.py"
+SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
+SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
+SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
 CALL = "burst_jax/attention/call.py"
 INPUTS = "burst_jax/attention/inputs.py"
 RULES = "burst_jax/attention/validation.py"
@@ -103,15 +107,12 @@ MUTANTS = [
     (SCORE, "return ds if self.logits_soft_cap is None else ds * (1 - raw * raw)", "return ds",
      f"{LOCAL} {FUZZ}"),
     (SCORE, "{\"alibi_slopes\": -ds * _distance", "{\"alibi_slopes\": ds * _distance", f"{LOCAL} {FUZZ}"),
-    (SCORE, "return jnp.abs(q_positions", "return (q_positions", f"{LOCAL} {FUZZ}"),
     (SCORE, "jnp.where(lse == -jnp.inf, 0, lse))\n    return", "lse)\n    return", f"{LOCAL} {FUZZ}"),
     (XLA, "beyond=jnp.inf", "beyond=0", f"{LOCAL} {FUZZ}"),
     (XLA, "if self.padded != self.length:", "if False:", f"{LOCAL} {FUZZ}"),
     (XLA, "p = jnp.exp(keys.logits(queries, raw, j) - queries[\"lse\"][..., None])",
      "p = jnp.exp(keys.spec.score.modified(raw, keys.places(queries, j)) - queries[\"lse\"][..., None])",
      LOCAL),
-    (XLA, "dp = keys.dropped(queries, _matmul(\"bkgqh,bksh->bkgqs\", queries[\"do\"], v), j)",
-     "dp = _matmul(\"bkgqh,bksh->bkgqs\", queries[\"do\"], v)", DROPOUT),
     (XLA, "    kept = keys.dropped(queries, p, j).astype(v.dtype)\n    new_dv",
      "    kept = p.astype(v.dtype)\n    new_dv", DROPOUT),
     (XLA, "return new_dq if dq is None else dq + new_dq", "return new_dq", RING),
@@ -124,22 +125,35 @@ MUTANTS = [
     (MASK, "possible &= q_first - kv_last <= self.left", "possible &= q_last - kv_last <= self.left",
      BOUNDS),
     (MASK, "full = jnp.zeros_like(full)", "pass", f"{BOUNDS} {FUNCTIONS}"),
-    (MASK, "-((base + self.right) // stride)", "-((base + self.right) // stride) + 1", ROUTE),
     (TILES, "jnp.where((low == high) & (padded == 0), low, 0)", "jnp.where(low == high, low, 0)",
      BOUNDS),
     (TILES, "possible.reshape(by_group).any(2)", "possible.reshape(by_group).all(2)",
-     f"{MASKS} tests/pallas_kernels/test_tile_lists.py"),
+     BOUNDS),
     (TILES, "(index < (tiles + 1) // 2) == first", "(index <= (tiles + 1) // 2) == first",
      f"{BOUNDS} tests/ring"),
     ("pallas_kernels/dropout.py", "return 1 / (1 - self.rate)", "return 1.0", DROPOUT),
-    ("pallas_kernels/dropout.py", "seeds ^ _scrambled(q_positions)", "_scrambled(seeds ^ q_positions)",
-     DROPOUT),
     ("pallas_kernels/merge.py", "total = jnp.where(empty, jnp.ones_like(total), total)", "",
      "tests/attention/test_merge.py"),
     ("pallas_kernels/softmax.py", "divisor = jnp.where(empty, 1.0, total)", "divisor = total",
-     "tests/pallas_kernels/test_softmax.py"),
-    ("pallas_kernels/softmax.py", "m = jnp.maximum(sink, FLOOR)", "m = sink",
-     "tests/pallas_kernels/test_softmax.py"),
+     f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/softmax.py", "m = jnp.maximum(sink, FLOOR)", "m = sink", f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/mosaic/tile_scheduler.py", "index = work_tiles.ctas + scheduler.read(slot, is_producer)",
+     "index = scheduler.read(slot, is_producer)", SCHEDULER),
+    ("pallas_kernels/mosaic/tile_iterator.py", "i = jnp.where(i >= count, i - count, i)",
+     "i = jnp.where(i > count, i - count, i)", SCHEDULER),
+    ("pallas_kernels/mosaic/scores.py", "return index < self.static.kv_length - self.first_key",
+     "return index <= self.static.kv_length - self.first_key", SM80),
+    ("pallas_kernels/mosaic/sm80/backward.py", "before = tiles.masked * groups", "before = tiles.masked",
+     SM80),
+    ("pallas_kernels/mosaic/sm80/forward.py",
+     "softmax.finish(state.m if excess is None else state.m - excess, total)",
+     "softmax.finish(state.m, total)", SM80),
+    ("pallas_kernels/mosaic/sm90/forward.py", "_wait_for_keys(consumer, step + 1)\n        consumer",
+     "consumer", f"{SM90} -k plain"),
+    ("pallas_kernels/mosaic/sm90/backward_step.py", "used, dp = p * factors, dp * factors",
+     "used = p * factors", f"{SM90} -k block_mask"),
+    ("pallas_kernels/mosaic/sm90/shared_memory.py", "pl.ds((self.stages + do_stage) * self.block_q,",
+     "pl.ds((self.do_stages + do_stage) * self.block_q,", "tests/pallas_kernels/test_configs.py"),
     # --- layers, models, serving
     ("burst_jax/layers/rope.py", "slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)",
      "slow = (np.arange(head_dim // 2) - low) / (high - low)", f"{NNX_LAYER} -k yarn"),
