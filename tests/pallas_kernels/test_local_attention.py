@@ -41,6 +41,8 @@ if IMPLEMENTATION == "mosaic_sm90":
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
 if IMPLEMENTATION == "mosaic_sm80":
+    # In 7 keys a drawn mask may leave no score at all.
+    FACTORS["lengths"] = tuple((24, 20) if x == (9, 7) else x for x in FACTORS["lengths"])
     FACTORS["head_dim"] = (16, 32, 64, 80, 96, 128, 192, 256)
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
@@ -78,7 +80,11 @@ def make_inputs(index):
 @functools.lru_cache(maxsize=4)
 def oracle(index):
     """``(truth, one device's results)``."""
-    return local_cases.oracle(make_inputs(index))
+    inputs, case = make_inputs(index), CASES[index]
+    truth, one_device = local_cases.oracle(inputs)
+    if ON_GPU and inputs.numbers and case["dtype"] != "float32":
+        one_device = local_cases.with_rounded_out(one_device, results(REFERENCE, index), truth)
+    return truth, one_device
 
 
 _attend = jax.jit(attend, static_argnums=(0, 1), compiler_options=QUICK)

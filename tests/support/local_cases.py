@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import compare
 import dense
 import functions
 import jax.numpy as jnp
@@ -176,6 +177,20 @@ def oracle(inputs):
     return dense.truth(*args), dense.one_device(*args)
 
 
+def with_rounded_out(one_device, of_reference, truth):
+    """One device's results, with the reference's gradients of per-head parameters if less exact.
+
+    Most of the error of a steep slope's gradient is the rounding of out, by way of delta. It is one
+    sum, which may be small by chance where weights are rounded before out is, as on one device;
+    accurate kernels round the same out as the reference.
+    """
+    first = len(compare.NAMES)
+    groups = zip(one_device[first:], of_reference[first:], truth[first:], strict=True)
+    return one_device[:first] + [
+        max(pair, key=lambda x: np.abs(x - t).max()) for *pair, t in groups
+    ]
+
+
 def attend(
     implementation,
     spec,
@@ -230,7 +245,10 @@ def assert_zero_where_blind(got, inputs):
         assert (lse[blind] == -np.inf).all()
     else:
         sinks = np.broadcast_to(sinks, lse.shape)[blind]
-        np.testing.assert_allclose(lse[blind], sinks, rtol=1e-6, atol=1e-6)
+        # Some kernels add a bias to the sink and subtract it from lse.
+        slopes = np.abs(inputs.numbers.get("alibi_slopes", np.zeros(1))).max()
+        atol = 1e-6 + np.finfo(np.float32).eps * slopes * inputs.distance.max()
+        np.testing.assert_allclose(lse[blind], sinks, rtol=1e-6, atol=atol)
     assert (dq[blind] == 0).all()
     assert (dk[unseen] == 0).all()
     assert (dv[unseen] == 0).all()
