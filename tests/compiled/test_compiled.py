@@ -135,12 +135,13 @@ def test_every_backward_permute_overlaps_with_a_kernel(gpu, rotation, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("rotation", ["rotate_kv", "rotate_query"])
-def test_fused_backward_permutes_overlap_with_its_one_kernel(rotation, packed):
+@KERNELS
+def test_fused_backward_permutes_overlap_with_its_one_kernel(gpu, kernels, rotation, packed):
     """The block is sent to the next step, the previous step's gradient to the one after.
 
     In the first two steps the block is sent alone, in the last two the gradient.
     """
-    n, events = 8, gradient_events("h100", "mosaic_sm90", rotation, packed)
+    n, events = 8, gradient_events(gpu, kernels, rotation, packed)
     kernels = [name for kind, name in events if kind == "kernel"]
     assert kernels == ["burst_forward"] * n + ["burst_backward"] * (n + 1)
     hops = 2 * (n - 1)
@@ -436,5 +437,9 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
     inputs = AttentionInputs(QuerySide(query), KVSide(query, query))
     where = {"platform": "gpu", "compute_capability": capability, "inputs": inputs}
-    hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
-    assert resolve(None, **where).name == ("mosaic_sm90" if hopper else "triton")
+    hopper = "mosaic_sm90" if jax.__version_info__ < (0, 12) else "triton"
+    # Mosaic GPU itself does not know which GPU is meant.
+    assert resolve(None, **where).name == (hopper if capability == 9.0 else "triton")
+    with compiled.mosaic_compiles_for(mesh):
+        chosen = resolve(None, **where).name
+        assert chosen == (hopper if capability == 9.0 else "mosaic_sm80")

@@ -58,8 +58,8 @@ WIDE = dataclasses.replace(
 @pytest.mark.parametrize(
     ("gpu", "kernels", "sizes", "config", "tokens"),
     [
-        ("a100", "triton", "fsdp2-seq2", CONFIG, 4096),
-        ("a100", "triton", "data2-seq2-tensor2", CONFIG, 4096),
+        ("a100", "mosaic_sm80", "fsdp2-seq2", CONFIG, 4096),
+        ("a100", "mosaic_sm80", "data2-seq2-tensor2", CONFIG, 4096),
         ("h100", "mosaic_sm90", "seq4", WIDE, 32768),
     ],
     ids=["a100-fsdp2-seq2", "a100-data2-seq2-tensor2", "h100-seq4-wide"],
@@ -118,7 +118,7 @@ def test_weights_travel_by_permutes_and_activations_only_on_the_ring(
 def compiled_and_planned(config, tokens):
     """Bytes of a step on a ring of two, and the planner's by ``remat`` and ``remat_layers``."""
     sizes = {"data": 1, "fsdp": 1, "seq": 2, "tensor": 1}
-    program, params, _ = compile_small("a100", "triton", sizes, config, tokens)
+    program, params, _ = compile_small("a100", "mosaic_sm80", sizes, config, tokens)
 
     def planned(remat: Remat, count: int | None) -> int:
         strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)

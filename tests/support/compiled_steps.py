@@ -45,5 +45,6 @@ def compile_step(gpu, kernels, sizes, config, *, length, batch, layout="zigzag",
         )
     }  # fmt: skip
     step = make_train_step(graphdef, optimizer, compiler_options=compiled.step_options())
-    traced = step.trace(params, state, batch_of | {"segment_ids": None})
-    return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
+    with compiled.mosaic_compiles_for(mesh):
+        traced = step.trace(params, state, batch_of | {"segment_ids": None})
+        return traced.lower(lowering_platforms=("cuda",)).compile(), params, state

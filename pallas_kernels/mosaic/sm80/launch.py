@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import unvary, varying_axes
@@ -13,6 +14,14 @@ from pallas_kernels.arrays import unvary, varying_axes
 # The axis over the warpgroups of a CTA.
 WARPGROUPS = "warpgroup"
 GRID = ("batch", "heads", "tiles")
+
+
+def compiles_for() -> tuple[int, int]:
+    """The compute capability that Mosaic GPU compiles for, ``(major, minor)``.
+
+    It is (9, 0) for a mesh of GPUs that this process does not have.
+    """
+    return utils._infer_arch()
 
 
 def call[Results](
