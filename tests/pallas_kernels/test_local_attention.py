@@ -6,12 +6,13 @@ import functools
 
 import compare
 import jax
+import local
 import local_cases
 import numpy as np
 import pytest
 from cases import all_pairs, few_of
 from conftest import IMPLEMENTATION, ON_GPU
-from implementations import IMPLEMENTATIONS, QUICK
+from implementations import IMPLEMENTATIONS, QUICK, UNDER_TEST
 from local_cases import MASKS, assert_zero_where_blind, attend, case_id
 
 from pallas_kernels import REFERENCE
@@ -56,9 +57,7 @@ if IMPLEMENTATION == "mosaic_sm90":
 SOME = {*range(0, len(CASES), 2), *(CASES.index(case) for case in few_of(CASES))}
 CASES_BY_NAME = {"xla": sorted(SOME), "triton": sorted(SOME)}
 if ON_GPU:
-    KERNELS = {"triton": ("triton", "triton_shipped")}
-    KERNELS |= {name: (name,) for name in ("mosaic_sm80", "mosaic_sm90")}
-    CASES_BY_NAME = dict.fromkeys(KERNELS[IMPLEMENTATION], range(len(CASES)))
+    CASES_BY_NAME = dict.fromkeys(UNDER_TEST, range(len(CASES)))
 # In the quick tier every level is met, in all tests every pair of levels (on a GPU: all are quick).
 QUICK_BY_NAME = {
     name: indices if ON_GPU else [CASES.index(case) for case in few_of([CASES[i] for i in indices])]
@@ -100,6 +99,26 @@ def results(implementation, index, dtype=None):
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays
         )
     return [np.asarray(x) for x in _attend(implementation, inputs.spec, *arrays)]
+
+
+if ON_GPU and IMPLEMENTATION != "triton":
+
+    @pytest.mark.parametrize("dim", range(16, 257, 16))
+    def test_every_head_dim_forward(dim):
+        """Of several tiles; the cases above have the head dims of the backward pass."""
+        case = CASES[0] | {
+            "mask": "causal", "blocks": 1, "heads": (4, 2), "lengths": (200, 328),
+            "head_dim": dim, "value_dim": "same", "dtype": "bfloat16", "numbers": "none",
+            "dropout": 0.0, "functions": None,
+        }  # fmt: skip
+        inputs = local_cases.make_inputs(case, dim)
+        arrays = inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0]
+        run = functools.partial(local.forward, IMPLEMENTATIONS[IMPLEMENTATION], spec=inputs.spec)
+        o, lse = jax.jit(run)(*arrays)
+        truth, one_device = local_cases.oracle(inputs)
+        pairs = zip((o, lse.swapaxes(1, 2)), one_device, truth, (2**-9, 2**-20), strict=False)
+        for got, one, want, slack in pairs:
+            assert compare.errors(got, want)[1] < 1.5 * compare.errors(one, want)[1] + slack
 
 
 def slow_unless(quick):
