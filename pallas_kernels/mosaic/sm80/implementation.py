@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Implementation
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic.launch import compiles_for
 from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
 from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
-from pallas_kernels.mosaic.sm80.launch import compiles_for
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
