@@ -23,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import softmax
 from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import along_rows, i32, rescale_rows, swizzle_lanes, tanh
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, SHARED_MEMORY, WARPS
-from pallas_kernels.mosaic.sm80.launch import call
 from pallas_kernels.score import LOG2_E, Score
 
 # More splits must save this share of the time, because their results must be merged.
@@ -269,12 +269,13 @@ def partial_attention(
     )
     shape = splits, batch, kv_heads * row_blocks, config.fragment_rows
     f32 = jnp.dtype(jnp.float32)
-    results = call(
+    results = launch(
         functools.partial(_kernel, static),
         "burst_decode",
-        grid=(batch, kv_heads * row_blocks, splits),
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"batch": batch, "heads": kv_heads * row_blocks, "splits": splits},
         warpgroups=1,
-        arrays=arrays,
+        inputs=arrays,
         results=DecodeResults(
             jax.ShapeDtypeStruct((*shape, value_dim // static.parts), f32),
             jax.ShapeDtypeStruct(shape, f32),
@@ -336,7 +337,7 @@ class _Softmax(NamedTuple):
 
 def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memory: Any) -> None:
     """One CTA."""
-    batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "tiles"))
+    batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
     cta = _Cta(static, arrays, memory, batch, head, _fragments(static))
     tiles = lax.div(arrays.used[0] + i32(static.config.block_kv - 1), i32(static.config.block_kv))
     first = lax.div(split * tiles, i32(static.splits))
