@@ -86,10 +86,13 @@ def resolve(
         functions.
     """
     chosen = find(implementation)
+    if chosen is not None:
+        chosen = _variant(chosen, deterministic)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
-        chosen = _CANDIDATES[reasons.index(None)]
+        candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]
+        reasons = [_reason_against(candidate, *where) for candidate in candidates]
+        chosen = candidates[reasons.index(None)]
         if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
@@ -102,6 +105,12 @@ def resolve(
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
+
+
+def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
+    """What runs of an implementation: its reproducible variant, if wanted and if there is one."""
+    variant = implementation.deterministic_variant if deterministic else None
+    return implementation if variant is None else variant
 
 
 def _obstacle(

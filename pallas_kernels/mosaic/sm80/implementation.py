@@ -21,25 +21,31 @@ _WIDEST = 256
 
 
 def mosaic_sm80(
-    forward_config: ForwardConfig | None = None, backward_config: BackwardConfig | None = None
+    forward_config: ForwardConfig | None = None,
+    backward_config: BackwardConfig | None = None,
+    deterministic: bool = False,
 ) -> Implementation:
     """The Ampere kernels; one backward kernel computes dQ, dK and dV.
 
     Args:
       forward_config: tiles of the forward kernel; None is the default config.
       backward_config: tiles of the backward kernel; None is the default config.
+      deterministic: whether the backward pass is bitwise reproducible.
     """
     return Implementation(
         name="mosaic_sm80",
         forward=functools.partial(forward, config=forward_config),
-        backward=functools.partial(backward, config=backward_config),
+        backward=functools.partial(backward, config=backward_config, deterministic=deterministic),
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, config=backward_config),
         split_backward=split_tiles,
         unsupported=_unsupported,
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_ampere,
-        deterministic=False,
+        deterministic=deterministic,
+        deterministic_variant=None
+        if deterministic
+        else mosaic_sm80(forward_config, backward_config, deterministic=True),
     )
 
 
