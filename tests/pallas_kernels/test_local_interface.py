@@ -35,8 +35,9 @@ from pallas_kernels import (
 
 every_implementation = pytest.mark.parametrize("name", UNDER_TEST)
 DTYPE = jnp.dtype("float32" if IMPLEMENTATION in (None, "triton") else "bfloat16")
-# Both lengths end in partial tiles; queries are the last tokens.
-BATCH, T, S, HEADS, KV_HEADS, DIM = 2, 40, 56, 4, 2, 32
+# Both lengths have several tiles and end in partial ones; queries are the last tokens.
+T, S = (200, 328) if ON_GPU else (40, 56)
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 NO_MASK, CAUSAL = AttentionSpec.of(0.25), AttentionSpec.of(0.25, right=0)
 
 
@@ -244,9 +245,9 @@ def test_what_gets_nothing_new_is_unchanged_bit_for_bit(name):
     # Every tile has ids from 1 to 5 or from 2 to 6, none of them the same.
     odd = jnp.tile(jnp.asarray(1 + 4 * (at % 2), jnp.int32), (BATCH, 1))
     for tokens in (
-        (tokens_at(at, same), tokens_at(at + 100, same)),
+        (tokens_at(at, same), tokens_at(at + T + 60, same)),
         # Every query tile reaches from before the keys to behind them.
-        (tokens_at(np.where(at % 16 == 3, 1000, at), same), tokens_at(at + 100, same)),
+        (tokens_at(np.where(at % 16 == 3, 1000, at), same), tokens_at(at + T + 60, same)),
         (tokens_at(at, odd), tokens_at(at, odd + 1)),
     ):
         got = forward(name, spec, qdo[0], kv, tokens, (o, lse))

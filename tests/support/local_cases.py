@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import compare
 import dense
 import functions
 import jax.numpy as jnp
@@ -177,18 +176,17 @@ def oracle(inputs):
     return dense.truth(*args), dense.one_device(*args)
 
 
-def with_rounded_out(one_device, of_reference, truth):
-    """One device's results, with the reference's gradients of per-head parameters if less exact.
+def number_noise(inputs, truth):
+    """Of each gradient of per-head parameters, the error that rounding out explains.
 
-    Most of the error of a steep slope's gradient is the rounding of out, by way of delta. It is one
-    sum, which may be small by chance where weights are rounded before out is, as on one device;
-    accurate kernels round the same out as the reference.
+    Delta is computed from the rounded out, so a query's error reaches a slope's gradient times a
+    distance. It is one random sum, several times one device's if that happens to be small.
     """
-    first = len(compare.NAMES)
-    groups = zip(one_device[first:], of_reference[first:], truth[first:], strict=True)
-    return one_device[:first] + [
-        max(pair, key=lambda x: np.abs(x - t).max()) for *pair, t in groups
-    ]
+    products = inputs.cotangents[0].astype(np.float64) * truth[0]
+    by_head = np.sqrt((products**2).sum(axis=(0, 1, 3)).max())
+    ulp = float(jnp.finfo(inputs.q.dtype).eps) / np.sqrt(12)
+    of_slopes = ulp * by_head * inputs.distance.max()
+    return [of_slopes if name == "alibi_slopes" else 0.0 for name in sorted(inputs.numbers)]
 
 
 def attend(
