@@ -42,6 +42,8 @@ if IMPLEMENTATION == "mosaic_sm90":
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
 if IMPLEMENTATION == "mosaic_sm80":
+    # In 7 keys a drawn mask may leave no score at all.
+    FACTORS["lengths"] = tuple((24, 20) if x == (9, 7) else x for x in FACTORS["lengths"])
     FACTORS["head_dim"] = (16, 32, 64, 80, 96, 128, 192, 256)
     FACTORS["dtype"] = ("bfloat16", "float16")
     FACTORS["value_dim"] = ("same",)
@@ -139,7 +141,8 @@ def test_as_exact_as_dense(index, name):
     dtype = CASES[index]["dtype"]
     of_float32 = ERROR_FACTOR[name]
     factor = of_float32 if dtype == "float32" else 1.5
-    compare.assert_as_good_as(got, one_device, truth, dtype, factor, lse_factor=of_float32)
+    noise = None if dtype == "float32" else local_cases.number_noise(make_inputs(index), truth)
+    compare.assert_as_good_as(got, one_device, truth, dtype, factor, of_float32, noise)
     assert_zero_where_blind(got, make_inputs(index))
 
 

@@ -7,6 +7,7 @@ import functools
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from pallas_kernels import (
     triton,
     xla,
 )
+from pallas_kernels.mosaic.sm80 import implementation as sm80
 
 
 def choose(
@@ -41,10 +43,12 @@ def choose(
     q: Any = jax.ShapeDtypeStruct((1, lengths[0], 2, dim), dtype)
     k: Any = jax.ShapeDtypeStruct((1, lengths[1], 2, dim), dtype)
     v: Any = jax.ShapeDtypeStruct((1, lengths[1], 2, value_dim or dim), dtype)
-    return resolve(
-        implementation, platform=platform, compute_capability=capability,
-        inputs=AttentionInputs(QuerySide(q), KVSide(k, v)), **options,
-    )  # fmt: skip
+    # As on a machine that has an A100: elsewhere Mosaic GPU compiles for Hopper.
+    with mock.patch.object(sm80, "compiles_for", return_value=(8, 0)):
+        return resolve(
+            implementation, platform=platform, compute_capability=capability,
+            inputs=AttentionInputs(QuerySide(q), KVSide(k, v)), **options,
+        )  # fmt: skip
 
 
 INTERPRETED = triton(interpret=True)
@@ -57,7 +61,10 @@ def test_resolve():
     for name, capability, options, chosen in (
         (None, None, {"platform": "cpu"}, XLA),
         (None, None, {"platform": "tpu"}, XLA),
-        (None, 8.0, {}, TRITON),
+        (None, 8.0, {}, MOSAIC_SM80),
+        (None, 8.7, {"backward": True}, MOSAIC_SM80),
+        (None, 8.6, {}, TRITON),  # 99 KiB of shared memory
+        (None, 8.9, {}, TRITON),
         (None, 9.0, {}, ON_HOPPER),
         (None, 9.0, {"dtype": "float16"}, ON_HOPPER),
         (None, 9.0, {"dim": 256}, ON_HOPPER),
@@ -66,7 +73,11 @@ def test_resolve():
         (None, None, {}, XLA),
         (None, 8.0, {"dim": 512}, XLA),
         (None, 8.0, {"dtype": "float64"}, XLA),
-        (None, 8.0, {"backward": True}, TRITON),
+        (None, 8.0, {"backward": True}, MOSAIC_SM80),
+        (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
+        (None, 8.0, {"backward": True, "deterministic": True}, TRITON),
+        (None, 8.0, {"dtype": "float32"}, TRITON),
+        (None, 8.0, {"dim": 40}, TRITON),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
         (None, 9.0, {"backward": True, "dim": 128}, ON_HOPPER),
         (None, 9.0, {"backward": True, "dim": 256}, TRITON),
@@ -124,7 +135,7 @@ def test_nothing_else_warns(jax_version):
         for name in ("triton", "mosaic_sm90", "xla"):
             assert choose(name, 9.0).name == name
         for platform, capability in (("gpu", 8.0), ("gpu", 10.0), ("gpu", None), ("cpu", None)):
-            assert choose(None, capability, platform).name in ("triton", "xla")
+            assert choose(None, capability, platform).name != "mosaic_sm90"
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
@@ -163,7 +174,16 @@ def test_nothing_else_warns(jax_version):
 def test_what_an_implementation_does_not_support(name, capability, options, message):
     with pytest.raises(NotImplementedError, match=f"cannot run: .*{message}|{message}"):
         choose(name, capability, **options)
-    assert choose(None, capability, **options).name in ("triton", "xla")
+    assert choose(None, capability, **options).name != name
+
+
+def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hopper():
+    x: Any = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    where: Any = {"platform": "gpu", "compute_capability": 8.0}
+    where["inputs"] = AttentionInputs(QuerySide(x), KVSide(x, x))
+    with pytest.raises(NotImplementedError, match="compiled for a GPU that this process does not"):
+        resolve("mosaic_sm80", **where)
+    assert resolve(None, **where).name == "triton"
 
 
 def test_a_name_that_does_not_exist():

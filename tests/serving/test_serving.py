@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import hf_models
+import interpreted_sm80
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import in_tiers
+from conftest import ON_GPU
 from flax import nnx
 from implementations import quick_jit
 from meshes import mesh_of
@@ -40,7 +43,12 @@ from burst_jax.serving.decode_attention import (
     decode_attention,
 )
 from burst_jax.serving.sampling import Sampling
-from pallas_kernels.pallas_triton.decode import partial_attention
+from pallas_kernels.mosaic.sm80.decode import (
+    DecodeConfig,
+    default_splits,
+    partial_attention,
+    unsupported,
+)
 
 
 def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, **config):
@@ -208,33 +216,80 @@ def test_fully_masked_queries_are_zero():
     np.testing.assert_array_equal(out, jnp.zeros((1, 1, 2, 4)))
 
 
-def test_the_kernel_equals_two_matmuls():
-    rng, batch, capacity, used = np.random.default_rng(0), 2, 100, 70
-    scale, soft_cap, window = -0.2, 5.0, 30
+@pytest.mark.parametrize(
+    ("shape", "value_dim", "window", "soft_cap", "splits", "scale", "config"),
+    [
+        ((2, 1, 4, 2, 16), 48, None, None, 3, -0.2, None),
+        ((1, 20, 4, 1, 32), 16, 30, 5.0, 1, 0.2, None),
+        ((1, 10, 4, 1, 16), 32, None, None, 2, 0.2, DecodeConfig(2, 2)),
+    ],
+    ids=["4-key-groups", "2-row-blocks", "2-key-groups"],
+)
+def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, splits, scale, config):
+    rng = np.random.default_rng(0)
+    (batch, length, heads, kv_heads, dim), capacity, used = shape, 200, 150
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=(batch, *shape)), jnp.float32)
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
-    q, k, v = normal(3, 4, 24), normal(capacity, 2, 24), normal(capacity, 2, 8)
+    q, k = normal(batch, length, heads, dim), normal(batch, capacity, kv_heads, dim)
+    v = normal(batch, capacity, kv_heads, value_dim)
     present = (rng.random((batch, capacity)) < 0.8) & (np.arange(capacity) < used)
     slots = SlotMetadata(
-        jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, int)
+        jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, jnp.int32)
     )
     last, scores = jnp.int32(capacity - 10), ScoreOptions(scale, soft_cap, window)
-    want = attend_by_matmuls(q, k, v, slots, last, scores)
-    got = partial_attention(
-        q, k, v, slots.cache_positions, slots.present.astype(jnp.int32), last, jnp.int32(used),
-        scale=scale, logits_soft_cap=soft_cap, window=window, splits=3, block_kv=16,
-        interpret=True,
-    )  # fmt: skip
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, scores)
+    with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
+        got = partial_attention(
+            q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
+            scale=scale, logits_soft_cap=soft_cap, window=window, splits=splits, config=config,
+        )  # fmt: skip
+    assert len(got[0]) == splits
     got = PartialAttention(*got).merged()
-    np.testing.assert_allclose(got.attention(None), want.attention(None), atol=1e-6)
+    # Weights are rounded to bfloat16.
+    np.testing.assert_allclose(got.attention(None), want.attention(None), atol=8e-3)
     lse = [(x.most + jnp.log(x.total))[0] for x in (got, want)]
     np.testing.assert_allclose(lse[0], lse[1], atol=1e-5)
     # A sink takes its part of the softmax, be it the largest logit or not.
     sinks = jnp.asarray([-1.0, 0.0, 3.0, 9.0], jnp.float32)
     share = jnp.exp(lse[1] - jnp.logaddexp(lse[1], sinks))[..., None]
     np.testing.assert_allclose(want.attention(sinks), want.attention(None) * share, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ctas", "splits"), [(8, 16), (32, 4), (96, 4), (132, 1), (140, 4), (256, 1)]
+)
+def test_splits_are_even_over_the_sms(ctas, splits):
+    assert default_splits(ctas, 132) == splits
+
+
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [
+        (None, {}),
+        (None, {"capability": 9.0, "dims": (256, 256)}),
+        ("compute capability 8.0 or newer", {"capability": 7.5}),
+        ("compute capability 8.0 or newer", {"platform": "cpu", "capability": None}),
+        ("all bfloat16 or all float16", {"dtypes": ("float32", "float32")}),
+        ("all bfloat16 or all float16", {"dtypes": ("bfloat16", "float16")}),
+        (r"the head dims are \(128, 40\); it supports multiples of 16", {"dims": (128, 40)}),
+        (r"the head dims are \(272, 64\)", {"dims": (272, 64)}),
+        (None, {"capability": 8.6}),
+        ("it needs 164864 bytes of shared memory, and the GPU has 101376",
+         {"capability": 8.9, "dims": (256, 256)}),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_supports(expected, options):
+    dim, value_dim = options.get("dims", (128, 128))
+    dtypes = options.get("dtypes", ("bfloat16", "bfloat16"))
+    shapes = (2, 1, 32, dim), (2, 99, 8, dim), (2, 99, 8, value_dim)
+    kinds = dtypes[0], dtypes[1], dtypes[1]
+    q, k, v = (as_any(jax.ShapeDtypeStruct(*x)) for x in zip(shapes, kinds, strict=True))
+    target = options.get("platform", "gpu"), options.get("capability", 8.0)
+    reason = unsupported(q, k, v, *target)
+    assert re.search(expected or "^None$", str(reason))
 
 
 @pytest.mark.slow
