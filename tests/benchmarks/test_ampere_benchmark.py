@@ -60,17 +60,9 @@ def test_the_launch_is_read_from_the_thunk_sequence():
     assert ampere._launch_of(thunks) == Launch((256, 32, 2), 256, 73728)
 
 
-def benchmark(monkeypatch, *args):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "ampere", *map(str, args)])
-    main()
-
-
-def test_mistakes(tmp_path, monkeypatch, capsys):
+def test_kernels_must_be_compiled_first(tmp_path):
     with pytest.raises(SystemExit, match="has no kernels for these cases: run with --compile"):
-        benchmark(monkeypatch, tmp_path)
-    with pytest.raises(SystemExit):
-        benchmark(monkeypatch, tmp_path, "--configs", "64,64")
-    assert "64,64: Q,KV,WARPS,STAGES (not enough values" in capsys.readouterr().err
+        main(["ampere", str(tmp_path)])
 
 
 @pytest.mark.slow
