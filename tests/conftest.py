@@ -40,6 +40,12 @@ if not ON_GPU:
 COMPILE_QUICKLY = not ON_GPU and not REPLAYING
 if COMPILE_QUICKLY:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
+    # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "split_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1".strip()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the folder:
 # an entry that another worker is still writing counts as missing.
 CACHE = {

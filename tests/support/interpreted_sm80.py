@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.sm80 import forward, instructions, launch
+from pallas_kernels.mosaic import launch
+from pallas_kernels.mosaic.sm80 import forward, instructions
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
 
@@ -84,19 +85,18 @@ def _kernel(body: Any, **options: Any) -> Any:
     params = plgpu.InterpretGPUParams()
     if options["num_threads"] == 1:
         return _real_kernel(body, interpret=params, **options)
-    scratch = options.pop("scratch_types")
     barrier = plgpu.Barrier(num_arrivals=options["num_threads"])
 
-    def with_barrier(*refs: Any, cta_barrier: Any, **memory: Any) -> None:
+    def with_barrier(*refs: Any, cta_barrier: Any) -> None:
         def wait() -> None:
             plgpu.barrier_arrive(cta_barrier)
             plgpu.barrier_wait(cta_barrier)
 
         names: Any = dict.fromkeys(("cta_barrier", "wait_for_copies_of_cta"), wait)
         with mock.patch.multiple(instructions, **names):
-            body(*refs, **memory)
+            body(*refs)
 
-    scratch = {**scratch, "cta_barrier": barrier}
+    scratch = {"cta_barrier": barrier}
     return _real_kernel(with_barrier, interpret=params, scratch_types=scratch, **options)
 
 

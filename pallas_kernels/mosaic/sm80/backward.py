@@ -30,6 +30,7 @@ from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
@@ -45,7 +46,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
     rows_of_heads,
     stats_by_tile,
 )
-from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
 
@@ -109,15 +109,16 @@ def backward(
     arrays = BackwardArrays(
         attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
     )
-    queries, lanes = config.dq_part(static.dim)
+    queries, lanes = config.dq_part(static.head_dim)
     by_tile = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS
     registers = jnp.full((*by_tile, queries * lanes // _THREADS, _THREADS), zero)
-    results = call(
+    results = launch(
         functools.partial(_kernel, static, dkv is not None),
         "burst_backward",
-        grid=(static.batch, static.kv_heads, static.kv_tiles),
+        grid={"batch": static.batch, "heads": static.kv_heads, "tiles": static.kv_tiles},
         warpgroups=BACKWARD_WARPGROUPS,
-        arrays=arrays,
+        semantics=plgpu.LoweringSemantics.Lane,
+        inputs=arrays,
         results=BackwardResults(
             registers,
             *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
@@ -157,7 +158,7 @@ def _dkv_results(
     if dkv is not None:
         dk, dv = dkv
         return rows_of_heads(dk, length), rows_of_heads(dv, length)
-    dims = static.dim, static.value_dim
+    dims = static.head_dim, static.value_dim
     shapes = ((static.batch, length, static.kv_heads * dim) for dim in dims)
     dk, dv = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     return dk, dv
@@ -166,12 +167,12 @@ def _dkv_results(
 def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
     """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq`."""
     config = static.config
-    part = config.dq_part(static.dim)
+    part = config.dq_part(static.head_dim)
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
     # [B, N, query tiles, warpgroups, queries, lanes]
     order = (0, 2, 3, 4, 1, 5) if part[0] < config.block_q else (0, 2, 4, 1, 3, 5)
     x = x.transpose(order)
-    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.dim)
+    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.head_dim)
     return x[:, : static.q_length] * static.spec.score.scale
 
 
@@ -181,9 +182,9 @@ def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:
     stages, keys = config.stages, config.keys
     weights = BACKWARD_WARPGROUPS, config.block_q, keys
     return {
-        "k": instructions.tiled_memory((config.block_kv, static.dim), dtype),
+        "k": instructions.tiled_memory((config.block_kv, static.head_dim), dtype),
         "v": instructions.tiled_memory((config.block_kv, static.value_dim), dtype),
-        "q": instructions.tiled_memory((stages, config.block_q, static.dim), dtype),
+        "q": instructions.tiled_memory((stages, config.block_q, static.head_dim), dtype),
         "do": instructions.tiled_memory((stages, config.block_q, static.value_dim), dtype),
         "p": instructions.tiled_memory(weights, dtype),
         "ds": instructions.tiled_memory(weights, dtype),
@@ -205,11 +206,11 @@ def _kernel(
     cta.copy_queries(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
     cta.copy_do(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
     sums = _Sums(
-        cta.fragments.zeros((static.config.keys, static.dim)),
+        cta.fragments.zeros((static.config.keys, static.head_dim)),
         cta.fragments.zeros((static.config.keys, static.value_dim)),
     )
     # Tiles that need a mask come first, for all query heads, then all others.
-    if static.hides_some:
+    if static.has_masked_tiles:
         full_first = _Visit(tiles.full_tile(i32(0)), i32(0))
         sums = cta.visit_all(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
     before = tiles.masked * groups
@@ -270,7 +271,7 @@ class _Cta(NamedTuple):
         bounds = arrays.attention.bounds
         tiles = TileIterator(bounds, batch, kv_head, kv_tile, static.q_tiles - 1)
         fragments = instructions.Fragments.of(static.dtype, BACKWARD_M_WARPS)
-        places = lax.axis_index(WARPGROUPS), batch, kv_head, kv_tile, tiles
+        places = lax.axis_index(WARPGROUP_AXIS), batch, kv_head, kv_tile, tiles
         return cls(static, arrays, results, memory, fragments, *places)
 
     @property
@@ -289,7 +290,7 @@ class _Cta(NamedTuple):
         config, attention = self.static.config, self.arrays.attention
         keys = pl.ds(self.kv_tile * config.block_kv + self.warpgroup * config.keys, config.keys)
         for name, source, dim in (
-            ("k", attention.k, self.static.dim),
+            ("k", attention.k, self.static.head_dim),
             ("v", attention.v, self.static.value_dim),
         ):
             part = source.at[self.batch, keys, pl.ds(self.kv_head * dim, dim)]
@@ -297,7 +298,7 @@ class _Cta(NamedTuple):
 
     def copy_queries(self, visit: _Visit, stage: Any) -> None:
         """Starts the copies of a step's queries and stats."""
-        self._copy_rows(self.arrays.attention.q, "q", self.static.dim, visit, stage)
+        self._copy_rows(self.arrays.attention.q, "q", self.static.head_dim, visit, stage)
         # Both warpgroups copy all stats: a half may have fewer elements than there are threads.
         stats = self.arrays.stats.at[self.batch, self.head(visit), visit.tile]
         instructions.copy(stats, self.memory["stats"].at[stage])
@@ -399,10 +400,10 @@ class _Cta(NamedTuple):
             fragments.zeros(shape),
             memory["q"].at[stage],
             memory["k"].at[self.own_keys],
-            swizzle_lanes(static.dim, 2),
+            swizzle_lanes(static.head_dim, 2),
         )
         tile = ScoreTile(
-            static.scores,
+            static,
             self.arrays.attention.scores,
             fragments,
             shape,
@@ -418,7 +419,7 @@ class _Cta(NamedTuple):
         )
         lse, excess = instructions.load_vector(lse, fragments.rows), tile.excess()
         lse = fragments.along_rows(lse if excess is None else lse + excess, shape)
-        p = jnp.exp2(scores * static.scores.base_2_factor - lse)
+        p = jnp.exp2(scores * static.base_2_factor - lse)
         p = plgpu.layout_cast(p, fragments.tile)
         factors = tile.dropout_factors()
         used = p if factors is None else p * factors
@@ -447,7 +448,7 @@ class _Cta(NamedTuple):
     def _add_dq(self, visit: _Visit) -> None:
         """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory."""
         config, fragments, memory = self.static.config, self.fragments, self.memory
-        queries, lanes = config.dq_part(self.static.dim)
+        queries, lanes = config.dq_part(self.static.head_dim)
         dq = fragments.zeros((queries, lanes))
         for part in range(BACKWARD_WARPGROUPS):
             ds, k = memory["ds"].at[part], memory["k"].at[pl.ds(part * config.keys, config.keys)]
