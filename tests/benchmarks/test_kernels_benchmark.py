@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import dense
 import jax
@@ -150,11 +149,13 @@ def on_hopper(monkeypatch):
             return Row(inputs.case.name, peer, note="NotImplementedError: no")
         return Row(inputs.case.name, peer, 400.0, 300.0, 1e-3)
 
-    def print_shares(inputs, name):
+    def local_times(inputs, name):
         timed.append((inputs.case.name, name))
+        times = {"forward": 1.0, "carried": 1.1, "backward": 3.0}
+        return times | {"forward, unmasked": 0.8, "backward, unmasked": 2.0}
 
     fakes = {
-        "measure": measure, "_print_shares": print_shares,
+        "measure": measure, "local_times": local_times,
         "KernelInputs": lambda case, dtype: SimpleNamespace(case=case),
         "matmul_ceiling": lambda dtype: 685.0, "compute_capability": lambda: 9.0,
     }  # fmt: skip
@@ -166,19 +167,22 @@ def on_hopper(monkeypatch):
 
 def test_results_are_saved_and_drawn(on_hopper, tmp_path, capsys):
     files = ["--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
-    main(["kernels", "--cases", "0", "2", *files])
+    main(["kernels", "--cases", "0", "2", "6", *files])
     rows = Results.load(tmp_path / "a.json").rows
     names = ["cuDNN", "Pallas example", "mosaic_sm90", "triton"]
-    assert [(row.case, row.peer) for row in rows] == [
-        (case, name) for case in ("full", "causal, 32/8 heads") for name in names
-    ]
+    full, causal, window = "full", "causal, 32/8 heads", "window 4096 of 64K, 32/8 heads"
+    measured = [(row.case, row.peer) for row in rows]
+    assert measured == [(case, name) for case in (full, causal, window) for name in names]
     # The kernels alone are not timed for an unsupported case.
-    full, causal = "full", "causal, 32/8 heads"
-    assert on_hopper == [(full, "mosaic_sm90"), (full, "triton"), (causal, "triton")]
+    timed = [(case, name) for case in (full, causal, window) for name in names[2:]]
+    assert on_hopper == [each for each in timed if each != (causal, "mosaic_sm90")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
     printed = capsys.readouterr().out
     assert "a large matmul: 685 TFLOP/s" in printed
     assert "400 ( 58 %)" in printed
+    assert "triton: with the carry 1.100 times as long" in printed
+    assert "triton: forward 1.250 times the same tiles unmasked" in printed
+    assert "triton: backward 1.500 times the same tiles unmasked" in printed
 
 
 def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
@@ -197,15 +201,3 @@ def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
     assert [(row.case, row.peer) for row in rows] == [
         ("full", peer) for peer in ("cuDNN", "Pallas example", "triton")
     ]
-
-
-def test_the_cost_of_carry_and_mask(monkeypatch, capsys):
-    times = {"forward": 1.0, "carried": 1.1, "backward": 3.0}
-    times |= {"forward, unmasked": 0.8, "backward, unmasked": 2.0}
-    monkeypatch.setattr(kernels, "local_times", lambda inputs, name: times)
-    inputs: Any = SimpleNamespace(case=WINDOW)
-    kernels._print_shares(inputs, "triton")
-    printed = capsys.readouterr().out
-    assert "triton: with the carry 1.100 times as long" in printed
-    assert "triton: forward 1.250 times the same tiles unmasked" in printed
-    assert "triton: backward 1.500 times the same tiles unmasked" in printed

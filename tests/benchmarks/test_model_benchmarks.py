@@ -13,16 +13,13 @@ import jax
 import numpy as np
 import pytest
 from implementations import QUICK
-from meshes import mesh_of
 
 from benchmarks import communication, serve, train
 from benchmarks.__main__ import main
-from burst_jax import ShardingRules
-from burst_jax.training import abstract_train_state
 
 N = 2
 SMALL = dataclasses.replace(
-    train.SHAPES["llama-3-8b"], vocab_size=64, num_layers=2, embed_dim=32, num_heads=4,
+    train.SHAPES["llama-3-8b"], vocab_size=64, num_layers=1, embed_dim=32, num_heads=4,
     num_kv_heads=2, head_dim=8, mlp_dim=64,
 )  # fmt: skip
 TRAIN = "train --lengths 64 --steps 1"
@@ -62,7 +59,7 @@ def test_all_strategies_take_the_same_step(tmp_path, capsys, monkeypatch):
         assert row["seconds"] > 0
         assert row["mfu"] is row["communication"] is row["exposed"] is None
     printed = capsys.readouterr().out
-    assert "2 layers of 32 features, 4/2 heads x 8, vocabulary 64, bfloat16" in printed
+    assert "1 layers of 32 features, 4/2 heads x 8, vocabulary 64, bfloat16" in printed
     assert "selective in 1 layers, MLP in 1 chunks; AdamW's moments bfloat16 on the ho" in printed
     assert "64  zigzag, sharded" in printed
 
@@ -78,29 +75,9 @@ def test_all_strategies_take_the_same_step(tmp_path, capsys, monkeypatch):
     assert total / N < held < 1.3 * total / N
 
 
-def test_flags_of_the_optimizer(monkeypatch):
-    """The dtype and the memory of AdamW's moments."""
-    given: list[Any] = []
-
-    def measure(config, *_, optimizer, **__):
-        given.append((config, optimizer))
-        raise ValueError("not run")
-
-    monkeypatch.setattr(train, "measure", measure)
-    flags = "--moment-dtype bfloat16 --moments host --layers 1"
-    main(f"{TRAIN} --strategies zigzag {flags}".split())
-    ((config, optimizer),) = given
-    assert config.num_layers == 1
-    mesh = mesh_of(seq=N)
-    options: Any = {"layout": "zigzag", "rules": ShardingRules.of(mesh)}
-    _, _, state = abstract_train_state(config, optimizer, mesh, **options)
-    moment = state[1].mu["embedding"].get_value()
-    assert moment.dtype == "bfloat16"
-    assert moment.sharding.memory_kind == "pinned_host"
-
-
 def test_strategies_that_differ_are_left_out(tmp_path, monkeypatch, capsys):
-    def measure(config, strategy, weights, length, n, **_):
+    def measure(config, strategy, weights, length, n, *, optimizer, **_):
+        moments.append(optimizer.transform.init({"w": jax.numpy.ones(3)})[1].mu["w"].dtype)
         if strategy == "tensor parallel":
             raise ValueError("no such split")
         return {
@@ -110,14 +87,16 @@ def test_strategies_that_differ_are_left_out(tmp_path, monkeypatch, capsys):
             "communication": 0.0123, "exposed": None,
         }  # fmt: skip
 
+    moments = []
     monkeypatch.setattr(train, "measure", measure)
-    main(f"{TRAIN} --json {tmp_path / 'a.json'}".split())
+    main(f"{TRAIN} --moment-dtype bfloat16 --json {tmp_path / 'a.json'}".split())
     printed = capsys.readouterr().out
     assert "striped               wrong: loss nan" in printed
     assert "contiguous            wrong: grad_norm 1.0300" in printed
     assert "tensor parallel       no such split" in printed
     record = json.loads((tmp_path / "a.json").read_text())
     assert [row["strategy"] for row in record["rows"]] == ["zigzag"]
+    assert moments == ["bfloat16"] * 4
     line = "zigzag                 1000.0         64      -    1.00   4.1600     12.3        -"
     assert line in printed
 
@@ -157,6 +136,7 @@ def test_communication_of_a_profile():
 # --- serve ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # six programs
 def test_agreeing_servers_are_lines(capsys, monkeypatch):
     servers = []
     served = serve.served
@@ -166,7 +146,7 @@ def test_agreeing_servers_are_lines(capsys, monkeypatch):
         return servers[-1]
 
     monkeypatch.setattr(serve, "served", recorded)
-    options = "--lengths 24 --new 5 --layers 1 --split-weights"
+    options = "--lengths 24 --new 5 --split-weights"
     main(shlex.split(f"serve {options} --strategies zigzag 'tensor parallel'"))
     out = capsys.readouterr().out
     assert out.count("first token") == out.count("ms each") == 2
@@ -180,8 +160,7 @@ def test_agreeing_servers_are_lines(capsys, monkeypatch):
         assert serve.step_bytes(server) == pytest.approx(want)
     pairs = sum(range(100)) + 50  # Half of the diagonal, as usual for causal masks.
     want = 2 * 100 * weights + 2 * d * v + 4 * n * pairs
-    config = dataclasses.replace(SMALL, num_layers=1)
-    assert serve.prompt_flops(config, 100) == pytest.approx(want)
+    assert serve.prompt_flops(SMALL, 100) == pytest.approx(want)
 
 
 def test_servers_that_differ_are_left_out(capsys, monkeypatch):

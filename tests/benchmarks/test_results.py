@@ -93,18 +93,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         assert files(tmp_path) == ["a.png"]
 
 
-def test_the_plot_command_draws_a_png(tmp_path):
-    RESULTS.save(tmp_path / "a.json")
-    main(["plot", str(tmp_path / "a.json"), str(tmp_path / "a.png")])
-    drawn = (tmp_path / "a.png").read_bytes()
-    assert files(tmp_path) == ["a.json", "a.png"]
-    assert drawn.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(drawn[at : at + 4], "big") for at in (16, 20))
-    assert width == 2200
-    assert 400 < height < 1200
-    assert 10_000 < len(drawn) < 500_000
-
-
 def drawn_by(results, tmp_path, monkeypatch):
     """The figure, instead of a file."""
     drawn = []
@@ -117,6 +105,10 @@ def drawn_by(results, tmp_path, monkeypatch):
 
 
 def test_the_figure_has_all_rows(tmp_path, monkeypatch):
+    RESULTS.save(tmp_path / "a.json")
+    main(["plot", str(tmp_path / "a.json"), str(tmp_path / "a.png")])
+    assert files(tmp_path) == ["a.json", "a.png"]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     figure, legend, names = drawn_by(RESULTS, tmp_path, monkeypatch)
     assert figure.get_suptitle() == "NVIDIA H200, bfloat16, jax 0.11.2"
     # In the order of the rows; the last text is the matmul's.
