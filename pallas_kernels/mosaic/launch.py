@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import unvary, varying_axes
@@ -16,10 +17,19 @@ WARPGROUP_AXIS = "warpgroup"
 CLUSTER_AXIS = "cluster"
 
 
+def compiles_for() -> tuple[int, int]:
+    """The compute capability that Mosaic GPU compiles for, ``(major, minor)``.
+
+    It is (9, 0) for a mesh of GPUs that this process does not have.
+    """
+    return utils._infer_arch()
+
+
 def launch[Results](
-    kernel: Callable[[Any, Any, Any, Any], None],
+    kernel: Callable[..., None],
     name: str,
     *,
+    semantics: plgpu.LoweringSemantics = plgpu.LoweringSemantics.Warpgroup,
     grid: Mapping[str, int],
     warpgroups: int,
     cluster: int = 1,
@@ -28,11 +38,13 @@ def launch[Results](
     memory: Any,
     counter: jax.Array | None = None,
 ) -> Results:
-    """Runs ``kernel(inputs, results, memory, counter)`` in every warpgroup; returns the results.
+    """Runs ``kernel(inputs, results, memory)`` in every warpgroup of every CTA.
 
     Args:
-      kernel: traced with references in place of arrays.
+      kernel: traced with references in place of arrays. If there is a ``counter``, it is the last
+        argument.
       name: kernel name in profiles.
+      semantics: whether the kernel's operations are a warpgroup's or, for mma.sync, a thread's.
       grid: number of CTAs, or of clusters, by axis name.
       warpgroups: warpgroups per CTA.
       cluster: CTAs per thread-block cluster.
@@ -41,6 +53,9 @@ def launch[Results](
         place.
       memory: pytree of shared-memory and barrier descriptions.
       counter: int32 ``[1]``, a zero that the kernel updates; None without one.
+
+    Returns:
+      The results.
     """
     arrays, inputs_tree = jax.tree.flatten(inputs)
     wanted, results_tree = jax.tree.flatten(results)
@@ -67,7 +82,7 @@ def launch[Results](
             jax.tree.unflatten(results_tree, outputs),
         )
         pl.run_scoped(
-            lambda scoped: kernel(*records, scoped, *(counter_refs or [None])),
+            lambda scoped: kernel(*records, scoped, *counter_refs),
             memory,
             collective_axes=WARPGROUP_AXIS,
         )
@@ -86,7 +101,10 @@ def launch[Results](
             kernel_name=name,
             # The kernels place their own barriers, and reduce within warps only.
             compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+                approx_math=True,
+                unsafe_no_auto_barriers=True,
+                reduction_scratch_bytes=0,
+                lowering_semantics=semantics,
             ),
         )(*arrays, *counters, *held.values())
     )

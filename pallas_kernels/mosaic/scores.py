@@ -18,45 +18,16 @@ from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, both
 from pallas_kernels.mosaic.fragments import along_columns, along_rows, i32, tanh
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs, token_mask
+from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
 from pallas_kernels.score import LOG2_E
-from pallas_kernels.spec import AttentionSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreStatic:
-    """Static parameters of the scores of a call.
-
-    Attributes:
-      spec: mask, score and dropout.
-      mask: the mask that is applied to scores; per-query KV bounds include the window.
-      kv_length: S, keys before padding.
-      keys_are_padded: whether the last tile of keys has padding.
-      has_bias: whether a bias that depends on positions is added to the logits.
-    """
-
-    spec: AttentionSpec
-    mask: Mask
-    kv_length: int
-    keys_are_padded: bool
-    has_bias: bool
-
-    @property
-    def bias_is_line(self) -> bool:
-        """Whether the bias is affine in key positions: no unmasked key is after its query."""
-        return self.has_bias and self.spec.mask.hides_later_keys
-
-    @property
-    def base_2_factor(self) -> float:
-        """Factor from scores to logits in base 2; scores with a bias are in base 2 already."""
-        return 1.0 if self.has_bias else self.spec.score.base_2_factor
 
 
 class ScoreTile(NamedTuple):
     """One tile of scores ``[M queries, N keys]`` of one batch index and query head.
 
     Attributes:
-      static: static parameters of the scores.
+      static: static parameters of the call.
       inputs: references to the inputs of scores.
       layouts: object with the register layouts ``tile``, ``rows`` and ``columns``.
       shape: ``(M, N)``.
@@ -66,7 +37,7 @@ class ScoreTile(NamedTuple):
       first_key: index of the first key.
     """
 
-    static: ScoreStatic
+    static: KernelStatic
     inputs: ScoreInputs
     layouts: Any
     shape: tuple[int, int]
@@ -99,7 +70,7 @@ class ScoreTile(NamedTuple):
                 return (part,)
 
             (scores,) = by_column_chunks(apply, scores)
-        if self.static.bias_is_line:
+        if self.static.bias_is_affine:
             scores = scores * score.base_2_factor + self._over_columns(self._line_of_keys())
         elif self.static.has_bias:
             scores, _ = score.with_bias(scores, *self._positions(), self._per_head())
@@ -115,7 +86,7 @@ class ScoreTile(NamedTuple):
         per score. The difference is the same for all keys of a query, and small: the base is the
         position of the tile's first query.
         """
-        if not self.static.bias_is_line:
+        if not self.static.bias_is_affine:
             return None
         queries, _ = self._slices()
         tokens = self.inputs.q_tokens.only("positions")

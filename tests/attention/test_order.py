@@ -14,7 +14,7 @@ from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import mesh_of
 
-from burst_jax.attention.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import DecoderConfig
@@ -54,7 +54,7 @@ def nan_rows(places, ids, **options):
 
     @quick_jit
     def run(x, places, ids):
-        return refuse_wrong_order(x, places, ids, {"is_causal": True, **options})
+        return reject_wrong_order(x, places, ids, {"is_causal": True, **options})
 
     out = np.isnan(np.asarray(run(X.astype(jnp.bfloat16), places, ids), np.float32))
     assert (out == out[:, :1, :1]).all()
@@ -66,11 +66,11 @@ def test_positions_in_the_layouts_order_pass(layout, n):
     rng, options = np.random.default_rng(n), options_of(layout, n)
     for _ in range(60):
         ids, places = (to_layout(rows, layout, n) for rows in natural_rows(rng))
-        assert refuse_wrong_order(X, places, ids, options) is X
+        assert reject_wrong_order(X, places, ids, options) is X
     plain = positions(layout, T, n)
-    assert refuse_wrong_order(X, plain, None, options) is X
+    assert reject_wrong_order(X, plain, None, options) is X
     # Without segment ids positions may still restart: documents that see each other.
-    assert refuse_wrong_order(X, plain % 20, None, options) is X
+    assert reject_wrong_order(X, plain % 20, None, options) is X
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
@@ -86,7 +86,7 @@ def test_positions_in_natural_order_raise(layout, n):
     for places, segments in (*cases, (restart, ids)):
         for given in (places, jnp.asarray(places)):
             with pytest.raises(ValueError, match=message):
-                refuse_wrong_order(X, given, segments, options_of(layout, n))
+                reject_wrong_order(X, given, segments, options_of(layout, n))
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
@@ -97,7 +97,7 @@ def test_packed_documents_counted_along_the_array_raise(layout, n):
     ids[0, 21:], ids[1, 19:], ids[2, :7], ids[2, 20:] = 2, 2, 0, 2
     ids = jnp.asarray(to_layout(ids, layout, n))
     with pytest.raises(ValueError, match="positions of row 0 are in another order"):
-        refuse_wrong_order(X, places, ids, options_of(layout, n))
+        reject_wrong_order(X, places, ids, options_of(layout, n))
     assert nan_rows(places, ids, **options_of(layout, n)).all()
 
 
@@ -107,13 +107,13 @@ def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
     options, natural = options_of(layout, n), np.tile(np.arange(T, dtype=np.int32), (B, 1))
     ids = to_layout((natural < 2).astype(np.int32), layout, n)
     padded = np.where(ids != 0, to_layout(natural, layout, n), 100 + natural)
-    assert refuse_wrong_order(X, padded, ids, options) is X
+    assert reject_wrong_order(X, padded, ids, options) is X
     restarts = [
         to_layout(start + natural[0] % size, layout, n, axis=0)
         for start, size in itertools.product((0, 1, 500), (6, 8, 24))
     ]
     for places in restarts:
-        assert refuse_wrong_order(X, places, np.ones((1, T), np.int32), options) is X
+        assert reject_wrong_order(X, places, np.ones((1, T), np.int32), options) is X
     # Of traced ones a row each.
     places = jnp.asarray(np.stack([padded[0], *restarts[::4][:2]]))
     ids = jnp.asarray(np.stack([ids[0], *np.ones((2, T), np.int32)]))
@@ -152,19 +152,19 @@ def test_traced_positions_make_the_same_sequences_nan(kind, sizes, axes):
 def test_positions_that_no_mask_reads_pass():
     arange = np.arange(T, dtype=np.int32)
     zigzag = {"mesh": mesh_of(seq=4), "layout": "zigzag"}
-    assert refuse_wrong_order(X, arange, None, zigzag) is X
+    assert reject_wrong_order(X, arange, None, zigzag) is X
     looks = {"is_causal": True}, {"local_window_size": 8}, {"alibi_slopes": jnp.ones(2)}
     for known in (zigzag | option for option in looks):
         with pytest.raises(
             ValueError, match="positions of row 0 are in another order than its tokens"
         ):
-            refuse_wrong_order(X, arange, None, known)
+            reject_wrong_order(X, arange, None, known)
     slopes = {"is_causal": False, "alibi_slopes": jnp.ones(2)}
     assert nan_rows(jnp.asarray(arange), None, **slopes, **zigzag).all()
     sinks = zigzag | {"sink_logits": jnp.ones(2), "alibi_slopes": None}
-    assert refuse_wrong_order(X, arange, None, sinks) is X
+    assert reject_wrong_order(X, arange, None, sinks) is X
     for fine in ({"layout": "contiguous"}, {"layout": "zigzag", "mesh": mesh_of(seq=1)}):
-        assert refuse_wrong_order(X, arange, None, zigzag | {"is_causal": True} | fine) is X
+        assert reject_wrong_order(X, arange, None, zigzag | {"is_causal": True} | fine) is X
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ def test_positions_of_another_layout_are_named(made, model):
     options = options_of(layout, n)
     message = f"those of the {made[0]} layout over {made[1]} shards, .* in the {layout} .* over {n}"
     with pytest.raises(ValueError, match=message):
-        refuse_other_layout(given, options)
+        reject_other_layout(given, options)
     with pytest.raises(ValueError, match=r"another order than|those of the"):
-        refuse_wrong_order(X, given, None, options)
+        reject_wrong_order(X, given, None, options)
     for order in ("contiguous", "zigzag", "striped"):
         plain = {**options, "layout": order}
-        refuse_other_layout(np.stack([positions(order, T, n)] * B), plain)
+        reject_other_layout(np.stack([positions(order, T, n)] * B), plain)
         # The caller may have positions that no layout has.
-        refuse_other_layout(np.roll(positions(order, T, n), 1), plain)
+        reject_other_layout(np.roll(positions(order, T, n), 1), plain)
 
 
 def test_steps_and_layers_raise_for_a_batch_of_another_layout():

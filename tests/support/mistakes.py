@@ -75,8 +75,8 @@ SHARED: Rows = [
     ({"backward": "rotate_q"},
      "backward is 'rotate_q': use one of 'auto', 'rotate_kv', 'rotate_query'"),
     ({"implementation": "flash"},
-     "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', 'triton', "
-     "'xla'"),
+     "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', "
+     "'mosaic_sm80', 'triton', 'xla'"),
     ({"implementation": ["xla"]},
      r"implementation is \['xla'\]: use None, an Implementation, or one of"),
     ({"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),

@@ -10,7 +10,9 @@ and accumulates their dK and dV in registers::
 
 dQ is accumulated in global memory by atomic additions, in register order (see
 :func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
-run to run. A transpose at the end makes it row-major.
+run to run. A transpose at the end makes it row-major. Where gradients must be bitwise reproducible,
+dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.sm80.fixed_point`): sums of integers
+do not depend on the order.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm80 import instructions
+from pallas_kernels.mosaic.sm80 import fixed_point, instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
+    WARPS,
     BackwardConfig,
     backward_config,
 )
@@ -45,7 +49,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
     rows_of_heads,
     stats_by_tile,
 )
-from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
 
@@ -59,21 +62,25 @@ class BackwardArrays(NamedTuple):
       attention: queries, keys, values, and the inputs of scores.
       do: ``[B, T, N * Hv]``, T padded to whole tiles.
       stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
+      dq_scale: float32 ``[B, N]``, scale of dQ in fixed point; None if dQ is float32.
     """
 
     attention: AttentionArrays
     do: Any
     stats: Any
+    dq_scale: Any
 
 
 class BackwardResults(NamedTuple):
     """What the kernel writes.
 
     Attributes:
-      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics.
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
+        fixed point int32 with two more elements each, the low and the high half.
       dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
-      per_head: float32 ``[B, N, warpgroups]`` each, by name, accumulated by atomics.
+      per_head: float32 ``[B, N, KV tiles, warpgroups, warps]`` each, by name; each warp of a CTA
+        has its own element.
     """
 
     dq: Any
@@ -98,31 +105,46 @@ def backward(
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: BackwardConfig | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config`` None is the default."""
+    """See :class:`pallas_kernels.backend.BackwardFunction`.
+
+    ``config`` None is the default; ``deterministic``: whether the result is bitwise reproducible.
+    """
     config = config or backward_config(inputs.head_dim, inputs.value_dim)
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
     # The zeros depend on an operand, so that a ring does not allocate those of all steps at once.
-    # The barrier makes them unique to this call: XLA would create equal arrays once, and copy them.
-    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
-    arrays = BackwardArrays(
-        attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
+    # The barrier makes them unique to this call, by operands that differ between steps: XLA would
+    # create equal arrays once, and copy them.
+    zero, stats, *_ = lax.optimization_barrier(
+        (jnp.float32(0), stats_by_tile(static, inputs), inputs.kv.k, bounds)
     )
-    queries, lanes = config.dq_part(static.dim)
-    by_tile = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS
-    registers = jnp.full((*by_tile, queries * lanes // _THREADS, _THREADS), zero)
-    results = call(
+    attention = attention_arrays(static, inputs, bounds)
+    do = rows_of_heads(do, static.padded_q_length)
+    bound = fixed_point.dq_bound(inputs, spec) if deterministic else None
+    scale = None if bound is None else fixed_point.scale(bound)
+    arrays = BackwardArrays(attention, do, stats, scale)
+    queries, lanes = config.dq_part(static.head_dim)
+    by_head = static.batch, static.heads
+    shape = *by_head, static.q_tiles, BACKWARD_WARPGROUPS, queries * lanes // _THREADS, _THREADS
+    if deterministic:
+        registers = jnp.full((*shape, 2), zero.astype(jnp.int32))
+    else:
+        registers = jnp.full(shape, zero)
+    by_warp = *by_head, static.kv_tiles, BACKWARD_WARPGROUPS, WARPS
+    results = launch(
         functools.partial(_kernel, static, dkv is not None),
         "burst_backward",
-        grid=(static.batch, static.kv_heads, static.kv_tiles),
+        grid={"batch": static.batch, "heads": static.kv_heads, "tiles": static.kv_tiles},
         warpgroups=BACKWARD_WARPGROUPS,
-        arrays=arrays,
+        semantics=plgpu.LoweringSemantics.Lane,
+        inputs=arrays,
         results=BackwardResults(
             registers,
             *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
             {
-                name: depending_on(jnp.zeros(by_tile[:2] + by_tile[3:], jnp.float32), stats)
+                name: depending_on(jnp.zeros(by_warp, jnp.float32), stats)
                 for name in spec.score.differentiated
             },
         ),
@@ -132,8 +154,11 @@ def backward(
         x[:, : static.kv_length].reshape(*like.shape)
         for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
     )
-    per_head = {name: x.sum((0, 2)) for name, x in results.per_head.items()}
-    made = _dq_of_registers(static, results.dq)
+    per_head = {name: x.sum((0, 2, 3, 4)) for name, x in results.per_head.items()}
+    made = results.dq
+    if bound is not None:
+        made = fixed_point.to_float(made, bound.reshape(*by_head, 1, 1, 1, 1))
+    made = _dq_of_registers(static, made)
     if dq is not None:
         made = dq + made
     return made.astype(gradient_dtype(dq, out_dtype)), (dk, dv), per_head
@@ -157,21 +182,21 @@ def _dkv_results(
     if dkv is not None:
         dk, dv = dkv
         return rows_of_heads(dk, length), rows_of_heads(dv, length)
-    dims = static.dim, static.value_dim
+    dims = static.head_dim, static.value_dim
     shapes = ((static.batch, length, static.kv_heads * dim) for dim in dims)
     dk, dv = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     return dk, dv
 
 
 def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
-    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq`."""
+    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq` in float32."""
     config = static.config
-    part = config.dq_part(static.dim)
+    part = config.dq_part(static.head_dim)
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
     # [B, N, query tiles, warpgroups, queries, lanes]
     order = (0, 2, 3, 4, 1, 5) if part[0] < config.block_q else (0, 2, 4, 1, 3, 5)
     x = x.transpose(order)
-    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.dim)
+    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.head_dim)
     return x[:, : static.q_length] * static.spec.score.scale
 
 
@@ -181,9 +206,9 @@ def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:
     stages, keys = config.stages, config.keys
     weights = BACKWARD_WARPGROUPS, config.block_q, keys
     return {
-        "k": instructions.tiled_memory((config.block_kv, static.dim), dtype),
+        "k": instructions.tiled_memory((config.block_kv, static.head_dim), dtype),
         "v": instructions.tiled_memory((config.block_kv, static.value_dim), dtype),
-        "q": instructions.tiled_memory((stages, config.block_q, static.dim), dtype),
+        "q": instructions.tiled_memory((stages, config.block_q, static.head_dim), dtype),
         "do": instructions.tiled_memory((stages, config.block_q, static.value_dim), dtype),
         "p": instructions.tiled_memory(weights, dtype),
         "ds": instructions.tiled_memory(weights, dtype),
@@ -205,11 +230,11 @@ def _kernel(
     cta.copy_queries(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
     cta.copy_do(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
     sums = _Sums(
-        cta.fragments.zeros((static.config.keys, static.dim)),
+        cta.fragments.zeros((static.config.keys, static.head_dim)),
         cta.fragments.zeros((static.config.keys, static.value_dim)),
     )
     # Tiles that need a mask come first, for all query heads, then all others.
-    if static.hides_some:
+    if static.has_masked_tiles:
         full_first = _Visit(tiles.full_tile(i32(0)), i32(0))
         sums = cta.visit_all(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
     before = tiles.masked * groups
@@ -270,7 +295,7 @@ class _Cta(NamedTuple):
         bounds = arrays.attention.bounds
         tiles = TileIterator(bounds, batch, kv_head, kv_tile, static.q_tiles - 1)
         fragments = instructions.Fragments.of(static.dtype, BACKWARD_M_WARPS)
-        places = lax.axis_index(WARPGROUPS), batch, kv_head, kv_tile, tiles
+        places = lax.axis_index(WARPGROUP_AXIS), batch, kv_head, kv_tile, tiles
         return cls(static, arrays, results, memory, fragments, *places)
 
     @property
@@ -289,7 +314,7 @@ class _Cta(NamedTuple):
         config, attention = self.static.config, self.arrays.attention
         keys = pl.ds(self.kv_tile * config.block_kv + self.warpgroup * config.keys, config.keys)
         for name, source, dim in (
-            ("k", attention.k, self.static.dim),
+            ("k", attention.k, self.static.head_dim),
             ("v", attention.v, self.static.value_dim),
         ):
             part = source.at[self.batch, keys, pl.ds(self.kv_head * dim, dim)]
@@ -297,7 +322,7 @@ class _Cta(NamedTuple):
 
     def copy_queries(self, visit: _Visit, stage: Any) -> None:
         """Starts the copies of a step's queries and stats."""
-        self._copy_rows(self.arrays.attention.q, "q", self.static.dim, visit, stage)
+        self._copy_rows(self.arrays.attention.q, "q", self.static.head_dim, visit, stage)
         # Both warpgroups copy all stats: a half may have fewer elements than there are threads.
         stats = self.arrays.stats.at[self.batch, self.head(visit), visit.tile]
         instructions.copy(stats, self.memory["stats"].at[stage])
@@ -369,6 +394,9 @@ class _Cta(NamedTuple):
         if stages > 1:
             self.copy_queries(upcoming, i32(1) - stage)
             self.copy_do(upcoming, i32(1) - stage)
+        # Loaded long before it is used.
+        scale = self.arrays.dq_scale
+        scale = None if scale is None else scale[self.batch, self.head(visit)]
         self._make_weights(visit, stage, masked=masked)
         instructions.cta_barrier()
         own = self.warpgroup
@@ -381,7 +409,7 @@ class _Cta(NamedTuple):
             return instructions.load_matrix(memory[name].at[stage], fragments.rhs)
 
         dv = plgpu.mma(sums.dv, transposed("p"), rows("do"))
-        self._add_dq(visit)
+        self._add_dq(visit, scale)
         dk = plgpu.mma(sums.dk, transposed("ds"), rows("q"))
         if stages == 1:
             instructions.cta_barrier()
@@ -399,10 +427,10 @@ class _Cta(NamedTuple):
             fragments.zeros(shape),
             memory["q"].at[stage],
             memory["k"].at[self.own_keys],
-            swizzle_lanes(static.dim, 2),
+            swizzle_lanes(static.head_dim, 2),
         )
         tile = ScoreTile(
-            static.scores,
+            static,
             self.arrays.attention.scores,
             fragments,
             shape,
@@ -418,7 +446,7 @@ class _Cta(NamedTuple):
         )
         lse, excess = instructions.load_vector(lse, fragments.rows), tile.excess()
         lse = fragments.along_rows(lse if excess is None else lse + excess, shape)
-        p = jnp.exp2(scores * static.scores.base_2_factor - lse)
+        p = jnp.exp2(scores * static.base_2_factor - lse)
         p = plgpu.layout_cast(p, fragments.tile)
         factors = tile.dropout_factors()
         used = p if factors is None else p * factors
@@ -438,16 +466,19 @@ class _Cta(NamedTuple):
             dp = dp * again - delta
         ds = p * dp
         for name, part in tile.per_head_gradients(ds).items():
-            place = self.batch, self.head(visit), pl.ds(self.warpgroup, 1)
+            place = self.batch, self.head(visit), self.kv_tile, self.warpgroup
             part = plgpu.layout_cast(part, fragments.tile)
             instructions.add_sum(self.results.per_head[name].at[place], part, fragments)
         ds = plgpu.layout_cast(tile.product_gradients(raw, p, ds), fragments.tile)
         memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
 
-    def _add_dq(self, visit: _Visit) -> None:
-        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory."""
+    def _add_dq(self, visit: _Visit, scale: Any) -> None:
+        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory.
+
+        ``scale``: of dQ in fixed point; None if it is float32.
+        """
         config, fragments, memory = self.static.config, self.fragments, self.memory
-        queries, lanes = config.dq_part(self.static.dim)
+        queries, lanes = config.dq_part(self.static.head_dim)
         dq = fragments.zeros((queries, lanes))
         for part in range(BACKWARD_WARPGROUPS):
             ds, k = memory["ds"].at[part], memory["k"].at[pl.ds(part * config.keys, config.keys)]
@@ -459,7 +490,10 @@ class _Cta(NamedTuple):
             ds = instructions.load_matrix(ds, fragments.lhs)
             dq = plgpu.mma(dq, ds, instructions.load_matrix(k, fragments.rhs))
         place = self.batch, self.head(visit), visit.tile, self.warpgroup
-        instructions.add_in_register_order(self.results.dq.at[place], dq, fragments)
+        add = instructions.add_in_register_order
+        if scale is not None:
+            dq, add = dq * scale, instructions.add_in_fixed_point
+        add(self.results.dq.at[place], dq, fragments)
 
     def write(self, sums: _Sums, *, adds: bool) -> None:
         """Writes the warpgroup's dK and dV, or adds them to those in the results."""

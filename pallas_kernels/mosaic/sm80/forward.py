@@ -24,6 +24,7 @@ from pallas_kernels.bounds import query_bounds
 from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.fragments import along_rows, i32, rescale_rows, swizzle_lanes
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
@@ -33,7 +34,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
     attention_arrays,
     rows_of_heads,
 )
-from pallas_kernels.mosaic.sm80.launch import WARPGROUPS, call
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
 
@@ -113,16 +113,17 @@ def forward(
             results = given
         else:
             arrays = arrays._replace(carry=given)
-    o, lse = call(
+    o, lse = launch(
         functools.partial(_kernel, static, in_place),
         "burst_forward",
-        grid=(static.batch, static.heads, static.q_tiles),
+        grid={"batch": static.batch, "heads": static.heads, "tiles": static.q_tiles},
         warpgroups=config.warpgroups,
-        arrays=arrays,
+        semantics=plgpu.LoweringSemantics.Lane,
+        inputs=arrays,
         results=results,
         memory={
-            "q": instructions.tiled_memory((config.block_q, static.dim), static.dtype),
-            "k": instructions.tiled_memory((config.block_kv, static.dim), static.dtype),
+            "q": instructions.tiled_memory((config.block_q, static.head_dim), static.dtype),
+            "k": instructions.tiled_memory((config.block_kv, static.head_dim), static.dtype),
             "v": instructions.tiled_memory((config.block_kv, static.value_dim), static.dtype),
         },
     )
@@ -151,7 +152,7 @@ def _kernel(
     cta = _Cta.of(static, arrays, results, memory)
     tiles = cta.tiles
     state = cta.start()
-    if static.hides_some:
+    if static.has_masked_tiles:
 
         def masked_step(index, state):
             tile, upcoming = tiles.masked_tile(index), tiles.tile(index + 1)
@@ -209,7 +210,7 @@ class _Cta(NamedTuple):
         batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
         # With ascending positions a causal mask gives the last tiles the most work: they go first.
         tile = i32(static.q_tiles - 1) - lax.axis_index("tiles")
-        warpgroup = lax.axis_index(WARPGROUPS) if static.config.warpgroups > 1 else i32(0)
+        warpgroup = lax.axis_index(WARPGROUP_AXIS) if static.config.warpgroups > 1 else i32(0)
         kv_head = head if static.groups == 1 else lax.div(head, i32(static.groups))
         bounds = arrays.attention.bounds
         tiles = TileIterator(bounds, batch, head, tile, static.kv_tiles - 1)
@@ -226,13 +227,13 @@ class _Cta(NamedTuple):
 
     def copy_queries(self) -> None:
         """Starts the copy of the warpgroup's queries."""
-        rows, dim = self.static.config.rows, self.static.dim
+        rows, dim = self.static.config.rows, self.static.head_dim
         source = self.arrays.attention.q.at[self.batch, self._queries(), _lanes(self.head, dim)]
         instructions.copy(source, self.memory["q"].at[pl.ds(self.warpgroup * rows, rows)])
 
     def copy_keys(self, tile: Any) -> None:
         """Starts the copy of a tile of keys."""
-        self._copy_part(self.arrays.attention.k, "k", tile, self.static.dim)
+        self._copy_part(self.arrays.attention.k, "k", tile, self.static.head_dim)
 
     def copy_values(self, tile: Any) -> None:
         """Starts the copy of a tile of values."""
@@ -275,7 +276,7 @@ class _Cta(NamedTuple):
             self.fragments.zeros((config.rows, config.block_kv)),
             queries,
             self.memory["k"],
-            swizzle_lanes(self.static.dim, 2),
+            swizzle_lanes(self.static.head_dim, 2),
         )
 
     def step(self, state: _Softmax, tile: Any, upcoming: Any, *, masked: bool) -> _Softmax:
@@ -306,7 +307,7 @@ class _Cta(NamedTuple):
         """The scores of the warpgroup's queries and a KV tile."""
         config = self.static.config
         return ScoreTile(
-            self.static.scores,
+            self.static,
             self.arrays.attention.scores,
             self.fragments,
             (config.rows, config.block_kv),
@@ -318,7 +319,7 @@ class _Cta(NamedTuple):
 
     def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
         """``(weights, state)``: a tile's weights, and the softmax with them except for ``acc``."""
-        factor, fragments = self.static.scores.base_2_factor, self.fragments
+        factor, fragments = self.static.base_2_factor, self.fragments
         highest = jnp.max(scores, axis=1) * factor
         m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
         shrink = jnp.exp2(state.m - m)

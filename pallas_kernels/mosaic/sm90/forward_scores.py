@@ -136,7 +136,7 @@ def bias_accumulator(consumer: Consumer, stage: Any) -> jax.Array:
 
 
 def tile_scores(consumer: Consumer, step: Any, products: jax.Array, masked: bool) -> jax.Array:
-    """Scores that :attr:`MosaicStatic.base_2_factor` takes to base 2; -inf where masked.
+    """Scores that :attr:`Sm90Static.base_2_factor` takes to base 2; -inf where masked.
 
     Args:
       consumer: the queries.

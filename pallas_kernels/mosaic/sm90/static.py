@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mask import Mask
-from pallas_kernels.mosaic import score_inputs
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -21,101 +17,13 @@ from pallas_kernels.mosaic.sm90.configs import (
     result_lanes,
 )
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTiles
-from pallas_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicStatic:
-    """Static parameters of both kernels.
-
-    Attributes:
-      spec: mask, score and dropout.
-      mask: the mask that scores are tested by; per-query KV bounds include the window.
-      config: tile sizes.
-      batch: B.
-      q_length: T.
-      kv_length: S.
-      heads: N, query heads.
-      kv_heads: K, key/value heads.
-      head_dim: H, of queries and keys.
-      value_dim: Hv, of values, of o and of dO.
-      dtype: of queries, keys, values and dO.
-      has_segments: whether tokens have segment ids.
-      has_kv_bounds: whether there are per-query KV bounds.
-      has_bias: whether an ALiBi bias is added to the logits.
-      has_block_mask: whether there is a block-sparse mask.
-      masks_by_tokens: whether positions, segment ids, KV bounds or a mask_mod may mask scores.
-    """
-
-    spec: AttentionSpec
-    mask: Mask
-    config: MosaicConfig
-    batch: int
-    q_length: int
-    kv_length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: np.dtype
-    has_segments: bool
-    has_kv_bounds: bool
-    has_bias: bool
-    has_block_mask: bool
-    masks_by_tokens: bool
-
-    @classmethod
-    def of(
-        cls, inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig, **own: Any
-    ) -> Self:
-        """From a call's inputs; ``own`` are the fields of one of the kernels."""
-        batch, q_length, heads, head_dim = inputs.query.q.shape
-        mask, _ = inputs.folded(spec.mask)
-        return cls(
-            spec=spec,
-            mask=mask,
-            config=config,
-            batch=batch,
-            q_length=q_length,
-            kv_length=inputs.kv_length,
-            heads=heads,
-            kv_heads=inputs.kv.k.shape[2],
-            head_dim=head_dim,
-            value_dim=inputs.value_dim,
-            dtype=inputs.query.q.dtype,
-            has_segments=inputs.has_segments,
-            has_kv_bounds=inputs.has_kv_bounds,
-            has_bias=inputs.has_bias,
-            has_block_mask=inputs.shared.block_mask is not None,
-            masks_by_tokens=score_inputs.masks_by_tokens(inputs, spec),
-            **own,
-        )
-
-    @property
-    def groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def q_tiles(self) -> int:
-        """Number of query tiles."""
-        return -(-self.q_length // self.config.block_q)
-
-    @property
-    def kv_tiles(self) -> int:
-        """Number of KV tiles."""
-        return -(-self.kv_length // self.config.block_kv)
-
-    @property
-    def keys_are_padded(self) -> bool:
-        """Whether the last KV tile extends past the last key."""
-        return self.kv_length % self.config.block_kv != 0
-
-    @property
-    def needs_mask(self) -> bool:
-        """Whether any score may be masked."""
-        return self.masks_by_tokens or self.has_block_mask
+class Sm90Static(KernelStatic[MosaicConfig]):
+    """Static parameters of both sm90 kernels."""
 
     @property
     def masks_by_arrays(self) -> bool:
@@ -155,7 +63,7 @@ class MosaicStatic:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardStatic(MosaicStatic):
+class ForwardStatic(Sm90Static):
     """Static parameters of the forward kernel.
 
     Attributes:
@@ -168,12 +76,12 @@ class ForwardStatic(MosaicStatic):
 
     @property
     def bias_in_accumulator(self) -> bool:
-        """See :attr:`MosaicStatic.bias_in_accumulator`; if the score allows it."""
+        """See :attr:`Sm90Static.bias_in_accumulator`; if the score allows it."""
         return self.has_bias and self.spec.score.bias_can_start_products
 
     @property
     def bias_is_affine(self) -> bool:
-        """See :attr:`MosaicStatic.bias_is_affine`; if every key that counts is before its query.
+        """See :attr:`Sm90Static.bias_is_affine`; if every key that counts is before its query.
 
         The accumulators of masked scores then start from any finite number.
         """
@@ -228,7 +136,7 @@ class ForwardStatic(MosaicStatic):
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardStatic(MosaicStatic):
+class BackwardStatic(Sm90Static):
     """Static parameters of the backward kernel.
 
     Attributes:
@@ -284,7 +192,7 @@ class BackwardStatic(MosaicStatic):
 
     @property
     def bias_is_affine(self) -> bool:
-        """See :attr:`MosaicStatic.bias_is_affine`; if every key that counts is before its query.
+        """See :attr:`Sm90Static.bias_is_affine`; if every key that counts is before its query.
 
         Used in tiles that need no mask (:class:`pallas_kernels.mosaic.sm90.backward_scores
         .AffineBias`).
