@@ -8,6 +8,7 @@ and XLA's two matmuls.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -18,10 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.command_line import positive, require_gpus
-from burst_jax.parallel.target import compute_capability
 from burst_jax.serving.cache import SlotMetadata
 from burst_jax.serving.decode_attention import PartialAttention, ScoreOptions, attend_by_matmuls
-from pallas_kernels.pallas_triton.decode import partial_attention
+from pallas_kernels.mosaic.sm80.decode import DecodeConfig, decode_config, partial_attention
 from pallas_kernels.timing import median_time, relative_error
 
 # Accepted relative difference from float32, with inputs and probabilities in bfloat16.
@@ -45,7 +45,10 @@ def _inputs(args: argparse.Namespace, length: int) -> tuple[jax.Array, ...]:
 def _attend(
     query: jax.Array, keys: jax.Array, values: jax.Array, kernel: Any, calls: int = 1
 ) -> jax.Array:
-    """The output of the last call; each call's query depends on the previous output."""
+    """The output of the last call; each call's query depends on the previous output.
+
+    ``kernel``: ``(config, splits)``, or None for XLA's matmuls.
+    """
     batch, length = keys.shape[:2]
     slots = SlotMetadata(jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32))
     last, used = jnp.int32(length - 1), jnp.int32(length)
@@ -59,8 +62,8 @@ def _attend(
         else:
             partial = PartialAttention(
                 *partial_attention(
-                    query, keys, values, slots.places, slots.present, last, used,
-                    scale=scale, compute_capability=compute_capability(), **dict(kernel),
+                    query, keys, values, slots.cache_positions, slots.present, last, used,
+                    scale=scale, config=kernel[0], splits=kernel[1],
                 )
             )  # fmt: skip
         return partial.attention(None)
@@ -83,11 +86,15 @@ def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
     want = _attend(q.astype(jnp.float32), k, v, None)
     seconds = median_time(lambda: _copy(k, v))
     yield f"{2 * size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  copy, read and written"
-    axes = (args.block_kv, args.warps, args.stages, args.splits)
-    names = ("block_kv", "num_warps", "num_stages", "splits")
-    kernels = [tuple(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+    default = decode_config(args.queries * args.heads // args.kv_heads, *[args.head_dim] * 2)
+    tiles = itertools.product(args.block_kv, args.stages, args.splits)
+    kernels = [
+        (dataclasses.replace(default, block_kv=block or default.block_kv,
+                             stages=stages or default.stages), splits)
+        for block, stages, splits in tiles
+    ]  # fmt: skip
     for kernel in (None, *kernels):
-        name = "XLA's matmuls" if kernel is None else " ".join(f"{n} {x}" for n, x in kernel if x)
+        name = "XLA's matmuls" if kernel is None else _name(*kernel)
         try:
             error = relative_error(_attend(q, k, v, kernel), want)
             if not error < _TOLERANCE:
@@ -99,6 +106,12 @@ def _rows(args: argparse.Namespace, length: int) -> Iterator[str]:
             yield f"{name}: {str(failure).splitlines()[0]}"
             continue
         yield f"{size / seconds / 1e9:6.0f} GB/s {seconds * 1e6:8.1f} us  {name}"
+
+
+def _name(config: DecodeConfig, splits: int | None) -> str:
+    """The tiles as words."""
+    words = f"block_kv {config.block_kv} stages {config.stages}"
+    return words if splits is None else f"{words} splits {splits}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -121,9 +134,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--heads", type=positive, default=32)
     parser.add_argument("--kv-heads", type=positive, default=8)
     parser.add_argument("--head-dim", type=positive, default=128)
-    parser.add_argument("--block-kv", nargs="+", type=positive, default=[64], help="keys per tile")
-    parser.add_argument("--warps", nargs="+", type=positive, default=[None])
-    parser.add_argument("--stages", nargs="+", type=positive, default=[3])
+    parser.add_argument(
+        "--block-kv", nargs="+", type=positive, default=[None], help="keys per tile"
+    )
+    parser.add_argument("--stages", nargs="+", type=positive, default=[None])
     parser.add_argument(
         "--splits", nargs="+", type=positive, default=[None], help="splits of the keys"
     )

@@ -134,6 +134,8 @@ class Implementation:
       unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None.
       deterministic: whether ``backward`` is bitwise reproducible; False if CTAs accumulate with
         atomics in varying order. (``forward`` must be bitwise reproducible.)
+      deterministic_variant: what to use instead where gradients must be bitwise reproducible; None
+        if there is nothing else.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
       second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"
         is in both modes, "forward" in forward mode only (bounds determine the lengths of their
@@ -153,5 +155,6 @@ class Implementation:
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True
+    deterministic_variant: Implementation | None = None
     checks_vma: bool = True
     second_derivatives: Literal["any", "forward", "none"] = "none"

@@ -16,7 +16,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
 # relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
@@ -28,16 +28,14 @@ class SlowerKernelsWarning(UserWarning):
     """``implementation=None`` does not use the Hopper kernels on a GPU that could run them."""
 
 
-# Chosen by name only, and not in NAMES: "reference" is for tests; "mosaic_sm80" is faster than
-# "triton" on an A100, but its kernels have not passed the whole local suite on a GPU yet.
+NAMES = ("mosaic_sm90", "mosaic_sm80", "triton", "xla")
 _BY_NAME = {
     "mosaic_sm90": MOSAIC_SM90,
     "mosaic_sm80": MOSAIC_SM80,
     "triton": TRITON,
     "xla": XLA,
-    "reference": REFERENCE,
+    "reference": REFERENCE,  # For tests only.
 }
-NAMES = ("mosaic_sm90", "triton", "xla")
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:
@@ -88,10 +86,13 @@ def resolve(
         functions.
     """
     chosen = find(implementation)
+    if chosen is not None:
+        chosen = _variant(chosen, deterministic)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        reasons = [_reason_against(candidate, *where) for candidate in _CANDIDATES]
-        chosen = _CANDIDATES[reasons.index(None)]
+        candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]
+        reasons = [_reason_against(candidate, *where) for candidate in candidates]
+        chosen = candidates[reasons.index(None)]
         if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
@@ -104,6 +105,12 @@ def resolve(
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
+
+
+def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
+    """What runs of an implementation: its reproducible variant, if wanted and if there is one."""
+    variant = implementation.deterministic_variant if deterministic else None
+    return implementation if variant is None else variant
 
 
 def _obstacle(

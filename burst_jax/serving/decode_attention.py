@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_jax.parallel.target import compute_capability, current_target
+from burst_jax.parallel.target import current_target
 from burst_jax.serving.cache import SlotMetadata
-from pallas_kernels import TRITON
-from pallas_kernels.pallas_triton.decode import partial_attention
+from pallas_kernels.mosaic.sm80.decode import partial_attention, unsupported
 
 
 class PartialAttention(NamedTuple):
@@ -68,7 +67,7 @@ class ScoreOptions:
     Attributes:
       scale: multiplies logits.
       soft_cap: ``cap tanh(logit / cap)``, or None.
-      window: number of places that a query attends to, its own included; None is all.
+      window: number of tokens that a query attends to, its own included; None is all.
     """
 
     scale: float
@@ -99,18 +98,18 @@ def decode_attention(
     over the devices i. Each device sends ``N (Hv + 2)`` float32 values per query, for any number of
     keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
 
-    On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32,
-    and with the implementation "xla", it is two matmuls.
+    On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32
+    and head dims that it does not support, and with the implementation "xla", it is two matmuls.
 
     Args:
-      query: ``[B, T, N, H]``, replicated, of the places up to ``last``; T is small.
+      query: ``[B, T, N, H]``, replicated, the last of them at cache position ``last``; T is small.
       keys: ``[B, C, K, H]``, this device's slots.
       values: ``[B, C, K, Hv]``.
       slots: metadata of the slots.
-      last: int32 scalar, the last place.
+      last: int32 scalar, the last cache position.
       used: int32 scalar: slots from this index on are empty.
       axes: the mesh axes that shard the cache.
-      window: number of places that a query attends to, its own included; None is all.
+      window: number of tokens that a query attends to, its own included; None is all.
       scale: multiplies logits; None is ``H^-1/2``.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
       sink_logits: float32 ``[N]``: one more logit of each head's softmax, or None.
@@ -125,12 +124,11 @@ def decode_attention(
     scores = ScoreOptions(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale, logits_soft_cap, window
     )
-    if _uses_kernel(query, implementation):
+    if _uses_kernel(query, keys, values, implementation):
         partial = PartialAttention(
             *partial_attention(
-                query, keys, values, slots.places, slots.present, last, used,
+                query, keys, values, slots.cache_positions, slots.present, last, used,
                 scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
-                compute_capability=compute_capability(),
             )
         )  # fmt: skip
     else:
@@ -138,11 +136,11 @@ def decode_attention(
     return partial.gathered(axes).attention(sink_logits).astype(dtype)
 
 
-def _uses_kernel(query: jax.Array, implementation: Any) -> bool:
+def _uses_kernel(query: jax.Array, keys: jax.Array, values: jax.Array, implementation: Any) -> bool:
     """Whether the Pallas kernel is used."""
-    named = getattr(implementation, "name", implementation)
-    wanted = query.dtype != jnp.float32 and named not in ("xla", "reference")
-    return wanted and TRITON.unavailable(*current_target()) is None
+    if getattr(implementation, "name", implementation) in ("xla", "reference"):
+        return False
+    return unsupported(query, keys, values, *current_target()) is None
 
 
 def attend_by_matmuls(
@@ -161,10 +159,10 @@ def attend_by_matmuls(
     logits *= scores.scale
     if scores.soft_cap is not None:
         logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
-    place = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
-    mask = slots.places <= place
+    positions = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
+    mask = slots.cache_positions <= positions
     if scores.window is not None:
-        mask &= slots.places > place - scores.window
+        mask &= slots.cache_positions > positions - scores.window
     mask = mask & (slots.present[:, None] > 0)
     logits = jnp.where(mask[:, :, None, None], logits, -jnp.inf)
     most = logits.max(-1)

@@ -4,7 +4,7 @@ Small ones in the quick and slow tiers; all of them at the other projects' sizes
 ``replay``. All must meet this project's error bounds.
 
 Two more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a kernel)
-in tests/compiled/test_compiled.py, and Flax's layers with another ``attention_fn`` in
+in tests/compiled/test_compiled_ring.py, and Flax's layers with another ``attention_fn`` in
 tests/layers/test_attention_fn.py.
 """
 

@@ -17,7 +17,6 @@ from meshes import mesh_of
 
 import burst_jax
 from benchmarks.plan import load_steps, step_estimate
-from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
@@ -74,11 +73,9 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     cases.append((tied, one(plan_of(tied, 256), ring=(8,), rows=1)))
     optimizer = make_optimizer(1e-3, 10)
     for config, each in cases:
-        strategy, arguments = each.strategy, each.strategy.arguments
+        strategy = each.strategy
         axes: Any = strategy.mesh
-        if "rules" in arguments:
-            arguments["rules"] = ShardingRules(**arguments["rules"])
-        _, *state = abstract_train_state(config, optimizer, mesh_of(**axes), **arguments)
+        _, *state = abstract_train_state(config, optimizer, mesh_of(**axes), **strategy.arguments)
         assert held(state[0]) == each.memory.weights, strategy
         assert held(state[1]) == each.memory.moments + 8, strategy  # Two step counters.
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import launch
-from pallas_kernels.mosaic.sm80 import forward, instructions
+from pallas_kernels.mosaic.sm80 import decode, forward, instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
 
@@ -37,18 +37,34 @@ def _mma(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     return acc + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
 
 
-def _add_in_register_order(ref: Any, x: jax.Array, fragments: Any) -> None:
+def _in_register_order(x: jax.Array, fragments: Any) -> jax.Array:
     """What :func:`instructions.from_register_order` undoes."""
     m_warps = fragments.m_warps
     n_warps = WARPS // m_warps
     repeats = x.shape[0] // (16 * m_warps), x.shape[1] // (8 * n_warps)
     x = x.reshape(repeats[0], m_warps, 2, 8, repeats[1], n_warps, 4, 2)
-    ref[...] += x.transpose(0, 4, 2, 7, 1, 5, 3, 6).reshape(-1, 128)
+    return x.transpose(0, 4, 2, 7, 1, 5, 3, 6).reshape(-1, 128)
+
+
+def _add_in_register_order(ref: Any, x: jax.Array, fragments: Any) -> None:
+    ref[...] += _in_register_order(x, fragments)
+
+
+def _add_in_fixed_point(ref: Any, x: jax.Array, fragments: Any) -> None:
+    """Low and high halves, with the carry."""
+    x = jnp.round(_in_register_order(x, fragments))
+    high = jnp.floor(x / 2.0**32)
+    low = (x - high * 2.0**32).astype(jnp.uint32)
+    old = ref[..., 0].astype(jnp.uint32)
+    total = old + low
+    carry = (total < old).astype(jnp.int32)
+    ref[..., 0] = total.astype(jnp.int32)
+    ref[..., 1] += high.astype(jnp.int32) + carry
 
 
 def _add_sum(ref: Any, x: jax.Array, fragments: Any) -> None:
     del fragments
-    ref[...] += jnp.sum(x)[None]
+    ref[...] += jnp.sum(x) * jnp.eye(1, WARPS)[0]
 
 
 _INSTRUCTIONS = {
@@ -63,7 +79,75 @@ _INSTRUCTIONS = {
     "row_parts_of": lambda total: total,
     "sum_row_parts": lambda total, fragments: total,
     "add_in_register_order": _add_in_register_order,
+    "add_in_fixed_point": _add_in_fixed_point,
     "add_sum": _add_sum,
+}
+
+
+def _copy_rows(source: Any, target: Any, first: Any) -> None:
+    """Zeros where the source ends."""
+    rows, length = target.shape[0], source.shape[0]
+    index = first + jnp.arange(rows, dtype=jnp.int32)
+    exists = (index < length).reshape(-1, *[1] * (len(target.shape) - 1))
+    target[...] = jnp.where(exists, source[...][jnp.minimum(index, length - 1)], 0)
+
+
+def _copy_numbers(sources: Any, targets: Any, first: Any) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        _copy_rows(source, target, first)
+
+
+def _by_group(x: jax.Array, row_warps: int) -> jax.Array:
+    """``[M, N]`` as ``[row tiles, groups, rows of a group, N]``."""
+    return x.reshape(-1, WARPS // row_warps, 16 * row_warps, *x.shape[1:])
+
+
+def _product(acc: Any, left: Any, right: Any, row_warps: int) -> jax.Array:
+    """Each group of warps with its own keys."""
+    right = right[...].reshape(WARPS // row_warps, -1, right.shape[-1])
+    left = _by_group(left, row_warps).astype(jnp.float32)
+    made = jnp.einsum("tgmk,gkn->tgmn", left, right.astype(jnp.float32))
+    return acc + made.reshape(acc.shape)
+
+
+def _transposed_product(acc: Any, left: Any, right: Any, row_warps: int) -> jax.Array:
+    right = right[...].reshape(WARPS // row_warps, -1, right.shape[-1])
+    left = _by_group(left, row_warps).astype(jnp.float32)
+    made = jnp.einsum("tgmk,gnk->tgmn", left, right.astype(jnp.float32))
+    return acc + made.reshape(acc.shape)
+
+
+def _of_own_keys(ref: Any, fragments: Any, rows: int, row_warps: int) -> jax.Array:
+    del fragments
+    groups = WARPS // row_warps
+    x = ref[...].reshape(1, groups, 1, -1)
+    shape = rows // (WARPS * 16), groups, 16 * row_warps, x.shape[-1]
+    return jnp.broadcast_to(x, shape).reshape(rows, -1)
+
+
+def _merge_groups(m: Any, total: Any, acc: Any, memory: Any, row_warps: int) -> Any:
+    del memory
+    m, total, acc = (_by_group(x, row_warps) for x in (m, total, acc))
+    highest = m.max(1, keepdims=True)
+    factor = jnp.exp2(m - highest)
+    total = jnp.broadcast_to((factor * total).sum(1, keepdims=True), m.shape)
+    acc = (factor[..., None] * acc).sum(1)
+    parts = warp_operations.pieces(acc.shape[-1], row_warps)
+    acc = jnp.moveaxis(acc.reshape(*acc.shape[:-1], parts, -1), -2, 1)
+    acc = jnp.concatenate([acc] * (m.shape[1] // parts), 1)
+    highest = jnp.broadcast_to(highest, m.shape)
+    return highest.reshape(-1), total.reshape(-1), acc.reshape(-1, acc.shape[-1])
+
+
+_WARP_OPERATIONS = {
+    "copy_matrix": _copy_rows,
+    "copy_numbers": _copy_numbers,
+    "commit_copies": lambda: None,
+    "wait_for_copies": lambda pending, row_warps: None,
+    "product": _product,
+    "transposed_product": _transposed_product,
+    "of_own_keys": _of_own_keys,
+    "merge_groups": _merge_groups,
 }
 
 
@@ -109,8 +193,11 @@ def interpreted():
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
-        rescale = mock.patch.object(forward, "rescale_rows", _rescale_rows)
-        stack.enter_context(rescale)
+        for name, replacement in _WARP_OPERATIONS.items():
+            stack.enter_context(mock.patch.object(warp_operations, name, replacement))
+        for module in (forward, decode):
+            rescale = mock.patch.object(module, "rescale_rows", _rescale_rows)
+            stack.enter_context(rescale)
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
         stack.enter_context(mock.patch.object(launch.plgpu, "kernel", _kernel))

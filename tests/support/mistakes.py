@@ -95,12 +95,13 @@ SHARED: Rows = [
     ({"backward": "rotate_q"},
      "backward is 'rotate_q': use one of 'auto', 'rotate_kv', 'rotate_query'"),
     ({"implementation": "flash"},
-     "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', 'triton', "
-     "'xla'"),
+     "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', "
+     "'mosaic_sm80', 'triton', 'xla'"),
     ({"implementation": ["xla"]},
      r"implementation is \['xla'\]: use None, an Implementation, or one of"),
     ({"implementation": 3},
-     "implementation is 3: use None, an Implementation, or one of 'mosaic_sm90', 'triton', 'xla'"),
+     "implementation is 3: use None, an Implementation, or one of 'mosaic_sm90', 'mosaic_sm80', "
+     "'triton', 'xla'"),
     ({"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),
     ({"deterministic": 1}, "deterministic is 1: it must be True or False"),
     ({"is_causal": 1}, "is_causal is 1: it must be True or False"),

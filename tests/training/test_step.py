@@ -185,7 +185,7 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
             raise ValueError("split")
 
     weighed = lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2  # noqa: E731
-    monkeypatch.setattr(Decoder, "refuse_split_weights", check)
+    monkeypatch.setattr(Decoder, "reject_sharded_weights", check)
     monkeypatch.setattr(step, "next_token_loss", weighed)
     graphdef, params = nnx.split(
         Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh(), layout="zigzag")

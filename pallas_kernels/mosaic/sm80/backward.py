@@ -10,7 +10,9 @@ and accumulates their dK and dV in registers::
 
 dQ is accumulated in global memory by atomic additions, in register order (see
 :func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
-run to run. A transpose at the end makes it row-major.
+run to run. A transpose at the end makes it row-major. Where gradients must be bitwise reproducible,
+dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.sm80.fixed_point`): sums of integers
+do not depend on the order.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm80 import instructions
+from pallas_kernels.mosaic.sm80 import fixed_point, instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
+    WARPS,
     BackwardConfig,
     backward_config,
 )
@@ -59,21 +62,25 @@ class BackwardArrays(NamedTuple):
       attention: queries, keys, values, and the inputs of scores.
       do: ``[B, T, N * Hv]``, T padded to whole tiles.
       stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
+      dq_scale: float32 ``[B, N]``, scale of dQ in fixed point; None if dQ is float32.
     """
 
     attention: AttentionArrays
     do: Any
     stats: Any
+    dq_scale: Any
 
 
 class BackwardResults(NamedTuple):
     """What the kernel writes.
 
     Attributes:
-      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics.
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
+        fixed point int32 with two more elements each, the low and the high half.
       dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
-      per_head: float32 ``[B, N, warpgroups]`` each, by name, accumulated by atomics.
+      per_head: float32 ``[B, N, KV tiles, warpgroups, warps]`` each, by name; each warp of a CTA
+        has its own element.
     """
 
     dq: Any
@@ -98,20 +105,34 @@ def backward(
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: BackwardConfig | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config`` None is the default."""
+    """See :class:`pallas_kernels.backend.BackwardFunction`.
+
+    ``config`` None is the default; ``deterministic``: whether the result is bitwise reproducible.
+    """
     config = config or backward_config(inputs.head_dim, inputs.value_dim)
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
     # The zeros depend on an operand, so that a ring does not allocate those of all steps at once.
-    # The barrier makes them unique to this call: XLA would create equal arrays once, and copy them.
-    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
-    arrays = BackwardArrays(
-        attention_arrays(static, inputs, bounds), rows_of_heads(do, static.padded_q_length), stats
+    # The barrier makes them unique to this call, by operands that differ between steps: XLA would
+    # create equal arrays once, and copy them.
+    zero, stats, *_ = lax.optimization_barrier(
+        (jnp.float32(0), stats_by_tile(static, inputs), inputs.kv.k, bounds)
     )
+    attention = attention_arrays(static, inputs, bounds)
+    do = rows_of_heads(do, static.padded_q_length)
+    bound = fixed_point.dq_bound(inputs, spec) if deterministic else None
+    scale = None if bound is None else fixed_point.scale(bound)
+    arrays = BackwardArrays(attention, do, stats, scale)
     queries, lanes = config.dq_part(static.head_dim)
-    by_tile = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS
-    registers = jnp.full((*by_tile, queries * lanes // _THREADS, _THREADS), zero)
+    by_head = static.batch, static.heads
+    shape = *by_head, static.q_tiles, BACKWARD_WARPGROUPS, queries * lanes // _THREADS, _THREADS
+    if deterministic:
+        registers = jnp.full((*shape, 2), zero.astype(jnp.int32))
+    else:
+        registers = jnp.full(shape, zero)
+    by_warp = *by_head, static.kv_tiles, BACKWARD_WARPGROUPS, WARPS
     results = launch(
         functools.partial(_kernel, static, dkv is not None),
         "burst_backward",
@@ -123,7 +144,7 @@ def backward(
             registers,
             *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
             {
-                name: depending_on(jnp.zeros(by_tile[:2] + by_tile[3:], jnp.float32), stats)
+                name: depending_on(jnp.zeros(by_warp, jnp.float32), stats)
                 for name in spec.score.differentiated
             },
         ),
@@ -133,8 +154,11 @@ def backward(
         x[:, : static.kv_length].reshape(*like.shape)
         for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
     )
-    per_head = {name: x.sum((0, 2)) for name, x in results.per_head.items()}
-    made = _dq_of_registers(static, results.dq)
+    per_head = {name: x.sum((0, 2, 3, 4)) for name, x in results.per_head.items()}
+    made = results.dq
+    if bound is not None:
+        made = fixed_point.to_float(made, bound.reshape(*by_head, 1, 1, 1, 1))
+    made = _dq_of_registers(static, made)
     if dq is not None:
         made = dq + made
     return made.astype(gradient_dtype(dq, out_dtype)), (dk, dv), per_head
@@ -165,7 +189,7 @@ def _dkv_results(
 
 
 def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
-    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq`."""
+    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq` in float32."""
     config = static.config
     part = config.dq_part(static.head_dim)
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
@@ -370,6 +394,9 @@ class _Cta(NamedTuple):
         if stages > 1:
             self.copy_queries(upcoming, i32(1) - stage)
             self.copy_do(upcoming, i32(1) - stage)
+        # Loaded long before it is used.
+        scale = self.arrays.dq_scale
+        scale = None if scale is None else scale[self.batch, self.head(visit)]
         self._make_weights(visit, stage, masked=masked)
         instructions.cta_barrier()
         own = self.warpgroup
@@ -382,7 +409,7 @@ class _Cta(NamedTuple):
             return instructions.load_matrix(memory[name].at[stage], fragments.rhs)
 
         dv = plgpu.mma(sums.dv, transposed("p"), rows("do"))
-        self._add_dq(visit)
+        self._add_dq(visit, scale)
         dk = plgpu.mma(sums.dk, transposed("ds"), rows("q"))
         if stages == 1:
             instructions.cta_barrier()
@@ -439,14 +466,17 @@ class _Cta(NamedTuple):
             dp = dp * again - delta
         ds = p * dp
         for name, part in tile.per_head_gradients(ds).items():
-            place = self.batch, self.head(visit), pl.ds(self.warpgroup, 1)
+            place = self.batch, self.head(visit), self.kv_tile, self.warpgroup
             part = plgpu.layout_cast(part, fragments.tile)
             instructions.add_sum(self.results.per_head[name].at[place], part, fragments)
         ds = plgpu.layout_cast(tile.product_gradients(raw, p, ds), fragments.tile)
         memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
 
-    def _add_dq(self, visit: _Visit) -> None:
-        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory."""
+    def _add_dq(self, visit: _Visit, scale: Any) -> None:
+        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory.
+
+        ``scale``: of dQ in fixed point; None if it is float32.
+        """
         config, fragments, memory = self.static.config, self.fragments, self.memory
         queries, lanes = config.dq_part(self.static.head_dim)
         dq = fragments.zeros((queries, lanes))
@@ -460,7 +490,10 @@ class _Cta(NamedTuple):
             ds = instructions.load_matrix(ds, fragments.lhs)
             dq = plgpu.mma(dq, ds, instructions.load_matrix(k, fragments.rhs))
         place = self.batch, self.head(visit), visit.tile, self.warpgroup
-        instructions.add_in_register_order(self.results.dq.at[place], dq, fragments)
+        add = instructions.add_in_register_order
+        if scale is not None:
+            dq, add = dq * scale, instructions.add_in_fixed_point
+        add(self.results.dq.at[place], dq, fragments)
 
     def write(self, sums: _Sums, *, adds: bool) -> None:
         """Writes the warpgroup's dK and dV, or adds them to those in the results."""

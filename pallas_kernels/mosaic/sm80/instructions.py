@@ -250,12 +250,45 @@ def add_in_register_order(ref: Any, x: jax.Array, fragments: Fragments) -> None:
     add(ref, x)
 
 
-def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
-    """Adds the sum of a result to one float32 in global memory; ``ref`` is ``[1]``."""
+def add_in_fixed_point(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Adds a result, rounded to integers, to 64-bit integers in global memory.
+
+    The order is that of :func:`add_in_register_order`. Sums of integers are the same in any order.
+
+    Args:
+      ref: int32 ``[registers, 128 threads, 2]`` in global memory: low and high halves.
+      x: float32 ``[M, N]``.
+      fragments: its layouts.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))
     def add(_, ref, x):
-        i32 = ir.IntegerType.get_signless(32)
+        i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        base = utils.getelementptr(utils.memref_ptr(ref), [thread], i64)
+        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), base)
+        elements = (e for register in x.registers.flat for e in _elements(register))
+        for index, element in enumerate(elements):
+            rounded: Any = llvm.inline_asm(
+                i64, [element], "cvt.rni.s64.f32 $0, $1;", "=l,f", has_side_effects=False
+            )
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [utils.getelementptr(base, [128 * index], i64), rounded],
+                "red.relaxed.gpu.global.add.u64 [$0], $1;",
+                "l,l",
+                has_side_effects=True,
+            )
+
+    add(ref, x)
+
+
+def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Adds each warp's sum of a result to the warp's element of ``ref``, float32 ``[WARPS]``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))
+    def add(_, ref, x):
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         elements = [e for register in x.registers.flat for e in _elements(register)]
         value = elements[0]
         for element in elements[1:]:
@@ -263,10 +296,12 @@ def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
         for distance in (1, 2, 4, 8, 16):
             value = arith.addf(value, utils.shfl_bfly(value, distance))
         base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
-        lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
+        thread = arith.remui(utils.thread_idx(), utils.c(32 * WARPS, i32))
+        lane = arith.remui(thread, utils.c(32, i32))
         first = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))
         with mgpu.when(first):
-            _red_add(base, value)
+            warp = arith.divui(thread, utils.c(32, i32))
+            _red_add(utils.getelementptr(base, [warp], f32), value)
 
     add(ref, x)
 
