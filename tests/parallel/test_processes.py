@@ -7,11 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from data_files import loader_of, write_arrays
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_processes import free_port
+from local_processes import free_port, started
 from meshes import mesh_of
 from processes_of_a_run import HEARTBEAT, ROWS
 from safetensors.numpy import load_file
@@ -51,26 +49,16 @@ LAUNCHERS = {
 }
 
 
-@contextmanager
 def two_processes(mode: str, folder: Path, launcher: str | None = None):
     """Two processes of a run, of two devices each, started by a launcher or by arguments."""
-    port, processes = free_port(), []
+    port, commands, environments = free_port(), [], []
     for index in range(2):
         given = [] if launcher else [port, "2", str(index)]
         variables = f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 JAX_COORDINATOR_PORT={port}".split()
         variables += LAUNCHERS[launcher].format(index).split() if launcher else []
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", SCRIPT, mode, str(folder), *given],
-            env=os.environ | dict(variable.split("=", 1) for variable in variables),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        processes.append(process)
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        commands.append([SCRIPT, mode, str(folder), *given])
+        environments.append(dict(variable.split("=", 1) for variable in variables))
+    return started(commands, environments)
 
 
 def one_process_state(seed: int):
