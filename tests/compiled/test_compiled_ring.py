@@ -12,7 +12,6 @@ import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_calls import run_for_ampere
 from compiled_programs import KERNELS_AND_ROTATIONS, gradient
 from routes import hops_of_passes
 
@@ -92,15 +91,6 @@ RINGS = (
 )
 def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
     """Its bytes are the formulas'."""
-    if ring.kernels == "mosaic_sm80":
-        module = f"import {__name__} as test"
-        run_for_ampere(f"{module}; test.check_ring_of_eight(test.Ring(*{tuple(ring)}))")
-    else:
-        check_ring_of_eight(ring)
-
-
-def check_ring_of_eight(ring):
-    """Compiles the ring's gradient; makes all assertions on the one program."""
     n = 8
     program = ring.compiled(n)
     events, forward = compiled.schedule(program), ["burst_forward"]

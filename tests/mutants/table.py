@@ -137,7 +137,7 @@ MUTANTS = [
     (SCORE, "return ds if self.logits_soft_cap is None else ds * (1 - raw * raw)", "return ds",
      f"{LOCAL} {FUZZ}"),
     (SCORE, "{\"alibi_slopes\": -ds * _distance", "{\"alibi_slopes\": ds * _distance", f"{LOCAL} {FUZZ}"),
-    (SCORE, "jnp.where(lse == -jnp.inf, 0, lse))\n    return", "lse)\n    return", f"{LOCAL} {FUZZ}"),
+    (SCORE, "jnp.where(lse == -jnp.inf, 0, lse))\n    return", "lse)\n    return", f"{INTERFACE} -k sink"),
     (XLA, "beyond=jnp.inf", "beyond=0", f"{LOCAL} {FUZZ}"),
     (XLA, "if self.padded != self.length:", "if False:", f"{LOCAL} {FUZZ}"),
     (XLA, "p = jnp.exp(keys.logits(queries, raw, j) - queries[\"lse\"][..., None])",

@@ -32,6 +32,7 @@ from pallas_kernels import (
     softmax,
     xla,
 )
+from pallas_kernels.score import sink_gradient
 
 every_implementation = pytest.mark.parametrize("name", UNDER_TEST)
 DTYPE = jnp.dtype("float32" if IMPLEMENTATION in (None, "triton") else "bfloat16")
@@ -351,3 +352,11 @@ def test_the_softmax_ends_with_the_log_sum_exp(base):
         np.testing.assert_array_equal(np.asarray(lse), -np.inf)
         # A masked score has no weight relative to the initial m.
         assert float(jnp.exp2(-jnp.inf - m[0])) == 0
+
+
+def test_a_sink_of_minus_infinity_has_no_gradient():
+    """Where a query has no keys either, its lse is -inf, too."""
+    lse = jnp.asarray([[[-jnp.inf, 1.0], [0.5, 2.0]]])
+    delta = jnp.asarray([[[3.0, 4.0], [5.0, 6.0]]])
+    got = sink_gradient(jnp.asarray([-jnp.inf, 0.5]), lse, delta)
+    np.testing.assert_allclose(got, [0, -(5 + 6 * np.exp(-1.5))], rtol=1e-6)

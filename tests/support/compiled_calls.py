@@ -21,19 +21,13 @@ from pallas_kernels import AttentionSpec, BlockMask, Dropout
 _SCALES = (0.1 + i / 1024 for i in itertools.count())
 
 
-# An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU.
-_FOR_AMPERE = """
-from jax.experimental.mosaic.gpu import utils
-
-utils._infer_arch = lambda: (8, 0)
-"""
-
-
 def run_for_ampere(code):
-    """What ``code`` prints, the assembler's reports included, where Mosaic compiles for an A100.
+    """What ``code`` prints, the assembler's reports included, in a process that starts with Ampere.
 
-    In a process of its own: all Mosaic kernels of a process are compiled for the GPU of the first.
+    There Mosaic GPU assembles kernels for an A100: see
+    :func:`compiled_programs.start_mosaic_with_hopper`.
     """
+    code = f"import compiled_programs as c; c.start_mosaic_with_hopper = lambda: None\n{code}"
     variables = {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
@@ -42,7 +36,7 @@ def run_for_ampere(code):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _FOR_AMPERE + code], stdout=subprocess.PIPE,
+        [sys.executable, "-c", code], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False, env=os.environ | variables,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -113,12 +114,35 @@ def compile_for(function, *shapes, **options):
 
 @contextlib.contextmanager
 def mosaic_compiles_for(mesh):
-    """Mosaic GPU compiles for the mesh's GPUs, which are not here, and not for Hopper."""
+    """Mosaic GPU traces kernels for the mesh's GPUs, which are not here, and not for Hopper."""
     capability = listed_capability(mesh.devices.flat[0].device_kind)
     assert capability is not None
+    if capability < 9:
+        start_mosaic_with_hopper()
     architecture = divmod(round(10 * capability), 10)
     with mock.patch.object(utils, "_infer_arch", return_value=architecture):
         yield
+
+
+@functools.cache
+def start_mosaic_with_hopper():
+    """Compiles a kernel for Hopper first.
+
+    Mosaic GPU assembles all kernels of a process for the GPU of the first one. Hopper's assembler
+    accepts Ampere's code, not the other way round. Registers and spills on Ampere are read in a
+    process of its own: :func:`compiled_calls.run_for_ampere`.
+    """
+    mesh, shape = gpu_mesh("h100", 1), (128,)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, P()))
+
+    def copy(source, target):
+        target[...] = source[...]
+
+    def run(x):
+        return plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct(shape, jnp.float32))(x)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    compile_for(run, x)
 
 
 def step_options():
