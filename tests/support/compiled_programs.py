@@ -142,7 +142,8 @@ def start_mosaic_with_hopper():
         return plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct(shape, jnp.float32))(x)
 
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    compile_for(run, x)
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        compile_for(run, x)
 
 
 def step_options():
