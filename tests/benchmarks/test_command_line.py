@@ -40,13 +40,6 @@ def test_wrong_options(capsys):
             main(words.split())
 
 
-def test_help_lists_the_cases(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["kernels", "--help"])
-    assert ended.value.code == 0
-    assert "window 4096 of 64K" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_ring_needs_two_gpus(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [None])

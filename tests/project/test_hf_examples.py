@@ -131,19 +131,6 @@ def test_packed_documents_do_not_attend_to_each_other_and_an_adapter_counts(
     assert abs(plain.mean() - want.mean()) > 1e-2
 
 
-@pytest.mark.slow
-def test_windows_count_each_token_once(folder, documents, tmp_path):
-    options = "--seq-len 32 --stride 20 --mesh seq=4 --layout striped"
-    found = evaluated(folder, documents, tmp_path / "out", options)
-    # 60 tokens: windows from 0 and 20 of 33 tokens, of which the second counts 20; the third, from
-    # 40, has the last 20 tokens, 7 of them uncounted.
-    parts = [IDS[:33], IDS[20:53], IDS[40:60], IDS[60:]]
-    counted = np.r_[:32, 44:64, 76:83, 83:112]
-    want = losses(folder, parts)[counted]
-    assert found["mesh"]["tokens"] == len(want) == 59 + 29
-    np.testing.assert_allclose(found["mesh"]["nll"], want.mean(), rtol=1e-5)
-
-
 def test_windows_and_packs():
     ids = np.arange(10)
     cut = [(w.tokens.tolist(), w.counted) for w in perplexity.windows(ids, 4, 3)]
@@ -152,6 +139,12 @@ def test_windows_and_packs():
     assert not list(perplexity.windows(ids[:1], 4, 4))
     packs = perplexity.packed(perplexity.windows(ids, 3, 3), 7)
     assert [len(pack) for pack in packs] == [2, 1]
+    # Two windows of a sequence of 9 tokens and padding: their last 2 and 3 targets count.
+    pack = [perplexity.Window(ids[:4], 2), perplexity.Window(ids[5:9], 3)]
+    tokens, segments, counts = perplexity.sequence(pack, 8)
+    assert tokens.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 0]
+    assert segments.tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 0]
+    assert counts.tolist() == [0, 1, 1, 0, 1, 1, 1, 0]
 
 
 def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):

@@ -1,9 +1,4 @@
-"""Schedules written out, here and in the module's docstring, and what holds of every schedule.
-
-A line of a table is a kernel; on its right is what every device sends while that kernel runs. "sum
-(1,)" is the partial gradient that the kernel of step (1,) added to last; with "+ sum (1,)" this
-kernel adds to it.
-"""
+"""Schedules: the tables in the module's docstring, and what holds of every schedule."""
 
 from __future__ import annotations
 
@@ -38,36 +33,6 @@ ROUTES = {
 }
 
 
-def lines(text):
-    """A table without the indent and the empty lines of a test."""
-    return [line.strip() for line in text.strip().splitlines()]
-
-
-def same(found, wanted):
-    assert [line.split() for line in lines(table(found))] == [x.split() for x in lines(wanted)]
-
-
-@pytest.mark.parametrize("route", ["1", "no-axis"])
-def test_one_device_sends_nothing(route):
-    offset = ROUTES[route].local
-    same(forward_schedule(ROUTES[route]), f"{offset} forward")
-    same(backward_schedule(ROUTES[route], fused=True), f"{offset} both")
-    same(backward_schedule(ROUTES[route], fused=False), f"{offset} stationary\nrotating")
-
-
-def test_local_work_that_cannot_be_split():
-    """It is done at once, and the final send of the sum overlaps with nothing."""
-    same(
-        backward_schedule(ROUTES["2"], fused=True, splits_local=False),
-        """
-        (0,)         both                 block to (1,)
-        (1,)         both
-        (0,)                              sum (1,) to (0,)
-                     then sum (0,) + sum (1,)
-        """,
-    )
-
-
 @pytest.mark.parametrize(
     "made",
     [
@@ -80,8 +45,10 @@ def test_local_work_that_cannot_be_split():
 )
 def test_the_tables_in_the_docstring(made):
     assert schedule.__doc__ is not None
-    shown = "\n".join(line.strip() for line in schedule.__doc__.splitlines())
-    assert "\n".join(lines(table(made))) in shown
+    found, shown = (
+        [line.strip() for line in text.splitlines()] for text in (table(made), schedule.__doc__)
+    )
+    assert "\n".join(found) in "\n".join(shown)
 
 
 def run_backward(steps):
