@@ -394,9 +394,11 @@ def ptxas(text):
     assert kernels, f"no report was printed: {text[-500:]!r}"
     stacks = re.findall(r"(\d+) (?:bytes )?stack\b", text)
     assert len(stacks) == len(kernels), text
+    spilled = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     return Ptxas(
         kernels=frozenset(kernels),
         stack=max(map(int, stacks)),
-        spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
+        # A warning, in some versions, has the same numbers again.
+        spills=sum(int(a) + int(b) for a, b in re.findall(spilled, text)),
         serialized="C7512" in text or "instructions are serialized" in text,
     )
