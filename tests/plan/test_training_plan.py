@@ -84,7 +84,7 @@ def memory_of(config, remat, seq=8, **options):
     _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
     sizes = device_sizes(config, shapes, strategy, length=2**20, batch=1)
     return step_memory(
-        sizes, strategy, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+        sizes, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
     ), sizes
 
 
