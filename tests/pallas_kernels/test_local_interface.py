@@ -32,10 +32,11 @@ from pallas_kernels import (
     softmax,
     xla,
 )
+from pallas_kernels.score import sink_gradient
 
 every_implementation = pytest.mark.parametrize("name", UNDER_TEST)
 DTYPE = jnp.dtype("float32" if IMPLEMENTATION in (None, "triton") else "bfloat16")
-# Both lengths have several tiles and end in partial ones; queries are the last tokens.
+# Several tiles, of which the last ones are partial; queries are the last tokens.
 T, S = (200, 328) if ON_GPU else (40, 56)
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 NO_MASK, CAUSAL = AttentionSpec.of(0.25), AttentionSpec.of(0.25, right=0)
@@ -245,9 +246,9 @@ def test_what_gets_nothing_new_is_unchanged_bit_for_bit(name):
     # Every tile has ids from 1 to 5 or from 2 to 6, none of them the same.
     odd = jnp.tile(jnp.asarray(1 + 4 * (at % 2), jnp.int32), (BATCH, 1))
     for tokens in (
-        (tokens_at(at, same), tokens_at(at + T + 60, same)),
+        (tokens_at(at, same), tokens_at(at + 1000, same)),
         # Every query tile reaches from before the keys to behind them.
-        (tokens_at(np.where(at % 16 == 3, 1000, at), same), tokens_at(at + T + 60, same)),
+        (tokens_at(np.where(at % 16 == 3, 5000, at), same), tokens_at(at + 1000, same)),
         (tokens_at(at, odd), tokens_at(at, odd + 1)),
     ):
         got = forward(name, spec, qdo[0], kv, tokens, (o, lse))
@@ -325,9 +326,9 @@ def test_xla_chooses_even_tiles():
         assert xla.even_tiles(AttentionInputs(QuerySide(q), KVSide(k, k))) == tiles
 
 
-@pytest.mark.skipif(ON_GPU, reason="of float32")
 def test_xla_s_own_tiles_agree_with_small_ones():
     (q, _), kv, *_ = problem(t=300, s=530)
+    q, *kv = (x.astype(jnp.float32) for x in (q, *kv))
     tokens = tokens_at(np.arange(230, 530)), tokens_at(np.arange(530))
     own = _forward(XLA, CAUSAL, q, kv, tokens, None)
     assert_close(own, forward("xla", CAUSAL, q, kv, tokens))
@@ -351,3 +352,11 @@ def test_the_softmax_ends_with_the_log_sum_exp(base):
         np.testing.assert_array_equal(np.asarray(lse), -np.inf)
         # A masked score has no weight relative to the initial m.
         assert float(jnp.exp2(-jnp.inf - m[0])) == 0
+
+
+def test_a_sink_of_minus_infinity_has_no_gradient():
+    """Where a query has no keys either, its lse is -inf, too."""
+    lse = jnp.asarray([[[-jnp.inf, 1.0], [0.5, 2.0]]])
+    delta = jnp.asarray([[[3.0, 4.0], [5.0, 6.0]]])
+    got = sink_gradient(jnp.asarray([-jnp.inf, 0.5]), lse, delta)
+    np.testing.assert_allclose(got, [0, -(5 + 6 * np.exp(-1.5))], rtol=1e-6)

@@ -248,14 +248,10 @@ MISTAKES: dict[str, Any] = {
         CLUSTERS, shared_memory, "_cluster_barriers", free_for_one, "RACE|not complete",
     ),
     "results-not-visible-to-the-copy": ("plain", plgpu, "commit_smem", nothing, "RACE"),
-    "memory-written-while-copied": ("plain", plgpu, "wait_smem_to_gmem", nothing, "RACE"),
     "keys-freed-while-multiplied": (
         "plain", plgpu, "wgmma_accumulator_load", products_not_awaited, "RACE",
     ),
     "positions-freed-while-read": ("full_slopes", forward, "proxy_fence", nothing, "RACE"),
-    "exits-while-the-other-arrives": (
-        CLUSTERS, forward, "_drain_stages", nothing, "may exit before",
-    ),
     "exits-while-indices-are-read": (CLUSTERS, TileScheduler, "drain", nothing, "may exit before"),
 }  # fmt: skip
 QUICK_MISTAKES = "nobody-arrives", "a-stage-is-free-for-one"

