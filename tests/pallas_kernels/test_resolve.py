@@ -52,6 +52,8 @@ def choose(
 
 
 INTERPRETED = triton(interpret=True)
+REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
+assert REPRODUCIBLE is not None
 # JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
 ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
 
@@ -75,7 +77,8 @@ def test_resolve():
         (None, 8.0, {"dtype": "float64"}, XLA),
         (None, 8.0, {"backward": True}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
-        (None, 8.0, {"backward": True, "deterministic": True}, TRITON),
+        (None, 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
+        ("mosaic_sm80", 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
         (None, 8.0, {"dtype": "float32"}, TRITON),
         (None, 8.0, {"dim": 40}, TRITON),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
@@ -168,7 +171,6 @@ def test_nothing_else_warns(jax_version):
         ("mosaic_sm80", 8.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
         ("mosaic_sm80", 8.0, {"dim": 272}, "head dim is 272; it supports multiples of 16 up to 2"),
         ("mosaic_sm80", 8.0, {"dim": 64, "value_dim": 72}, "of values is 72; .* multiples of 16"),
-        ("mosaic_sm80", 8.0, {"backward": True, "deterministic": True}, "deterministic is True"),
     ],
 )  # fmt: skip
 def test_what_an_implementation_does_not_support(name, capability, options, message):
