@@ -28,6 +28,7 @@ from burst_jax.attention.call import make_request
 from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import (
+    MOSAIC_SM80,
     MOSAIC_SM90,
     TRITON,
     AttentionInputs,
@@ -38,6 +39,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.timing import median_time, relative_error
 
+OURS = MOSAIC_SM90, MOSAIC_SM80, TRITON
 # Accepted relative error: twice what rounding to the dtype explains.
 _TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
 
@@ -378,8 +380,7 @@ def gpu_implementations(compute_capability: float | None) -> list[str]:
     Raises:
       NotImplementedError: none does.
     """
-    ours = (MOSAIC_SM90, TRITON)
-    reasons = {each.name: each.unavailable("gpu", compute_capability) for each in ours}
+    reasons = {each.name: each.unavailable("gpu", compute_capability) for each in OURS}
     if all(reasons.values()):
         raise NotImplementedError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
     return [name for name, why in reasons.items() if why is None]
@@ -390,7 +391,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_TOLERANCE))
     parser.add_argument(
-        "--implementations", nargs="+", choices=[each.name for each in (MOSAIC_SM90, TRITON)],
+        "--implementations", nargs="+", choices=[each.name for each in OURS],
         help="default: all that support this GPU",
     )  # fmt: skip
     parser.add_argument(

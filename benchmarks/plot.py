@@ -17,6 +17,7 @@ _COLOURS = {
     "cuDNN": "#0072B2",
     "Pallas example": "#56B4E9",
     "mosaic_sm90": "#D55E00",
+    "mosaic_sm80": "#D55E00",
     "triton": "#E69F00",
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
