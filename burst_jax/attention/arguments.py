@@ -96,8 +96,9 @@ class LocalArguments:
       implementation: "mosaic_sm90", "triton", "xla", a :class:`pallas_kernels.Implementation`, or
         None for the fastest one that supports the call.
       deterministic: whether gradients have the same bits in every run. "mosaic_sm90" accumulates dQ
-        in varying order: with True, None picks another implementation for the gradient. out and lse
-        always have the same bits. Default False.
+        in varying order: with True, None picks another implementation for the gradient, and
+        "mosaic_sm80" accumulates in fixed point. out and lse always have the same bits. Default
+        False.
     """
 
     query_offset: int | jax.Array = 0

@@ -44,7 +44,7 @@ def report(monkeypatch, capfd):
     return run
 
 
-def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
+def compile_one(half, dim, value_dim=None, *, carried=False, everything=False, deterministic=False):
     """Compiles one call of a kernel for an A100.
 
     Args:
@@ -52,9 +52,11 @@ def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
       dim: head dim.
       value_dim: of values; None is ``dim``.
       carried: merges with a carry, or adds to given gradients.
+      deterministic: with reproducible gradients.
       everything: with segment ids, a window, a soft cap and dropout.
     """
-    local, mesh, value_dim = mosaic_sm80(), compiled.gpu_mesh("a100", 1), value_dim or dim
+    local, mesh = mosaic_sm80(deterministic=deterministic), compiled.gpu_mesh("a100", 1)
+    value_dim = value_dim or dim
     spec = AttentionSpec.of(next(SCALES), right=0)
     if everything:
         spec = AttentionSpec.of(next(SCALES), left=300, right=0, logits_soft_cap=20.0)
@@ -103,6 +105,7 @@ def compile_one(half, dim, value_dim=None, *, carried=False, everything=False):
         ("forward", (192, 128), {}, 0),
         ("backward", (64,), {}, 256),
         ("backward", (128,), {"carried": True}, 528 if LINKED else 448),
+        ("backward", (128,), {"deterministic": True}, 528 if LINKED else 448),
         ("backward", (192, 128), {}, 0),
     ],
     ids=lambda value: "+".join(value) or "causal" if isinstance(value, dict) else str(value),

@@ -293,6 +293,12 @@ def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
         kernels_of_a_gradient(monkeypatch, implementation="mosaic_sm90", deterministic=True)
 
 
+def test_the_deterministic_variant_of_a_named_implementation():
+    for name, options in (("mosaic_sm80", {}), ("mosaic_sm80", {"backward": True})):
+        assert not choose(name, 8.0, **options).deterministic
+        assert choose(name, 8.0, deterministic=True, **options).deterministic
+
+
 def test_the_option_of_layers_is_not_the_argument_of_their_calls():
     options: Any = {"deterministic": True, "dropout_rate": 0.1}
     for make in (
