@@ -157,7 +157,7 @@ def _shipped_config(inputs: AttentionInputs) -> MosaicConfig:
     return backward_config(max(inputs.head_dim, inputs.value_dim))
 
 
-def _kernel(static: BackwardStatic, inputs, results, memory, counter) -> None:
+def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
     """One warpgroup of one CTA."""
     barriers = BackwardBarriers.split(memory.barriers, static.config)
     refs = BackwardRefs(inputs, results, memory, barriers)

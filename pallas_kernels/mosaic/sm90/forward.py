@@ -133,7 +133,7 @@ def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfi
     return dataclasses.replace(config, cluster=cluster)
 
 
-def _kernel(static: ForwardStatic, inputs, results, memory, counter) -> None:
+def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> None:
     """One warpgroup of one CTA."""
     refs = ForwardRefs(inputs, results, memory)
     scheduler = TileScheduler(
