@@ -62,7 +62,7 @@ def _attend(
         else:
             partial = PartialAttention(
                 *partial_attention(
-                    query, keys, values, slots.places, slots.present, last, used,
+                    query, keys, values, slots.cache_positions, slots.present, last, used,
                     scale=scale, config=kernel[0], splits=kernel[1],
                 )
             )  # fmt: skip

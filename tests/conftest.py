@@ -110,9 +110,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kills",
         type=int,
-        default=2,
+        default=1,
         metavar="N",
-        help="how often tests/training/test_kills.py kills a training run (default: 2)",
+        help="how often tests/training/test_kills.py kills a training run (default: 1)",
     )
 
 

@@ -61,7 +61,7 @@ _MOST_SHARDS = 512
 _MOST_SEAMS = 4
 
 
-def refuse_wrong_order(
+def reject_wrong_order(
     x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
 ) -> jax.Array:
     """``x``, with NaN in the sequences whose positions contradict the layout.
@@ -92,7 +92,7 @@ def refuse_wrong_order(
     if all(value is None or value is False for value in given):
         return x
     if layout == "contiguous":
-        refuse_other_layout(positions, options)
+        reject_other_layout(positions, options)
         return x
     mesh = resolve_mesh(options.get("mesh"))
     ring, tokens = flat_names(options.get("seq_axis", "seq")), sequence_axes(options)
@@ -116,7 +116,7 @@ def refuse_wrong_order(
                 f"burst_jax.positions({layout!r}, {length}, {n}), or permute what you have with "
                 f"to_layout(..., {layout!r}, {n}), as make_batch does; tokens too"
             )
-        refuse_other_layout(positions, options)
+        reject_other_layout(positions, options)
         return x
     between = falls[length // shards - 1 :: length // shards]
     samples = None
@@ -144,7 +144,7 @@ def refuse_wrong_order(
     return _marked(x, check(*split))
 
 
-def refuse_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
+def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     """Raises if positions are those of another layout, or of another number of shards.
 
     Values that this process cannot read, as under ``jit``, are not checked.

@@ -89,7 +89,7 @@ def check_function(name: str, function: Any) -> Traced:
     return traced
 
 
-def refuse_rows_and_heads(axes: tuple[str, ...], options: Mapping[str, Any]) -> None:
+def reject_batch_and_head_indices(axes: tuple[str, ...], options: Mapping[str, Any]) -> None:
     """Raises if user functions read batch or head indices that a ``shard_map`` splits.
 
     Args:

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from burst_jax.attention.api import burst_attention, ring_attention
 from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays, WindowSize
-from burst_jax.attention.order import refuse_wrong_order
-from burst_jax.attention.score_mod import refuse_rows_and_heads
+from burst_jax.attention.order import reject_wrong_order
+from burst_jax.attention.score_mod import reject_batch_and_head_indices
 from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
@@ -135,30 +135,10 @@ class BurstAttention(nnx.Module):
                 "'triton' or 'xla'"
             )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}, num_kv_heads {num_kv_heads}: num_heads must be a "
-                "multiple of num_kv_heads"
-            )
         if head_dim is None:
-            if in_features % num_heads:
-                raise ValueError(
-                    f"in_features is {in_features}, num_heads {num_heads}: pass head_dim, or "
-                    "features that the heads divide"
-                )
-            head_dim = in_features // num_heads
-        if rope_theta is not None and head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
-        if isinstance(rope_theta, DynamicRope):
-            raise NotImplementedError(
-                f"rope_theta is {rope_theta}: its frequencies depend on the longest sequence of "
-                "the whole batch; compute the table with "
-                "burst_jax.layers.rope.rope_table(positions, head_dim, rope, length=...) and pass "
-                "it to attend"
-            )
+            head_dim = _default_head_dim(in_features, num_heads)
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        if value_head_dim < 1:
-            raise ValueError(f"value_head_dim is {value_head_dim}: it must be 1 or more, or None")
+        _check_sizes(num_heads, num_kv_heads, head_dim, value_head_dim, rope_theta)
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
@@ -256,7 +236,7 @@ class BurstAttention(nnx.Module):
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
         out, _ = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
-        return refuse_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
+        return reject_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
         self,
@@ -324,7 +304,7 @@ class BurstAttention(nnx.Module):
         tensor_axis = options.pop("tensor_axis", None)
         batch_and_heads = flat_names(options.pop("batch_axis", None), tensor_axis)
         options.pop("mesh", None)
-        refuse_rows_and_heads(batch_and_heads, options)
+        reject_batch_and_head_indices(batch_and_heads, options)
         if dropout_key is not None and batch_and_heads:
             # Devices along these axes have other sequences or heads: their weights are dropped
             # independently.
@@ -393,6 +373,41 @@ class BurstAttention(nnx.Module):
                 "gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
+
+
+def _default_head_dim(in_features: int, num_heads: int) -> int:
+    """``in_features / num_heads``.
+
+    Raises:
+      ValueError: the heads do not divide the features.
+    """
+    if num_heads < 1 or in_features % num_heads:
+        raise ValueError(
+            f"in_features is {in_features}, num_heads {num_heads}: pass head_dim, or features that "
+            "the heads divide"
+        )
+    return in_features // num_heads
+
+
+def _check_sizes(
+    num_heads: int, num_kv_heads: int, head_dim: int, value_head_dim: int, rope: float | Rope | None
+) -> None:
+    """Raises for sizes that do not fit together, and for a RoPE that depends on the batch."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads is {num_heads}, num_kv_heads {num_kv_heads}: num_heads must be a multiple "
+            "of num_kv_heads"
+        )
+    if rope is not None and head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+    if isinstance(rope, DynamicRope):
+        raise NotImplementedError(
+            f"rope_theta is {rope}: its frequencies depend on the longest sequence of the whole "
+            "batch; compute the table with burst_jax.layers.rope.rope_table(positions, head_dim, "
+            "rope, length=...) and pass it to attend"
+        )
+    if value_head_dim < 1:
+        raise ValueError(f"value_head_dim is {value_head_dim}: it must be 1 or more, or None")
 
 
 def _without_aux(attention: Callable[..., jax.Array]) -> AttentionFn:

@@ -153,6 +153,11 @@ class DecoderConfig:
         feed_forward = self.feed_forward
         valid = isinstance(feed_forward, type) and issubclass(feed_forward, FeedForward)
         check("feed_forward", valid, "use a subclass of burst_jax.models.FeedForward")
+        if self.mlp_chunks != 1 and not feed_forward.chunks_tokens:
+            raise ValueError(
+                f"mlp_chunks is {self.mlp_chunks!r}, and feed_forward {feed_forward.__name__} does "
+                "not run in chunks: implement it and set its chunks_tokens, or leave mlp_chunks out"
+            )
         for name in ("dtype", "param_dtype"):
             check(name, _is_floating(getattr(self, name)), "use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):

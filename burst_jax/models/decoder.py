@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.arguments import AttentionOptions
-from burst_jax.attention.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.errors import check_integer
 from burst_jax.layers.nnx_layer import AttentionFn
 from burst_jax.layers.rope import DynamicRope, Rope, rope_table
@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
       rules: the mesh axes that shard weights and activations (:class:`burst_jax.ShardingRules`).
         With None the options ``batch_axis``, ``seq_axis`` and ``tensor_axis`` shard activations,
         and ``tensor_axis`` alone shards weights: weights sharded over other Auto axes are rejected
-        where that is visible (:meth:`refuse_split_weights`), and gathered as a whole stack inside
+        where that is visible (:meth:`reject_sharded_weights`), and gathered as a whole stack inside
         ``jit``. Weights sharded over Explicit axes of the batch or the sequence are gathered layer
         by layer; over other Explicit axes, as a whole stack.
       microbatches: number of microbatches of the pipeline; None is the number of stages.
@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
 
         Raises:
           ValueError: arrays of other shapes or dtypes; outside ``jit``, or for NumPy arrays,
-            positions in another order than the tokens; see :meth:`refuse_split_weights`.
+            positions in another order than the tokens; see :meth:`reject_sharded_weights`.
         """
         graphdef, weights = nnx.split(self)
         shardings = self.shardings(weights)
@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
             "is_causal": True,
             "batch_axis": shardings.out_batch_axes,
         }
-        return refuse_wrong_order(hidden, positions, segment_ids, options)
+        return reject_wrong_order(hidden, positions, segment_ids, options)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         options = dict(self.options)
         return decoder_shardings(weights, self.config, options, self.rules, self.microbatches)
 
-    def refuse_split_weights(self) -> None:
+    def reject_sharded_weights(self) -> None:
         """Raises if each device would silently gather the weights of all layers at once.
 
         Without rules that happens to weights sharded over Auto mesh axes (:class:`Decoder`). Inside
@@ -209,7 +209,7 @@ class Decoder(nnx.Module):
             weights = nnx.state(self)
             reject_sharded(weights, self.shardings(weights))
 
-    def refuse_other_layout(self, positions: jax.Array | np.ndarray) -> None:
+    def reject_other_layout(self, positions: jax.Array | np.ndarray) -> None:
         """Raises if positions are those of another layout, or of another number of shards.
 
         A traced call cannot see this; its loss would be wrong without being NaN.
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: positions in another order than that of ``layout`` on the mesh.
         """
-        refuse_other_layout(positions, dict(self.options))
+        reject_other_layout(positions, dict(self.options))
 
     def head_kernel(self) -> jax.Array:
         """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""

@@ -34,24 +34,34 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward(nnx.Module):
-    """A layer's feed-forward, ``[B, T, D]`` to ``[B, T, D]``. It runs inside a ``shard_map``.
+    """A layer's feed-forward, ``[B, T, D]`` to ``[B, T, D]``.
+
+    It runs inside a ``shard_map``, on one device's tokens. Its weights are gathered over the axes
+    of "embed"; dimensions named "mlp" stay sharded over ``hidden_axis``, over which ``__call__``
+    must sum its result (``lax.psum``). It cannot return an auxiliary loss. docs/flax.md has an
+    example.
+
+    An auxiliary loss, like one that balances the load of experts, cannot be returned: layers pass
+    on one array.
 
     Args:
       config: sizes and dtypes.
       out_init: initializer of the output matrix, whose result is added to the residual stream.
       hidden_axis: mesh axis, or axes, that shard the dimensions named "mlp" in ``weight_axes``, or
-        None; the results must be summed over them. Serving may reassign it, and may pad these
-        dimensions with zeros.
+        None. Serving may reassign it, and may pad these dimensions with zeros.
       rngs: random numbers for the initializers (stream "params").
 
     Attributes:
       weight_axes: logical names (:class:`burst_jax.ShardingRules`) of each weight's dimensions, by
         the weight's path in the module, without the leading dimension of the stacked layers. A
         dimension named None is not sharded.
+      chunks_tokens: whether the class implements ``config.mlp_chunks``. Without it
+        :class:`DecoderConfig` rejects more than one chunk.
       hidden_axis: as in the arguments.
     """
 
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]]
+    chunks_tokens: ClassVar[bool] = False
     hidden_axis: AxisNames
 
     def __init__(
@@ -83,7 +93,16 @@ class FeedForward(nnx.Module):
 
     @classmethod
     def num_matmul_params(cls, config: DecoderConfig) -> int:
-        """Number of weights that multiply each token, for counts of floating point operations."""
+        """Number of weights that multiply each token, for counts of floating point operations.
+
+        Raises:
+          NotImplementedError: the class defines neither this nor ``projections``.
+        """
+        if not cls.projections(config):
+            raise NotImplementedError(
+                f"{cls.__name__} defines no num_matmul_params: define this class method, which "
+                "counts floating point operations, or projections"
+            )
         return sum(inputs * outputs for inputs, outputs in cls.projections(config).values())
 
 
@@ -106,6 +125,7 @@ class GatedMLP(FeedForward):
         ("up", "bias"): ("mlp",),
         ("down", "bias"): (None,),
     }
+    chunks_tokens: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -52,7 +52,11 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:
-        raise ValueError(f"a decoder has no weight {jax.tree_util.keystr(path)}")
+        where = "a decoder has no such weight"
+        if names[:2] == ("layers", "mlp"):
+            name = config.feed_forward.__name__
+            where = f"add {key} to {name}.weight_axes, with the logical name of each dimension"
+        raise ValueError(f"weight {jax.tree_util.keystr(path)} has no logical axes: {where}")
     if adapter:
         # Heads and head features are one dimension, sharded as the heads; the rank is not sharded.
         outputs = axes[-1] if key[0] == "out" else axes[1]

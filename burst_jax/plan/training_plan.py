@@ -51,11 +51,13 @@ class StepEstimate:
 
     def record(self) -> dict[str, Any]:
         """All fields as plain values, for JSON."""
-        strategy = self.strategy
+        strategy, arguments = self.strategy, self.strategy.arguments
+        if "rules" in arguments:
+            arguments["rules"] = dataclasses.asdict(arguments["rules"])
         return {
             **dataclasses.asdict(strategy),
             "mesh": strategy.mesh,
-            "arguments": strategy.arguments,
+            "arguments": arguments,
             "num_shards": strategy.seq,
             "flags": strategy.flags,
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
@@ -220,7 +222,8 @@ class TrainingPlan:
         if moments:
             lines.append(f"    optimizer = make_optimizer(..., {', '.join(moments)})")
         if rules is not None:
-            lines.append(f"    rules = burst_jax.ShardingRules({as_arguments(rules)})")
+            axes = as_arguments(dataclasses.asdict(rules))
+            lines.append(f"    rules = burst_jax.ShardingRules({axes})")
             options = f"rules=rules, {options}"
         layout = f"layout={as_python(strategy.layout)}, num_shards={strategy.seq}"
         lines += [

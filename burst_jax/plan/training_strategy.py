@@ -71,16 +71,12 @@ class TrainingStrategy:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``init_train_state`` but for the mesh, as plain values.
-
-        For sharded weights they include ``rules``, the arguments of
-        :class:`burst_jax.ShardingRules`.
-        """
+        """Keyword arguments of ``init_train_state``, with ``rules`` if the weights are sharded."""
         axes = self._ring_axes
         seq = axes if len(axes) == 2 else axes[0]
         names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
         if self.weights == "sharded":
-            rules = {"data": None, "fsdp": names["fsdp"], "seq": seq, "tensor": names["tensor"]}
+            rules = ShardingRules(data=None, fsdp=names["fsdp"], seq=seq, tensor=names["tensor"])
             return {"rules": rules, "layout": self.layout}
         given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
         return {**{k: v for k, v in given.items() if v is not None}, "layout": self.layout}
@@ -89,7 +85,7 @@ class TrainingStrategy:
     def weight_rules(self) -> ShardingRules:
         """The rules that shard weights and batches, also where ``arguments`` has none."""
         if self.weights == "sharded":
-            return ShardingRules(**self.arguments["rules"])
+            return self.arguments["rules"]
         names = {name: name if name in self.mesh else None for name in ("data", "tensor")}
         return ShardingRules(fsdp=None, seq=None, **names)
 

@@ -1,17 +1,19 @@
 """The KV cache, sharded over the devices that share a sequence.
 
-A place is an index along a batch of left-padded sequences (``cache_position`` in transformers).
-Sequences of different lengths are aligned at their ends, so the next token of every sequence has
-the same place. A slot holds the keys and values of one place, for all sequences.
+A cache position is an index along a batch of left-padded sequences, as ``cache_position`` in
+transformers. Sequences of different lengths are aligned at their ends, so the next token of every
+sequence has the same cache position. A slot holds the keys and values of one cache position, for
+all sequences.
 
-Layers without a window keep every place. The keys and values of a prompt stay on the device that
+Layers without a window keep all of them. The keys and values of a prompt stay on the device that
 computed them, in the order of the ring's layout, and fill the next slots of each device. Generated
 tokens are distributed round-robin, so that the cache grows evenly::
 
     device 0    first shard of the prompt   | token 0 | token 2 | ...
     device 1    second shard of the prompt  | token 1 | token 3 | ...
 
-Layers with a window keep its places in a ring buffer, where a place determines device and slot.
+Layers with a window keep its cache positions in a ring buffer, where a cache position determines
+device and slot.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The place of an empty slot: larger than all others, so that no token attends to it.
+# The cache position of an empty slot: larger than all others, so that no token attends to it.
 EMPTY = 2**30 - 1
 
 
@@ -33,7 +35,7 @@ class CacheCapacity:
     """The slots of layers with the same window.
 
     Attributes:
-      window: number of places that a token attends to, its own included; None is all.
+      window: number of tokens that a token attends to, itself included; None is all.
       slots: slots per device.
       devices: number of devices that share a sequence.
     """
@@ -43,39 +45,39 @@ class CacheCapacity:
     devices: int
 
     @classmethod
-    def of(cls, window: int | None, places: int, devices: int) -> CacheCapacity:
-        """The capacity for a window, a ring buffer if it holds fewer than ``places`` places."""
+    def of(cls, window: int | None, length: int, devices: int) -> CacheCapacity:
+        """The capacity for ``length`` cache positions, a ring buffer if the window is shorter."""
         if window is not None:
             slots = -(-window // devices)
-            if slots * devices < places:
+            if slots * devices < length:
                 return cls(window, slots, devices)
-        return cls(None, -(-places // devices), devices)
+        return cls(None, -(-length // devices), devices)
 
     @property
     def is_ring_buffer(self) -> bool:
-        """Whether the place determines the slot."""
+        """Whether the cache position determines the slot."""
         return self.window is not None
 
-    def slot[Places: (jax.Array, np.ndarray)](self, place: Places) -> tuple[Places, Places]:
-        """``(device, slot)`` of a place in a ring buffer."""
-        return place % self.devices, place // self.devices % self.slots
+    def slot[T: (jax.Array, np.ndarray)](self, cache_position: T) -> tuple[T, T]:
+        """``(device, slot)`` of a cache position in a ring buffer."""
+        return cache_position % self.devices, cache_position // self.devices % self.slots
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["places", "present"],
+    data_fields=["cache_positions", "present"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class SlotMetadata:
-    """Places and validity of the slots of one :class:`CacheCapacity`.
+    """Cache positions and validity of the slots of one :class:`CacheCapacity`.
 
     Attributes:
-      places: int32 ``[C]``, the place of each slot, EMPTY if it is empty.
+      cache_positions: int32 ``[C]``, that of each slot, EMPTY if it is empty.
       present: int32 ``[B, C]``, 1 where a sequence has a token in a slot, 0 elsewhere.
     """
 
-    places: jax.Array
+    cache_positions: jax.Array
     present: jax.Array
 
 
@@ -106,14 +108,14 @@ class FillState:
     """How far the cache is filled; host values.
 
     Attributes:
-      place: the next place.
+      next_position: the next cache position.
       used: filled slots of each device, in capacities without a window.
       generated: tokens distributed round-robin since the last prompt; as many tokens as there are
         devices fill one slot of each.
-      holes: whether a sequence lacks a token at a place after its first one.
+      holes: whether a sequence lacks a token after its first one.
     """
 
-    place: int = 0
+    next_position: int = 0
     used: int = 0
     generated: int = 0
     holes: bool = False
@@ -124,7 +126,7 @@ class PromptPosition(NamedTuple):
 
     Attributes:
       used: filled slots of each device, in capacities without a window.
-      first: the first place that is not padding for all sequences.
+      first: the first cache position that is not padding for all sequences.
       longest: tokens of the longest sequence, its whole prompt included.
     """
 
@@ -137,13 +139,13 @@ class TokenPosition(NamedTuple):
     """Write position of a generated token, int32 scalars.
 
     Attributes:
-      place: the token's place.
+      cache_position: the token's.
       device: the device that stores it, in capacities without a window.
       slot: its slot on that device.
       longest: tokens of the longest sequence, this one included.
     """
 
-    place: Any
+    cache_position: Any
     device: Any
     slot: Any
     longest: Any
@@ -151,8 +153,8 @@ class TokenPosition(NamedTuple):
 
 def empty_slots(capacity: CacheCapacity, batch: int) -> SlotMetadata:
     """Metadata of one device's slots, all empty."""
-    places = jnp.full((capacity.slots,), EMPTY, jnp.int32)
-    return SlotMetadata(places, jnp.zeros((batch, capacity.slots), jnp.int32))
+    cache_positions = jnp.full((capacity.slots,), EMPTY, jnp.int32)
+    return SlotMetadata(cache_positions, jnp.zeros((batch, capacity.slots), jnp.int32))
 
 
 def write_token(array: jax.Array, token: jax.Array, slot: jax.Array, mine: jax.Array) -> jax.Array:
@@ -167,7 +169,7 @@ def write_ring_buffer(
     capacity: CacheCapacity,
     old: jax.Array,
     new: jax.Array,
-    places: jax.Array,
+    cache_positions: jax.Array,
     ends: tuple[jax.Array, jax.Array],
     axes: tuple[str, ...],
 ) -> jax.Array:
@@ -180,13 +182,13 @@ def write_ring_buffer(
       capacity: of a ring buffer.
       old: ``[B, C, ...]``, this device's slots.
       new: ``[B, T, ...]``, this device's tokens.
-      places: int32 ``[T]``, their places.
-      ends: int32 scalars: the prompt's first place that is not padding, and its last place.
+      cache_positions: int32 ``[T]``, theirs.
+      ends: int32 scalars: the prompt's first cache position that is not padding, and its last one.
       axes: the mesh axes that shard the tokens.
     """
     total = capacity.slots * capacity.devices
-    device, slot = capacity.slot(places)
-    kept = (places > ends[1] - total) & (places >= ends[0])
+    device, slot = capacity.slot(cache_positions)
+    kept = (cache_positions > ends[1] - total) & (cache_positions >= ends[0])
     index = jnp.where(kept, device * capacity.slots + slot, total)
     buffer = jnp.zeros((old.shape[0], total, *old.shape[2:]), old.dtype)
     buffer = buffer.at[:, index].set(new.astype(old.dtype), mode="drop")

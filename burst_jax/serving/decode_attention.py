@@ -67,7 +67,7 @@ class ScoreOptions:
     Attributes:
       scale: multiplies logits.
       soft_cap: ``cap tanh(logit / cap)``, or None.
-      window: number of places that a query attends to, its own included; None is all.
+      window: number of tokens that a query attends to, its own included; None is all.
     """
 
     scale: float
@@ -102,14 +102,14 @@ def decode_attention(
     and head dims that it does not support, and with the implementation "xla", it is two matmuls.
 
     Args:
-      query: ``[B, T, N, H]``, replicated, of the places up to ``last``; T is small.
+      query: ``[B, T, N, H]``, replicated, the last of them at cache position ``last``; T is small.
       keys: ``[B, C, K, H]``, this device's slots.
       values: ``[B, C, K, Hv]``.
       slots: metadata of the slots.
-      last: int32 scalar, the last place.
+      last: int32 scalar, the last cache position.
       used: int32 scalar: slots from this index on are empty.
       axes: the mesh axes that shard the cache.
-      window: number of places that a query attends to, its own included; None is all.
+      window: number of tokens that a query attends to, its own included; None is all.
       scale: multiplies logits; None is ``H^-1/2``.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
       sink_logits: float32 ``[N]``: one more logit of each head's softmax, or None.
@@ -127,7 +127,7 @@ def decode_attention(
     if _uses_kernel(query, keys, values, implementation):
         partial = PartialAttention(
             *partial_attention(
-                query, keys, values, slots.places, slots.present, last, used,
+                query, keys, values, slots.cache_positions, slots.present, last, used,
                 scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
             )
         )  # fmt: skip
@@ -159,10 +159,10 @@ def attend_by_matmuls(
     logits *= scores.scale
     if scores.soft_cap is not None:
         logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
-    place = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
-    mask = slots.places <= place
+    positions = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
+    mask = slots.cache_positions <= positions
     if scores.window is not None:
-        mask &= slots.places > place - scores.window
+        mask &= slots.cache_positions > positions - scores.window
     mask = mask & (slots.present[:, None] > 0)
     logits = jnp.where(mask[:, :, None, None], logits, -jnp.inf)
     most = logits.max(-1)

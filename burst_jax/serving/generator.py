@@ -92,8 +92,8 @@ class Generator:
         # Prompts are padded, and the last slot may be empty on some devices.
         chunks = 1 if prefill_chunk is None else -(-self.max_length // prefill_chunk)
         padding = chunks * (self._step(-(-self.max_length // chunks)) + 1)
-        places = self.max_length + padding + self._devices
-        self._steps = Steps(served, self.batch, places, self._layout)
+        length = self.max_length + padding + self._devices
+        self._steps = Steps(served, self.batch, length, self._layout)
         config, tensor = (
             served.config,
             axes_size(served.shardings.mesh, served.shardings.tensor_axes),
@@ -185,7 +185,7 @@ class Generator:
             which would be removed.
           burst_jax.training.CheckpointError: it could not be written.
         """
-        if self._cache is None or not self._filled.place:
+        if self._cache is None or not self._filled.next_position:
             raise ValueError(
                 "there is no cache to save: it is empty before the first token, and after a call "
                 "that failed; generate first"
@@ -229,7 +229,7 @@ class Generator:
         start = time.perf_counter()
         # Other calls may have changed the cache since this one was made.
         self._check_space(rows, count, extend)
-        if self._cache is None or (not extend and self._filled.place):
+        if self._cache is None or (not extend and self._filled.next_position):
             self.reset()
         me = self._owner = object()
         logits = self._prefill(rows)
@@ -273,11 +273,11 @@ class Generator:
         spec = self._steps.specs.slots[0].present
         logits: Any = None
         filled, shard, lengths = self._filled, chunk // self._devices, [len(ids) for ids in rows]
-        cache_was_empty, padding = filled.place == 0, total - longest
-        # After cached tokens padding gets no new places, because the distance of two tokens must be
-        # that of their places. Slots that only some devices have filled remain empty.
-        start = padding if cache_was_empty else filled.place
-        at = filled.place if cache_was_empty else filled.place - padding
+        cache_was_empty, padding = filled.next_position == 0, total - longest
+        # Padding after cached tokens gets no new cache positions: the distance of two tokens must
+        # be that of their cache positions. Slots that some devices have not filled stay empty.
+        start = padding if cache_was_empty else filled.next_position
+        at = filled.next_position if cache_was_empty else filled.next_position - padding
         used, longest_sequence = filled.used, int((self._lengths + lengths).max())
         cache = self._donate()
         for first in range(0, total, chunk):
@@ -322,7 +322,7 @@ class Generator:
         """
         filled, device = self._filled, self._filled.generated % self._devices
         used = filled.used + (device == 0)
-        numbers = filled.place, device, used - 1, int(self._lengths.max()) + 1
+        numbers = filled.next_position, device, used - 1, int(self._lengths.max()) + 1
         cache, logits = self._steps.decode(
             self._donate(),
             tokens,
@@ -331,7 +331,7 @@ class Generator:
         )
         self._cache = cache
         holes = filled.holes or not running.all()
-        self._filled = FillState(filled.place + 1, used, filled.generated + 1, holes)
+        self._filled = FillState(filled.next_position + 1, used, filled.generated + 1, holes)
         self._lengths += running
         return logits
 
@@ -351,7 +351,7 @@ class Generator:
 
     def _check_space(self, rows: list[np.ndarray], count: int, extend: bool) -> None:
         """Raises an error if the cache has no space for the prompts and ``count`` new tokens."""
-        if extend and (self._cache is None or not self._filled.place):
+        if extend and (self._cache is None or not self._filled.next_position):
             raise ValueError(
                 "extend is True and the cache is empty, as it is after a call that failed: "
                 "generate without extend first"

@@ -1,8 +1,8 @@
 """A KV cache on disk: written by orbax, verified when it is read, and rearranged for its mesh.
 
-Every slot has its place, and attention uses places, so slots may be in any order. If the new cache
-is arranged differently (another number of devices, a larger capacity), the slots of one array at a
-time are gathered in the new order.
+Every slot has its cache position, which attention uses, so slots may be in any order. If the new
+cache is arranged differently (another number of devices, a larger capacity), the slots of one array
+at a time are gathered in the new order.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _record(there: Checkpoints, step: int) -> files.Record:
 def _read_slots(
     there: Checkpoints, step: int, saved: files.Record, steps: Steps
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """``(places, present)`` of each saved capacity. All files are checked for damage."""
+    """``(positions, present)`` of each saved capacity. All files are checked for damage."""
     whole = NamedSharding(steps.mesh, P())
     abstract = [
         [
@@ -125,7 +125,9 @@ def _read_slots(
     ]
     found = there.restore({"slots": abstract}, step, partial=True)
     assert found is not None
-    return [(np.asarray(places), np.asarray(present)) for places, present in found.state["slots"]]
+    return [
+        (np.asarray(positions), np.asarray(present)) for positions, present in found.state["slots"]
+    ]
 
 
 class _Arrangement:
@@ -134,7 +136,7 @@ class _Arrangement:
     Args:
       steps: of the generator.
       record: what was saved with the arrays.
-      slots: for each saved capacity ``(places [C], present [B, C])``.
+      slots: for each saved capacity ``(cache positions [C], present [B, C])``.
 
     Attributes:
       filled: how far the cache will be filled.
@@ -162,33 +164,33 @@ class _Arrangement:
         )
 
     def _arrange(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(places, present)`` of a capacity of the new cache."""
+        """``(positions, present)`` of a capacity of the new cache."""
         capacity = self._steps.capacities[number]
         pairs = zip(self._capacity_of, self._steps.capacity_of, strict=True)
         # Layers that had a ring buffer may share a capacity with others here.
         sources = [self._saved[old] for old in sorted({old for old, new in pairs if new == number})]
         held = [present.any(0) for _, present in sources]
-        places = np.unique(
+        positions = np.unique(
             np.concatenate([found[kept] for (found, _), kept in zip(sources, held, strict=True)])
         )
         total = capacity.slots * capacity.devices
         if capacity.is_ring_buffer:
-            places = places[places >= self.filled.place - total]
-            device, slot = capacity.slot(places)
+            positions = positions[positions >= self.filled.next_position - total]
+            device, slot = capacity.slot(positions)
         else:
-            device, slot = np.arange(len(places)) % capacity.devices, np.arange(len(places))
+            device, slot = np.arange(len(positions)) % capacity.devices, np.arange(len(positions))
             slot //= capacity.devices
-            self._use(-(-len(places) // capacity.devices), capacity)
+            self._use(-(-len(positions) // capacity.devices), capacity)
         index = device * capacity.slots + slot
-        new_places = np.full(total, EMPTY, np.int32)
+        new_positions = np.full(total, EMPTY, np.int32)
         new_present = np.zeros((self._steps.batch, total), np.int32)
-        new_places[index] = places
+        new_positions[index] = positions
         for (found, present), kept in zip(sources, held, strict=True):
-            at = np.searchsorted(places, found)
-            kept = kept & (at < len(places))
-            kept[kept] = places[at[kept]] == found[kept]
+            at = np.searchsorted(positions, found)
+            kept = kept & (at < len(positions))
+            kept[kept] = positions[at[kept]] == found[kept]
             new_present[:, index[at[kept]]] = present[:, kept]
-        return new_places, new_present
+        return new_positions, new_present
 
     def _use(self, used: int, capacity: CacheCapacity) -> None:
         if used > capacity.slots:
@@ -202,11 +204,11 @@ class _Arrangement:
     def _index(self, old: int, new: int) -> np.ndarray:
         """For each new slot the index of its old slot, or one after the last for an empty slot."""
         found, present = self._saved[old]
-        places, _ = self._slots[new]
-        slot_of = np.full(self.filled.place + 1, len(found), np.int32)
+        positions, _ = self._slots[new]
+        slot_of = np.full(self.filled.next_position + 1, len(found), np.int32)
         held = np.flatnonzero(present.any(0))
         slot_of[found[held]] = held
-        return slot_of[np.minimum(places, self.filled.place)]
+        return slot_of[np.minimum(positions, self.filled.next_position)]
 
     def read(self, folder: Path, saved: files.Record) -> Cache:
         """The cache. One layer of the saved cache is in memory at a time."""
@@ -224,8 +226,10 @@ class _Arrangement:
                     arrays.append(self._read_rearranged(folder, saved, name, spec, index))
         specs = steps.specs
         slots = [
-            SlotMetadata(steps.put(places, *spec.places), steps.put(present, *spec.present))
-            for (places, present), spec in zip(self._slots, specs.slots, strict=True)
+            SlotMetadata(
+                steps.put(positions, *spec.cache_positions), steps.put(present, *spec.present)
+            )
+            for (positions, present), spec in zip(self._slots, specs.slots, strict=True)
         ]
         lengths = steps.put(self.lengths.astype(np.int32), *specs.lengths)
         return Cache(tuple(keys), tuple(values), tuple(slots), lengths)
@@ -264,7 +268,7 @@ def _take(sharding: NamedSharding, array: jax.Array, slots: Any, heads: Any) -> 
 
 def _arrays(cache: Cache) -> dict[str, Any]:
     """The arrays of a cache that are saved; the lengths are in the record."""
-    slots = [[each.places, each.present] for each in cache.slots]
+    slots = [[each.cache_positions, each.present] for each in cache.slots]
     return {"keys": list(cache.keys), "values": list(cache.values), "slots": slots}
 
 
@@ -275,8 +279,6 @@ def _facts(steps: Steps) -> dict[str, Any]:
         field.name: repr(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in _TRAINING_FIELDS
-        # Caches saved before the field existed lack it.
-        and (field.name != "feed_forward" or config.feed_forward is not field.default)
     }
     return fields | {
         "dtype": jnp.dtype(config.dtype).name,

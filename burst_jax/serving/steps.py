@@ -47,7 +47,7 @@ class Steps:
       capacity_of: for each layer the index of its capacity.
     """
 
-    def __init__(self, model: ServedModel, batch: int, places: int, layout: Layout) -> None:
+    def __init__(self, model: ServedModel, batch: int, length: int, layout: Layout) -> None:
         self.model, self.batch, self.layout = model, batch, layout
         self.mesh = mesh_with_devices(model.shardings.mesh)
         self.axes = model.shardings.token_axes
@@ -55,7 +55,7 @@ class Steps:
         self.capacities: list[CacheCapacity] = []
         self.capacity_of: list[int] = []
         for window in model.windows:
-            capacity = CacheCapacity.of(window, places, self.devices)
+            capacity = CacheCapacity.of(window, length, self.devices)
             if capacity not in self.capacities:
                 self.capacities.append(capacity)
             self.capacity_of.append(self.capacities.index(capacity))
@@ -102,7 +102,7 @@ class Steps:
         cache: Cache,
         tokens: jax.Array,
         present: jax.Array,
-        places: jax.Array,
+        cache_positions: jax.Array,
         position: PromptPosition,
         reach: int,
     ) -> tuple[Cache, jax.Array]:
@@ -112,16 +112,16 @@ class Steps:
           cache: donated.
           tokens: int32 ``[B, T]`` in the ring's layout.
           present: int32 ``[B, T]``, 0 for padding.
-          places: int32 ``[T]``, the place of each token.
+          cache_positions: int32 ``[T]``, that of each token.
           position: write position.
           reach: number of slots of each device to read, at least those in use afterwards; 0 if the
             cache was empty before.
 
         Returns:
-          ``(cache, logits)``, float32 ``[B, V]`` of the last place.
+          ``(cache, logits)``, float32 ``[B, V]`` of the last token.
         """
         return self._prefill(
-            self, reach, self.model.weights, cache, tokens, present, places, position
+            self, reach, self.model.weights, cache, tokens, present, cache_positions, position
         )
 
     def _prefill_of(
@@ -131,7 +131,7 @@ class Steps:
         cache: Cache,
         tokens: jax.Array,
         present: jax.Array,
-        places: jax.Array,
+        cache_positions: jax.Array,
         position: PromptPosition,
     ) -> tuple[Cache, jax.Array]:
         batch, tokens_axes = self.model.data_axes
@@ -147,7 +147,7 @@ class Steps:
             ),
             (self.specs, P()),
         )
-        return run(weights, cache, tokens, present, places, position)
+        return run(weights, cache, tokens, present, cache_positions, position)
 
     def _prefill_here(
         self,
@@ -156,19 +156,19 @@ class Steps:
         cache: Cache,
         tokens: jax.Array,
         present: jax.Array,
-        places: jax.Array,
+        cache_positions: jax.Array,
         position: PromptPosition,
     ) -> tuple[Cache, jax.Array]:
         """One device's shard of a prompt chunk."""
-        last = lax.pmax(places.max(), self.axes) if self.axes else places.max()
-        first = lax.pmin(places.min(), self.axes) if self.axes else places.min()
-        # Places count from the start of the longest sequence, positions from each sequence's own.
-        preceding = _count_preceding(present, places, first, last, self.axes)
+        last = lax.pmax(cache_positions.max(), self.axes) if self.axes else cache_positions.max()
+        first = lax.pmin(cache_positions.min(), self.axes) if self.axes else cache_positions.min()
+        # Cache positions count from the longest sequence's start, positions from each one's own.
+        preceding = _count_preceding(present, cache_positions, first, last, self.axes)
         positions = cache.lengths[:, None] + preceding
         added = _total(present.sum(1), self.axes)
         lengths = cache.lengths + added
         slots = [
-            self._write_slots(capacity, old, places, present, position, last)
+            self._write_slots(capacity, old, cache_positions, present, position, last)
             for capacity, old in zip(self.capacities, cache.slots, strict=True)
         ]
 
@@ -184,7 +184,7 @@ class Steps:
             capacity = self.capacities[number]
             old = cache.keys[index], cache.values[index]
             keys, values = (
-                self._write(capacity, before, new, places, position, last)
+                self._write(capacity, before, new, cache_positions, position, last)
                 for before, new in zip(old, (key, value), strict=True)
             )
             if reach == 0:
@@ -195,18 +195,18 @@ class Steps:
                     for kept, new in zip(old, (key, value), strict=True)
                 )
                 before = cache.slots[number]
-                at = jnp.concatenate([before.places, places])
+                at = jnp.concatenate([before.cache_positions, cache_positions])
                 ids = jnp.concatenate([before.present, present], 1)
             else:
                 key, value = keys[:, :reach], values[:, :reach]
-                at, ids = slots[number].places[:reach], slots[number].present[:, :reach]
+                at, ids = slots[number].cache_positions[:reach], slots[number].present[:, :reach]
             for name in _SEQUENCE_OPTIONS:
                 options.pop(name, None)
             window = self.model.windows[index]
             out = ring_attention(
                 query, key, value, axis, is_causal=True,
                 local_window_size=None if window is None else (window - 1, 0),
-                query_positions=places, key_value_positions=at,
+                query_positions=cache_positions, key_value_positions=at,
                 query_segment_ids=present, key_value_segment_ids=ids, **options,
             )  # fmt: skip
             return out, (keys, values)
@@ -214,8 +214,8 @@ class Steps:
         hidden, stored = self.model.hidden(
             weights, tokens, positions, position.longest, present, attend, gather=True
         )
-        index = jnp.argmax(places == last)
-        mine = (places[index] == last).astype(hidden.dtype)
+        index = jnp.argmax(cache_positions == last)
+        mine = (cache_positions[index] == last).astype(hidden.dtype)
         last_hidden = _total(hidden[:, index] * mine, self.axes)
         logits = self._gather_batch(self.model.logits(weights, last_hidden))
         keys, values = zip(*stored, strict=True)
@@ -226,28 +226,32 @@ class Steps:
         capacity: CacheCapacity,
         old: jax.Array,
         new: jax.Array,
-        places: jax.Array,
+        cache_positions: jax.Array,
         position: PromptPosition,
         last: jax.Array,
     ) -> jax.Array:
         """An array ``[B, C, ...]`` with a prompt chunk ``[B, T, ...]`` written to it."""
         if capacity.is_ring_buffer:
-            return write_ring_buffer(capacity, old, new, places, (position.first, last), self.axes)
+            return write_ring_buffer(
+                capacity, old, new, cache_positions, (position.first, last), self.axes
+            )
         return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position.used, 1)
 
     def _write_slots(
         self,
         capacity: CacheCapacity,
         old: SlotMetadata,
-        places: jax.Array,
+        cache_positions: jax.Array,
         present: jax.Array,
         position: PromptPosition,
         last: jax.Array,
     ) -> SlotMetadata:
         """Slot metadata with a prompt chunk written."""
-        new_places = self._write(capacity, old.places[None], places[None], places, position, last)
+        old_and_new = old.cache_positions[None], cache_positions[None]
+        new_positions = self._write(capacity, *old_and_new, cache_positions, position, last)
         return SlotMetadata(
-            new_places[0], self._write(capacity, old.present, present, places, position, last)
+            new_positions[0],
+            self._write(capacity, old.present, present, cache_positions, position, last),
         )
 
     def decode(
@@ -296,12 +300,12 @@ class Steps:
         tokens, present = (lax.dynamic_slice_in_dim(x, first, batch) for x in (tokens, present))
         me = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         targets = [
-            capacity.slot(position.place) if capacity.is_ring_buffer else position[1:3]
+            capacity.slot(position.cache_position) if capacity.is_ring_buffer else position[1:3]
             for capacity in self.capacities
         ]
         slots = [
             SlotMetadata(
-                write_token(old.places, position.place, slot, device == me),
+                write_token(old.cache_positions, position.cache_position, slot, device == me),
                 write_token(old.present, present, slot, device == me),
             )
             for (device, slot), old in zip(targets, cache.slots, strict=True)
@@ -322,7 +326,7 @@ class Steps:
             values = write_token(cache.values[index], value[:, 0], slot, device == me)
             capacity = self.capacities[number]
             out = decode_attention(
-                query, keys, values, slots[number], position.place,
+                query, keys, values, slots[number], position.cache_position,
                 jnp.int32(capacity.slots) if capacity.is_ring_buffer else position.slot + 1,
                 self.axes, window=self.model.windows[index], **{name: options.get(name) for name in
                 _SCORE_OPTIONS},
@@ -358,11 +362,15 @@ def _total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _count_preceding(
-    present: jax.Array, places: jax.Array, first: jax.Array, last: jax.Array, axes: tuple[str, ...]
+    present: jax.Array,
+    cache_positions: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    axes: tuple[str, ...],
 ) -> jax.Array:
     """Number of tokens of the prompt chunk before each token, per sequence.
 
-    Padding precedes a sequence's first token, so this is the place minus the amount of padding.
+    Padding precedes a sequence's first token, so this is its cache position minus padding.
     """
     padding = last - first + 1 - _total(present.sum(1), axes)
-    return jnp.maximum(places - first - padding[:, None], 0)
+    return jnp.maximum(cache_positions - first - padding[:, None], 0)

@@ -77,7 +77,7 @@ class TrainStep:
           ValueError: the first batch has another layout or number of shards than the decoder.
         """
         if self._jitted is None:
-            nnx.merge(self._graphdef, params).refuse_other_layout(batch["positions"])
+            nnx.merge(self._graphdef, params).reject_other_layout(batch["positions"])
         return self._jit(params, opt_state)(params, opt_state, batch)
 
     def trace(
@@ -91,7 +91,7 @@ class TrainStep:
 
     def _jit(self, params: nnx.State, opt_state: optax.OptState) -> jax.stages.Wrapped:
         if self._jitted is None:
-            nnx.merge(self._graphdef, params).refuse_split_weights()
+            nnx.merge(self._graphdef, params).reject_sharded_weights()
             # The shardings are known at the first call. Without them the compiler might shard a new
             # weight over the sequence axis, and every later step would gather it.
             shardings = jax.tree.map(_named_sharding, (params, opt_state))
@@ -236,8 +236,8 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
         nonlocal checked
         if not checked:
             model = nnx.merge(graphdef, params)
-            model.refuse_split_weights()
-            model.refuse_other_layout(batch["positions"])
+            model.reject_sharded_weights()
+            model.reject_other_layout(batch["positions"])
             checked = True
         return jitted(params, batch)
 

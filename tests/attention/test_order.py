@@ -12,7 +12,7 @@ from implementations import quick_jit
 from jax.sharding import AxisType
 
 from burst_jax.attention.arguments import AttentionOptions
-from burst_jax.attention.order import refuse_other_layout, refuse_wrong_order
+from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import Decoder, DecoderConfig
@@ -50,7 +50,7 @@ def nan_rows(places, ids, **options):
 
     @quick_jit
     def run(x, places, ids):
-        return refuse_wrong_order(x, places, ids, {"is_causal": True, **options})
+        return reject_wrong_order(x, places, ids, {"is_causal": True, **options})
 
     out = np.isnan(np.asarray(run(x, places, ids), np.float32))
     assert (out == out[:, :1, :1]).all()
@@ -63,11 +63,11 @@ def test_positions_in_the_layouts_order_pass(layout, n):
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
     for _ in range(60):
         ids, places = (to_layout(rows, layout, n) for rows in natural_rows(rng))
-        assert refuse_wrong_order(x, places, ids, options) is x
+        assert reject_wrong_order(x, places, ids, options) is x
     plain = positions(layout, T, n)
-    assert refuse_wrong_order(x, plain, None, options) is x
+    assert reject_wrong_order(x, plain, None, options) is x
     # Without segment ids positions may still restart: documents that see each other.
-    assert refuse_wrong_order(x, plain % 20, None, options) is x
+    assert reject_wrong_order(x, plain % 20, None, options) is x
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
@@ -83,9 +83,9 @@ def test_positions_in_natural_order_raise(layout, n):
     cases = (np.arange(T, dtype=np.int32), None), (7 + 2 * np.arange(T, dtype=np.int32), None)
     for places, segments in (*cases, (restart, ids)):
         with pytest.raises(ValueError, match=message):
-            refuse_wrong_order(x, places, segments, options)
+            reject_wrong_order(x, places, segments, options)
         with pytest.raises(ValueError, match=message):
-            refuse_wrong_order(x, jnp.asarray(places), segments, options)
+            reject_wrong_order(x, jnp.asarray(places), segments, options)
 
 
 @pytest.mark.parametrize(("layout", "n"), LAYOUTS)
@@ -97,7 +97,7 @@ def test_packed_documents_counted_along_the_array_raise(layout, n):
     ids = jnp.asarray(to_layout(ids, layout, n))
     options = {"mesh": mesh_of(n), "layout": layout, "is_causal": True}
     with pytest.raises(ValueError, match="positions of row 0 are in another order"):
-        refuse_wrong_order(jnp.ones((B, T, 2)), places, ids, options)
+        reject_wrong_order(jnp.ones((B, T, 2)), places, ids, options)
     assert nan_rows(places, ids, mesh=mesh_of(n), layout=layout).all()
 
 
@@ -109,7 +109,7 @@ def test_positions_may_restart_inside_a_segment(layout, n, start, size):
     places = to_layout(start + np.arange(T, dtype=np.int32) % size, layout, n, axis=0)
     ids, x = np.ones((1, T), np.int32), jnp.ones((B, T, 2))
     options = {"mesh": mesh_of(n), "layout": layout}
-    assert refuse_wrong_order(x, places, ids, options | {"is_causal": True}) is x
+    assert reject_wrong_order(x, places, ids, options | {"is_causal": True}) is x
     assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
 
 
@@ -120,7 +120,7 @@ def test_positions_of_padding_do_not_matter(layout, n):
     ids = to_layout((natural < 2).astype(np.int32), layout, n)
     places = np.where(ids != 0, to_layout(natural, layout, n), 100 + natural)
     x, options = jnp.ones((B, T, 2)), {"mesh": mesh_of(n), "layout": layout}
-    assert refuse_wrong_order(x, places, ids, options | {"is_causal": True}) is x
+    assert reject_wrong_order(x, places, ids, options | {"is_causal": True}) is x
     if n == 4:
         assert not nan_rows(jnp.asarray(places), jnp.asarray(ids), **options).any()
 
@@ -161,19 +161,19 @@ def test_traced_positions_make_the_same_sequences_nan(mesh, kind):
 def test_positions_that_no_mask_reads_pass():
     x, arange = jnp.ones((B, T, 2)), np.arange(T, dtype=np.int32)
     zigzag = {"mesh": mesh_of(4), "layout": "zigzag"}
-    assert refuse_wrong_order(x, arange, None, zigzag) is x
+    assert reject_wrong_order(x, arange, None, zigzag) is x
     looks = {"is_causal": True}, {"local_window_size": 8}, {"alibi_slopes": jnp.ones(2)}
     for known in (zigzag | option for option in looks):
         with pytest.raises(
             ValueError, match="positions of row 0 are in another order than its tokens"
         ):
-            refuse_wrong_order(x, arange, None, known)
+            reject_wrong_order(x, arange, None, known)
         traced = nan_rows(jnp.asarray(arange), None, **{"is_causal": False} | known)
         assert traced.all()
     sinks = zigzag | {"sink_logits": jnp.ones(2), "alibi_slopes": None}
-    assert refuse_wrong_order(x, arange, None, sinks) is x
+    assert reject_wrong_order(x, arange, None, sinks) is x
     for fine in ({"layout": "contiguous"}, {"layout": "zigzag", "mesh": mesh_of(1)}):
-        assert refuse_wrong_order(x, arange, None, zigzag | {"is_causal": True} | fine) is x
+        assert reject_wrong_order(x, arange, None, zigzag | {"is_causal": True} | fine) is x
 
 
 CONFIG = DecoderConfig(
@@ -223,14 +223,14 @@ def test_positions_of_another_layout_are_named(made, model):
     given = positions(made[0], T, made[1])
     message = f"those of the {made[0]} layout over {made[1]} shards, .* in the {layout} .* over {n}"
     with pytest.raises(ValueError, match=message):
-        refuse_other_layout(given, options)
+        reject_other_layout(given, options)
     for order in ("contiguous", "zigzag", "striped"):
         plain = {**options, "layout": order}
-        refuse_other_layout(np.stack([positions(order, T, n)] * B), plain)
+        reject_other_layout(np.stack([positions(order, T, n)] * B), plain)
         # The caller may have positions that no layout has.
-        refuse_other_layout(np.roll(positions(order, T, n), 1), plain)
+        reject_other_layout(np.roll(positions(order, T, n), 1), plain)
     with pytest.raises(ValueError, match=r"another order than|those of the"):
-        refuse_wrong_order(x, given, None, options)
+        reject_wrong_order(x, given, None, options)
 
 
 def test_the_first_step_raises_for_a_batch_of_another_layout():

@@ -1,36 +1,47 @@
-"""Packing: every token of every document, as often and where it should be."""
+"""A loader's sequences: every token of every document, as often and where it should be.
+
+The same for any number of processes, and after any interruption.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
+import data_files
 import numpy as np
 import pytest
-from data_files import (
-    LENGTHS,
-    SEQ_LEN,
-    loader_of,
-    taken,
-    write_arrays,
-    write_lines,
-    write_tokenizer,
-)
+from data_files import LENGTHS, SEQ_LEN, loader_of, taken
 
-from burst_jax.data import ByteTokens, TokenizerFile, open_corpus, save_tokens
+from burst_jax.data import (
+    ByteTokens,
+    TokenizerFile,
+    chunks,
+    gather_state,
+    merge_states,
+    open_corpus,
+    readers,
+    rows_of_process,
+    save_tokens,
+)
 from burst_jax.training import make_batch
+
+PACKINGS = ("first_fit", "split", "none")
 
 
 @pytest.fixture
 def arrays(tmp_path):
-    return write_arrays(tmp_path / "arrays")
+    return data_files.write_arrays(tmp_path / "arrays")
 
 
 @pytest.fixture
 def lines(tmp_path):
-    return write_lines(tmp_path / "texts.jsonl")
+    return data_files.write_lines(tmp_path / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,18 @@ def text():
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory, text):
-    return write_tokenizer(tmp_path_factory.mktemp("bpe") / "tokenizer.json", text[:8000])
+    return data_files.write_tokenizer(
+        tmp_path_factory.mktemp("bpe") / "tokenizer.json", text[:8000]
+    )
+
+
+def assert_same(got, want, rows: Any = slice(None)):
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        for name in ("rows", "segment_ids"):
+            assert (one[name] is None) == (other[name] is None)
+            if one[name] is not None:
+                np.testing.assert_array_equal(one[name], other[name][rows])
 
 
 def segments(batches):
@@ -59,9 +81,8 @@ def segments(batches):
 # --- which tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arrays, epochs):
-    batches = taken(loader_of(open_corpus(arrays), epochs=epochs))
+def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arrays):
+    batches = taken(loader_of(open_corpus(arrays), epochs=2))
     predicted = Counter()
     for batch in batches:
         assert batch["rows"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
@@ -72,19 +93,18 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
         # A target is the token after its input in the same document.
         np.testing.assert_array_equal(made["targets"][counts], made["inputs"][counts] + 1)
     every = [1000 * d + p for d, length in enumerate(LENGTHS) for p in range(1, length)]
-    assert predicted == Counter(dict.fromkeys(every, epochs))
+    assert predicted == Counter(dict.fromkeys(every, 2))
     found = {tuple(each.tolist()) for each in segments(batches)}
     for document, length in enumerate(LENGTHS):
         if 2 <= length <= SEQ_LEN + 1:  # It fits, so it is whole.
             assert tuple(range(1000 * document, 1000 * document + length)) in found
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays, epochs):
-    batches = taken(loader_of(open_corpus(arrays), epochs=epochs, packing="split"))
+def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays):
+    batches = taken(loader_of(open_corpus(arrays), epochs=2, packing="split"))
     tokens = Counter(np.concatenate(list(segments(batches))).tolist())
     every = [1000 * d + p for d, n in enumerate(LENGTHS) for p in range(n)]
-    assert tokens == Counter(dict.fromkeys(every, epochs))
+    assert tokens == Counter(dict.fromkeys(every, 2))
     for each in segments(batches):
         np.testing.assert_array_equal(np.diff(each), 1)
     for stream in range(4):
@@ -109,9 +129,8 @@ def test_without_packing_a_sequence_is_one_segment_of_the_split_stream(arrays, e
 def test_every_epoch_and_seed_has_its_own_order(arrays):
     def order(seed):
         loader = loader_of(open_corpus(arrays), seed=seed, epochs=2, batch=1, packing="split")
-        tokens = np.concatenate(list(segments(taken(loader)))) // 1000
-        half = len(tokens) // 2
-        return tokens[:half].tolist(), tokens[half:].tolist()
+        first, second = np.split(np.concatenate(list(segments(taken(loader)))) // 1000, 2)
+        return first.tolist(), second.tolist()
 
     first, second = order(0)
     assert sorted(first) == sorted(second)
@@ -139,7 +158,8 @@ def test_a_two_dimensional_array_has_a_document_per_row_and_stays_on_disk(tmp_pa
 
 
 @pytest.mark.parametrize("separator", [None, 256])
-def test_json_lines_are_documents_that_end_in_separators(lines, separator):
+def test_json_lines_are_documents_that_end_in_separators(lines, separator, monkeypatch):
+    monkeypatch.setattr(readers, "_SCAN", 100)  # Bytes searched for line ends at once.
     corpus, tokens = open_corpus(lines), ByteTokens(separator=separator)
     assert (len(corpus), tokens.vocab_size) == (len(LENGTHS), 256 if separator is None else 257)
     found = list(segments(taken(loader_of(corpus, seq_len=1000, epochs=1, tokens=tokens))))
@@ -147,9 +167,9 @@ def test_json_lines_are_documents_that_end_in_separators(lines, separator):
         assert all((each[-1], each[:-1].max() < 256) == (256, True) for each in found)
     texts = [f"{d:02} é " + "x" * length for d, length in enumerate(LENGTHS)]
     assert sorted(map(tokens.decode, found)) == texts
-    short = taken(loader_of(corpus, epochs=1))  # Longer lines are cut into sequences.
-    predicted = sum(int(make_batch(**batch)["weights"].sum()) for batch in short)
-    assert predicted == sum(length + 5 for length in LENGTHS)
+    # Longer lines are cut into sequences.
+    made = (make_batch(**batch)["weights"] for batch in taken(loader_of(corpus, epochs=1)))
+    assert sum(int(weights.sum()) for weights in made) == sum(length + 5 for length in LENGTHS)
 
 
 def test_a_separator_is_no_sequence_of_its_own(tmp_path):
@@ -189,11 +209,11 @@ def test_tokens_are_those_of_the_text(tmp_path, text, bpe, packing):
         assert whole - chunks <= sum(len(each) - 1 for each in found) < whole
 
 
-@pytest.mark.parametrize("letters", ["漢字", "🌀🌊", "aé漢🌀"], ids=["3-bytes", "4-bytes", "mixed"])
+@pytest.mark.parametrize("letters", ["漢字", "aé漢🌀"], ids=["3-bytes", "mixed"])
 def test_cuts_never_split_a_character(tmp_path, bpe, letters):
     tokens = TokenizerFile(bpe)
     for shift in range(len(letters[-1].encode())):  # Cuts at each byte of a character.
-        text, decoded = "b" * shift + letters * 500, ""
+        text, decoded = "b" * shift + letters * 300, ""
         (tmp_path / "a.txt").write_text(text)
         for part in open_corpus(tmp_path / "a.txt").split(0.3):
             batches = taken(loader_of(part, tokens=tokens, epochs=1, packing="split", batch=1))
@@ -201,35 +221,42 @@ def test_cuts_never_split_a_character(tmp_path, bpe, letters):
         assert Counter(decoded) == Counter(text)
 
 
-@pytest.mark.parametrize("separator", [None, "<|end|>"])
-def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, separator):
-    tokens, corpus = TokenizerFile(bpe, separator=separator), open_corpus(lines)
+def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, monkeypatch):
+    tokens, corpus = TokenizerFile(bpe, separator="<|end|>"), open_corpus(lines)
     saved = save_tokens(corpus, tokens, tmp_path / "tokens.npy")
     assert len(saved) == len(corpus)
     assert np.load(tmp_path / "tokens.npy").dtype == np.uint16
     names = sorted(file.name for file in tmp_path.glob("tokens*"))
     assert names == ["tokens.npy", "tokens.offsets.npy"]
-    encoded = taken(loader_of(corpus, tokens=tokens, epochs=1, seq_len=2000, batch=1))
-    loaded = taken(loader_of(saved, epochs=1, seq_len=2000, batch=1))
-    assert len(encoded) == len(loaded) == 1
+    options: Any = {"epochs": 1, "seq_len": 2000, "batch": 1}
+    (encoded,), (loaded,) = (
+        taken(loader_of(corpus, tokens=tokens, **options)),
+        taken(loader_of(saved, **options)),
+    )
     for name in ("rows", "segment_ids"):
-        np.testing.assert_array_equal(encoded[0][name], loaded[0][name])
+        np.testing.assert_array_equal(encoded[name], loaded[name])
+    # A large file is encoded in chunks, which are one document.
+    monkeypatch.setattr(chunks, "_SAVE_CHUNK", 100)
+    (tmp_path / "long.txt").write_text(text[:1000])
+    saved = save_tokens(open_corpus(tmp_path / "long.txt"), tokens, tmp_path / "long.npy")
+    assert len(saved) == 1
+    ((one,),) = (batch["rows"] for batch in taken(loader_of(saved, **options)))
+    assert tokens.decode(one[: saved.size - 1]) == text[:1000]
 
 
 # --- held out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.99])
-def test_training_and_held_out_documents_are_disjoint(arrays, fraction):
+def test_training_and_held_out_documents_are_disjoint(arrays):
     corpus = open_corpus(arrays)
-    seen = []
-    for part in corpus.split(fraction):
-        batches = taken(loader_of(part, epochs=1, packing="split"))
-        seen.append({int(each[0]) // 1000 for each in segments(batches)})
-        assert len(part) >= 1
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == set(range(len(LENGTHS)))
-    assert len(corpus.split(fraction)[1]) == min(max(1, round(18 * fraction)), 17)
+    for fraction, count in ((0.05, 1), (0.5, 9), (0.99, 17)):
+        parts, seen = corpus.split(fraction), []
+        for part in parts:
+            batches = taken(loader_of(part, epochs=1, packing="split"))
+            seen.append({int(each[0]) // 1000 for each in segments(batches)})
+        assert not seen[0] & seen[1]
+        assert seen[0] | seen[1] == set(range(len(LENGTHS)))
+        assert [len(part) for part in parts] == [18 - count, count]
     assert corpus.split(0.5)[1].documents.tolist() == list(range(1, 18, 2))
     train, held_out = corpus.split(0)
     assert (len(train), len(held_out)) == (len(corpus), 0)
@@ -243,3 +270,144 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
         for part in open_corpus(tmp_path / "one.npy").split(0.1)
     ]
     assert [sorted(each.tolist()) for each in seen] == [list(range(900)), list(range(900, 1000))]
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packing", "epochs"), [("first_fit", None), ("first_fit", 2), ("split", 1), ("none", None)]
+)
+def test_processes_load_their_parts_of_the_same_batches_and_resume_as_any_number(
+    arrays, packing, epochs
+):
+    corpus, options = open_corpus(arrays), {"packing": packing, "epochs": epochs}
+    whole = taken(loader_of(corpus, **options), 25 if epochs is None else None)
+    half, merged = len(whole) // 2, {}
+    for processes in (1, 4):
+        states = []
+        for process in range(processes):
+            rows = rows_of_process(4, process, processes)
+            with loader_of(corpus, rows=rows, **options) as loader:
+                assert_same([next(loader) for _ in range(half)], whole[:half], list(rows))
+                states.append(json.loads(json.dumps(loader.get_state())))
+        merged[processes] = merge_states(reversed(states))
+    assert merged[1] == merged[4]
+    for rows in (rows_of_process(4, 0, 2), (3, 2)):
+        loader = loader_of(corpus, rows=rows, **options)
+        loader.set_state(merged[4])
+        count = len(whole) - half if epochs is None else None
+        assert_same(taken(loader, count), whole[half:], list(rows))
+
+
+def test_a_process_reads_no_document_of_another_s_sequences(lines, monkeypatch):
+    read = []
+    for process in range(2):
+        corpus = open_corpus(lines)
+        own = data_files.reads_of(corpus, monkeypatch)
+        # Endless, because with an end all chunks are counted first; an epoch is 18 chunks.
+        loader = loader_of(corpus, rows=rows_of_process(2, process, 2), batch=2, prefetch=0)
+        taken(loader, 1)
+        read.append(own[:9])
+    assert not set(read[0]) & set(read[1])
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "packing", "epochs"),
+    [
+        ("arrays", "first_fit", None),
+        ("arrays", "split", 1),
+        ("arrays", "none", None),
+        ("lines", "first_fit", 1),
+        ("lines", "split", None),
+        ("lines", "none", 1),
+    ],
+)
+def test_resumes_from_any_step_with_the_same_batches(request, source, packing, epochs):
+    """Also backwards, after the end. With 9 streams, several share a thread."""
+    corpus = open_corpus(request.getfixturevalue(source))
+    options = {"packing": packing, "epochs": epochs, "batch": 3 if source == "arrays" else 9}
+    states, whole = [], []
+    with loader_of(corpus, **options) as loader:
+        states.append(json.dumps(loader.get_state()))
+        for rows in loader:
+            whole.append(rows)
+            states.append(json.dumps(loader.get_state()))
+            if epochs is None and len(whole) == 15:
+                break
+        for point in (len(whole), len(whole) // 2, 0):
+            loader.set_state(json.loads(states[point]))
+            assert loader.step == point
+            assert_same([next(loader) for _ in whole[point:]], whole[point:])
+            assert epochs is None or next(loader, None) is None
+    state, got = states[1], whole[:1]
+    for _ in range(3):  # Loaders whose state was itself restored.
+        with loader_of(open_corpus(request.getfixturevalue(source)), **options) as fresh:
+            fresh.set_state(json.loads(state))
+            got += [next(fresh) for _ in range((len(whole) - 1) // 3)]
+            state = json.dumps(fresh.get_state())
+    assert len(got) > 3
+    assert_same(got, whole[: len(got)])
+
+
+def test_a_state_is_json_for_any_integer_types_of_options(arrays):
+    options: dict[str, Any] = dict.fromkeys(("seq_len", "batch", "seed", "epochs"), np.int64(3))
+    with loader_of(open_corpus(arrays), **options, rows=np.arange(2)) as loader:
+        next(loader)
+        state = loader.get_state()
+        assert json.loads(json.dumps(state)) == state == gather_state(state)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_resuming_reads_only_what_the_next_sequences_are_packed_from(
+    tmp_path, packing, monkeypatch
+):
+    documents = 3000
+    np.save(tmp_path / "many.npy", np.arange(documents * 9, dtype="i4").reshape(documents, 9))
+    corpus = open_corpus(tmp_path / "many.npy")
+    with loader_of(corpus, packing=packing) as loader:
+        for _ in range(300):
+            next(loader)
+        state = loader.get_state()
+    reads = data_files.reads_of(corpus, monkeypatch)
+    with loader_of(corpus, packing=packing, prefetch=0) as loader:
+        loader.set_state(state)
+        next(loader)
+    assert len(reads) <= 4 * 2 * 17  # Documents of 9 tokens in up to 16 bins of 17, in 4 streams.
+    assert len(json.dumps(state)) < 3000
+
+
+# --- threads and imports -------------------------------------------------------------------------
+
+
+def test_threads_end_with_the_loader_closed_or_not(arrays):
+    before = threading.active_count()
+    loader, unclosed = (loader_of(open_corpus(arrays)) for _ in range(2))
+    next(loader)
+    next(unclosed)
+    assert threading.active_count() > before
+    for _ in range(2):
+        loader.close()
+    del unclosed
+    assert threading.active_count() == before
+    for call in (next, type(loader).get_state):
+        with pytest.raises(ValueError, match="the loader is closed: make another one"):
+            call(loader)
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_open_at_interpreter_shutdown_prints_nothing():
+    """And the core does not import grain."""
+    code = """
+import sys, burst_jax, burst_jax.training
+assert 'grain' not in sys.modules
+from burst_jax.data import *
+loader = Loader(open_corpus(), seq_len=64, batch=4)
+next(loader)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")

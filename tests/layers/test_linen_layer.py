@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from implementations import quick_jit
-from jax.sharding import AxisType
 from meshes import make_mesh, mesh_of, random_like
 from test_nnx_layer import POSITIONS, B, D, H, K, N, T, X, make_layer
 
@@ -46,49 +45,30 @@ def test_it_has_the_nnx_layers_arguments():
     assert got == own | {name: optional[name].default for name in names}
     shown = inspect.signature(LinenBurstAttention).parameters
     assert [name for name in shown if name not in LINEN_FIELDS] == list(got)
-    assert (make_linen(layout="zigzag").head_dim, make_linen().layout) == (H, "contiguous")
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "options"),
-    [
-        (AxisType.Auto, "zigzag", {"qk_norm": True, "sinks": True, "tensor_axis": "x"}),
-        pytest.param(
-            AxisType.Explicit, "striped", {"out_features": 8, "dtype": jnp.bfloat16},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["auto", "explicit-bfloat16"],
-)  # fmt: skip
-def test_outputs_and_gradients_equal_the_nnx_layers(kind, layout, options):
-    mesh = mesh_of(kind, data=2, seq=2, x=2)
-    options = {"batch_axis": "data", "is_causal": True, "layout": layout, **options}
+def test_outputs_and_gradients_equal_the_nnx_layers():
+    mesh, layout = mesh_of(seq=2, x=2), "zigzag"
+    options: Any = {"is_causal": True, "layout": layout}
+    options |= {"qk_norm": True, "sinks": True, "tensor_axis": "x"}
     linen_layer = make_linen(mesh, **options)
     graphdef, state = nnx.split(make_layer(mesh, **options))
     state = random_like(state, 3)
-    segments = np.ones((B, T), np.int32)
-    segments[0, 12:], segments[1, 20:23] = 2, 0
+    segments = jnp.ones((B, T), jnp.int32).at[0, 12:].set(2).at[1, 20:23].set(0)
     at = jnp.asarray(positions(layout, T, 2))
 
     def results(run, params):
         @quick_jit
         def both(params, x):
-            ids = jax.device_put(segments, jax.typeof(x).sharding.update(spec=jax.P("data", "seq")))
-            out, vjp = jax.vjp(lambda params, x: run(params, x, at, ids), params, x)
-            return out, vjp(jax.device_put(random_like(out, 2), jax.typeof(out).sharding))
+            out, vjp = jax.vjp(lambda params, x: run(params, x, at, segments), params, x)
+            return out, vjp(random_like(out, 2))
 
-        return both(params, x)
+        return both(params, X)
 
-    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data", "seq")))
-    with jax.set_mesh(mesh):
-        want, (of_state, of_x) = results(
-            lambda state, *rest: nnx.merge(graphdef, state)(*rest), state
-        )
-        got = results(
-            lambda params, *rest: linen_layer.apply({"params": params}, *rest),
-            nnx.to_pure_dict(state),
-        )
-    assert got[0].dtype == want.dtype
+    want, (of_state, of_x) = results(lambda state, *rest: nnx.merge(graphdef, state)(*rest), state)
+    got = results(
+        lambda params, *rest: linen_layer.apply({"params": params}, *rest), nnx.to_pure_dict(state)
+    )
     want = want, (nnx.to_pure_dict(of_state), of_x)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -96,7 +76,8 @@ def test_outputs_and_gradients_equal_the_nnx_layers(kind, layout, options):
 def test_init_makes_the_nnx_layers_weights():
     options: dict[str, Any] = {"qk_norm": True, "use_bias": True, "param_dtype": jnp.bfloat16}
     options |= {"sinks": True}
-    got = make_linen(**options).init(jax.random.key(0), X.astype(jnp.bfloat16), POSITIONS)
+    init = jax.jit(make_linen(**options).init)  # Without the attention, whose result is unused.
+    got = init(jax.random.key(0), X.astype(jnp.bfloat16), POSITIONS)
     assert set(got) == {"params"}
     got = got["params"]
     layer = BurstAttention(
@@ -131,13 +112,11 @@ def test_kernels_keep_their_axis_names():
     layer = make_linen(
         kernel_init=named("embed", "heads", "dim"), out_kernel_init=named("heads", "dim", "embed")
     )
-    variables = layer.init(jax.random.key(0), X, POSITIONS)
+    variables = jax.jit(layer.init)(jax.random.key(0), X, POSITIONS)
     specs = linen.get_partition_spec(variables)["params"]
     assert specs["query"]["kernel"] == jax.P("embed", "heads", "dim")
     assert specs["out"]["kernel"] == jax.P("heads", "dim", "embed")
-    plain = linen.meta.unbox(variables)
-    want = layer.apply(plain, X, POSITIONS)
-    np.testing.assert_array_equal(layer.apply(variables, X, POSITIONS), want)
+    assert jax.eval_shape(lambda: layer.apply(variables, X, POSITIONS)).shape == X.shape
 
 
 @pytest.mark.parametrize(
@@ -155,23 +134,16 @@ def test_wrong_arguments_raise_immediately(options, error, message):
         make_linen(**options)
 
 
-def test_wrong_values_raise():
-    for options, message in (
-        ({"num_kv_heads": 3}, "num_heads is 4, num_kv_heads 3: .*multiple"),
-        ({"head_dim": 5}, "head_dim is 5: RoPE rotates pairs"),
-        ({"layout": "zig-zag"}, "layout is 'zig-zag'"),
-        ({"rope_theta": None}, "rope_theta is None: the layer would ignore them"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_linen(**options).init(jax.random.key(0), X, POSITIONS)
+def test_wrong_calls_raise():
     layer = make_linen()
-    variables = layer.init(jax.random.key(0), X, POSITIONS)
+    variables = jax.jit(layer.init)(jax.random.key(0), X, POSITIONS)
+    with pytest.raises(ValueError, match=r"num_heads is 4, num_kv_heads 3: .*multiple"):
+        make_linen(num_kv_heads=3).init(jax.random.key(0), X, POSITIONS)
     with pytest.raises(ValueError, match=r"x has shape \(32, 24\): it needs \[B, T, features\]"):
         layer.apply(variables, X[0], POSITIONS)
     zigzag = make_linen(make_mesh(seq=4), layout="zigzag", is_causal=True)
     with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 4\)"):
         zigzag.apply(variables, X, POSITIONS)
-    other = jax.tree.map(lambda leaf: leaf, variables["params"])
-    other["query"]["kernel"] = jnp.zeros((D + 1, N, H))
+    variables["params"]["query"]["kernel"] = jnp.zeros((D + 1, N, H))
     with pytest.raises(Exception, match="query"):
-        layer.apply({"params": other}, X, POSITIONS)
+        layer.apply(variables, X, POSITIONS)

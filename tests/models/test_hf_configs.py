@@ -18,42 +18,19 @@ GELU = "gelu_pytorch_tanh"
 
 
 def sizes(layers, width, hidden, heads, kv_heads, vocab, **more):
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        **more,
-    }
+    found = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**found, **heads, "vocab_size": vocab, **more}
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 # Keys as in the models' own files; their authors' number of weights; the kinds of the first and of
 # the sixth layer.
 PUBLISHED = {
-    "Llama-2-7B": (
-        {"model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None}
-        | sizes(32, 4096, 11008, 32, 32, 32000, torch_dtype="float16"),
-        6_738_415_616,
-        [LayerKind(None, Rope(1e4))] * 2,
-    ),
-    "Llama-3.1-8B": (
-        {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
-        | sizes(32, 4096, 14336, 32, 8, 128256, rope_scaling=LLAMA3, mlp_bias=False),
-        8_030_261_248,
-        [LayerKind(None, Llama3Rope(5e5))] * 2,
-    ),
     "Llama-3.2-1B": (
         {"model_type": "llama", "head_dim": 64, "rope_theta": 500000.0, "tie_word_embeddings": True}
-        | sizes(16, 2048, 8192, 32, 8, 128256, rope_scaling=LLAMA3 | {"factor": 32.0}),
+        | sizes(16, 2048, 8192, 32, 8, 128256, rope_scaling=LLAMA3),
         1_235_814_400,
         [LayerKind(None, Llama3Rope(5e5, factor=32.0))] * 2,
     ),
@@ -70,39 +47,19 @@ PUBLISHED = {
         7_615_616_512,
         [LayerKind(None, Rope(1e6))] * 2,
     ),
-    "Qwen3-8B": (
-        {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
-        | sizes(36, 4096, 12288, 32, 8, 151936, head_dim=128, rope_theta=1000000),
-        8_190_735_360,
-        [LayerKind(None, Rope(1e6))] * 2,
-    ),
     "gemma-2-2b": (
         {"model_type": "gemma2", "cache_implementation": "hybrid", "hidden_activation": GELU}
         | sizes(26, 2304, 9216, 8, 4, 256000, hidden_act=GELU, sliding_window=4096),
         2_614_341_888,
         [LayerKind(4096, Rope(1e4)), LayerKind(None, Rope(1e4))],
     ),
-    "gemma-3-1b": (
-        {"model_type": "gemma3_text", "rope_local_base_freq": 10000, "rope_theta": 1000000}
-        | {"sliding_window": 512, "sliding_window_pattern": 6}
-        | sizes(26, 1152, 6912, 4, 1, 262144),
-        999_885_952,
-        [LayerKind(512, Rope(1e4)), LayerKind(None, Rope(1e6))],
-    ),
     # Its text_config omits transformers' defaults.
     "gemma-3-4b": (
-        {
-            "model_type": "gemma3",
-            "mm_tokens_per_image": 256,
-            "text_config": {
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 34,
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                "sliding_window": 1024,
-            },
-            "vision_config": {"hidden_size": 1152},
+        {"model_type": "gemma3", "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}}
+        | {
+            "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "sliding_window": 1024}
+            | {"model_type": "gemma3_text", "num_hidden_layers": 34}
+            | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
         },
         3_880_263_168,
         [LayerKind(1024, Rope(1e4)), LayerKind(None, LinearRope(1e6, factor=8.0))],
@@ -124,12 +81,10 @@ def read_file(tmp_path):
 @pytest.fixture
 def read(read_file):
     """The config of a ``config.json`` of this family, with sizes of four layers."""
-
-    def read(model_type, ignore=(), **options):
-        written = {"model_type": model_type, **sizes(4, 8, 16, 2, 1, 32), "head_dim": 4, **options}
-        return read_file(written, ignore=ignore)
-
-    return read
+    small = sizes(4, 8, 16, 2, 1, 32, head_dim=4)
+    return lambda model_type, ignore=(), **options: read_file(
+        {"model_type": model_type, **small, **options}, ignore=ignore
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -148,20 +103,15 @@ def per_type(full=None, sliding=None):
     return {"full_attention": full or {}, "sliding_attention": sliding or {}}
 
 
-LINEAR = {"rope_type": "linear", "factor": 8.0}
+LINEAR, SCALED = {"rope_type": "linear", "factor": 8.0}, LinearRope(1e6, factor=8.0)
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 GEMMA3_ROPES = [
     ({}, Rope(1e4), Rope(1e6)),
-    ({"rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
     ({"rope_parameters": per_type(), "rope_theta": 5e5}, Rope(1e4), Rope(5e5)),
     ({"rope_parameters": per_type(), "rope_local_base_freq": 3e4}, Rope(3e4), Rope(1e6)),
     ({"rope_parameters": per_type(sliding={"rope_theta": 2e4})}, Rope(2e4), Rope(1e6)),
-    ({"rope_scaling": LINEAR}, Rope(1e4), LinearRope(1e6, factor=8.0)),
-    (
-        {"rope_scaling": LINEAR, "rope_parameters": per_type(LINEAR)},
-        Rope(1e4),
-        LinearRope(1e6, factor=8.0),
-    ),
+    ({"rope_scaling": LINEAR}, Rope(1e4), SCALED),
+    ({"rope_scaling": LINEAR, "rope_parameters": per_type(LINEAR)}, Rope(1e4), SCALED),
 ]
 
 
@@ -188,18 +138,9 @@ REJECTED = [
     ("llama", {"rope_scaling": LINEAR | {"factor": "2"}}, VALUE, "must be a number"),
     ("llama", {"rope_scaling": "linear"}, VALUE, "'linear': it must be a JSON object"),
     ("llama", {"rope_parameters": [1]}, VALUE, r"\[1\]: it must be a JSON object"),
-    (
-        "llama",
-        {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}},
-        VALUE,
-        "rope_scaling .* and rope_parameters .* disagree.*remove one of them",
-    ),
-    (
-        "gemma3_text",
-        {"rope_scaling": LINEAR, "rope_parameters": per_type()},
-        VALUE,
-        "disagree",
-    ),
+    ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}}, VALUE,
+     "rope_scaling .* and rope_parameters .* disagree.*remove one of them"),
+    ("gemma3_text", {"rope_scaling": LINEAR, "rope_parameters": per_type()}, VALUE, "disagree"),
     ("gemma3_text", {"rope_scaling": per_type(LINEAR)}, VALUE, "must be in rope_parameters"),
     ("gemma3_text", {"rope_parameters": LINEAR}, VALUE, "a dictionary for each type of layer"),
     ("gemma3_text", {"rope_parameters": per_type("linear")}, VALUE, "must be a JSON object"),
@@ -209,7 +150,7 @@ REJECTED = [
     ("gemma2", {"use_bidirectional_attention": True}, UNSUPPORTED, "must be False"),
     ("qwen2", {"layer_types": TYPES}, VALUE, "its use_sliding_window is false: make it true"),
     ("qwen3", {"dtype": "float8"}, UNSUPPORTED, "dtype 'float8': pass dtype="),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "written", "error", "message"), REJECTED)

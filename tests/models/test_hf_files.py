@@ -1,18 +1,30 @@
-"""The files of a Hugging Face checkpoint: index and tensors, missing or damaged."""
+"""The files of a Hugging Face checkpoint: read, missing, damaged, and saved as a whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
+from typing import Any
 
 import hf_models
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import mesh_of
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import mesh_of, random_like
 from safetensors.numpy import save_file
 
-from burst_jax.models import load, save
+from burst_jax import ShardingRules
+from burst_jax.models import Decoder, DecoderConfig, abstract_decoder, load, save
+from burst_jax.models.hf.save import take_layer
+
+ONE = mesh_of(seq=1)
 
 
 @pytest.fixture
@@ -27,28 +39,23 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     del kept["model.norm.weight"], kept["model.layers.1.mlp.up_proj.weight"]
     kept["lm_head.weight"] = kept["lm_head.weight"][:-1]
     kept["model.extra"] = np.zeros(2, np.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    kept[name] = kept[name].astype(np.int8)
     save_file(kept, path / "model.safetensors")
     message = (
         "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: model.extra; "
-        "of another shape: lm_head.weight is [63, 32], expected [64, 32]; pass ignore="
+        "of another shape: lm_head.weight is [63, 32], expected [64, 32]; of another dtype than "
+        f"F64, F32, F16, BF16: {name} is I8; pass ignore="
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(path, mesh=mesh_of(seq=1))
+        load(path, mesh=ONE)
     # Unexpected tensors and unknown keys can be ignored; RoPE's frequencies always are.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
     config = hf_models.golden("llama2")["config"] | {"new_trick": 1}
     (path / "config.json").write_text(json.dumps(config))
-    model = load(path, mesh=mesh_of(seq=1), ignore=("model.extra", "new_trick"))
+    model = load(path, mesh=ONE, ignore=("model.extra", "new_trick"))
     np.testing.assert_array_equal(model.final_norm.scale[...], tensors["model.norm.weight"])
-
-
-def test_quantized_tensors_raise(path):
-    tensors = hf_models.tensors("llama2")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"than F64, F32, F16, BF16: lm_head.weight is I8"):
-        load(path, mesh=mesh_of(seq=1))
 
 
 @pytest.mark.parametrize(
@@ -70,48 +77,186 @@ def test_quantized_tensors_raise(path):
 def test_wrong_indices_raise(path, index, message):
     (path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=message):
-        load(path, mesh=mesh_of(seq=1))
+        load(path, mesh=ONE)
 
 
 def test_the_single_file_comes_before_those_of_an_index(path):
     """As in transformers; here the index's file is missing."""
     places = dict.fromkeys(hf_models.tensors("llama2"), "model-1.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    load(path, mesh=mesh_of(seq=1))
+    load(path, mesh=ONE)
 
 
 def test_missing_or_damaged_files_raise(path, tmp_path):
-    mesh = mesh_of(seq=1)
-    whole = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(whole[:-100])
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file, or dam"):
-        load(path, mesh=mesh)
+        load(path, mesh=ONE)
     (path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks model.safetensors"):
-        load(path, mesh=mesh)
-    model = load(hf_models.write_folder("llama2", path), mesh=mesh)
+        load(path, mesh=ONE)
+    model = load(hf_models.write_folder("llama2", path), mesh=ONE)
     save(model, tmp_path / "s", max_file_bytes=60000)
     first, second = sorted((tmp_path / "s").glob("model-*"))[:2]
     # A second copy under another name, which some checkpoints have, is not read.
     shutil.copy(first, tmp_path / "s" / "consolidated.safetensors")
-    load(tmp_path / "s", mesh=mesh)
+    load(tmp_path / "s", mesh=ONE)
     kept = second.read_bytes()
     shutil.copy(first, second)
     with pytest.raises(ValueError, match=f"{second.name} and .*index.json do not agree: only one"):
-        load(tmp_path / "s", mesh=mesh)
+        load(tmp_path / "s", mesh=ONE)
     second.write_bytes(kept)
     first.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {first.name}"):
-        load(tmp_path / "s", mesh=mesh)
+        load(tmp_path / "s", mesh=ONE)
     (path / "config.json").unlink()
     for name, text, error, message in (
-        ("config.json", "{", ValueError, r"config.json is not JSON"),
+        ("x", "", FileNotFoundError, "lacks config.json: pass the folder of a Hugging Face check"),
+        ("adapter_config.json", "{}", FileNotFoundError, "it has a PEFT adapter; load its base"),
+        ("config.json", "{", ValueError, "config.json is not JSON"),
         ("config.json", "[]", ValueError, r"config.json is \[\]: it must be a JSON object"),
-        ("x", "", FileNotFoundError, r"lacks config.json: pass the folder of a Hugging Face check"),
-        ("adapter_config.json", "{}", FileNotFoundError, r"it has a PEFT adapter; load its base"),
     ):
         (path / name).write_text(text)
         with pytest.raises(error, match=message):
-            load(path, mesh=mesh)
-        if name == "config.json":
-            (path / name).unlink()
+            load(path, mesh=ONE)
+
+
+@pytest.fixture
+def model():
+    config = DecoderConfig(vocab_size=8, num_layers=2, embed_dim=8, head_dim=4, mlp_dim=8)
+    return Decoder(config, rngs=nnx.Rngs(0), mesh=ONE)
+
+
+def test_the_language_model_of_a_model_with_images(tmp_path):
+    folder = hf_models.write_folder("gemma3_images", tmp_path / "images")
+    model = load(folder, mesh=ONE, dtype=jnp.float32)
+    save(model, tmp_path / "saved")
+    found, config = hf_models.read_folder(tmp_path / "saved")
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["model_type"] == "gemma3_text"
+    stored = hf_models.tensors("gemma3_images")
+    prefix = "language_model."
+    want = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
+    assert len(want) < len(stored)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    # A newer order of the names' parts.
+    newer = {f"model.{prefix}{name.removeprefix('model.')}": x for name, x in want.items()}
+    save_file(newer | {"model.vision_tower.probe": np.zeros(2)}, folder / "model.safetensors")
+    again = load(folder, mesh=ONE, dtype=jnp.float32)
+    np.testing.assert_array_equal(again.embedding[...], model.embedding[...])
+    assert again.config == model.config
+
+
+def test_dtypes_of_tensors_weights_and_computation(tmp_path):
+    folder = hf_models.write_folder("qwen3", tmp_path / "model")
+    save(load(folder, mesh=ONE, dtype=jnp.float32), tmp_path / "half", dtype=jnp.bfloat16)
+    found, config = hf_models.read_folder(tmp_path / "half")
+    assert config["dtype"] == "bfloat16"
+    want = hf_models.tensors("qwen3")["model.norm.weight"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found["model.norm.weight"], want)
+    model = load(tmp_path / "half", mesh=ONE)
+    assert model.config.dtype == model.config.param_dtype == jnp.bfloat16
+    assert model.embedding[...].dtype == jnp.bfloat16
+    options: Any = {"param_dtype": jnp.float32, "remat": "selective", "remat_layers": 1}
+    model = load(tmp_path / "half", mesh=ONE, **options)
+    assert model.config.dtype == jnp.bfloat16
+    assert (model.config.remat, model.config.remat_layers) == ("selective", 1)
+    np.testing.assert_array_equal(model.final_norm.scale[...], want.astype(np.float32))
+
+
+def test_a_new_decoder_is_saved_as_the_family_with_its_architecture(model, tmp_path):
+    """The defaults are Qwen 3's; a config that no family can express raises."""
+    with pytest.raises(ValueError, match=r"max_length is None: config.json has a number"):
+        save(model, tmp_path / "new")
+    save(model, tmp_path / "new", max_length=4096)
+    assert hf_models.read_folder(tmp_path / "new")[1]["model_type"] == "qwen3"
+    again = load(tmp_path / "new", mesh=ONE)
+    assert again.config.qk_norm
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    with pytest.raises(FileExistsError, match=r"new exists: choose a folder that does not"):
+        save(model, tmp_path / "new", max_length=4096)
+    model.config = dataclasses.replace(model.config, post_norms=True)
+    with pytest.raises(NotImplementedError, match="no model family"):
+        save(model, tmp_path / "other", max_length=4096)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="max_file_bytes is 0"):
+        save(model, tmp_path / "other", max_length=4096, max_file_bytes=0)
+
+
+def test_an_empty_folder_is_replaced_and_a_link_to_it_stays(model, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    save(model, tmp_path / "link", max_length=64)
+    assert (tmp_path / "link").is_symlink()
+    files = sorted(path.name for path in (tmp_path / "disk").iterdir())
+    assert files == ["config.json", "model.safetensors"]
+    # With the mode of any new folder.
+    (tmp_path / "other").mkdir()
+    assert (tmp_path / "disk").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "other"]
+
+
+def test_a_failed_save_leaves_nothing(model, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        save(model, tmp_path / "saved", max_length=64)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(ValueError, match=r"disk is a mount point.*choose a folder in it, like"):
+        save(model, tmp_path / "disk", max_length=64)
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
+
+
+def test_a_complete_model_that_cannot_be_renamed_is_kept(model, tmp_path, monkeypatch):
+    """A file has appeared in the folder during the write."""
+    real = safetensors.numpy.save_file
+
+    def meanwhile(*arguments, **options):
+        real(*arguments, **options)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "notes").touch()
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", meanwhile)
+    with pytest.raises(OSError, match=r"model cannot be replaced; .* is complete") as raised:
+        save(model, tmp_path / "model", max_length=64)
+    kept = str(raised.value).split("replaced; ")[1].removesuffix(" is complete")
+    assert load(kept, mesh=ONE).config.num_layers == 2
+    assert (tmp_path / "model" / "notes").exists()
+
+
+def test_a_layer_is_sent_by_the_stage_that_has_it():
+    """No device ever receives the layers of another stage."""
+    mesh = mesh_of(AxisType.Explicit, stage=2, fsdp=2)
+    stack = np.random.default_rng(0).standard_normal((6, 8, 5)).astype(np.float32)
+    stack[1, 0], stack[4, 1] = -0.0, np.nan
+    spec = PartitionSpec("stage", "fsdp")
+    weight = jax.device_put(stack, NamedSharding(mesh, spec))
+    for layer in range(6):
+        taken = take_layer(weight, np.int32(layer), mesh=mesh, spec=spec)
+        assert {shard.data.shape for shard in taken.addressable_shards} == {(4, 5)}
+        assert np.asarray(taken).tobytes() == stack[layer].tobytes()
+    compiled = take_layer.lower(weight, np.int32(0), mesh=mesh, spec=spec).compile().as_text()
+    assert compiled is not None
+    sent = re.findall(r"= (\S+) (all-\w+|collective-\w+|reduce-\w+)\(", compiled)
+    found = [(re.sub(r"\{.*", "", shape), name) for shape, name in sent]
+    assert found == [("u8[4,5,4]", "all-reduce")]
+
+
+def test_a_pipeline_is_saved(tmp_path):
+    config = DecoderConfig(vocab_size=8, num_layers=4, embed_dim=8, head_dim=4, mlp_dim=8)
+    mesh = mesh_of(AxisType.Explicit, stage=2, fsdp=2, seq=1)
+    rules = ShardingRules.of(mesh)
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=rules)
+    weights = random_like(shapes, 0)
+    save(nnx.merge(graphdef, weights), tmp_path / "whole", max_length=64)
+    again = load(tmp_path / "whole", mesh=mesh, rules=rules)
+    shards = again.layers.mlp.up.kernel[...].addressable_shards
+    assert {shard.data.shape[0] for shard in shards} == {2}
+    save(again, tmp_path / "sharded")
+    want, found = (hf_models.read_folder(tmp_path / name)[0] for name in ("whole", "sharded"))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    up = weights["layers"]["mlp"]["up"]["kernel"][...][3]
+    np.testing.assert_array_equal(want["model.layers.3.mlp.up_proj.weight"], up.T)

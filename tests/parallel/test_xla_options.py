@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import compiled_programs as compiled
 import jax
@@ -14,39 +14,38 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import burst_jax
 from burst_jax.parallel import xla_options
+from burst_jax.parallel.target import peak_flops
 
 MODE = "xla_gpu_collective_permute_mode"
-
-
-def options_on(kind, **options):
-    """The options of a program for one GPU of this device name."""
-    mesh = AbstractMesh((1,), ("seq",), abstract_device=AbstractDevice(kind, None, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        return burst_jax.compiler_options(**options)
-
-
-def test_no_options_on_other_platforms():
-    assert burst_jax.compiler_options() == {}
-    assert burst_jax.compiler_options("cpu", peer_copies=True) == {}
+H200, GAMING = "NVIDIA H200", "NVIDIA GeForce RTX 4090"
 
 
 @pytest.mark.parametrize(
     ("kind", "processes", "peer"),
     [
-        ("NVIDIA H200", 1, True),
+        (H200, 1, True),
         ("NVIDIA A100-SXM4-80GB", 1, True),
-        ("NVIDIA H200", 2, False),  # Peer access is within one process.
-        ("NVIDIA GeForce RTX 4090", 1, False),  # No peer access.
+        (H200, 2, False),  # Peer access is within one process.
+        (GAMING, 1, False),  # No peer access.
         ("an unknown GPU", 1, False),
     ],
 )
 def test_copy_engines_are_used_with_nvlink_in_one_process(kind, processes, peer, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    options = options_on(kind)
+    mesh = AbstractMesh((1,), ("seq",), abstract_device=AbstractDevice(kind, None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        options = burst_jax.compiler_options()
+        assert MODE in burst_jax.compiler_options(peer_copies=True)
+        assert MODE not in burst_jax.compiler_options(peer_copies=False)
     assert options["xla_gpu_enable_latency_hiding_scheduler"]
     assert (options.get(MODE) == "COLLECTIVES_PEER_MEMORY") == peer
-    assert MODE in options_on(kind, peer_copies=True)
-    assert MODE not in options_on(kind, peer_copies=False)
+
+
+def test_no_options_on_other_platforms_and_peaks_of_known_gpus():
+    assert burst_jax.compiler_options() == {}
+    assert burst_jax.compiler_options("cpu", peer_copies=True) == {}
+    peaks = {"NVIDIA A100-SXM4-80GB": 312e12, H200: 989e12, GAMING: None, "cpu": None}
+    assert {kind: peak_flops(kind) for kind in peaks} == peaks
 
 
 # --- flags for the whole process -----------------------------------------------------------------
@@ -74,11 +73,11 @@ def xla_flags(monkeypatch):
 @pytest.mark.parametrize(
     ("kinds", "processes", "asked", "peer"),
     [
-        (["NVIDIA H200"] * 4, 1, None, True),
-        (["NVIDIA H200"] * 4, 2, None, False),
-        (["NVIDIA H200"] * 4, 1, False, False),
-        (["NVIDIA H200", "NVIDIA GeForce RTX 4090"], 1, None, False),
-        (["NVIDIA GeForce RTX 4090"] * 2, 1, True, True),
+        ([H200] * 4, 1, None, True),
+        ([H200] * 4, 2, None, False),
+        ([H200] * 4, 1, False, False),
+        ([H200, GAMING], 1, None, False),
+        ([GAMING] * 2, 1, True, True),
     ],
 )
 def test_flags_by_gpus_and_processes(kinds, processes, asked, peer, xla_flags):
@@ -89,132 +88,102 @@ def test_flags_by_gpus_and_processes(kinds, processes, asked, peer, xla_flags):
 
 def test_flags_are_set_once_and_existing_flags_are_kept(xla_flags):
     xla_flags(" --xla_dump_to=/tmp/x  --xla_gpu_enable_latency_hiding_scheduler=false ")
-    first = xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
+    first = xla_options._set_compiler_options([H200], 1, None)
     flags = os.environ["XLA_FLAGS"].split()
     assert flags[:2] == ["--xla_dump_to=/tmp/x", "--xla_gpu_enable_latency_hiding_scheduler=false"]
     assert flags[2:] == [*FLAGS.split()[1:], PEER]
     want = burst_jax.compiler_options("gpu", peer_copies=True)
     assert first == want | {"xla_gpu_enable_latency_hiding_scheduler": "false"}
     # Called again: nothing changes, and the flags in effect are returned.
-    assert xla_options._set_compiler_options(["NVIDIA H200"], 1, None) == first
-    assert xla_options._set_compiler_options(["NVIDIA H200"], 1, False) == first
+    for peer_copies in (None, False):
+        assert xla_options._set_compiler_options([H200], 1, peer_copies) == first
     assert os.environ["XLA_FLAGS"].split() == flags
 
 
-def test_flags_after_the_backends_have_started(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")
-    jax.devices()
+def test_flags_that_cannot_be_set(xla_flags, monkeypatch):
+    with pytest.raises(ValueError, match=r"peer_copies is True, and there are 2 processes: .*None"):
+        xla_options._set_compiler_options([H200], 2, True)
+    xla_flags("flags.txt")
+    with pytest.raises(ValueError, match=f"XLA_FLAGS is 'flags.txt', the name of .*: {FLAGS} "):
+        xla_options._set_compiler_options([H200], 1, None)
+    xla_flags("")
+    monkeypatch.setattr(xla_options, "backends_are_initialized", lambda: True)
     message = (
         "set_compiler_options is called too late, .*: call it before anything asks JAX for devices "
         r".*, or pass compiler_options=burst_jax.compiler_options\(\) to jax.jit"
     )
     with pytest.raises(RuntimeError, match=message):
-        xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
+        xla_options._set_compiler_options([H200], 1, None)
     assert os.environ["XLA_FLAGS"] == ""
 
 
-def test_flags_that_cannot_be_set(xla_flags):
-    with pytest.raises(ValueError, match=r"peer_copies is True, and there are 2 processes: .*None"):
-        xla_options._set_compiler_options(["NVIDIA H200"], 2, True)
-    xla_flags("flags.txt")
-    with pytest.raises(ValueError, match=f"XLA_FLAGS is 'flags.txt', the name of .*: {FLAGS} "):
-        xla_options._set_compiler_options(["NVIDIA H200"], 1, None)
+def list_two_gpus(folder):
+    """Makes an nvidia-smi that lists two GPUs, and returns a PATH that starts with it."""
+    command = folder / "nvidia-smi"
+    listed = "\n".join(f"GPU {i}: NVIDIA A100-SXM4-80GB (UUID: GPU-{i}f)" for i in (0, 1))
+    command.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    command.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_no_flags_without_a_gpu(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(xla_options, "_gpu_kinds", lambda: ["NVIDIA H200"])
+def test_gpus_are_read_from_the_driver(tmp_path, monkeypatch, xla_flags):
+    monkeypatch.setattr(xla_options.pathlib.Path, "glob", lambda *_: iter(()))
+    monkeypatch.setenv("PATH", list_two_gpus(tmp_path))
+    assert xla_options._gpu_kinds() == ["NVIDIA A100-SXM4-80GB"] * 2
     assert jax.config.jax_platforms == "cpu"
     assert burst_jax.set_compiler_options() == {}
-    monkeypatch.setattr(xla_options, "_gpu_kinds", list)
-    with jax_platforms(None):
-        assert burst_jax.set_compiler_options() == {}
-    assert "XLA_FLAGS" not in os.environ
+    assert os.environ["XLA_FLAGS"] == ""
+    # In a process whose platforms are not set, and on a machine without a driver.
+    monkeypatch.setattr(xla_options.jax, "config", SimpleNamespace(jax_platforms=None))
+    assert len(burst_jax.set_compiler_options()) == 4
+    assert os.environ["XLA_FLAGS"] == f"{FLAGS} {PEER}"
+    xla_flags("")
+    monkeypatch.setenv("PATH", "")
+    assert burst_jax.set_compiler_options() == {}
+    assert os.environ["XLA_FLAGS"] == ""
 
 
-@contextlib.contextmanager
-def jax_platforms(value):
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", value)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_platforms", before)
-
-
-def run_alone(program, **environment):
-    """The lines that a program prints in a new process, whose backends have not started."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_gpus_are_read_from_the_driver_and_no_backend_starts(tmp_path):
-    """With an nvidia-smi that lists two GPUs."""
-    command = tmp_path / "nvidia-smi"
-    command.write_text(
-        "#!/bin/sh\n"
-        "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1f)'\n"
-        "echo 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2e)'\n"
-    )
-    command.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    program = (
-        "import os, burst_jax\n"
-        "from burst_jax.parallel import xla_options\n"
-        "xla_options.pathlib.Path.glob = lambda *_: iter(())\n"
-        "print(xla_options._gpu_kinds())\n"
-        "assert len(burst_jax.set_compiler_options()) == 4\n"
-        "print(os.environ['XLA_FLAGS'])\n"
-        "print(xla_options.backends_are_initialized())\n"
-    )
-    lines = run_alone(program, PATH=path, JAX_PLATFORMS="cuda,cpu", XLA_FLAGS="")
-    assert lines == [str(["NVIDIA H100 80GB HBM3"] * 2), f"{FLAGS} {PEER}", "False"]
-
-
-GRADIENT = """
+RING = """
+import os, sys
 import jax
 import burst_jax, compiled_programs as compiled
+from burst_jax.jax_compat import backends_are_initialized
 
 def program(**options):
-    mesh = compiled.gpu_mesh("a100", 4)
-    arrays = compiled.inputs(mesh, 256, 2, 2)
+    mesh = compiled.gpu_mesh("a100", 3)
 
-    def gradient(q, k, v):
-        def attend(q, k, v):
-            return burst_jax.burst_attention(
-                q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation="triton"
-            )
+    def attend(q, k, v):
+        return burst_jax.burst_attention(
+            q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation="triton"
+        )
 
-        return jax.vjp(attend, q, k, v)[1](q)
-
-    lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",))
-    compiled_for = lowered.compile(compiler_options=options)
-    return compiled.schedule(compiled_for), compiled_for.as_text().count("PEER_MEMORY")
+    traced = jax.jit(attend).trace(*compiled.inputs(mesh, 256, 2, 2))
+    found = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    return compiled.schedule(found), found.as_text().count("PEER_MEMORY")
+"""
+WITH_FLAGS = """
+assert len(burst_jax.set_compiler_options()) == 4
+assert not backends_are_initialized()
+jax.config.update("jax_platforms", "cpu")
+print(os.environ["XLA_FLAGS"], program(), sep="\\n")
 """
 
 
 @pytest.mark.cuda_compiler
-def test_flags_give_a_plain_jit_the_same_schedule_as_compiler_options():
-    """Overlapped permutes by copy engines, which a plain ``jax.jit`` does not have."""
+def test_flags_give_a_plain_jit_the_same_schedule_as_compiler_options(tmp_path):
+    """Overlapped permutes by copy engines, in a new process whose backends have not started."""
     here = {}
-    exec(GRADIENT, here)
+    exec(RING, here)
     want, copies = here["program"](**burst_jax.compiler_options("gpu", peer_copies=True))
     assert copies
     assert all(kernels for kernels in compiled.overlapped(want))
-    plain, plain_copies = here["program"]()
-    assert not plain_copies
-    assert not all(kernels for kernels in compiled.overlapped(plain))
-    first = (
-        "from burst_jax.parallel import xla_options\n"
-        "xla_options._set_compiler_options(['NVIDIA A100-SXM4-80GB'] * 4, 1, None)\n"
-    )
-    last = "print(program())"
-    lines = run_alone(first + GRADIENT + last, JAX_PLATFORMS="cpu", XLA_FLAGS="")
-    assert lines[-1] == str((want, copies))
+    environment = {
+        "PYTHONPATH": os.pathsep.join(sys.path), "PATH": list_two_gpus(tmp_path),
+        "JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", RING + WITH_FLAGS],
+        env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [f"{FLAGS} {PEER}", str((want, copies))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,10 +59,10 @@ def test_a_rearranged_cache_is_filled_evenly(tmp_path):
     assert dataclasses.astuple(two._filled) == (11, 6, 0, False)
     assert two._cache is not None
     (slots,) = two._cache.slots
-    half = len(slots.places) // 2
-    places = [np.asarray(slots.places[start : start + 7]) for start in (0, half)]
-    np.testing.assert_array_equal(places[0], [0, 2, 4, 6, 8, 10, EMPTY])
-    np.testing.assert_array_equal(places[1], [1, 3, 5, 7, 9, EMPTY, EMPTY])
+    half = len(slots.cache_positions) // 2
+    positions = [np.asarray(slots.cache_positions[start : start + 7]) for start in (0, half)]
+    np.testing.assert_array_equal(positions[0], [0, 2, 4, 6, 8, 10, EMPTY])
+    np.testing.assert_array_equal(positions[1], [1, 3, 5, 7, 9, EMPTY, EMPTY])
 
 
 def test_caches_that_cannot_be_loaded(tmp_path):
@@ -86,21 +85,15 @@ def test_caches_that_cannot_be_loaded(tmp_path):
     # A failed load leaves the cache unchanged.
     rest = np.stack(list(other.generate(whole[1][:, None], 1, extend=True)))
     np.testing.assert_array_equal(rest[0], whole[2])
-    cases: list[Any] = [
-        ({"max_length": 64}, "batch is 2 there and 1 here"),
-        (
-            {"max_length": 9, "batch": 2},
-            "has a sequence of 12 tokens, and max_length is 9: make a Gen",
-        ),
-    ]
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            Generator(served, **options).load_cache(folder)
+    with pytest.raises(ValueError, match="batch is 2 there and 1 here"):
+        Generator(served, max_length=64).load_cache(folder)
+    with pytest.raises(ValueError, match="has a sequence of 12 tokens, and max_length is 9: make"):
+        Generator(served, max_length=9, batch=2).load_cache(folder)
     with Checkpoints(tmp_path / "run") as run:
         run.save(3, {"w": jnp.ones(2)})
-    for refused in (server.save_cache, server.load_cache):
+    for call in (server.save_cache, server.load_cache):
         with pytest.raises(ValueError, match="has checkpoints that are not a cache: use a folder"):
-            refused(tmp_path / "run")
+            call(tmp_path / "run")
     largest = max(folder.rglob("ocdbt*/d/*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(reversed(largest.read_bytes())))
     with pytest.raises(CheckpointError, match="content does not match its hash"):

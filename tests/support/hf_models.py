@@ -88,6 +88,16 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     }
 
 
+def read_folder(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """All tensors of a folder, and its ``config.json``."""
+    from safetensors.numpy import load_file
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found, json.loads((folder / "config.json").read_text())
+
+
 def write_folder(name: str, folder: Path) -> Path:
     """Writes a model's folder, and returns it."""
     from safetensors.numpy import save_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -17,9 +16,8 @@ def free_port() -> str:
 
 
 @contextmanager
-def started(commands: list[list[str]], environments: list[dict[str, str]] | None = None):
+def started(commands: list[list[str]], environments: list[dict[str, str]]):
     """Processes of these Python commands, killed when the block ends."""
-    environments = environments or [{}] * len(commands)
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error", *command],
@@ -36,12 +34,3 @@ def started(commands: list[list[str]], environments: list[dict[str, str]] | None
         for process in processes:
             process.kill()
             process.communicate()
-
-
-def last_lines(commands: list[list[str]], environments: list[dict[str, str]] | None = None):
-    """``(JSON of the last line of stdout, stderr)`` of each process, all of which must succeed."""
-    with started(commands, environments) as processes:
-        ended = [process.communicate(timeout=90) for process in processes]
-    for process, (_, errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, errors
-    return [(json.loads(out.splitlines()[-1]), errors) for out, errors in ended]

@@ -9,11 +9,31 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from implementations import quick_jit
 
 
 def float64(params):
     """A dict of nnx's parameters as NumPy float64."""
     return jax.tree.map(lambda x: np.asarray(x[...], np.float64), params)
+
+
+def gradients(function, cotangent, *arguments):
+    """``(out, gradients of the arguments)`` of a function, in float64, as NumPy arrays."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        arguments = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arguments)
+
+        @quick_jit
+        def run(arguments, cotangent):
+            out, vjp = jax.vjp(function, *arguments)
+            return out, vjp(cotangent)
+
+        return jax.device_get(run(arguments, jnp.asarray(cotangent, jnp.float64)))
+
+
+def causal(segments):
+    """Whether a query attends to a key, ``[B, T, T]``: causal, within segments; 0 is padding."""
+    keep = (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] != 0)
+    return keep & np.tril(np.ones((segments.shape[1],) * 2, bool))
 
 
 def rms_norm(x, scale, epsilon=1e-6):

@@ -16,7 +16,7 @@ from burst_jax.serving import Generator
 
 VOCAB = 48
 CONFIG = DecoderConfig(
-    vocab_size=VOCAB, num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8,
+    vocab_size=VOCAB, num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8,
     mlp_dim=48, param_dtype=jnp.float32,
 )  # fmt: skip
 WINDOWS = (LayerKind(window=20), LayerKind())

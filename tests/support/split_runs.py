@@ -12,7 +12,7 @@ from implementations import QUICK
 from jax.sharding import AxisType
 from meshes import mesh_of
 
-import burst_jax
+from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.training import (
@@ -25,16 +25,6 @@ from burst_jax.training import (
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
 ONE = (1, 1, 1, 1, 1)
-MESHES = [
-    (1, 1, 1, 8, 1),
-    (2, 1, 1, 4, 1),
-    (1, 2, 1, 2, 2),
-    (2, 1, 1, 2, 2),
-    (1, 2, 1, 4, 1),
-    (1, 1, 1, 3, 2),
-    (1, 1, 2, 4, 1),
-    (1, 2, 2, 2, 1),
-]
 # Two key heads, sharded over tensor axes of 2.
 CONFIG = DecoderConfig(
     vocab_size=48, num_layers=4, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=96
@@ -67,10 +57,9 @@ def sized(sizes: tuple[int | None, ...], kind: AxisType = AxisType.Auto) -> jax.
     return mesh_of(kind, **(given or {"copies": 2}))
 
 
-def rules_of(mesh: jax.sharding.Mesh) -> burst_jax.ShardingRules:
+def rules_of(mesh: jax.sharding.Mesh) -> ShardingRules:
     """The rules for the AXES of the mesh."""
-    named = {name: name if name in mesh.axis_names else None for name in AXES}
-    return burst_jax.ShardingRules(**named)
+    return ShardingRules(**{name: name if name in mesh.axis_names else None for name in AXES})
 
 
 def run(
@@ -114,12 +103,3 @@ def losses(*args: Any, **options: Any) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step of a :func:`run`."""
     history, _, _ = run(*args, **options)
     return [loss for loss, _ in history], [norm for _, norm in history]
-
-
-def bytes_per_device(tree) -> int:
-    """The largest sum of a device's shards."""
-    held: dict = {}
-    for array in jax.tree.leaves(tree):
-        for shard in array.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values())

@@ -1,118 +1,155 @@
 """A killed run of examples/train_lm.py resumes as if it had not been killed.
 
-``--kills 20`` kills it 20 times and prints when; the default is a few times.
+``--kills 20`` kills it 20 times and prints when; the default is once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from killed_runs import EVERY, HEARTBEAT, TRAIN, Training, draw_moments, steps_for
+import train_lm
 
 from burst_jax.training import Checkpoints, RunLog
 
-sys.path.insert(0, str(TRAIN.parent))
-import train_lm
-
-MESH = "--mesh=fsdp=2,seq=2"
-# Which of two processes is killed, and when. Process 0 writes the log and completes checkpoints.
-PAIR_KILLS = [(1, "writing"), (0, "step"), (1, "step"), (0, "writing")]
-# The other one's last message. JAX notices at once that process 0, the coordinator, is gone.
-LAST_WORDS = {
-    0: r"the leader task was preempted/died/restarted",
-    1: r"stopped sending heartbeats\):\n1\n|Task 1 heartbeat timeout",
-}
+EVERY = 3  # Steps between two checkpoints.
+TINY = (
+    "--layers=1 --embed-dim=16 --heads=2 --kv-heads=1 --head-dim=8 --mlp-dim=16 --seq-len=32 "
+    f"--batch=2 --eval-batches=1 --sample-tokens=0 --checkpoint-every={EVERY} --resume=auto"
+).split()
+PATIENCE = 200  # Seconds, several times what a run takes on busy cores.
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
-    for index, part in enumerate(np.array_split(words, 4)):
-        (folder / f"{index}.txt").write_text("".join(part))
-    return folder
+class Training:
+    """A run in one folder, whose processes are killed and started again."""
 
+    def __init__(self, out: Path, steps: int, corpus: Path, mesh: str) -> None:
+        self.out, self.checkpoints, self._steps = out, out / "checkpoints", steps
+        self._printed = out.with_suffix(".printed")
+        self._command = [sys.executable, "-W", "error", str(train_lm.__file__), *TINY]
+        self._command += [f"--mesh={mesh}", f"--steps={steps}", f"--out={out}", f"--data={corpus}"]
 
-def damage_newest(run: Training) -> tuple[Path, Path, int]:
-    """Truncates a file of the newest checkpoint; returns checkpoint, file and old size."""
-    newest = run.checkpoints / str(Checkpoints(run.checkpoints).latest())
-    file = max((newest / "d").iterdir(), key=lambda file: file.stat().st_size)
-    size = file.stat().st_size
-    os.truncate(file, size - 5)
-    return newest, file, size
+    @property
+    def printed(self) -> str:
+        """The output of the last process so far."""
+        return self._printed.read_text()
 
+    def run(self, kill_when: Callable[[], bool] | None = None, delay: float = 0) -> None:
+        """Runs a process to its end, or kills it some seconds after a condition holds."""
+        environment = {
+            "JAX_NUM_CPU_DEVICES": "4",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.out.with_name("cache")),
+            # Processes that are killed only read the cache.
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0.1",
+        }
+        with self._printed.open("w") as out:
+            process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, env=os.environ | environment
+            )
+        try:
+            end = time.monotonic() + PATIENCE
+            while process.poll() is None and not (kill_when and kill_when()):
+                assert time.monotonic() < end, self.printed
+                time.sleep(0.001)
+            time.sleep(delay)
+        finally:
+            process.kill()
+        assert process.wait() == (-signal.SIGKILL if kill_when else 0), self.printed
 
-def kill_one_of_two(run: Training, gone: int, when: str) -> None:
-    """Kills one process of a resumed pair; the other one ends in time and names it."""
-    with run.start_pair() as pair:
-        # Two checkpoints are complete by then.
-        due = pair[0].until_first_step() + 3 * EVERY
-        if when == "writing":
-            pair[0].until(lambda: bool(run.half(due)))
-        else:
-            pair[0].until(lambda: run.reached() >= due)
-        pair[gone].kill()
-        killed = time.monotonic()
-        assert pair[1 - gone].wait() != 0
-        took = time.monotonic() - killed
-        print(f"process {gone} killed at {when}: the other ended after {took:.1f} s")
-        # It takes HEARTBEAT seconds; the rest is for a busy machine.
-        assert took < 2 * HEARTBEAT
-        assert re.search(LAST_WORDS[gone], pair[1 - gone].errors), pair[1 - gone].errors
+    def kill(self, draw: random.Random, delay: float, *, while_writing: bool) -> bool:
+        """Kills a process some steps after its first one, or while it writes a checkpoint.
+
+        Returns:
+          Whether a partial checkpoint is left.
+        """
+        # Not before two checkpoints are complete.
+        count = EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9)
+
+        def due() -> int:
+            """The step at which to kill it; large before its first step is printed."""
+            first = re.search(r"^step (\d+)/", self.printed, re.MULTILINE)
+            return int(first[1]) - 1 + count if first else 10**9
+
+        def now() -> bool:
+            return self._is_partial(due()) if while_writing else self.reached() >= due()
+
+        self.run(now, delay)
+        return self._is_partial(due())
+
+    def reached(self) -> int:
+        """The last step in ``metrics.jsonl``."""
+        return max((record["step"] for record in self._records()), default=0)
+
+    def losses(self) -> list[float]:
+        """The losses of all steps, each logged once."""
+        records = self._records()
+        assert [record["step"] for record in records] == list(range(1, self._steps + 1))
+        return [record["loss"] for record in records]
+
+    def _records(self) -> list[dict[str, Any]]:
+        lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def _is_partial(self, step: int) -> bool:
+        """Whether checkpoint ``step`` is a folder that orbax has not completed."""
+        return any(self.checkpoints.glob(f"{step}.orbax-checkpoint-tmp*"))
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_like_an_uninterrupted_one(corpus, tmp_path, kills):
-    moments = draw_moments(kills, seed=kills)
-    steps, cache = steps_for(moments), tmp_path / "cache"
-    whole, killed, pair = (
-        Training(tmp_path / name, steps, corpus, cache, MESH) for name in ("whole", "killed", "two")
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
+    for index, part in enumerate(np.array_split(words, 4)):
+        (corpus / f"{index}.txt").write_text("".join(part))
+    draw, steps = random.Random(kills), 5 * EVERY * kills  # Outlasts all kills.
+    meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "seq=4"}
+    whole, killed, moved = (
+        Training(tmp_path / name, steps, corpus, mesh) for name, mesh in meshes.items()
     )
-    whole.finish()
-
-    halves = 0
-    for moment in moments:
-        half = killed.kill_at(moment)
-        halves += half
-        print(f"{moment}: at step {killed.reached()}{', half a checkpoint left' if half else ''}")
-    assert halves > 0
-    killed.finish()
+    whole.run()
+    partial = 0
+    for index in range(kills):
+        delay = draw.uniform(0, 0.05) if index else 0  # The first kill leaves a partial checkpoint.
+        left = killed.kill(draw, delay, while_writing=index % 2 == 0)
+        partial += left
+        print(f"at step {killed.reached()}{', a partial checkpoint left' * left}")
+        if index == 0:
+            shutil.copytree(killed.out, moved.out)
+    assert partial > 0
+    killed.run()
     assert killed.losses() == whole.losses()  # Bit for bit.
     first, second = ((run.out / "summary.json").read_text() for run in (whole, killed))
     assert first == second
 
-    # The same with one of two processes, and finally one process on another mesh.
-    for gone, when in PAIR_KILLS[: 1 + kills // 6]:
-        kill_one_of_two(pair, gone, when)
-    moved = Training(tmp_path / "moved", steps, corpus, cache, "--mesh=seq=4")
-    shutil.copytree(pair.out, moved.out)
-    newest, file, size = damage_newest(moved)
-    with moved.start() as process:
-        assert process.wait() == 0, process.errors
-    before = re.findall(r"resuming from step (\d+)", process.out)[0]
-    assert int(before) == int(newest.name) - EVERY
+    # From the first kill on another mesh, without the last checkpoint, which is truncated.
+    newest = moved.checkpoints / str(Checkpoints(moved.checkpoints).latest())
+    file = max((newest / "d").iterdir(), key=lambda file: file.stat().st_size)
+    size = file.stat().st_size
+    os.truncate(file, size - 5)
+    moved.run()
+    before = newest.with_name(str(int(newest.name) - EVERY))
+    assert f"resuming from step {before.name}, " in moved.printed
     assert (
         f"checkpoint {newest} is damaged: {file.relative_to(newest)}: has {size - 5} bytes, {size} "
-        f"were written; restoring {newest.with_name(before)} instead"
-    ) in process.errors
+        f"were written; restoring {before} instead"
+    ) in moved.printed
     np.testing.assert_allclose(moved.losses(), whole.losses(), rtol=1e-5)
-
-    if len(moments) >= 20:  # Too slow for the default.
-        other = Training(tmp_path / "other", steps, corpus, cache, MESH)
-        for run in (pair, other):
-            with run.start_pair() as processes:
-                assert [process.wait() for process in processes] == [0, 0], processes[0].errors
-        assert pair.losses() == other.losses()
 
 
 # --- what a run resumes from ---------------------------------------------------------------------
@@ -129,10 +166,9 @@ def arguments_of(**changed):
 def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
     state = {"x": jnp.arange(3.0)}
     # Another dtype makes another state, and the message must name the flag.
-    half = {"x": state["x"].astype(jnp.bfloat16)}
-    half_message = "--moment-dtype is bfloat16: the run of .* has float32"
+    half = {"x": jnp.arange(3, dtype=jnp.bfloat16)}, "--moment-dtype is bfloat16: the run of .* has"
+    saved = train_lm.same_arguments(arguments_of())
     with Checkpoints(tmp_path) as checkpoints:
-        saved = train_lm.same_arguments(arguments_of())
         checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         step, restored, extra = train_lm.restore(arguments_of(), checkpoints, state)
@@ -146,7 +182,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
             ),
             ({"model": "there"}, state, r"--model is there: .* has None"),
             ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
-            ({"moment_dtype": "bfloat16"}, half, half_message),
+            ({"moment_dtype": "bfloat16"}, *half),
             ({"resume": "never"}, state, r"--resume is never, and .* holds checkpoints"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -158,27 +194,26 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
         checkpoints.save(4, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         assert train_lm.restore(arguments_of(), checkpoints, state)[0] == 4
-        with pytest.raises(ValueError, match=half_message):
-            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, half)
+        with pytest.raises(ValueError, match=half[1]):
+            train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, half[0])
 
 
-@pytest.mark.parametrize("loss", [1.5, 2.5, None])
-def test_a_run_does_not_resume_in_the_metrics_of_another(tmp_path, loss):
-    """``loss``: in the metrics; an old checkpoint without one fits any."""
+def test_a_run_does_not_resume_in_the_metrics_of_another(tmp_path):
     state, out = {"x": jnp.arange(3.0)}, tmp_path / "out"
     extra = {"arguments": train_lm.same_arguments(arguments_of()), "loader": None}
+    with RunLog(out, 9, tokens_per_step=8, flops_per_step=1.0, peak=None) as log:
+        for step in range(1, 6):
+            log.step(step, {"loss": 2.5, "grad_norm": 1.0})
+    message = (
+        r"--out is .*out, whose metrics.jsonl belongs to another run than the checkpoints "
+        r"in here: the losses at step 4 are 2.5 and 1.5; use another --out, or the one of"
+    )
     with Checkpoints(tmp_path / "saved") as checkpoints:
-        checkpoints.save(3, state, extra if loss is None else extra | {"loss": 1.5})
-        checkpoints.wait()
-        with RunLog(out, 9, tokens_per_step=8, flops_per_step=1.0, peak=None) as log:
-            for step in range(1, 6):
-                log.step(step, {"loss": loss or 9.0, "grad_norm": 1.0})
-        if loss != 2.5:
-            assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == 3
-            return
-        message = (
-            r"--out is .*out, whose metrics.jsonl belongs to another run than the checkpoints in "
-            r"here: the losses at step 3 are 2.5 and 1.5; use another --out, or the one of these"
-        )
+        # An old checkpoint without a loss fits any metrics.
+        for step, loss in ((2, {}), (3, {"loss": 2.5}), (4, {"loss": 1.5})):
+            checkpoints.save(step, state, extra | loss)
+            checkpoints.wait()
+            if step < 4:
+                assert train_lm.restore(arguments_of(out=out), checkpoints, state)[0] == step
         with pytest.raises(ValueError, match=message):
             train_lm.restore(arguments_of(out=out), checkpoints, state)

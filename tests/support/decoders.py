@@ -1,0 +1,75 @@
+"""Decoders on meshes and by their formulas: hidden states, and gradients for a cotangent."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_model
+from flax import nnx
+from implementations import quick_jit
+
+import burst_jax
+from burst_jax.parallel.mesh import axes_size
+
+
+def on_its_mesh(model, tokens, segments, cotangent):
+    """Hidden states in natural order, and the gradients of the weights that are trained."""
+    options = dict(model.options)
+    mesh, layout = options["mesh"], options["layout"]
+    shards = axes_size(mesh, options.get("seq_axis", "seq"))
+    positions = burst_jax.positions(layout, tokens.shape[1], num_shards=shards)
+    tokens, segments, cotangent = (
+        burst_jax.to_layout(x, layout, shards) for x in (tokens, segments, cotangent)
+    )
+    trained = nnx.Param if model.config.lora is None else nnx.LoRAParam
+    graphdef, weights, others = nnx.split(model, trained, ...)
+
+    @quick_jit
+    def run(weights, others, cotangent):
+        def hidden(weights):
+            return nnx.merge(graphdef, weights, others)(tokens, positions, segments)
+
+        out, vjp = jax.vjp(hidden, weights)
+        if mesh.explicit_axes:
+            cotangent = jax.reshard(cotangent, jax.typeof(out).sharding)
+        return out, vjp(cotangent)[0]
+
+    out, gradients = jax.device_get(run(weights, others, cotangent))
+    return burst_jax.from_layout(out, layout, shards), without_head(nnx.to_pure_dict(gradients))
+
+
+def by_formulas(model, tokens, segments, cotangent):
+    """The same in float64 on one device: W with an adapter is ``W + (alpha / r) A B``."""
+    config = model.config
+    keep = plain_model.causal(segments)
+    positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+
+    def merged(part):
+        if not isinstance(part, dict):
+            return part
+        if "kernel_lora_a" in part:
+            product = jnp.einsum("lir,lro->lio", part["kernel_lora_a"], part["kernel_lora_b"])
+            kernel = part["kernel"]
+            return {"kernel": kernel + config.lora.scale * product.reshape(kernel.shape)}
+        return {name: merged(each) for name, each in part.items()}
+
+    def hidden(weights):
+        theta, soft_cap = config.layer_ropes[0].theta, config.logits_soft_cap
+        return plain_model.decoder(merged(weights), tokens, positions, keep, theta, soft_cap)
+
+    weights = nnx.to_pure_dict(nnx.state(model))
+    out, (gradients,) = plain_model.gradients(hidden, cotangent, weights)
+    return out, without_head(gradients if config.lora is None else adapters_of(gradients))
+
+
+def adapters_of(part):
+    """The adapters in a tree of weights."""
+    adapters = {name: x for name, x in part.items() if name.startswith("kernel_lora")}
+    inner = {name: adapters_of(x) for name, x in part.items() if isinstance(x, dict)}
+    return adapters | {name: x for name, x in inner.items() if x}
+
+
+def without_head(gradients):
+    """Hidden states do not depend on the output projection."""
+    return {name: gradient for name, gradient in gradients.items() if name != "head"}
