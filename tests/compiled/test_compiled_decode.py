@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental.mosaic.gpu import utils
 from meshes import mesh_of
 from served_models import CONFIG
 
@@ -19,6 +18,9 @@ from burst_jax.models import Decoder
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import TokenPosition
 from pallas_kernels.mosaic.sm80.decode import partial_attention
+
+# With JAX 0.12 the assembler compiles kernels for linking.
+LINKED = jax.__version_info__ >= (0, 12)
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -29,9 +31,8 @@ pytestmark = pytest.mark.cuda_compiler
         ("a100", 1, 32, 64, {}, 0),
         ("a100", 1, 32, 128, {}, 0),
         ("h100", 1, 32, 128, {}, 0),
-        ("a100", 16, 32, 128, {"window": 4096, "logits_soft_cap": 50.0}, 0),
-        # With JAX 0.12 the assembler compiles kernels for linking.
-        ("a100", 1, 16, 256, {"window": 1024}, 832 if jax.__version_info__ >= (0, 12) else 0),
+        ("a100", 16, 32, 128, {"window": 4096, "logits_soft_cap": 50.0}, 32 if LINKED else 0),
+        ("a100", 1, 16, 256, {"window": 1024}, 1616 if LINKED else 0),
     ],
 )
 def test_decoding_spills_no_registers(
@@ -40,8 +41,7 @@ def test_decoding_spills_no_registers(
     """``spilled``: bytes that are stored or loaded."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     if gpu == "a100":
-        # An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU.
-        monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+        compiled.mosaic_as_on_an_a100(monkeypatch)
     mesh, capacity = compiled.gpu_mesh(gpu, 1), 8192
 
     def array(*shape, dtype=jnp.bfloat16):
@@ -71,7 +71,7 @@ def test_decoding_spills_no_registers(
 def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(monkeypatch, gpu):
     """Of Llama 3 8B's attention: by themselves they are too few for a matrix product."""
     if gpu == "a100":
-        monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+        compiled.mosaic_as_on_an_a100(monkeypatch)
     config = dataclasses.replace(
         CONFIG, num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128,
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,

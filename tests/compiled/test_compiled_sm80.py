@@ -10,7 +10,6 @@ import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import (
     AttentionInputs,
@@ -33,8 +32,7 @@ SCALES = (0.1 + i / 1024 for i in itertools.count())
 def report(monkeypatch, capfd):
     """``report(...)``: what the assembler prints while :func:`compile_one` runs."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    # An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU.
-    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+    compiled.mosaic_as_on_an_a100(monkeypatch)
 
     def run(*args, **options):
         capfd.readouterr()

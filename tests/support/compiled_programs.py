@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -112,6 +114,28 @@ def compile_for(function, *shapes, **options):
     options = {**_UNTIMED, **burst_jax.compiler_options("gpu"), **options}
     traced = jax.jit(function).trace(*shapes)
     return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+def mosaic_as_on_an_a100(monkeypatch):
+    """Mosaic kernels are compiled for an A100 until the end of the test.
+
+    An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU. From JAX
+    0.12 on, a process assembles no kernel for a newer GPU than the first one's: that is a Hopper.
+    """
+    _compile_any_mosaic_kernel()
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+
+
+@functools.cache
+def _compile_any_mosaic_kernel():
+    def copy(source, target):
+        target[...] = source[...]
+
+    mesh = gpu_mesh("h100", 1)
+    vector = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+    kernel = plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+    with jax.set_mesh(mesh):
+        compile_for(kernel, vector)
 
 
 def step_options():
