@@ -9,8 +9,9 @@ This shows whether tiles are right, and how many instructions one kernel needs, 
 overlap, relative to another kernel. It does not show times of an A100, which has 108 SMs at 1.41
 GHz, 40 MB of L2 cache and 2 TB/s, and slower matrix units relative to the rest of the SM.
 
-``benchmarks ampere --compile FOLDER`` needs the CUDA plugin, but no GPU; ``benchmarks ampere
-FOLDER`` runs.
+``benchmarks ampere`` times the Mosaic kernels, which are compiled on the spot. Triton kernels are
+compiled before: ``benchmarks ampere --compile FOLDER`` needs the CUDA plugin, but no GPU;
+``benchmarks ampere FOLDER`` runs them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.core import Literal
@@ -56,6 +58,18 @@ CASES = (
     Case("full, head dim 64", 4, 4096, 32, 32, 64, False),
     Case("causal, head dim 64", 4, 4096, 32, 32, 64, True),
 )
+# Timed next to FlashAttention-2 only.
+FURTHER = (
+    Case("full, 4K", 1, 4096, 32, 32, 128),
+    Case("causal, 4K", 1, 4096, 32, 32, 128, True),
+    Case("causal, head dim 96", 1, 16384, 32, 32, 96, True),
+    Case("causal, head dim 256", 1, 16384, 16, 16, 256, True),
+    Case("causal, head dims (192, 128)", 1, 16384, 32, 32, 192, True, value_dim=128),
+    Case("window 4096 of 64K, 32/8 heads", 1, 65536, 32, 8, 128, True, window=4096),
+    Case("8 documents, causal", 1, 16384, 32, 32, 128, True, documents=8),
+)
+# A newer GPU runs them, too.
+SM80 = dataclasses.replace(mosaic_sm80(), unavailable=lambda platform, compute_capability: None)
 
 
 def matmul_flops(case: Case) -> float:
@@ -283,60 +297,128 @@ class Runner:
         )
 
 
-def mosaic_times(case: Case) -> tuple[float, float]:
-    """Seconds of the sm80 Mosaic GPU kernels, ``(forward, forward and backward)``.
+def sm80_attention(case: Case, **options: Any) -> Callable[..., jax.Array]:
+    """:func:`burst_jax.local_attention` of a case, on the sm80 kernels."""
+    ids = case.segment_ids()
+    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    options = {**case.options, **segments, **case.per_head(), **options}
+    return functools.partial(burst_jax.local_attention, implementation=SM80, **options)
+
+
+def arrays_of(case: Case) -> tuple[jax.Array, ...]:
+    """Random q, k, v and dO of a case, bfloat16."""
+    value_dim = case.value_dim or case.head_dim
+    shapes = (
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, value_dim),
+        (case.heads, value_dim),
+    )
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return tuple(
+        jax.random.normal(key, (case.batch, case.length, *shape), jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
+
+def sm80_times(case: Case, **options: Any) -> tuple[float, float]:
+    """Seconds of the sm80 kernels, ``(forward, forward and backward)``.
 
     Mosaic GPU compiles them for the GPU at hand. Told that its architecture is Ampere's, it emits
     the same instructions as for an A100.
     """
-    local, spec = mosaic_sm80(), case.request().spec
-    of_queries = case.batch, case.length, case.heads, case.head_dim
-    of_keys = case.batch, case.length, case.kv_heads, case.head_dim
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = of_queries, of_keys, of_keys, of_queries
-    q, k, v, do = (
-        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
-    )
+    attend, (*qkv, do) = sm80_attention(case, **options), arrays_of(case)
+
+    @jax.jit
+    def both(do: jax.Array, *qkv: jax.Array) -> Any:
+        out, vjp = jax.vjp(attend, *qkv)
+        return out, vjp(do)
+
+    forward = jax.jit(attend)
+    with as_ampere():
+        return median_time(lambda: forward(*qkv)), median_time(lambda: both(do, *qkv))
+
+
+def as_ampere() -> Any:
+    """A context in which Mosaic GPU compiles for an A100."""
+    return mock.patch.object(utils, "_infer_arch", return_value=(8, 0))
+
+
+def carry_shares(case: Case) -> tuple[float, float]:
+    """A ring step's time relative to a call of its own, ``(forward, backward)``.
+
+    A step merges its result with the carry; its gradients are added to given ones.
+    """
+    (q, k, v, do), spec = arrays_of(case), case.request().spec
     positions = jnp.arange(case.length, dtype=jnp.int32)
+    inputs = AttentionInputs(QuerySide(q, positions), KVSide(k, v, positions))
+    backward = SM80.backward
+    assert backward is not None
+    with as_ampere():
+        bounds, tables = (
+            jax.jit(functools.partial(of, spec=spec))(inputs)
+            for of in (SM80.forward_bounds, SM80.backward_bounds)
+        )
+        forward = jax.jit(functools.partial(SM80.forward, spec=spec))
+        carried = jax.jit(functools.partial(SM80.forward, spec=spec), donate_argnums=2)
+        _, lse = carry = forward(inputs, bounds)
+        stats = jnp.stack([lse, jnp.zeros_like(lse)])
+        with_do = inputs._replace(query=inputs.query._replace(do=do, stats=stats))
+        fresh = jax.jit(functools.partial(backward, spec=spec))
+        added = jax.jit(functools.partial(backward, spec=spec), donate_argnums=(2, 3))
+        dq, dkv, _ = fresh(with_do, tables)
+        sums = dq, dkv
 
-    @jax.jit
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        inputs = AttentionInputs(QuerySide(q, positions), KVSide(k, v, positions))
-        bounds = local.forward_bounds(inputs, spec=spec)
-        return local.forward(inputs, bounds, spec=spec, out_dtype=q.dtype)
+        def step() -> Any:
+            nonlocal carry
+            carry = carried(inputs, bounds, carry)
+            return carry
 
-    @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
-        o, lse = forward(q, k, v)
-        delta = jnp.einsum("btnh,btnh->bnt", do, o, preferred_element_type=jnp.float32)
-        query = QuerySide(q, positions, do=do, stats=jnp.stack([lse, delta]))
-        inputs = AttentionInputs(query, KVSide(k, v, positions))
-        bounds = local.backward_bounds(inputs, spec=spec)
-        assert local.backward is not None
-        return local.backward(inputs, bounds, spec=spec, out_dtype=q.dtype)
+        def backward_step() -> Any:
+            nonlocal sums
+            sums = added(with_do, tables, *sums)[:2]
+            return sums
 
-    with mock.patch.object(utils, "_infer_arch", return_value=(8, 0)):
-        return median_time(lambda: forward(q, k, v)), median_time(lambda: both(q, k, v, do))
+        times = [
+            median_time(call)
+            for call in (
+                step,
+                lambda: forward(inputs, bounds),
+                backward_step,
+                lambda: fresh(with_do, tables),
+            )
+        ]
+    return times[0] / times[1], times[2] / times[3]
 
 
 def torch_times(case: Case) -> tuple[float, float] | None:
-    """Seconds of torch's FlashAttention-2 forward, and with backward; None without torch."""
+    """Seconds of torch's FlashAttention-2 forward, and with backward; None without torch.
+
+    It pads values that are narrower than keys, as it does not support them.
+    """
     try:
         torch: Any = importlib.import_module("torch")
-        of_attention: Any = importlib.import_module("torch.nn.attention")
     except ImportError:
         return None
-    shape = case.batch, case.heads, case.length, case.head_dim
+    length = case.length
     q, k, v, do = (
-        torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=i < 3)
-        for i in range(4)
+        torch.randn(case.batch * length, heads, case.head_dim, dtype=torch.bfloat16, device="cuda")
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     )
+    for x in (q, k, v):
+        x.requires_grad_()
+    ids = case.segment_ids()
+    row = [length] if ids is None else np.bincount(ids[0])[1:].tolist()
+    sizes = row * case.batch
+    ends = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32, device="cuda")
+    window = {} if case.window is None else {"window_size_left": case.window - 1}
+    if window:
+        window["window_size_right"] = 0
 
     def forward() -> Any:
-        with of_attention.sdpa_kernel(of_attention.SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=case.is_causal
-            )
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, ends, max(sizes), max(sizes), 0.0, case.is_causal, False, **window
+        )[0]
 
     def both() -> None:
         torch.autograd.grad(forward(), (q, k, v), do)
@@ -356,6 +438,57 @@ def _torch_seconds(torch: Any, call: Callable[[], Any]) -> float:
         last.synchronize()
         times.append(first.elapsed_time(last) / 1e4)
     return sorted(times[1:])[2]
+
+
+def print_rates(cases: Sequence[Case]) -> None:
+    """Prints the rates of the sm80 kernels and of FlashAttention-2, one after the other."""
+    print("TFLOP/s forward / forward and backward: mosaic_sm80; FlashAttention-2; ratio")
+    for case in cases:
+        measured = []
+        for times_of in (sm80_times, torch_times):
+            try:
+                measured.append(times_of(case))
+            except Exception as error:  # Continue with the others.
+                print(f"{case.name}: failed: " + " ".join(str(error).split())[:200])
+                measured.append(None)
+        tera = case.flops() / 1e12
+        ours, theirs = (
+            None if times is None else (tera / times[0], 3.5 * tera / times[1])
+            for times in measured
+        )
+        line = "; ".join("-" if x is None else f"{x[0]:.0f} / {x[1]:.0f}" for x in (ours, theirs))
+        if ours is not None and theirs is not None:
+            line += f"; {ours[0] / theirs[0]:.3f} / {ours[1] / theirs[1]:.3f}"
+        print(f"{case.name}: {line}", flush=True)
+
+
+def print_costs() -> None:
+    """Prints what modifiers and a ring's carry cost relative to the causal case."""
+    case = CASES[1]
+    plain = sm80_times(case)
+    print("time relative to causal, forward / forward and backward")
+    for name, options in modifiers(case).items():
+        times = sm80_times(case, **options)
+        print(f"{name}: {times[0] / plain[0]:.3f} / {times[1] / plain[1]:.3f}", flush=True)
+    print("a ring step relative to a call of its own, forward / backward")
+    for case in CASES:
+        forward, backward = carry_shares(case)
+        print(f"{case.name}: {forward:.3f} / {backward:.3f}", flush=True)
+
+
+def modifiers(case: Case) -> dict[str, dict[str, Any]]:
+    """Arguments of attention by name, each of which alone modifies the case."""
+    ids = np.ones((case.batch, case.length), np.int32)
+    both = dataclasses.replace(case, sinks=True, slopes=True).per_head()
+    return {
+        "nothing": {},
+        "sinks": {"sink_logits": both["sink_logits"]},
+        "ALiBi": {"alibi_slopes": both["alibi_slopes"]},
+        "segment ids": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        "prefix of 512": {"prefix_lengths": np.full(case.batch, 512, np.int32)},
+        "soft cap": {"logits_soft_cap": 30.0},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+    }
 
 
 def candidates(args: argparse.Namespace) -> list[Candidate]:
@@ -406,15 +539,7 @@ def run_all(args: argparse.Namespace) -> None:
     runner = Runner(args.folder)
     for case in {c.case: None for c in found}:
         runner.inputs(case)
-        measured = {"FlashAttention-2": torch_times(case), "mosaic_sm80": mosaic_times(case)}
-        for name, times in measured.items():
-            if times is None:
-                continue
-            tera = 2 * matmul_flops(case) / 1e12
-            print(
-                f"{case.name}: {name} {tera / times[0]:.0f} TFLOP/s forward,"
-                f" {3.5 * tera / times[1]:.0f} forward and backward"
-            )
+    print_rates(list({c.case: None for c in found}))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = {c: pool.submit(runner.prepare, c) for c in found}
     print("*: default tiles")
@@ -428,7 +553,14 @@ def run_all(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    (compile_all if args.compile else run_all)(args)
+    if args.folder is not None:
+        (compile_all if args.compile else run_all)(args)
+        return
+    if args.compile:
+        raise SystemExit("benchmarks ampere --compile needs a folder to write to")
+    require_gpus("benchmarks ampere")
+    print_rates(CASES + FURTHER)
+    print_costs()
 
 
 def tiles(text: str) -> TritonConfig:
@@ -443,7 +575,10 @@ def tiles(text: str) -> TritonConfig:
 def add_command(commands: Any) -> None:
     """Adds ``ampere`` to the benchmarks' command line."""
     parser = commands.add_parser("ampere", help=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of compiled kernels")
+    parser.add_argument(
+        "folder", type=Path, nargs="?",
+        help="folder of compiled Triton kernels; without it, the Mosaic kernels' rates and costs",
+    )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile; needs no GPU")
     parser.add_argument(
         "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",

@@ -60,6 +60,7 @@ class Case:
       heads: number of query heads, N.
       kv_heads: number of key/value heads.
       head_dim: head dim, H.
+      value_dim: head dim of values, Hv; None is H.
       is_causal: whether the mask is causal.
       window: number of keys that a query attends to, its own included; None is all.
       documents: number of packed documents per sequence.
@@ -78,6 +79,7 @@ class Case:
     documents: int = 1
     sinks: bool = False
     slopes: bool = False
+    value_dim: int | None = None
 
     @property
     def options(self) -> MaskOptions:
@@ -131,7 +133,8 @@ class Case:
 
     def flops(self) -> float:
         """FLOPs of the forward pass."""
-        return 4 * self.batch * self.heads * self.head_dim * self.scores()
+        dims = self.head_dim + (self.value_dim or self.head_dim)
+        return 2 * self.batch * self.heads * dims * self.scores()
 
 
 CASES = (

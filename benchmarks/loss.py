@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import AxisType
 
 from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
 from benchmarks.kernels import matmul_ceiling
-from benchmarks.results import replacing
+from benchmarks.results import save_json
 from burst_jax.training import chunked_cross_entropy
 from burst_jax.training.loss import CHUNK_SIZE
 from pallas_kernels.timing import median_time, relative_error
@@ -235,12 +234,11 @@ def run(args: argparse.Namespace) -> None:
         rows.append(measure(inputs, name, loss))
         print(_line(rows[-1], sizes.flops * 1e-12 / ceiling), flush=True)
         if args.json is not None:  # After every row: a later failure loses none.
-            with replacing(args.json) as file:
-                record = {
-                    "device": kind, "jax": jax.__version__, "matmul": ceiling,
-                    **dataclasses.asdict(sizes), "rows": rows,
-                }  # fmt: skip
-                file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+            record = {
+                "device": kind, "jax": jax.__version__, "matmul": ceiling,
+                **dataclasses.asdict(sizes), "rows": rows,
+            }  # fmt: skip
+            save_json(record, args.json)
 
 
 def _line(row: dict[str, Any], least: float) -> str:

@@ -82,9 +82,7 @@ class Results:
         record["rows"] = [
             {name: plain(value) for name, value in vars(row).items()} for row in self.rows
         ]
-        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-        with replacing(path) as file:
-            file.write_text(text)
+        save_json(record, path)
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -141,6 +139,13 @@ def _typed[Record: (Row, Results)](cls: type[Record], record: dict[str, Any]) ->
             raise ValueError(f"{field.name} is {value!r}: it must be a string")
         values[field.name] = value
     return cls(**values)
+
+
+def save_json(record: dict[str, Any], path: Path) -> None:
+    """Writes a record as JSON, or leaves the old file as it was."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    with replacing(path) as file:
+        file.write_text(text)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import time
 from typing import Any, get_args
 
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
-from benchmarks.results import gib, replacing
+from benchmarks.results import gib, save_json
 from burst_jax.layouts.permutation import check_length
 from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
@@ -260,14 +259,13 @@ def run(args: argparse.Namespace) -> None:
                 continue
             rows.append(row)
             if args.json is not None:  # After every row, because each takes a minute.
-                with replacing(args.json) as file:
-                    record = {
-                        "device": kind, "devices": n, "jax": jax.__version__,
-                        "shape": args.shape, "layers": config.num_layers, "remat": config.remat,
-                        "remat_layers": config.remat_layers, "mlp_chunks": config.mlp_chunks,
-                        "moment_dtype": args.moment_dtype, "moments": args.moments, "rows": rows,
-                    }  # fmt: skip
-                    file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+                record = {
+                    "device": kind, "devices": n, "jax": jax.__version__,
+                    "shape": args.shape, "layers": config.num_layers, "remat": config.remat,
+                    "remat_layers": config.remat_layers, "mlp_chunks": config.mlp_chunks,
+                    "moment_dtype": args.moment_dtype, "moments": args.moments, "rows": rows,
+                }  # fmt: skip
+                save_json(record, args.json)
 
 
 def _remat(config: DecoderConfig) -> str:

@@ -20,6 +20,7 @@ from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hf.peft import check_base
 from burst_jax.training.adam import Moments
+from pallas_kernels import NAMES
 
 AXES = ("data", "fsdp", "stage", "seq", "tensor")
 # Defaults on CPU and on GPUs.
@@ -83,7 +84,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout")
     add("--microbatches", type=int, help="pipeline microbatches (default: number of stages)")
-    add("--implementation", choices=("xla", "triton", "mosaic_sm90"), help="attention kernels")
+    add("--implementation", choices=NAMES, help="attention kernels")
     add("--coordinator", help="host:port of process 0")
     add("--num-processes", type=int, help="default: from the cluster")
     add("--process-id", type=int, help="index (default: from the cluster)")

@@ -16,7 +16,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
 # relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
@@ -28,16 +28,14 @@ class SlowerKernelsWarning(UserWarning):
     """``implementation=None`` does not use the Hopper kernels on a GPU that could run them."""
 
 
-# Chosen by name only, and not in NAMES: "reference" is for tests; "mosaic_sm80" is faster than
-# "triton" on an A100, but its kernels have not passed the whole local suite on a GPU yet.
+NAMES = ("mosaic_sm90", "mosaic_sm80", "triton", "xla")
 _BY_NAME = {
     "mosaic_sm90": MOSAIC_SM90,
     "mosaic_sm80": MOSAIC_SM80,
     "triton": TRITON,
     "xla": XLA,
-    "reference": REFERENCE,
+    "reference": REFERENCE,  # For tests only.
 }
-NAMES = ("mosaic_sm90", "triton", "xla")
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:

@@ -5,6 +5,7 @@ With ``--implementation`` the tests of local attention run compiled, on the GPU:
 """
 
 import argparse
+import collections
 import gc
 import json
 import os
@@ -49,15 +50,14 @@ if COMPILE_QUICKLY:
 # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the folder:
 # an entry that another worker is still writing counts as missing.
 CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 if not ON_GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ |= CACHE
-    jax.config.update("jax_compilation_cache_dir", CACHE["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for option, value in CACHE.items():
+        os.environ[option.upper()] = str(value)
+        jax.config.update(option, value)
 # An implicit bfloat16 + float32 is a precision bug.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -95,7 +95,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail, instead of reporting it, if the tests that compile for GPUs cannot run",
     )
-
     parser.addoption(
         "--implementation",
         choices=_GPU,
@@ -105,7 +104,7 @@ def pytest_addoption(parser):
         "--cases",
         type=int,
         metavar="N",
-        help="at most N cases of every test, from the first to the last; all of hopper_kernels",
+        help="only the first N cases of every test; all of hopper_kernels",
     )
     parser.addoption(
         "--kills",
@@ -147,48 +146,40 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)  # After -m and -k, to count the cases that they leave.
 def pytest_collection_modifyitems(config, items):
-    if ON_GPU:
-        names = {item.path.name for item in items}
-        elsewhere = {name for name in names if not name.startswith("test_local_")}
-        if elsewhere:
-            raise pytest.UsageError(
-                "--implementation is for tests/pallas_kernels/test_local_*.py alone, not "
-                f"{elsewhere}"
-            )
+    elsewhere = {item.path.name for item in items if not item.path.name.startswith("test_local_")}
+    if ON_GPU and elsewhere:
+        raise pytest.UsageError(
+            f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
+        )
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
         "mosaic_interpreter": jax.__version_info__ >= (0, 12),
+        # Newer versions link kernels, and give every warpgroup as many registers: all spill.
+        "hopper_kernels": jax.__version_info__ < (0, 12),
         # Too long unless the tier is asked for by name.
         "replay": "replay" in config.option.markexpr,
     }
     missing = [marker for marker, is_there in present.items() if not is_there]
     away = [item for item in items if any(item.get_closest_marker(m) for m in missing)]
-    need_compiler = [item for item in away if item.get_closest_marker("cuda_compiler")]
-    if need_compiler and config.getoption("--require-cuda-compiler"):
-        raise pytest.UsageError(
-            f"{len(need_compiler)} tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'"
-        )
+    if config.getoption("--require-cuda-compiler") and not present["cuda_compiler"]:
+        raise pytest.UsageError("tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'")
     config.hook.pytest_deselected(items=away)
     items[:] = [item for item in items if item not in away]
     most = config.getoption("--cases")
     if most is not None:
-        kept = set(few_cases(items, most))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        kept = list(few_cases(items, most))
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def few_cases(items, most):
-    """At most this many cases of each test, the first and the last included; of some tests all."""
-    cases = {}
+    """The first so many cases of each test; of some tests all."""
+    counts = collections.Counter()
     for item in items:
-        all_of_them = item.get_closest_marker("hopper_kernels") is not None
-        cases.setdefault(item.nodeid if all_of_them else item.nodeid.split("[")[0], []).append(item)
-    kept = []
-    for alike in cases.values():
-        count = min(most, len(alike))
-        places = {round(i * (len(alike) - 1) / max(1, count - 1)) for i in range(count)}
-        kept += [alike[place] for place in sorted(places)]
-    return kept
+        counts[item.originalname, item.path] += 1
+        hopper = item.get_closest_marker("hopper_kernels") is not None
+        if hopper or counts[item.originalname, item.path] <= most:
+            yield item
 
 
 # Deselected tests are counted where tests are collected, with pytest-xdist in every worker, and

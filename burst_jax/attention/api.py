@@ -18,7 +18,7 @@ from burst_jax.attention.arguments import (
     takes,
 )
 from burst_jax.attention.call import parse_call
-from burst_jax.attention.inputs import ring_inputs
+from burst_jax.attention.inputs import shard_inputs
 from burst_jax.attention.padding import check_pad, cut, padded
 from burst_jax.attention.shardings import (
     ArrayShardings,
@@ -121,7 +121,7 @@ def burst_attention(
     check_pad(arguments.pad, arguments.layout)
     check_outside_shard_map()
     mesh = resolve_mesh(arguments.mesh)
-    request, arrays, made = parse_call(
+    request, arrays, derived = parse_call(
         arguments,
         query,
         key,
@@ -137,7 +137,7 @@ def burst_attention(
     check_global_shapes(request, shardings, arrays["query"], arrays["key"])
     check_devices(mesh, arrays)
     arrays = shardings.check(arrays)
-    arrays |= {name: shardings.reshard(name, x) for name, x in made.items()}
+    arrays |= {name: shardings.reshard(name, x) for name, x in derived.items()}
     out, lse = _on_mesh(request, shardings, arrays)
     if arguments.pad:
         out, lse = (cut(x, shardings, query) for x in (out, lse))
@@ -150,7 +150,7 @@ def _on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
     """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
     return jax.shard_map(
-        lambda arrays: attend_shard(request, ring_inputs(request, arrays)),
+        lambda arrays: attend_shard(request, shard_inputs(request, arrays)),
         mesh=shardings.mesh,
         in_specs=({name: shardings.spec(name, x.ndim) for name, x in arrays.items()},),
         out_specs=(shardings.spec("out"), shardings.spec("lse")),
@@ -253,7 +253,7 @@ def ring_call(
 
     Arguments and errors are those of :func:`ring_attention`.
     """
-    request, arrays, made = parse_call(
+    request, arrays, derived = parse_call(
         RingArguments.of(ring_attention, options),
         query,
         key,
@@ -265,7 +265,7 @@ def ring_call(
     check_local_shapes(request, query, key)
     if not request.token_axes:
         check_inside_shard_map()
-    return request, ring_inputs(request, arrays | made)
+    return request, shard_inputs(request, arrays | derived)
 
 
 @overload
@@ -347,7 +347,7 @@ def local_attention(
     arguments = LocalArguments.of(local_attention, options)
     call = parse_call(arguments, query, key, value, size_of=size_in_shard_map, local=True)
     check_one_device(call.arrays)
-    out, lse = _on_device(call.request, target_of(query), call.arrays | call.made)
+    out, lse = _on_device(call.request, target_of(query), call.arrays | call.derived)
     return (out, lse) if return_residual else out
 
 
@@ -356,4 +356,4 @@ def _on_device(
     request: Request, target: Target, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
-    return attend_shard(request, ring_inputs(request, arrays), target)
+    return attend_shard(request, shard_inputs(request, arrays), target)

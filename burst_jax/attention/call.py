@@ -18,7 +18,8 @@ from burst_jax.attention.validation import (
     WINDOW_SIDES,
     check_arrays,
     check_bool,
-    check_dropout,
+    check_dropout_key,
+    check_dropout_rate,
     check_number,
     check_prefix,
     check_query_offset,
@@ -29,6 +30,7 @@ from burst_jax.attention.validation import (
     check_window,
     positions_per_sequence,
     to_int32,
+    window_sides,
 )
 from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import check_layout
@@ -50,13 +52,13 @@ class Call(NamedTuple):
       request: everything static.
       arrays: the caller's arrays by the arguments' names, integers as int32; a window's traced
         sides by the names :data:`burst_jax.attention.validation.WINDOW_SIDES`.
-      made: arrays that are derived from the arguments: "dropout_seeds" int32 ``[B, N]``, and for
+      derived: arrays that are derived from the arguments: "dropout_seeds" int32 ``[B, N]``, and for
         user functions "batch_indices" int32 ``[B]`` and "head_indices" int32 ``[N]``.
     """
 
     request: Request
     arrays: dict[str, Any]
-    made: dict[str, jax.Array]
+    derived: dict[str, jax.Array]
 
 
 def parse_call(
@@ -87,9 +89,6 @@ def parse_call(
       NotImplementedError: a combination that the kernels do not support.
     """
     arrays = check_arrays(arguments, query, key, value)
-    check_bool("is_causal", arguments.is_causal)
-    check_prefix(arguments)
-    arrays |= _window_arrays(arguments, per_sequence=positions_per_sequence(arrays) is not None)
     request = make_request(
         arguments,
         axis_argument=axis_argument,
@@ -98,20 +97,22 @@ def parse_call(
         head_dim=query.shape[3],
         arrays=arrays,
     )
+    check_prefix(arguments)
     check_readers_of_positions(arguments, arrays)
-    rate, dropout_key = check_dropout(arguments.dropout_rate, arguments.dropout_key)
+    dropout_key = check_dropout_key(arguments.dropout_rate, arguments.dropout_key)
+    arrays |= _window_arrays(arguments, per_sequence=positions_per_sequence(arrays) is not None)
     devices = request.token_devices if local else 1
     request = with_block_mask(request, query, key, arguments.block_mask, devices)
     if arguments.block_mask is not None:
         arrays["block_mask"] = arguments.block_mask
-    made: dict[str, Any] = {}
-    if rate and dropout_key is not None:
+    derived: dict[str, Any] = {}
+    if request.spec.dropout is not None and dropout_key is not None:
         bits = jax.random.bits(dropout_key, (query.shape[0], query.shape[2]), jnp.uint32)
-        made["dropout_seeds"] = lax.bitcast_convert_type(bits, jnp.int32)
+        derived["dropout_seeds"] = lax.bitcast_convert_type(bits, jnp.int32)
     if request.spec.calls_functions:
         names = ("batch_indices", "head_indices")
-        made |= dict(zip(names, GlobalIndices.of(query), strict=True))
-    return Call(request, arrays, made)
+        derived |= dict(zip(names, GlobalIndices.of(query), strict=True))
+    return Call(request, arrays, derived)
 
 
 def make_request(
@@ -174,9 +175,10 @@ def make_spec(arguments: LocalArguments, head_dim: int) -> AttentionSpec:
     Traced sides of a window, and causality if there are prefixes, are not part of the mask: they
     become per-query KV bounds (:mod:`burst_jax.attention.inputs`).
     """
+    check_window(arguments.local_window_size)
     left, right = (
-        None if isinstance(side, jax.Array) else side
-        for side in check_window(arguments.local_window_size)
+        None if side is None or isinstance(side, jax.Array) else int(side)
+        for side in window_sides(arguments.local_window_size)
     )
     if check_bool("is_causal", arguments.is_causal):
         right = None if arguments.prefix_lengths is not None else 0
@@ -187,7 +189,7 @@ def make_spec(arguments: LocalArguments, head_dim: int) -> AttentionSpec:
         score_mod=arguments.score_mod,
     )
     check_functions(arguments.score_mod, arguments.mask_mod)
-    rate, _ = check_dropout(arguments.dropout_rate, arguments.dropout_key)
+    rate = check_dropout_rate(arguments.dropout_rate)
     mask = Mask(left, right, mask_mod=arguments.mask_mod)
     return AttentionSpec(mask, score, Dropout(rate) if rate else None)
 
@@ -196,11 +198,11 @@ def _window_arrays(arguments: LocalArguments, *, per_sequence: bool) -> dict[str
     """The sides of a window that become per-query KV bounds, as int32 scalars by name.
 
     Args:
-      arguments: the keyword arguments.
+      arguments: the keyword arguments, whose window has been checked.
       per_sequence: whether query positions differ between the sequences of the batch. Then static
         windows and causality become bounds, too.
     """
-    left, right = check_window(arguments.local_window_size)
+    left, right = window_sides(arguments.local_window_size)
     if arguments.is_causal:
         # With prefixes, the KV ends derived from them already include causality.
         right = 0 if per_sequence and arguments.prefix_lengths is None else None

@@ -1,4 +1,4 @@
-"""Converts a call's arrays to ring inputs: positions, segment ids and per-query KV bounds.
+"""Converts a call's arrays to one device's inputs: positions, segment ids and per-query KV bounds.
 
 Prefixes, the caller's bounds, attention chunks, windows with traced sizes, and all masks of queries
 whose positions differ between sequences are reduced to two values per query. A query at position
@@ -38,12 +38,12 @@ from pallas_kernels import (
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
 
 
-def ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
-    """One device's inputs of the ring.
+def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
+    """One device's inputs of local attention, before the Ulysses all-to-all and the ring.
 
     Args:
       request: the static part of the call.
-      arrays: this device's shards by name: ``arrays`` and ``made`` of
+      arrays: this device's shards by name: ``arrays`` and ``derived`` of
         :class:`burst_jax.attention.call.Call`.
     """
     query, key = arrays["query"], arrays["key"]

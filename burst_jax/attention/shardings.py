@@ -20,7 +20,7 @@ from burst_jax.ring.ulysses import check_heads
 
 # The dimensions of arrays that are derived from a call's arguments, and of its results, in the
 # letters of burst_jax.attention.validation.ARRAYS.
-_MADE = {
+_DERIVED = {
     **dict.fromkeys(WINDOW_SIDES, ""),
     "dropout_seeds": "B N",
     "batch_indices": "B",
@@ -137,7 +137,7 @@ class ArrayShardings:
 
 def _dimensions(name: str, ndim: int | None) -> list[str]:
     """The letters of an array's dimensions."""
-    shapes = (_MADE[name],) if name in _MADE else ARRAYS[name].shapes
+    shapes = (_DERIVED[name],) if name in _DERIVED else ARRAYS[name].shapes
     of_ndim = [shape.split() for shape in shapes if ndim in (None, len(shape.split()))]
     return of_ndim[0]
 

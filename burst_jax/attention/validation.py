@@ -274,21 +274,20 @@ def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, A
         )
 
 
-def check_window(window: object) -> tuple[Side, Side]:
-    """``(left, right)`` of ``local_window_size``. An array is a side whose value is traced.
+def window_sides(window: Any) -> tuple[Side, Side]:
+    """``(left, right)`` of ``local_window_size``. A JAX array is a side whose value is traced."""
+    return window if isinstance(window, tuple) else (window, window)
 
-    Raises:
-      ValueError: it is not a window.
-    """
-    sides: Any = window if isinstance(window, tuple) else (window, window)
+
+def check_window(window: object) -> None:
+    """Raises ValueError unless ``local_window_size`` is a window."""
+    sides = window_sides(window)
     if not (len(sides) == 2 and all(map(_is_side, sides))):
         raise ValueError(
             f"local_window_size is {window!r}: it must be an int or a pair (left, right) of ints, "
             "from 0 to 2**31 - 1, or None for no limit; a side may be a JAX array too, an integer "
             "scalar"
         )
-    left, right = (int(s) if isinstance(s, numbers.Integral) else s for s in sides)
-    return left, right
 
 
 def _is_side(side: Any) -> bool:
@@ -342,35 +341,38 @@ def check_number(name: str, value: Any) -> float:
         return math.inf if value == abs(value) else -math.inf
 
 
-def check_dropout(rate: Any, key: Any) -> tuple[float, jax.Array | None]:
-    """``dropout_rate`` as a float, and ``dropout_key`` as a ``jax.random.key``.
-
-    Raises:
-      ValueError: the rate is not a probability below 1, there is no key for a nonzero rate, or it
-        is not one key.
-    """
+def check_dropout_rate(rate: Any) -> float:
+    """``dropout_rate`` as a float; raises ValueError unless it is a probability below 1."""
     if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)):
         raise ValueError(
             f"dropout_rate is {rate!r}: it must be a Python number below 1, and is static"
         )
-    Dropout(float(rate))  # Raises unless it is a probability below 1.
+    return Dropout(float(rate)).rate
+
+
+def check_dropout_key(rate: float, key: Any) -> jax.Array | None:
+    """``dropout_key`` as a ``jax.random.key``; None without dropout.
+
+    Raises:
+      ValueError: there is no key for a nonzero rate, or it is not one key.
+    """
     if key is None:
         if rate:
             raise ValueError(
                 f"dropout_rate is {rate} and dropout_key is None: pass a new jax.random.key "
                 "at each call, or dropout_rate=0.0 for no dropout"
             )
-        return float(rate), None
+        return None
     check_is_array("dropout_key", key, "a jax.random.key")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
-        return float(rate), jax.random.wrap_key_data(jnp.asarray(key))
+        return jax.random.wrap_key_data(jnp.asarray(key))
     if not typed or key.ndim:
         raise ValueError(
             f"dropout_key has shape {key.shape} and dtype {key.dtype}: it must be one key, as "
             "jax.random.key(0) is"
         )
-    return float(rate), key
+    return key
 
 
 def check_rotation(backward: str) -> None:

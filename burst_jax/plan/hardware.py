@@ -58,10 +58,13 @@ GPUS = {
         _H200, name="h100", memory=80, bandwidth=2700,
         source="the H200's rates: the same chip with other memory",
     ),
+    # FlashAttention-2 on an A100 at 16K tokens, full mask (arXiv 2307.08691): forward 73 % of the
+    # peak, 203 forward and backward. On an H100 mosaic_sm80 makes 1.05 and 1.06 of its rates, under
+    # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80 (docs/performance.md).
     "a100": Gpu(
-        "a100", 80, 175, 110, 0.85, 25e-6, 1600, 87, False,
-        "not measured: derived from shared-memory reads and others' kernels "
-        "(pallas_kernels/EXPERIMENTS.md); NVLink at the H200's share of its peak",
+        "a100", 80, 228, 200, 0.80, 25e-6, 1600, 87, True,
+        "not measured on an A100: FlashAttention-2's published rates there times the ratio to it "
+        "on an H100 (docs/performance.md); NVLink at the H200's share of its peak",
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import unvary, varying_axes
@@ -14,6 +15,14 @@ from pallas_kernels.arrays import unvary, varying_axes
 # The axis over the warpgroups of a CTA, and the axis over the CTAs of a thread-block cluster.
 WARPGROUP_AXIS = "warpgroup"
 CLUSTER_AXIS = "cluster"
+
+
+def compiles_for() -> tuple[int, int]:
+    """The compute capability that Mosaic GPU compiles for, ``(major, minor)``.
+
+    It is (9, 0) for a mesh of GPUs that this process does not have.
+    """
+    return utils._infer_arch()
 
 
 def launch[Results](

@@ -1,6 +1,6 @@
-"""Masks by arrays, block-sparse masks, positions: tiles, traced windows, shardings, ring steps.
+"""Masks by arrays, chunks, block-sparse masks, positions: tiles, traced values, shardings, hops.
 
-test_fuzz.py shows that any of them are exact on any ring, test_errors.py has their mistakes.
+test_fuzz.py draws calls with all of them, test_errors.py has their mistakes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import key_ranges
+import valid_calls as valid
 from flax import nnx
 from implementations import IMPLEMENTATIONS, quick_jit
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import assert_close, mesh_of
 from ring_cases import Ring, a_case, assert_exact, lengths
-from rings import B, N, T, forward_and_gradients, make_inputs
+from rings import B, T, forward_and_gradients, make_inputs
 
 import burst_jax
 from burst_jax import local_attention, merge
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
-from burst_jax.layers.attention_fn import nnx_attention_fn
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
@@ -49,40 +47,55 @@ ARRAYS, COTANGENTS = make_inputs()
 SEQ_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 
 
-def a_table(shape, share=0.4, seed=0):
+def a_table(shape, share=0.4):
     """bool of this shape: blocks here and there, some whole ones, an empty row."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     table = rng.random(shape) < share
     table[..., 0, :] |= rng.random(shape[-1]) < 0.8
     table[..., shape[-2] // 2, :] = False
     return table
 
 
-def attend(arrays=ARRAYS, mesh=None, **options):
-    mesh = mesh or mesh_of(seq=4)
-    return burst_jax.burst_attention(*arrays, mesh=mesh, return_residual=True, **options)
+# --- exactness on a ring -------------------------------------------------------------------------
+
+# Blocks of several tiles of 16 queries and 32 keys, and more blocks than a word has bits.
+TABLES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "few": (a_case("2", "zigzag", "packed_causal", "rotate_query") | {"numbers": "both"}, (8, 4)),
+    "many": (a_case("2", "striped", "full", "rotate_kv", "triton"), (64, 128)),
+}
 
 
-# --- tiles ---------------------------------------------------------------------------------------
-
-# In tiles of 16 queries and 32 keys: blocks of several tiles, and more blocks than a word has bits.
-TABLES = [
-    a_case("2", "zigzag", "packed_causal", "rotate_query") | {"table": (8, 4), "numbers": "both"},
-    a_case("2", "striped", "full", "rotate_kv", "triton") | {"table": (64, 128)},
-    a_case("2", "striped", "window40_17", "rotate_query", "triton", "63") | {"table": (63, 21)},
-]
-
-
-@pytest.mark.parametrize(
-    "case", TABLES, ids=lambda case: f"{case['implementation']}{case['table']}"
-)
-def test_block_masks_of_every_tile_are_as_exact_as_dense(case):
+@pytest.mark.parametrize("name", ["few", pytest.param("many", marks=pytest.mark.slow)])
+def test_block_masks_of_every_tile_are_as_exact_as_dense(name):
+    case, shape = TABLES[name]
     t, s = lengths(case["shard"], case["layout"], Ring.of(case))
-    table = a_table((case["heads"][0], *case["table"]))
-    assert not t % table.shape[1]
-    assert not s % table.shape[2]
-    hiding = {"block_mask": jnp.asarray(table)}
+    assert not t % shape[0]
+    assert not s % shape[1]
+    hiding = {"block_mask": jnp.asarray(a_table((case["heads"][0], *shape)))}
     assert_exact(case, hiding=hiding, implementation=IMPLEMENTATIONS[case["implementation"]])
+
+
+CHUNKS = {
+    "window": a_case(3, "zigzag", dense.Mask(window=(5, 9), chunk=20), shard=(40, 40)),
+    "cap": a_case(4, "striped:5", dense.Mask(is_causal=True, soft_cap=3.0, chunk=50)),
+    "odd": a_case(5, "zigzag", dense.Mask(is_causal=True, chunk=31), "rotate_query", shard="50"),
+}
+
+
+@pytest.mark.parametrize("name", ["window", "odd", pytest.param("cap", marks=pytest.mark.slow)])
+def test_chunks_on_a_ring_are_exact(name):
+    assert_exact(CHUNKS[name])
+
+
+def test_chunks_count_positions_below_0_too():
+    ids: Any = np.repeat([1, 2, 0, 3], T // 4)[None].repeat(B, 0)
+    keep = dense.Mask(chunk=10).dense(ids, ids, T, T, query_offset=-7)
+    run = functools.partial(
+        local_attention, attention_chunk_size=10, query_offset=-7, query_segment_ids=ids,
+        key_value_segment_ids=ids, return_residual=True,
+    )  # fmt: skip
+    got = forward_and_gradients(run)(ARRAYS, COTANGENTS)
+    assert_close(got, dense.truth(*ARRAYS, keep, *COTANGENTS))
 
 
 def test_tiles_that_a_table_empties_are_skipped():
@@ -90,14 +103,14 @@ def test_tiles_that_a_table_empties_are_skipped():
     query, key, value = ARRAYS
     table = np.ones((2, 4), bool)
     table[:, 3] = False
-    last = slice(3 * T // 4, None)
     nan = value.copy()
-    nan[:, last] = np.nan
-    options: Any = {"implementation": xla.in_tiles(Tiles(8, 4)), "block_mask": jnp.asarray(table)}
-    out, lse = attend((query, key, nan), mesh_of(seq=2), **options)
+    nan[:, 3 * T // 4 :] = np.nan
+    got = burst_jax.burst_attention(
+        query, key, nan, mesh=mesh_of(seq=2), return_residual=True,
+        implementation=xla.in_tiles(Tiles(8, 4)), block_mask=jnp.asarray(table),
+    )  # fmt: skip
     keep = dense.Mask().dense(None, None, T, T, block_mask=table)
-    want = dense.truth(query, key, value, keep, *COTANGENTS)
-    assert_close((out, lse), tuple(want[:2]))
+    assert_close(got, tuple(dense.truth(query, key, value, keep, *COTANGENTS)[:2]))
 
 
 def test_padding_by_lengths_reaches_nothing():
@@ -108,10 +121,11 @@ def test_padding_by_lengths_reaches_nothing():
         t, s = (by_sequence[name][row] for name in SEQ_LENGTHS)
         for x, length in zip(padded, (t, s, s, t, t), strict=True):
             x[row, length:] = np.nan
-    run = forward_and_gradients(lambda *arrays: attend(arrays, **by_sequence))
+    run = forward_and_gradients(
+        functools.partial(local_attention, return_residual=True, **by_sequence)
+    )
     got = run(tuple(padded[:3]), tuple(padded[3:]))
-    want = run(ARRAYS, COTANGENTS)
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(got, run(ARRAYS, COTANGENTS), strict=True):
         np.testing.assert_array_equal(g, w)
     assert (np.asarray(got[0])[0, 20:] == 0).all()
     assert np.isneginf(np.asarray(got[1])[0, 20:]).all()
@@ -120,14 +134,17 @@ def test_padding_by_lengths_reaches_nothing():
 # --- values that are traced ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("right", [None, 0], ids=["no-right-side", "static-right-side"])
-def test_one_program_for_all_windows(right):
+def test_one_program_for_all_windows():
     """Of one scan too. A side below 0 moves the window away, and no sum overflows int32."""
 
     @quick_jit
     def scanned(lefts):
         def layer(_, left):
-            results, vjp = jax.vjp(lambda *x: attend(x, local_window_size=(left, right)), *ARRAYS)
+            attend = functools.partial(
+                burst_jax.burst_attention, mesh=mesh_of(seq=2), return_residual=True,
+                local_window_size=(left, 0),
+            )  # fmt: skip
+            results, vjp = jax.vjp(attend, *ARRAYS)
             return None, (*results, *vjp(COTANGENTS))
 
         return jax.lax.scan(layer, None, lefts)[1]
@@ -136,7 +153,7 @@ def test_one_program_for_all_windows(right):
     got = scanned(lefts)
     ahead = np.subtract.outer(np.arange(T), np.arange(T))
     for index, left in enumerate(lefts.astype(int)):
-        keep = (ahead <= left) & (ahead >= 0 if right == 0 else True)
+        keep = (ahead <= left) & (ahead >= 0)
         results = [np.asarray(x[index]) for x in got]
         if not keep.any():
             assert all((x == (-np.inf if i == 1 else 0)).all() for i, x in enumerate(results))
@@ -145,11 +162,24 @@ def test_one_program_for_all_windows(right):
 
 
 def test_bounds_beyond_int32_are_no_bounds():
-    want = attend()[0]
-    far = np.full(T, 2**40), np.full(T, -(2**40))
-    assert_close(attend(key_ends=far[0], key_starts=far[1])[0], want)
+    want = local_attention(*ARRAYS)
+    far: Any = np.full(T, 2**40), np.full(T, -(2**40))
+    bounds: Any = {"key_ends": far[0], "key_starts": far[1], "attention_chunk_size": 2**40}
+    assert_close(local_attention(*ARRAYS, **bounds), want)
     # As uint32, 2^32 - 1 would be -1 in int32.
-    assert_close(attend(key_ends=jnp.full(T, 2**32 - 1, jnp.uint32))[0], want)
+    assert_close(local_attention(*ARRAYS, key_ends=jnp.full(T, 2**32 - 1, jnp.uint32)), want)
+
+
+def test_segment_ids_of_any_integer_dtype():
+    ids = np.repeat([[1, 2, 0, 3]], T // 4, 1).repeat(B, 0)
+    outs = []
+    for dtype in (np.int32, np.int8, np.uint64, ">i4"):
+        given: Any = dict.fromkeys(
+            ("query_segment_ids", "key_value_segment_ids"), ids.astype(dtype)
+        )
+        outs.append(local_attention(*ARRAYS, **given))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
 
 
 def test_no_sum_of_a_position_and_a_side_overflows():
@@ -164,7 +194,7 @@ def test_no_sum_of_a_position_and_a_side_overflows():
 
 def test_chunks_of_queries_over_parts_of_keys():
     """One program for all chunks and parts: a ring by the two public functions, gradients too."""
-    programs = []
+    programs, size = [], T // 2
 
     @jax.jit
     def part(query, key, value, q_start, kv_start):
@@ -175,12 +205,10 @@ def test_chunks_of_queries_over_parts_of_keys():
         )  # fmt: skip
 
     def in_chunks(query, key, value):
-        cut = lambda x, i: x[:, 8 * i : 8 * i + 8]  # noqa: E731
+        query, key, value = (jnp.split(x, 2, axis=1) for x in (query, key, value))
         outs = [
-            merge(
-                *(part(cut(query, i), cut(key, j), cut(value, j), 8 * i, 8 * j) for j in range(4))
-            )
-            for i in range(4)
+            merge(*(part(q, key[j], value[j], size * i, size * j) for j in range(2)))
+            for i, q in enumerate(query)
         ]
         return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *outs)
 
@@ -188,123 +216,89 @@ def test_chunks_of_queries_over_parts_of_keys():
     got = forward_and_gradients(in_chunks)(ARRAYS, COTANGENTS)
     assert_close(got, dense.truth(*ARRAYS, keep, *COTANGENTS))
     assert len(programs) == 1
-    # Without positions both sides count from 0, with T != S too; S - T aligns to the last key.
-    for rows, offset in ((slice(0, 5), 0), (slice(T - 5, None), T - 5)):
-        out = local_attention(
-            ARRAYS[0][:, rows], *ARRAYS[1:], is_causal=True, query_offset=offset,
-            local_window_size=13,
-        )  # fmt: skip
-        assert_close(out, np.asarray(got[0])[:, rows])
+    # An offset of S - T aligns T queries to the last key.
+    last = local_attention(
+        ARRAYS[0][:, -5:], *ARRAYS[1:], is_causal=True, query_offset=T - 5, local_window_size=13
+    )
+    assert_close(last, np.asarray(got[0])[:, -5:])
 
 
 # --- shardings -----------------------------------------------------------------------------------
 
-RNG = np.random.default_rng(0)
-STARTS, ENDS = key_ranges(RNG, B, T)
-GROUPS: dict[str, dict[str, Any]] = {
-    "bounds": {
-        "prefix_lengths": np.array([T // 3, T - 5]), "query_seq_lengths": np.array([T, T // 2]),
-        "key_value_seq_lengths": np.array([T - 8, T + 1]), "key_starts": STARTS,
-        "key_ends": ENDS[0], "local_window_size": (np.int32(13), None),
-    },
-    "positions": {
-        "query_positions": RNG.integers(0, T, (B, T)), "key_value_positions": RNG.permutation(T),
-        "local_window_size": (np.int32(9), np.int32(2)),
-    },
-    "offset": {"query_offset": np.array([3, -4]), "key_starts": STARTS[0]},
-    "table": {"block_mask": a_table((N, 8, 4)), "sink_logits": np.arange(N, dtype=np.float32)},
-}  # fmt: skip
-SPECS = {
-    "query_positions": P("data", "seq"), "key_value_positions": P("seq"),
-    "query_offset": P("data"), "block_mask": P("model"), "sink_logits": P("model"),
-    "prefix_lengths": P("data"), "query_seq_lengths": P("data"),
-    "key_value_seq_lengths": P("data"), "key_starts": P("data", "seq"), "key_ends": P("seq"),
-    "local_window_size": P(),
+ARRAY_ARGUMENTS = (*valid.SHAPES, "block_mask", "local_window_size")
+BOUNDS = ("positions_by_row", "key_value_positions", *SEQ_LENGTHS, "key_starts", "key_ends")
+GROUPS = {
+    "by-sequence": ({"data": 2, "seq": 2}, ("is_causal", *BOUNDS), {}),
+    "by-head": (
+        {"tensor": 2, "seq": 2},
+        ("is_causal", "block_mask", "sink_logits", "alibi_slopes", "segments"), {},
+    ),
+    "window": ({"seq": 4}, ("positions", "score_mod", "mask_mod"), {"local_window_size": 3}),
+    "traced": ({"seq": 2}, ("traced_window", "traced_offset"), {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_every_array_is_sharded_as_the_call_names(kind, group):
-    """Under ``jax.set_mesh`` in a ``jax.jit`` and eagerly, and in the caller's own shard_map."""
-    given = GROUPS[group]
-    axis = "model" if group == "table" else "data"
-    mesh = mesh_of(kind, **{axis: 2}, seq=2)
-    axes: Any = {"tensor_axis": "model"} if group == "table" else {"batch_axis": "data"}
-    masks = {
-        name: x for name, x in given.items() if name not in ("local_window_size", "sink_logits")
-    }
-    window = given.get("local_window_size", (None, 0))
-    keep = dense.Mask(is_causal=True, window=window).dense(None, None, T, T, **masks)
-    numbers = {name: given[name] for name in given if name == "sink_logits"}
-    want = dense.truth(*ARRAYS, keep, *COTANGENTS, numbers=numbers)[:2]
+@pytest.mark.parametrize(("mesh", "features", "options"), GROUPS.values(), ids=GROUPS)
+def test_every_array_is_sharded_in_the_callers_shard_map(mesh, features, options):
+    """Each argument enters as burst_attention shards it, with the batch or the heads sharded too.
 
-    def run(arrays, given):
-        call: Any = {"is_causal": True, "return_residual": True, **axes, **given}
-        return burst_jax.burst_attention(*arrays, **call)
+    User functions read the indices of the caller's shard, so its batch and heads are whole.
+    """
+    program = valid.program_of(mesh, features, t=32, s=16, **options)
+    spec = functools.partial(valid.needed_spec, program)
 
-    with jax.set_mesh(mesh):
-        assert_close(quick_jit(run)(ARRAYS, given), tuple(want))
-        if kind is AxisType.Auto:
-            traced = {
-                name: tuple(side if side is None else jnp.int32(side) for side in x)
-                for name, x in given.items()
-                if isinstance(x, tuple)
-            }
-            assert_close(run(ARRAYS, given | traced), tuple(want))
+    def attention(**call):
+        """ring_attention in a shard_map, called like burst_attention."""
+        arrays = {name: call.pop(name) for name in [*call] if name in ARRAY_ARGUMENTS}
+        specs = {
+            name: jax.tree.map(lambda x, name=name: spec(name, np.ndim(x)), x)
+            for name, x in arrays.items()
+        }
+        options = {name: x for name, x in call.items() if name not in ("mesh", *program.axes)}
+        of_out = spec("query", 4)
+        return jax.shard_map(
+            lambda arrays: burst_jax.ring_attention(axis_name="seq", **arrays, **options),
+            mesh=program.mesh, in_specs=(specs,), out_specs=(of_out, P(*of_out[:3])),
+        )(arrays)  # fmt: skip
 
-    of_arrays = P(*("data" if axis == "data" else None, "seq", *["model"] * (axis == "model")))
-    # What all sequences share has no batch dimension.
-    specs = {
-        name: P(*SPECS[name][max(0, len(SPECS[name]) - np.ndim(x)) :])
-        if not isinstance(x, tuple)
-        else P()
-        for name, x in given.items()
-    }
-
-    @quick_jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=((of_arrays,) * 3, specs), out_specs=of_arrays
-    )
-    def on_device(arrays, given):
-        call: Any = {"is_causal": True, "return_residual": True, **given}
-        return burst_jax.ring_attention(*arrays, axis_name="seq", **call)
-
-    put = lambda x, s: x if x is None else jax.device_put(x, jax.NamedSharding(mesh, s))  # noqa: E731
-    arrays = tuple(put(x, of_arrays) for x in ARRAYS)
-    placed = {
-        n: tuple(put(side, P()) for side in x) if isinstance(x, tuple) else put(x, specs[n])
-        for n, x in given.items()
-    }
-    assert_close(on_device(arrays, placed), tuple(want))
+    valid.assert_exact(program, attention)
 
 
 # --- ring steps that are left out ----------------------------------------------------------------
 
-
-def test_ring_steps_that_an_offset_leaves_out():
-    """Of a chunk of 16 queries over 64 keys on 4 devices: those to keys after the chunk."""
-
-    def hops(offset, **options):
-        traced = {"query_offset": jnp.int32(0)} if offset is None else {}
-        request = make_request(
-            RingArguments(query_offset=offset or 0, **options), axis_argument="seq_axis",
-            axes="seq", size_of=lambda *_: 4, head_dim=8, arrays=traced,
-        )  # fmt: skip
-        return len(request.route(4, 16).offsets) - 1
-
-    # Device r has queries offset + 4r ..; a query at position p needs the keys of device p // 16.
-    assert hops(0, is_causal=True) == 3
-    assert hops(0, local_window_size=1) == 3
-    assert hops(48, local_window_size=2) == 3
-    assert hops(None, local_window_size=2) == 3
+HOPS: list[tuple[dict[str, Any], int]] = [
+    # 4 devices with 32 queries and 32 keys each.
+    ({"attention_chunk_size": 32, "is_causal": True}, 0),
+    ({"attention_chunk_size": 32}, 0),
+    ({"attention_chunk_size": 48, "is_causal": True}, 1),
+    ({"attention_chunk_size": 48}, 2),
+    ({"attention_chunk_size": 64, "query_offset": 16}, 3),
+    ({"attention_chunk_size": 2**40, "is_causal": True}, 3),
+    ({"attention_chunk_size": 16, "is_causal": True, "layout": "zigzag"}, 0),
+    ({"attention_chunk_size": 32, "is_causal": True, "layout": "zigzag"}, 2),
+    ({"attention_chunk_size": 64, "is_causal": True, "layout": "striped"}, 3),
     # All queries attend to one shard of keys, which is local on one device.
-    striped: Any = {"layout": "striped", "local_window_size": 0}
-    assert hops(0, **striped) == 0
-    assert hops(1, **striped) == 1
-    assert hops(None, **striped) == 3
-    # Before all keys.
-    assert hops(-16, is_causal=True) == 0
+    ({"layout": "striped", "local_window_size": 0}, 0),
+    ({"layout": "striped", "local_window_size": 0, "query_offset": 1}, 1),
+    ({"layout": "striped", "local_window_size": 0, "query_offset": None}, 3),
+    # Before all keys, and after all of them.
+    ({"is_causal": True, "query_offset": -128}, 0),
+    ({"local_window_size": (1, 0), "query_offset": 130}, 0),
+    ({"local_window_size": (1, 0), "query_offset": 64}, 2),
+    ({"local_window_size": (1, 0), "query_offset": None}, 3),
+]
+
+
+@pytest.mark.parametrize(("options", "hops"), HOPS, ids=str)
+def test_a_route_has_the_hops_that_chunks_windows_and_offsets_need(options, hops):
+    """An offset of None is a traced one."""
+    traced = {"query_offset": jnp.int32(0)} if options.get("query_offset", 0) is None else {}
+    static = {name: x for name, x in options.items() if x is not None}
+    request = make_request(
+        RingArguments(**static), axis_argument="seq_axis", axes="seq", size_of=lambda *_: 4,
+        head_dim=8, arrays=traced,
+    )  # fmt: skip
+    assert len(request.route(32, 32).offsets) - 1 == hops
 
 
 def scores_that_count(sizes, layout, lengths, window, table, queries_rotate, step):
@@ -322,9 +316,14 @@ def scores_that_count(sizes, layout, lengths, window, table, queries_rotate, ste
     return counts
 
 
-@pytest.mark.parametrize("queries_rotate", [False, True], ids=["keys", "queries"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "striped:2"])
-@pytest.mark.parametrize("sizes", [(3,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "layout", "queries_rotate"),
+    [
+        ((3,), "contiguous", True), ((2, 3), "contiguous", False), ((2, 3), "zigzag", True),
+        ((3,), "striped", False), ((2, 3), "striped:2", True),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_static_table_leaves_out_ring_steps(sizes, layout, queries_rotate):
     n, left_out = math.prod(sizes), 0
     for index, ((t, s), blocks) in enumerate(
@@ -351,71 +350,42 @@ def test_a_static_table_leaves_out_ring_steps(sizes, layout, queries_rotate):
 
 
 def test_a_static_table_sends_less():
-    """Every device needs its own keys and those of the one before: K and V make one hop."""
+    """Of some head, each device needs the keys of the one before: K and V make one hop."""
     near = np.subtract.outer(np.arange(4), np.arange(4))
-    table = (near == 0) | (near == 1)
-    keep = dense.Mask().dense(None, None, T, T, block_mask=table)
-
-    def run(table):
-        return lambda *arrays: attend(arrays, block_mask=table, backward="rotate_kv")
+    table = np.stack([near == 0, near == 1, near == 0, near == 1])
 
     def hops(table):
         def gradient(arrays, cotangents):
-            return jax.vjp(run(table), *arrays)[1](cotangents)
+            attend = functools.partial(
+                burst_jax.burst_attention, mesh=mesh_of(seq=4), block_mask=table,
+                backward="rotate_kv", return_residual=True,
+            )  # fmt: skip
+            return jax.vjp(attend, *arrays)[1](cotangents)
 
         return count(jax.make_jaxpr(gradient)(ARRAYS, COTANGENTS).jaxpr, "ppermute")
 
     # The forward sends K and V once. The backward does, and returns dK and dV.
     assert (hops(table), hops(jnp.asarray(table))) == (6, 3 * 2 * 3)
-    got = forward_and_gradients(run(table))(ARRAYS, COTANGENTS)
-    assert_close(got, dense.truth(*ARRAYS, keep, *COTANGENTS))
 
 
-# --- layers and adapters -------------------------------------------------------------------------
-
-
-def test_adapters_pad_what_has_an_entry_per_token():
-    length = 30
-    qkv = tuple(jnp.asarray(x[:, :length]) for x in ARRAYS)
-    rng = np.random.default_rng(0)
-    starts, ends = key_ranges(rng, B, length)
-    bounds: Any = {"prefix_lengths": np.array([4, 20]), "key_starts": starts[0], "key_ends": ends}
-    places: Any = {
-        "query_positions": rng.integers(0, length, (B, length)),
-        "key_value_positions": rng.permutation(length),
-    }
-    for given in (bounds, places):
-        fn = nnx_attention_fn(mesh=mesh_of(seq=4), is_causal=True, pad=True, **given)
-        assert_close(fn(*qkv), local_attention(*qkv, is_causal=True, **given))
-    fn = nnx_attention_fn(mesh=mesh_of(seq=2), pad=True, block_mask=np.ones((3, 3), bool))
-    with pytest.raises(ValueError, match="block_mask is given, and lengths 15 and 15 are padded"):
-        fn(*(x[:, :15] for x in qkv))
+# --- layers and kernels --------------------------------------------------------------------------
 
 
 def test_a_layer_accepts_masks_in_its_call():
-    mesh = mesh_of(seq=2)
     layer = burst_jax.BurstAttention(
-        16, 2, mesh=mesh, is_causal=True, rope_theta=None, rngs=nnx.Rngs(0)
+        16, 2, mesh=mesh_of(seq=2), is_causal=True, rope_theta=None, rngs=nnx.Rngs(0)
     )
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 16)), jnp.float32)
     projected = [f(x) for f in (layer.query, layer.key, layer.value)]
     masks: Any = {
-        "prefix_lengths": np.array([4, 20]), "key_starts": STARTS[0], "block_mask": a_table((8, 4))
+        "prefix_lengths": np.array([4, 20]), "key_starts": np.arange(T) // 3,
+        "block_mask": a_table((8, 4)),
     }  # fmt: skip
     want = layer.out(local_attention(*projected, is_causal=True, **masks))
     assert_close(layer(x, **masks), want)
     unknown: Any = {"scale": 0.5}
     with pytest.raises(TypeError, match=r"call got scale: "):
         layer(x, **unknown)
-
-
-def test_one_devices_attention_accepts_tables():
-    """Also one that is compiled in, and with one table per head."""
-    table = np.stack([a_table((8, 4), seed=seed) for seed in range(N)])
-    keep = dense.Mask().dense(None, None, T, T, block_mask=table)
-    want = dense.truth(*ARRAYS, keep, *COTANGENTS)[0]
-    for given in (table, jnp.asarray(table)):
-        assert_close(local_attention(*ARRAYS, block_mask=given), want)
 
 
 def test_sm90_kernels_name_the_blocks_that_they_support():

@@ -1,26 +1,30 @@
-"""NaN and infinity in padding change no bit of other tokens' results."""
+"""Padding: what is in it changes no bit of other tokens' results, and ``pad=True`` makes it."""
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import valid_calls as valid
 from implementations import IMPLEMENTATIONS
+from jax.sharding import AxisType
+from meshes import assert_close, mesh_of, random_like
 from ring_cases import a_case, make_inputs, ring_results
 
+import burst_jax
+
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-
-odd_case = functools.partial(a_case, shard="63")
-
 # One device, rings of both rotations, two levels and Ulysses, each implementation.
 CASES = {
-    "triton-1": odd_case("1", "contiguous", "packed_causal", "rotate_kv", "triton"),
-    "xla-3-query": odd_case("3", "striped", "packed_window_cap", "rotate_query", "xla"),
-    "triton-2-query": odd_case("2", "striped", "packed", "rotate_query", "triton"),
-    "reference-2-kv": odd_case("2", "zigzag", "packed_causal", "rotate_kv", "reference"),
-    "xla-2x2+h2": odd_case("2x2+h2", "zigzag", "packed_causal", "rotate_kv", "xla"),
+    "triton-1": a_case("1", "contiguous", "packed_causal", "rotate_kv", "triton", "63"),
+    "xla-3-query": a_case("3", "striped", "packed_window_cap", "rotate_query", "xla", "63"),
+    "reference-2-kv": a_case("2", "zigzag", "packed_causal", "rotate_kv", "reference", "63"),
+    "xla-2x2+h2": a_case("2x2+h2", "zigzag", "packed_causal", "rotate_kv", "xla", "63"),
 }
+QUICK = ("triton-1", "xla-3-query")
 
 
 def poisoned(x, segment_ids, rng):
@@ -32,47 +36,90 @@ def poisoned(x, segment_ids, rng):
     return np.where(padding, noise, x)
 
 
-QUICK = ("triton-1", "xla-3-query")
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
 def test_values_in_padding_change_no_bit(name):
-    """Packed sequences with padding before, between and after documents; GQA."""
+    """Packed sequences with padding before, between and after documents; GQA.
+
+    In one call, whose second half of the batch is the first with other padding. There is a document
+    of queries without keys, too: their lse is -inf, so a loss of it often has a NaN cotangent.
+    """
     case = CASES[name]
-    (q, k, v), (do, dlse), segments = make_inputs(case)
+    inputs: Any = make_inputs(case)
+    (q, k, v), (do, dlse), (ids, kv_ids) = inputs
     rng = np.random.default_rng(1)
-    dirty = [
-        poisoned(x, ids, rng)
-        for x, ids in zip(
-            (q, k, v, do, dlse), (*segments, segments[1], *segments[:1] * 2), strict=True
+    lonely = (np.arange(ids.shape[1]) % 5 == 3) & (ids != 0)
+    ids = np.where(lonely, 999, ids).astype(np.int32)
+    dirty = [poisoned(x, ids, rng) for x in (q, do, dlse)]
+    dirty[2] = np.where(lonely[..., None], np.float32(np.nan), dirty[2])
+    q, do, dlse = (np.concatenate(x) for x in zip((q, do, dlse), dirty, strict=True))
+    k, v = (np.concatenate([x, poisoned(x, kv_ids, rng)]) for x in (k, v))
+    segments = np.tile(ids, (2, 1)), np.tile(kv_ids, (2, 1))
+    got = ring_results(
+        case,
+        (q, k, v),
+        (do, dlse),
+        segments,
+        implementation=IMPLEMENTATIONS[case["implementation"]],
+    )
+    for result, x in zip(RESULTS, got, strict=True):
+        np.testing.assert_array_equal(x[2:], x[:2], err_msg=result)
+        nothing = kv_ids == 0 if result in ("dk", "dv") else (ids == 0) | lonely
+        assert (x[2:][nothing] == (-np.inf if result == "lse" else 0)).all(), result
+
+
+# --- the argument pad ----------------------------------------------------------------------------
+
+BY_TOKEN = ("key_starts", "key_ends", "key_value_positions", "offset_by_row")
+LENGTHS = ("is_causal", "prefix_lengths", "query_seq_lengths", "key_value_seq_lengths")
+PADDED = {
+    "heads": valid.program_of(
+        {"data": 2, "seq": 2, "tensor": 2},
+        ("pad", "segments", "sink_logits", "alibi_slopes", "dropout", *LENGTHS),
+        kind=AxisType.Explicit, t=13, s=19,
+    ),
+    "two-levels": valid.program_of(
+        {"outer": 2, "inner": 2, "ulysses": 2},
+        ("pad", "is_causal", "prefix_lengths", *BY_TOKEN), t=19, s=13,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PADDED.values(), ids=PADDED)
+def test_padded_calls_are_exact_and_sharded_like_their_arrays(program):
+    def attention(query, **call):
+        results = burst_jax.burst_attention(query, **call)
+        if program.mesh.explicit_axes:
+            assert jax.typeof(results[0]).sharding.spec == jax.typeof(query).sharding.spec
+        return results
+
+    valid.assert_exact(program, attention)
+
+
+def test_lengths_that_fit_are_left_alone():
+    """No segment ids, no slices; an eager call pads, too."""
+    x = random_like(jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32), 0)
+    jaxprs = []
+    for pad in (False, True):
+        options: Any = {"mesh": mesh_of(seq=4), "pad": pad}
+        jaxprs.append(
+            str(jax.make_jaxpr(lambda x, o=options: burst_jax.burst_attention(x, x, x, **o))(x))
         )
-    ]
-    run = IMPLEMENTATIONS[case["implementation"]]
-    clean = ring_results(case, (q, k, v), (do, dlse), segments, implementation=run)
-    got = ring_results(case, tuple(dirty[:3]), tuple(dirty[3:]), segments, implementation=run)
-    for result, g, c in zip(RESULTS, got, clean, strict=True):
-        np.testing.assert_array_equal(g, c, err_msg=result)
-        padding = segments[1 if result in ("dk", "dv") else 0] == 0
-        assert (g[padding] == (-np.inf if result == "lse" else 0)).all(), result
+    assert jaxprs[0] == jaxprs[1]
+    got = burst_jax.burst_attention(x[:, :9], x, x, mesh=mesh_of(seq=2), is_causal=True, pad=True)
+    assert_close(got, burst_jax.local_attention(x[:, :9], x, x, is_causal=True))
 
 
-@pytest.mark.parametrize("name", ["xla-3-query", "triton-1"])
-def test_queries_that_attend_to_nothing_drop_the_cotangent_of_lse(name):
-    """Their lse is -inf, so a loss of it often has a NaN cotangent."""
-    case = CASES[name]
-    arrays, (do, dlse), (ids, _) = make_inputs(case)
-    assert ids is not None
-    # A document of its own that no key belongs to: its queries are live and see nothing.
-    lonely = np.where((np.arange(ids.shape[1]) % 5 == 3) & (ids != 0), 999, ids).astype(np.int32)
-    segments = lonely, ids
-    bad = np.where((lonely == 999)[..., None], np.float32(np.nan), dlse)
-    run = IMPLEMENTATIONS[case["implementation"]]
-    clean = ring_results(case, arrays, (do, dlse), segments, implementation=run)
-    got = ring_results(case, arrays, (do, bad), segments, implementation=run)
-    for result, g, c in zip(RESULTS, got, clean, strict=True):
-        np.testing.assert_array_equal(g, c, err_msg=result)
-    assert (got[1][lonely == 999] == -np.inf).all()
-    assert (got[2][lonely == 999] == 0).all()
+def test_what_cannot_be_padded_raises():
+    x = jnp.ones((1, 12, 2, 8))
+    options: Any = {"mesh": mesh_of(seq=4), "pad": True}
+    for layout in ("zigzag", "striped", "striped:4"):
+        with pytest.raises(ValueError, match=rf"pad is True with layout '{layout}': .*pad_to_layo"):
+            burst_jax.burst_attention(x, x, x, layout=layout, **options)
+    x = x[:, :9]
+    with pytest.raises(ValueError, match=r"block_mask is given, and lengths 9 and 9 are padded to"):
+        burst_jax.burst_attention(x, x, x, block_mask=np.ones((3, 3), bool), **options)
+    with pytest.raises(ValueError, match="BurstAttention does not accept pad: pad tokens once"):
+        burst_jax.BurstAttention(8, 2, rngs=None, pad=True)  # pyrefly: ignore

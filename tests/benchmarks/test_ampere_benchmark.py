@@ -35,12 +35,6 @@ def test_the_extracted_kernel_equals_the_call(kernel, monkeypatch):
         assert np.abs(np.asarray(x, np.float32)).max() > 1e-3
 
 
-def test_keys_of_candidates():
-    candidate = ampere.Candidate(ampere.CASES[3], "dq", TritonConfig(128, 32, 4, 3))
-    assert candidate.key == "case3-dq-128x32x4x3"
-    assert ampere.Candidate.of_key(candidate.key) == candidate
-
-
 def test_as_many_ctas_per_sm_as_on_an_a100():
     for shared, ctas in ((20_000, 7), (49_152, 3), (74_240, 2), (106_496, 1), (170_000, 0)):
         assert 164 * 1024 // (shared + 1024) == ctas
@@ -51,26 +45,21 @@ def test_as_many_ctas_per_sm_as_on_an_a100():
         assert launch.as_on_an_a100(164 * 1024) == launch
 
 
-def test_the_launch_is_read_from_the_thunk_sequence():
+def test_launches_and_candidates_are_read_from_text():
     thunks = (
         "001: kCustomKernel wrapped_iota grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 0 b\n"
         "002: kCustomKernel burst_dq grid: [256, 32, 2] threads: [256, 1, 1]"
         "  shared_memory: 73728 bytes\n"
     )
     assert ampere._launch_of(thunks) == Launch((256, 32, 2), 256, 73728)
+    candidate = ampere.Candidate(ampere.CASES[3], "dq", TritonConfig(128, 32, 4, 3))
+    assert candidate.key == "case3-dq-128x32x4x3"
+    assert ampere.Candidate.of_key(candidate.key) == candidate
 
 
-def benchmark(monkeypatch, *args):
-    monkeypatch.setattr("sys.argv", ["benchmarks", "ampere", *map(str, args)])
-    main()
-
-
-def test_mistakes(tmp_path, monkeypatch, capsys):
+def test_kernels_must_be_compiled_first(tmp_path):
     with pytest.raises(SystemExit, match="has no kernels for these cases: run with --compile"):
-        benchmark(monkeypatch, tmp_path)
-    with pytest.raises(SystemExit):
-        benchmark(monkeypatch, tmp_path, "--configs", "64,64")
-    assert "64,64: Q,KV,WARPS,STAGES (not enough values" in capsys.readouterr().err
+        main(["ampere", str(tmp_path)])
 
 
 @pytest.mark.slow

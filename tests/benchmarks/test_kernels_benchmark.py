@@ -1,6 +1,8 @@
-"""``benchmarks kernels``: FLOPs, float64 reference, and wrong results that are not timed."""
+"""``benchmarks kernels``: FLOPs, float64 reference, wrong results, and the saved table."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import dense
 import jax
@@ -9,14 +11,16 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels, truth
+from benchmarks.__main__ import main
+from benchmarks.results import Results, Row
 from pallas_kernels import AttentionSpec
 
 SMALL = kernels.Case("small", 2, 128, 4, 2, 16, is_causal=True)
-PACKED = kernels.Case("packed", 1, 128, 4, 2, 16, is_causal=True, documents=3)
-WINDOW = kernels.Case("window", 1, 128, 4, 2, 16, is_causal=True, window=20)
 FULL = kernels.Case("full", 1, 128, 4, 4, 16)
-SINKS = kernels.Case("sinks", 1, 128, 4, 2, 16, is_causal=True, sinks=True)
-SLOPES = kernels.Case("slopes", 1, 128, 4, 2, 16, is_causal=True, slopes=True)
+WINDOW = kernels.Case("window", 1, 128, 4, 2, 16, is_causal=True, window=20)
+PACKED = kernels.Case(
+    "packed", 1, 128, 4, 2, 16, is_causal=True, documents=3, sinks=True, slopes=True
+)
 
 
 def unmasked(case):
@@ -35,15 +39,13 @@ def test_scores_are_the_unmasked_ones():
 
 def test_per_head_parameters():
     """ALiBi slopes are 2^-8/N, 2^-16/N, ... 2^-8."""
-    np.testing.assert_allclose(SLOPES.per_head()["alibi_slopes"], [2**-2, 2**-4, 2**-6, 2**-8])
-    assert SINKS.per_head()["sink_logits"].shape == (4,)
+    parameters = PACKED.per_head()
+    np.testing.assert_allclose(parameters["alibi_slopes"], [2**-2, 2**-4, 2**-6, 2**-8])
+    assert parameters["sink_logits"].shape == (4,)
     assert FULL.per_head() == {}
 
 
-EVERY = [SMALL, PACKED, WINDOW, FULL, SINKS, SLOPES]
-
-
-@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [FULL, WINDOW, PACKED], ids=lambda case: case.name)
 def test_the_reference_is_dense_attention(case, monkeypatch):
     monkeypatch.setattr(truth, "_ROWS", 32)
     rng, groups = np.random.default_rng(0), 2
@@ -72,58 +74,54 @@ def test_the_reference_needs_whole_blocks():
         truth.attention_and_gradients(AttentionSpec.of(1.0), at, None, x, x[:, 0], x[:, 0], x)
 
 
-@pytest.mark.parametrize("case", [SMALL, pytest.param(PACKED, marks=pytest.mark.slow)])
-def test_correct_results_are_timed(case, monkeypatch):
-    times = iter((0.25, 0.5))
+@pytest.fixture(scope="module")
+def inputs():
+    return kernels.KernelInputs(SMALL, jnp.dtype("bfloat16"))
+
+
+def test_correct_results_are_timed(inputs, monkeypatch):
+    times, results = iter((0.25, 0.5)), []
 
     def median_time(call):
-        assert len(jax.tree.leaves(call())) in (1, 4)
+        results.append(call())
         return next(times)
 
     monkeypatch.setattr(kernels, "median_time", median_time)
-    inputs = kernels.KernelInputs(case, jnp.dtype("bfloat16"))
-    row = kernels.measure(inputs, "xla", lambda _: kernels.ours(case, "xla"), 1.2e-2)
+    row = kernels.measure(inputs, "xla", lambda _: kernels.ours(SMALL, "xla"), 1.2e-2)
     assert not row.note
     assert 0 < row.error < 1e-2
     # Two matmuls forward, five backward, of 2 H FLOPs per score.
-    product = 2 * case.batch * case.heads * case.head_dim * case.scores()
+    product = 2 * SMALL.batch * SMALL.heads * SMALL.head_dim * SMALL.scores()
     assert row.forward == pytest.approx(2 * product / 0.25 * 1e-12)
     assert row.both == pytest.approx(7 * product / 0.5 * 1e-12)
+    # Each result has its own error, over the first and the last key head.
+    right = dict(zip(("out", "dq", "dk", "dv"), map(np.array, results[1]), strict=True))
+    for name, x in right.items():
+        for heads in (slice(1), slice(-1, None)):
+            wrong = x.copy()
+            wrong[-1 if heads.stop is None else 0, :, heads] *= 1.1
+            errors = inputs.errors(**right | {name: wrong})
+            assert [key for key, error in errors.items() if error > 1e-2] == [name]
 
 
-@pytest.mark.parametrize("wrong", ["out", "dq", "dk", "dv"])
-def test_wrong_results_are_not_timed(wrong):
-    inputs = kernels.KernelInputs(SMALL, jnp.dtype("bfloat16"))
+def test_wrong_results_are_not_timed(inputs, monkeypatch):
+    """The program of the forward pass alone differs from that with the gradients."""
+    monkeypatch.setattr(kernels, "median_time", pytest.fail)
     right = kernels.ours(SMALL, "xla")
 
-    def attend(q, k, v):
-        # Only one result is off by a tenth.
-        def scaled(x, name):
-            stop = jax.lax.stop_gradient(x)
-            return x * 1.1 - stop * 0.1 if name == wrong else x
+    def wrong(q, k, v):
+        return right(q, k, 1.1 * v - 0.1 * jax.lax.stop_gradient(v))
 
-        out = right(scaled(q, "dq"), scaled(k, "dk"), scaled(v, "dv"))
-        return out + jax.lax.stop_gradient(out) * 0.1 if wrong == "out" else out
+    def wrong_alone(differentiated):
+        return right if differentiated else lambda *x: 1.1 * right(*x)
 
-    row = kernels.measure(inputs, "off", lambda _: attend, 1.2e-2)
-    assert row.note == f"wrong: {wrong}; not timed"
-    assert np.isnan(row.forward)
+    for make, name in ((lambda _: wrong, "dv"), (wrong_alone, "out")):
+        row = kernels.measure(inputs, "off", make, 1.2e-2)
+        assert row.note == f"wrong: {name}; not timed"
+        assert np.isnan(row.forward)
 
 
-def test_the_forward_pass_is_checked_separately():
-    """Its program differs from that with the gradients."""
-    inputs = kernels.KernelInputs(SMALL, jnp.dtype("bfloat16"))
-    right = kernels.ours(SMALL, "xla")
-
-    def make(differentiated):
-        return right if differentiated else lambda q, k, v: 1.1 * right(q, k, v)
-
-    row = kernels.measure(inputs, "off", make, 1.2e-2)
-    assert row.note == "wrong: out; not timed"
-
-
-def test_unsupported_cases_are_notes():
-    inputs = kernels.KernelInputs(PACKED, jnp.dtype("bfloat16"))
+def test_unsupported_cases_are_notes(inputs):
     row = kernels.measure(inputs, "cuDNN", lambda _: kernels.cudnn(PACKED), 1.2e-2)
     assert row.note == "NotImplementedError: no segment ids"
     assert "NotImplementedError" in kernels._line(row, 1.0)
@@ -136,3 +134,70 @@ def test_unmasked_bounds_have_the_same_tiles():
     np.testing.assert_array_equal(
         kernels._unmasked(table), [[[0, 0, 6, 6], [3, 3, 9, 9], [0, 0, 0, 0]]]
     )
+
+
+# --- the command, with faked measurements --------------------------------------------------------
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """All implementations have 400 TFLOP/s; mosaic_sm90 does not support the third case."""
+    timed = []
+
+    def measure(inputs, peer, make, limit):
+        if inputs.case is kernels.CASES[2] and peer == "mosaic_sm90":
+            return Row(inputs.case.name, peer, note="NotImplementedError: no")
+        return Row(inputs.case.name, peer, 400.0, 300.0, 1e-3)
+
+    def local_times(inputs, name):
+        timed.append((inputs.case.name, name))
+        times = {"forward": 1.0, "carried": 1.1, "backward": 3.0}
+        return times | {"forward, unmasked": 0.8, "backward, unmasked": 2.0}
+
+    fakes = {
+        "measure": measure, "local_times": local_times,
+        "KernelInputs": lambda case, dtype: SimpleNamespace(case=case),
+        "matmul_ceiling": lambda dtype: 685.0, "compute_capability": lambda: 9.0,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(kernels, name, fake)
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
+    return timed
+
+
+def test_results_are_saved_and_drawn(on_hopper, tmp_path, capsys):
+    files = ["--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
+    main(["kernels", "--cases", "0", "2", "6", *files])
+    rows = Results.load(tmp_path / "a.json").rows
+    names = ["cuDNN", "Pallas example", "mosaic_sm90", "triton"]
+    full, causal, window = "full", "causal, 32/8 heads", "window 4096 of 64K, 32/8 heads"
+    measured = [(row.case, row.peer) for row in rows]
+    assert measured == [(case, name) for case in (full, causal, window) for name in names]
+    # The kernels alone are not timed for an unsupported case.
+    timed = [(case, name) for case in (full, causal, window) for name in names[2:]]
+    assert on_hopper == [each for each in timed if each != (causal, "mosaic_sm90")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
+    printed = capsys.readouterr().out
+    assert "a large matmul: 685 TFLOP/s" in printed
+    assert "400 ( 58 %)" in printed
+    assert "triton: with the carry 1.100 times as long" in printed
+    assert "triton: forward 1.250 times the same tiles unmasked" in printed
+    assert "triton: backward 1.500 times the same tiles unmasked" in printed
+
+
+def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
+    measure = kernels.measure
+
+    def interrupted(inputs, *rest):
+        if inputs.case is kernels.CASES[2]:
+            raise KeyboardInterrupt
+        return measure(inputs, *rest)
+
+    monkeypatch.setattr(kernels, "measure", interrupted)
+    options = ["--cases", "0", "2", "--implementations", "triton"]
+    with pytest.raises(KeyboardInterrupt):
+        main(["kernels", *options, "--json", str(tmp_path / "a.json")])
+    rows = Results.load(tmp_path / "a.json").rows
+    assert [(row.case, row.peer) for row in rows] == [
+        ("full", peer) for peer in ("cuDNN", "Pallas example", "triton")
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import jax
@@ -12,13 +11,9 @@ import plain_model
 import pytest
 
 from benchmarks import loss
+from benchmarks.__main__ import main
 
-SHAPE = loss.LossShape(48, 32, 96)
-
-
-@pytest.fixture(scope="module")
-def inputs():
-    return loss.LossInputs(SHAPE)
+SHAPE = loss.LossShape(48, 32, 96, kernel_dtype="float32")
 
 
 def test_the_reference_is_the_formula(monkeypatch):
@@ -38,25 +33,17 @@ def test_the_reference_is_the_formula(monkeypatch):
         np.testing.assert_allclose(got[name], gradient, rtol=1e-10, atol=1e-12)
 
 
-def arguments(**change):
-    given = {
-        "tokens": SHAPE.tokens, "features": SHAPE.features, "vocab": SHAPE.vocab,
-        "dtype": "bfloat16", "kernel_dtype": "float32", "chunk_sizes": [16, 48], "json": None,
-    }  # fmt: skip
-    return argparse.Namespace(**given | change)
-
-
 def test_correct_losses_are_timed_and_saved(monkeypatch, tmp_path, capsys):
     def median_time(call):
         jax.block_until_ready(call())
         return 0.5
 
     monkeypatch.setattr(loss, "require_gpus", lambda *_: None)
-    monkeypatch.setattr(
-        loss, "matmul_ceiling", lambda _: 1e-12 * SHAPE.flops
-    )  # One matmul per second.
+    # One matmul per second.
+    monkeypatch.setattr(loss, "matmul_ceiling", lambda _: 1e-12 * SHAPE.flops)
     monkeypatch.setattr(loss, "median_time", median_time)
-    loss.run(arguments(json=tmp_path / "a.json"))
+    sizes = "--tokens 48 --features 32 --vocab 96 --kernel-dtype float32 --chunk-sizes 16 48"
+    main(["loss", *sizes.split(), "--json", str(tmp_path / "a.json")])
     record = json.loads((tmp_path / "a.json").read_text())
     assert (record["tokens"], record["kernel_dtype"]) == (48, "float32")
     names = ["fused, chunks of 16", "fused, chunks of 48", "materialized logits"]
@@ -72,28 +59,28 @@ def test_correct_losses_are_timed_and_saved(monkeypatch, tmp_path, capsys):
     assert "500.0 (600%)" in printed
 
 
+def unsupported(*_):
+    raise NotImplementedError("no such GPU")
+
+
+# The program of the value alone differs from that with the gradients.
+value_alone = jax.custom_vjp(lambda *x: 1.1 * loss.materialized(*x))
+value_alone.defvjp(lambda *x: jax.vjp(loss.materialized, *x), lambda vjp, d_loss: vjp(d_loss))
 WRONG = {
-    "all": (lambda *x: 1.1 * loss.materialized(*x), "loss error 1.0e-01, gradient error 1."),
-    "hidden": (
-        lambda h, *x: loss.materialized(jax.lax.stop_gradient(h), *x), "gradient error 1.0e+00"
-    ),
-    "nan": (lambda *x: loss.materialized(*x) * jnp.nan, "loss error inf, gradient error inf"),
-}  # fmt: skip
+    "wrong: loss error 1.0e-01, gradient error 1.": lambda *x: 1.1 * loss.materialized(*x),
+    "wrong: loss error 1.0e-01; not timed": value_alone,
+    "wrong: gradient error 1.0e+00": lambda h, *x: loss.materialized(jax.lax.stop_gradient(h), *x),
+    "wrong: loss error inf, gradient error inf": lambda *x: loss.materialized(*x) * jnp.nan,
+    "NotImplementedError: no such GPU": unsupported,
+}
 
 
-@pytest.mark.parametrize(("wrong", "note"), WRONG.values(), ids=WRONG)
-def test_wrong_losses_are_not_timed(wrong, note, inputs, monkeypatch):
+def test_wrong_losses_are_not_timed(monkeypatch):
     monkeypatch.setattr(loss, "median_time", pytest.fail)
-    row = loss.measure(inputs, "off", wrong)
-    assert row["note"].startswith(f"wrong: {note}")
-    assert row["both"] is row["value"] is None
-    assert "wrong" in loss._line(row, 1.0)
-    json.dumps(row, allow_nan=False)
-
-
-def test_unsupported_losses_are_notes(inputs):
-    def unsupported(hidden, kernel, targets):
-        raise NotImplementedError("no such GPU")
-
-    row = loss.measure(inputs, "off", unsupported)
-    assert row["note"] == "NotImplementedError: no such GPU"
+    inputs = loss.LossInputs(SHAPE)
+    for note, wrong in WRONG.items():
+        row = loss.measure(inputs, "off", wrong)
+        assert row["note"].startswith(note)
+        assert row["both"] is row["value"] is None
+        assert note in loss._line(row, 1.0)
+        json.dumps(row, allow_nan=False)

@@ -58,16 +58,14 @@ def test_permutations_of_odd_sizes(layout):
     for n in SIZES:
         length = length_of(layout, n)
         x = RNG.integers(0, 1000, (2, length, 3))
-        permuted = to_layout(x, layout, n)
+        permuted, at = to_layout(x, layout, n), positions(layout, length, n)
+        np.testing.assert_array_equal(permuted, x[:, at])
         np.testing.assert_array_equal(from_layout(permuted, layout, n), x)
-        np.testing.assert_array_equal(to_layout(from_layout(x, layout, n), layout, n), x)
         assert (permuted == x).all() == (layout == "contiguous" or n == 1)
-        at = positions(layout, length, n)
         assert isinstance(at, np.ndarray)
         assert at.dtype == np.int32
         np.testing.assert_array_equal(np.sort(at), np.arange(length))
         assert (np.diff(at.reshape(n, -1), axis=1) > 0).all()
-        np.testing.assert_array_equal(permuted, x[:, at])
         shard = functools.partial(shard_positions, layout, length // n, n)
         every = jax.vmap(shard)(jnp.arange(n, dtype=jnp.int32))
         assert every.dtype == jnp.int32
@@ -85,11 +83,7 @@ def test_runs_of_positions(layout):
         np.testing.assert_array_equal(np.sort(runs.reshape(n, -1)), at)
         if layout.startswith("striped") and not across:
             assert (stride, count) == (1, stripe_size(layout))
-
-
-@pytest.mark.parametrize("layout", [*TABLE, "striped:4"])
-def test_adjacent_tokens_in_one_block(layout):
-    """The result divides the shard, its groups of tokens are within blocks, and it is not 1."""
+    # A run of adjacent tokens is within a block, divides the shard, and is not 1.
     for n, block in itertools.product((1, 2, 3, 4), (4, 6, 8, 24, 48)):
         at = positions(layout, 96 * n, n).reshape(n, 96)
         run = run_in_blocks(layout, 96, n, block)
@@ -102,33 +96,25 @@ def test_adjacent_tokens_in_one_block(layout):
 
 
 @every_layout
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_any_axis(layout, axis):
-    shape = [2, 3, 4]
-    shape[axis] = 12
-    x = RNG.normal(size=shape).astype(np.float32)
-    at = positions(layout, 12, 3)
-    for kind in (np.asarray, jnp.asarray):
-        got = to_layout(kind(x), layout, 3, axis=axis)
-        np.testing.assert_array_equal(got, np.take(x, at, axis))
-        np.testing.assert_array_equal(from_layout(got, layout, 3, axis=axis), x)
-
-
-@every_layout
-def test_pytrees_keep_types_and_dtypes(layout):
+def test_pytrees_on_any_axis_keep_types_and_dtypes(layout):
     tree: dict[str, Any] = {
-        "tokens": RNG.integers(0, 9, (2, 12)).astype(np.uint16),
-        "more": [jnp.ones((1, 12, 3), jnp.bfloat16), np.zeros((2, 12), bool)],
+        "tokens": RNG.integers(0, 9, (12, 12, 12)).astype(np.uint16),
+        "more": [jnp.ones((12, 12, 12), jnp.bfloat16).at[3].set(2), np.eye(12, dtype=bool)],
         "absent": None,
     }
-    for function in (to_layout, from_layout):
-        got = function(tree, layout, 3)
-        assert jax.tree.structure(got) == jax.tree.structure(tree)
-        assert type(got["tokens"]) is np.ndarray
-        assert isinstance(got["more"][0], jax.Array)
-        assert type(got["more"][1]) is np.ndarray
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    at = positions(layout, 12, 3)
+    for axis in (0, 1, -1):
+        got = to_layout(tree, layout, 3, axis=axis)
+        want = jax.tree.map(lambda x, axis=axis: np.take(np.asarray(x), at, axis), tree)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        back = from_layout(got, layout, 3, axis=axis)
+        jax.tree.map(np.testing.assert_array_equal, back, tree)
+        for result in (got, back):
+            assert jax.tree.structure(result) == jax.tree.structure(tree)
+            assert isinstance(result["more"][0], jax.Array)
+            assert type(result["tokens"]) is type(result["more"][1]) is np.ndarray
+            for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True):
+                assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
 @pytest.mark.parametrize(("layout", "n"), [("zigzag", 3), ("striped", 4), ("striped:4", 3)])
@@ -140,15 +126,6 @@ def test_under_jit_without_a_gather(layout, n):
     np.testing.assert_array_equal(inverse(permute(x)), x)
     for function in (permute, inverse):
         assert "gather" not in function.lower(x).as_text()
-
-
-def test_gradients_are_permuted_back():
-    weights = RNG.normal(size=(1, 12)).astype(np.float32)
-    for layout in TABLE:
-        gradient = jax.grad(lambda x, layout=layout: (to_layout(x, layout, 3) * weights).sum())(
-            jnp.zeros((1, 12), jnp.float32)
-        )
-        np.testing.assert_array_equal(gradient, from_layout(weights, layout, 3))
 
 
 LENGTHS = (
@@ -165,6 +142,10 @@ def test_padded_length():
         if length != fit:
             with pytest.raises(ValueError, match=rf"length is {length}: .*pad to {fit} "):
                 positions(layout, length, n)
+    # For a ulysses_axis, which splits the shards of the ring.
+    for multiple, want in ((1, 104), (8, 104), (16, 112), (12, 120)):
+        padded, ids = pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=multiple)
+        assert padded.shape == ids.shape == (1, want)
 
 
 @every_layout
@@ -174,135 +155,81 @@ def test_padding_is_at_the_end_zero_and_masked(layout, kind):
         "tokens": kind(RNG.integers(1, 9, (2, 13)).astype(np.int32)),
         "features": kind(RNG.normal(size=(2, 13, 3)).astype(jnp.bfloat16)),
     }
-    padded, segment_ids = pad_to_layout(tree, layout, 3)
     fit = padded_length(layout, 13, 3)
     assert fit > 13
-    for name, x in tree.items():
-        assert padded[name].shape == (2, fit, *x.shape[2:])
-        assert padded[name].dtype == x.dtype
-        assert isinstance(padded[name], np.ndarray) == (kind is np.asarray)
-        np.testing.assert_array_equal(padded[name][:, :13], x)
-        assert not np.asarray(padded[name][:, 13:]).any()
-    assert isinstance(segment_ids, np.ndarray) == (kind is np.asarray)
-    assert segment_ids.dtype == np.int32
-    np.testing.assert_array_equal(segment_ids, [[1] * 13 + [0] * (fit - 13)] * 2)
-
-
-@every_layout
-def test_padding_extends_given_segment_ids(layout):
-    given = np.array([[1, 1, 0, 2, 2], [3, 3, 3, 3, 0]], np.int32)
-    tokens = RNG.integers(1, 9, (2, 5))
-    padded, segment_ids = pad_to_layout(tokens, layout, 4, given)
-    np.testing.assert_array_equal(padded[:, :5], tokens)
-    np.testing.assert_array_equal(segment_ids[:, :5], given)
-    assert segment_ids.shape == (2, 8)
-    assert not segment_ids[:, 5:].any()
-    assert segment_ids.dtype == np.int32
-
-
-def test_no_padding_is_needed():
-    tokens = RNG.integers(1, 9, (2, 12))
-    padded, segment_ids = pad_to_layout(tokens, "zigzag", 3)
-    np.testing.assert_array_equal(padded, tokens)
-    np.testing.assert_array_equal(segment_ids, np.ones((2, 12)))
-
-
-def test_padding_under_jit():
-    run = jax.jit(functools.partial(pad_to_layout, layout="zigzag", num_shards=2))
-    tokens = jnp.arange(1, 11, dtype=jnp.int32).reshape(2, 5)
-    padded, segment_ids = run(tokens)
-    want, want_ids = pad_to_layout(np.asarray(tokens), "zigzag", 2)
-    np.testing.assert_array_equal(padded, want)
-    np.testing.assert_array_equal(segment_ids, want_ids)
+    given = RNG.integers(0, 4, (2, 13)).astype(np.int32)
+    for segments in (None, given):
+        padded, segment_ids = pad_to_layout(tree, layout, 3, segments)
+        for name, x in tree.items():
+            assert padded[name].shape == (2, fit, *x.shape[2:])
+            assert padded[name].dtype == x.dtype
+            assert isinstance(padded[name], np.ndarray) == (kind is np.asarray)
+            np.testing.assert_array_equal(padded[name][:, :13], x)
+            assert not np.asarray(padded[name][:, 13:]).any()
+        assert segment_ids.dtype == np.int32
+        assert segment_ids.shape == (2, fit)
+        np.testing.assert_array_equal(segment_ids[:, :13], 1 if segments is None else given)
+        assert not segment_ids[:, 13:].any()
+        assert isinstance(segment_ids, np.ndarray) == (segments is given or kind is np.asarray)
 
 
 # Casts, because a type checker finds these mistakes, too.
-WRONG = {
-    "layout": (
-        lambda: to_layout(np.ones((1, 4)), cast(Any, "spiral"), 2),
-        "layout is 'spiral': use one of",
-    ),
-    "layout-of-positions": (
-        lambda: positions(cast(Any, "ring"), 4, 2),
-        "layout is 'ring': .*'zigzag'",
-    ),
-    "layout-of-padding": (
-        lambda: pad_to_layout(np.ones((1, 4)), cast(Any, "x"), 2),
-        "layout is 'x'",
-    ),
-    **{
-        name: (
-            lambda name=name: positions(name, 16, 4),
-            f"layout is '{name}': use one of .* 'striped:k' for st",
-        )
+X = np.ones((1, 9))
+WRONG: list[tuple[Any, str]] = [
+    (lambda: to_layout(X, cast(Any, "spiral"), 2), "layout is 'spiral': use one of"),
+    (lambda: positions(cast(Any, "ring"), 4, 2), "layout is 'ring': .*'zigzag'"),
+    (lambda: pad_to_layout(X, cast(Any, "x"), 2), "layout is 'x'"),
+    *(
+        (lambda name=name: positions(name, 16, 4), f"layout is '{name}': use .* 'striped:k' for st")
         for name in ("striped:", "striped:0", "striped:-1", "striped:1.5", "zigzag:2")
-    },
-    "multiple": (
-        lambda: pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=0),
-        "multiple_of is 0: it must be a positive integer",
     ),
-    "shards-zero": (lambda: to_layout(np.ones((1, 4)), "zigzag", 0), "num_shards is 0: .*positive"),
-    "shards-float": (
-        lambda: positions("zigzag", 4, cast(Any, 2.0)),
-        "num_shards is 2.0: .*integer",
-    ),
-    "shards-of-padding": (
-        lambda: pad_to_layout(np.ones((1, 4)), "zigzag", -1),
-        "num_shards is -1: it must be a positive integer",
-    ),
-    "axis": (lambda: to_layout(np.ones(4), "zigzag", 2), r"axis is 1: the array has shape \(4,\)"),
-    "length": (
-        lambda: from_layout(np.ones((1, 9)), "zigzag", 4),
+    (lambda: pad_to_layout(X, "zigzag", 4, multiple_of=0), "multiple_of is 0: it must be a posit"),
+    (lambda: to_layout(X, "zigzag", 0), "num_shards is 0: it must be a positive integer"),
+    (lambda: positions("zigzag", 4, cast(Any, 2.0)), "num_shards is 2.0: it must be a positive in"),
+    (lambda: pad_to_layout(X, "zigzag", -1), "num_shards is -1: it must be a positive integer"),
+    (lambda: to_layout(np.ones(4), "zigzag", 2), r"axis is 1: the array has shape \(4,\)"),
+    (
+        lambda: from_layout(X, "zigzag", 4),
         "length along axis 1 is 9: the zigzag layout over 4 shards needs a multiple of 8; "
         "pad to 16 .pad_to_layout",
     ),
-    "length-negative-axis": (
-        lambda: to_layout(np.ones((1, 9)), "striped", 4, axis=-1),
+    (
+        lambda: to_layout(X, "striped", 4, axis=-1),
         "along axis 1 is 9: the striped layout over 4 shards needs a multiple of 4; pad to 12",
     ),
-    "padding-nothing": (lambda: pad_to_layout({}, "zigzag", 2), "tree holds no arrays: pass"),
-    "padding-rank": (
+    (lambda: pad_to_layout({}, "zigzag", 2), "tree holds no arrays: pass"),
+    (
         lambda: pad_to_layout(np.ones(5), "zigzag", 2),
         r"an array of shape \(5,\): it needs \[B, T, \.\.\.\]",
     ),
-    "padding-unequal": (
-        lambda: pad_to_layout([np.ones((1, 5)), np.ones((1, 6))], "zigzag", 2),
-        r"different \[B, T\]: \[\(1, 5\), \(1, 6\)\]",
+    (
+        lambda: pad_to_layout([X, X[:, :6]], "zigzag", 2),
+        r"different \[B, T\]: \[\(1, 6\), \(1, 9\)\]",
     ),
-    "padding-segments-shape": (
-        lambda: pad_to_layout(np.ones((1, 5)), "zigzag", 2, np.ones((1, 4), np.int32)),
-        r"segment_ids has shape \(1, 4\): it must be \(1, 5\), the arrays'",
+    (
+        lambda: pad_to_layout(X, "zigzag", 2, np.ones((1, 4), np.int32)),
+        r"segment_ids has shape \(1, 4\): it must be \(1, 9\), the arrays'",
     ),
-    "padding-segments-dtype": (
-        lambda: pad_to_layout(np.ones((1, 5)), "zigzag", 2, np.ones((1, 5))),
+    (
+        lambda: pad_to_layout(X, "zigzag", 2, X),
         "segment_ids has dtype float64: convert it to int32",
     ),
-    "padding-segments-list": (
-        lambda: pad_to_layout(np.ones((1, 2)), "zigzag", 2, cast(Any, [[1, 1]])),
-        "segment_ids .*list: .*int32",
+    (
+        lambda: pad_to_layout(X[:, :2], "zigzag", 2, cast(Any, [[1, 1]])),
+        r"segment_ids is a list: it must be an int32 array \[B, T\]",
     ),
-}
+]
 
 
 def test_wrong_arguments():
-    for call, message in WRONG.values():
+    for call, message in WRONG:
         with pytest.raises(ValueError, match=message):
             call()
 
 
 # --- arrays on a mesh ----------------------------------------------------------------------------
 
-SPECS = (P("data", "seq"), P(None, "seq"), P("data"), P(None, ("seq", "data")), P())
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
-
-
-@pytest.fixture(params=["context", "no_context"])
-def mesh(request):
-    """Explicit axes, the default of ``jax.make_mesh``; with and without ``jax.set_mesh``."""
-    mesh = jax.make_mesh((2, 4), ("data", "seq"))
-    assert set(mesh.axis_types) == {AxisType.Explicit}
-    with jax.set_mesh(mesh) if request.param == "context" else contextlib.nullcontext():
-        yield mesh
+SPECS = (P("data", "seq"), P("data"), P(None, ("seq", "data")), P())
 
 
 def assert_same_sharding(got, want, spec):
@@ -313,9 +240,12 @@ def assert_same_sharding(got, want, spec):
         assert x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, P(*full)), x.ndim)
 
 
-@every_spec
-def test_sharding_over_explicit_axes_is_kept(mesh, spec):
+@pytest.mark.parametrize("in_context", [True, False], ids=["context", "no_context"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_sharding_over_explicit_axes_is_kept(in_context, spec):
     """Several shards of the ring per device, one, and a shard over several devices."""
+    mesh = jax.make_mesh((2, 4), ("data", "seq"))
+    assert set(mesh.axis_types) == {AxisType.Explicit}  # The default of jax.make_mesh.
     x = RNG.normal(size=(2, 16, 3)).astype(np.float32)
     array = jax.device_put(x, jax.NamedSharding(mesh, spec))
     cases = [
@@ -325,10 +255,13 @@ def test_sharding_over_explicit_axes_is_kept(mesh, spec):
             (from_layout, "striped", 8), (pad_to_layout, "zigzag", 16),
         )
     ]  # fmt: skip
-    for run in cases:
-        assert_same_sharding(run(array), run(x), spec)
-    together = jax.jit(lambda x: [run(x) for run in cases])
-    assert_same_sharding(together(array), [run(x) for run in cases], spec)
+
+    def all_of(x):
+        return [run(x) for run in cases]
+
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        assert_same_sharding(all_of(array), all_of(x), spec)
+        assert_same_sharding(jax.jit(all_of)(array), all_of(x), spec)
 
 
 def test_padding_to_a_length_that_the_devices_do_not_divide():
@@ -350,11 +283,3 @@ def test_gradients_pass_over_explicit_axes():
         x, placed = jax.device_put((np.zeros_like(weights), weights), P(None, "seq"))
         gradient = jax.grad(lambda x: (to_layout(x, "striped", 4) * placed).sum())(x)
     np.testing.assert_array_equal(gradient, from_layout(weights, "striped", 4))
-
-
-def test_padding_to_another_multiple():
-    """For a ulysses_axis, which splits the shards of the ring."""
-    for multiple, want in ((1, 104), (8, 104), (16, 112), (12, 120)):
-        padded, ids = pad_to_layout(np.ones((1, 100)), "zigzag", 4, multiple_of=multiple)
-        assert padded.shape == ids.shape == (1, want)
-        assert (ids.sum(), ids[0, 99], padded.sum()) == (100, 1, 100)

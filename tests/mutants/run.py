@@ -11,6 +11,7 @@ status: 0 if all mutants are killed, 1 if one survives, 2 if the table does not 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import os
@@ -47,19 +48,16 @@ class Mutant:
     tests: str
 
     def __str__(self):
-        shorten = lambda text: " ".join(text.split())[:50]  # noqa: E731
-        return f"{self.file}: {shorten(self.old)!r} -> {shorten(self.new)!r}"
+        old, new = (" ".join(text.split())[:50] for text in (self.old, self.new))
+        return f"{self.file}: {old!r} -> {new!r}"
 
     def problem(self) -> str | None:
         """Why the mutant does not apply, or None."""
-        path = ROOT / self.file
-        if not path.exists():
-            return "no such file"
-        found = path.read_text().count(self.old)
-        missing = [x for x in self.tests.split() if x[-3:] == ".py" and not (ROOT / x).exists()]
-        if found != 1:
-            return f"its text is there {found} times"
-        return f"no such test: {missing[0]}" if missing else None
+        for path in (self.file, *re.findall(r"\S+\.py", self.tests)):
+            if not (ROOT / path).exists():
+                return f"there is no {path}"
+        found = (ROOT / self.file).read_text().count(self.old)
+        return None if found == 1 else f"its text is there {found} times"
 
     def run(self, checkout: Path, timeout: float) -> tuple[str, str]:
         """``(killed, survived or broken; by which test)``."""
@@ -124,25 +122,27 @@ def main() -> int:
     print(f"{len(mutants)} of {len(problems)} mutants apply")
     if options.check:
         return 2 * (len(mutants) < len(problems))
-    counts = dict.fromkeys(("killed", "survived", "broken"), 0)
-    with tempfile.TemporaryDirectory() as folder:
-        checkouts: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    counts: collections.Counter[str] = collections.Counter()
+    checkouts: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def run(mutant: Mutant) -> tuple[Mutant, str, str, float]:
+        checkout, start = checkouts.get(), time.monotonic()
+        try:
+            return mutant, *mutant.run(checkout, options.timeout), time.monotonic() - start
+        finally:
+            checkouts.put(checkout)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
         for job in range(options.jobs):
             copy_checkout(Path(folder) / str(job))
             checkouts.put(Path(folder) / str(job))
-
-        def run(mutant: Mutant) -> tuple[Mutant, str, str, float]:
-            checkout, start = checkouts.get(), time.monotonic()
-            try:
-                return mutant, *mutant.run(checkout, options.timeout), time.monotonic() - start
-            finally:
-                checkouts.put(checkout)
-
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            for mutant, verdict, by, seconds in pool.map(run, mutants):
-                counts[verdict] += 1
-                print(f"{verdict:9} {seconds:4.0f} s  {mutant}{by and '  by ' + by}", flush=True)
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+        for mutant, verdict, by, seconds in pool.map(run, mutants):
+            counts[verdict] += 1
+            print(f"{verdict:9} {seconds:4.0f} s  {mutant}{by and '  by ' + by}", flush=True)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("killed", "survived", "broken")))
     return 2 if len(mutants) < len(problems) else int(counts["killed"] < len(mutants))
 
 

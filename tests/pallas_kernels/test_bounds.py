@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import dense
 import jax
@@ -15,25 +16,21 @@ from cases import key_ranges, packed_segments
 
 from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
-from pallas_kernels import AttentionSpec, BlockMask, Mask, Tiles, key_bounds, query_bounds
-from pallas_kernels.bounds import lists_for_all, over_batch, split_tiles
+from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
+from pallas_kernels.bounds import _summary, lists_for_all, over_batch, split_tiles
 
 HUGE = 2**31 - 1
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def tables(spec, q_tokens, kv_tokens, tiles):
-    """Query bounds, key bounds, and the query bounds for the whole batch."""
-    by_query = query_bounds(spec.mask, q_tokens, kv_tokens, tiles)
-    return by_query, key_bounds(spec.mask, q_tokens, kv_tokens, tiles), for_the_batch(by_query)
-
-
-def for_the_batch(bounds):
-    """Bounds for all rows of the batch: what :func:`over_batch` says, and what is full in each."""
-    first, end = jnp.moveaxis(over_batch(bounds), -1, 0)
-    full_first = jnp.clip(bounds[..., 1].max(0), first, end)
-    full_end = jnp.clip(bounds[..., 2].min(0), full_first, end)
-    return jnp.stack([first, full_first, full_end, end], axis=-1)
+def tables(masks, q_tokens, kv_tokens, tiles):
+    """Of each mask query bounds, key bounds, and the queries' range over the whole batch."""
+    found = []
+    for mask in masks:
+        by_query = query_bounds(mask, q_tokens, kv_tokens, tiles)
+        by_key = key_bounds(mask, q_tokens, kv_tokens, tiles)
+        found.append((by_query, by_key, over_batch(by_query)))
+    return found
 
 
 def tokens(at, segment_ids=None):
@@ -41,76 +38,68 @@ def tokens(at, segment_ids=None):
     return local.tokens(jnp.asarray(at, jnp.int32), ids)
 
 
-def mask_of(spec, q_tokens, kv_tokens):
+def mask_of(mask, q, kv):
     """bool ``[R, T, S]`` by the definition."""
-    q, kv = (np.asarray(side.positions, np.int64) for side in (q_tokens, kv_tokens))
-    ahead = kv[None, :] - q[:, None]
-    keep = np.ones_like(ahead, bool)
-    if spec.mask.left is not None:
-        keep &= ahead >= -spec.mask.left
-    if spec.mask.right is not None:
-        keep &= ahead <= spec.mask.right
-    keep = keep[None]
-    if q_tokens.kv_starts is not None:
-        keep = keep & (kv >= np.asarray(q_tokens.kv_starts)[:, :, None])
-    if q_tokens.kv_ends is not None:
-        keep = keep & (kv < np.asarray(q_tokens.kv_ends)[:, :, None])
-    if q_tokens.segment_ids is not None:
-        q_ids, kv_ids = np.asarray(q_tokens.segment_ids), np.asarray(kv_tokens.segment_ids)
-        same = q_ids[:, :, None] == kv_ids[:, None, :]
-        keep = keep & same & (q_ids != 0)[:, :, None]
-    return keep
+    arrays: dict[str, Any] = {"query_positions": q.positions, "key_value_positions": kv.positions}
+    for name, bound in (("key_starts", q.kv_starts), ("key_ends", q.kv_ends)):
+        arrays |= {} if bound is None else {name: np.asarray(bound)}
+    q_ids, kv_ids = (None if x.segment_ids is None else np.asarray(x.segment_ids) for x in (q, kv))
+    written_out = dense.Mask(window=(mask.left, mask.right)).dense
+    return written_out(q_ids, kv_ids, len(q.positions), len(kv.positions), **arrays)
 
 
-def by_tile(keep, block_q, block_kv):
-    """bool ``[R, query tiles, key tiles]``: does any score count, and do all of a full tile."""
-    rows, t, s = keep.shape
-    extra = -t % block_q, -s % block_kv
-    padded = np.pad(keep, ((0, 0), (0, extra[0]), (0, extra[1])))  # so no ragged tile is whole
-    shape = (rows, padded.shape[1] // block_q, block_q, padded.shape[2] // block_kv, block_kv)
-    padded = padded.reshape(shape)
-    return padded.any((2, 4)), padded.all((2, 4))
+def by_tile(keep, tiles):
+    """bool ``[.., query tiles, key tiles]``: does any score count, and do all of a full tile."""
+    *ahead, t, s = keep.shape
+    q_tiles, kv_tiles = -(-t // tiles.block_q), -(-s // tiles.block_kv)
+    # Beyond a partial tile nothing counts, so it is not whole.
+    padded = np.zeros((*ahead, q_tiles * tiles.block_q, kv_tiles * tiles.block_kv), bool)
+    padded[..., :t, :s] = keep
+    cut = padded.reshape(*ahead, q_tiles, tiles.block_q, kv_tiles, tiles.block_kv)
+    return cut.any((-3, -1)), cut.all((-3, -1))
 
 
-def assert_right(bounds, some, whole):
-    """Bounds ``[..., rows, 4]`` serve the tiles ``[..., rows, tiles]``."""
+def assert_right(bounds, some, whole, *, tight=False):
+    """Bounds ``[.., rows, 4]`` serve the tiles ``[.., rows, tiles]``.
+
+    ``tight``: with the same tiles as the mask has, to the last one; its full tiles are one range.
+    """
     bounds = np.asarray(bounds)
     assert bounds.dtype == np.int32
     assert bounds.shape == (*some.shape[:-1], 4)
     first, full_first, full_end, end = np.moveaxis(bounds, -1, 0)[..., None]
     count = some.shape[-1]
-    assert (first >= 0).all()
-    assert (first <= full_first).all()
-    assert (full_first <= full_end).all()
-    assert (full_end <= end).all()
-    assert (end <= count).all()
+    ascending = (first >= 0) & (first <= full_first) & (full_first <= full_end)
+    assert (ascending & (full_end <= end) & (end <= count)).all()
     index = np.arange(count)
-    assert not (some & ((index < first) | (index >= end))).any(), "a tile that counts is left out"
+    visited = (index >= first) & (index < end)
+    assert not (some & ~visited).any(), "a tile that counts is left out"
     full = (index >= full_first) & (index < full_end)
     assert whole[full].all(), "a tile that needs its mask runs without"
     empty = first == end
     assert (bounds[empty[..., 0]] == 0).all()
-
-
-def assert_tight(bounds, some, whole):
-    """The same tiles as the mask has, to the last one; its full tiles are one range."""
-    first, full_first, full_end, end = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
-    index = np.arange(some.shape[-1])
-    np.testing.assert_array_equal((index >= first) & (index < end), some)
-    np.testing.assert_array_equal((index >= full_first) & (index < full_end), whole)
-
-
-def check(spec, q_tokens, kv_tokens, tiles, tight=False):
-    by_query, by_key, joint = tables(spec, q_tokens, kv_tokens, tiles)
-    some, whole = by_tile(mask_of(spec, q_tokens, kv_tokens), tiles.block_q, tiles.block_kv)
-    assert_right(by_query, some, whole)
-    assert_right(by_key, some.swapaxes(1, 2), whole.swapaxes(1, 2))
-    assert_right(joint, some.any(0), whole.all(0))
     if tight:
-        assert_tight(by_query, some, whole)
-        assert_tight(by_key, some.swapaxes(1, 2), whole.swapaxes(1, 2))
-        assert_tight(joint, some.any(0), whole.all(0))
-    return by_query, by_key
+        np.testing.assert_array_equal(visited, some)
+        np.testing.assert_array_equal(full, whole)
+
+
+def check(masks, q_tokens, kv_tokens, tiles, tight=False):
+    """Both sides' bounds, held to the dense mask; ``tight`` may be a function of the mask.
+
+    Returns query and key bounds of the last of the masks.
+    """
+    found = []
+    for mask, found in zip(masks, tables(masks, q_tokens, kv_tokens, tiles), strict=True):
+        some, whole = by_tile(mask_of(mask, q_tokens, kv_tokens), tiles)
+        exact = tight(mask) if callable(tight) else tight
+        assert_right(found[0], some, whole, tight=exact)
+        assert_right(found[1], some.swapaxes(1, 2), whole.swapaxes(1, 2), tight=exact)
+        first, end = np.moveaxis(np.asarray(found[2]), -1, 0)[..., None]
+        index = np.arange(some.shape[2])
+        visited = (index >= first) & (index < end)
+        assert (visited >= some.any(0)).all()
+        assert not exact or (visited == some.any(0)).all()
+    return tuple(np.asarray(bounds[0]).tolist() for bounds in found[:2])
 
 
 def packed(rng, length):
@@ -127,136 +116,94 @@ def packed(rng, length):
 
 # --- brute force ---------------------------------------------------------------------------------
 
-WINDOWS = {
-    "full": (None, None),
-    "causal": (None, 0),
-    "window9_4": (9, 4),
-    "causal_window13": (13, 0),
-    "left0": (0, None),
-    "ahead3": (None, 3),
-}
-# Tokens per shard and tiles, ragged on the query's, the key's, both or neither side.
-SHAPES = {
-    "even": (24, 24, Tiles(8, 6)),
-    "ragged_keys": (24, 38, Tiles(6, 8)),
-    "ragged_queries": (38, 24, Tiles(16, 4)),
-    "ragged": (26, 38, Tiles(8, 16)),
-    "one_tile": (10, 14, Tiles(16, 16)),
-}
+WINDOWS = (None, None), (None, 0), (9, 4), (13, 0), (0, None), (None, 3)
+# Tokens per shard and tiles: even, ragged on one side or on both, and one tile.
+SHAPES = (
+    (24, 24, Tiles(8, 6)),
+    (24, 38, Tiles(6, 8)),
+    (38, 24, Tiles(16, 4)),
+    (26, 38, Tiles(8, 16)),
+    (10, 14, Tiles(16, 16)),
+)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("t", "s", "tiles"), SHAPES, ids=str)
 @pytest.mark.parametrize("segments", [False, True], ids=["plain", "packed"])
-def test_bounds_cover_the_mask(shape, window, segments):
-    rng = np.random.default_rng([len(shape), len(window), segments])
-    t, s, tiles = SHAPES[shape]
-    left, right = WINDOWS[window]
-    spec, n = AttentionSpec.of(scale=1.0, left=left, right=right), 3
-    for layout in ("contiguous", "zigzag", "striped"):
-        q_all, kv_all = (positions(layout, n * size, n).reshape(n, size) for size in (t, s))
-        ids = packed(rng, n * max(t, s))
-        for _ in range(4):
-            q_at, kv_at = q_all[rng.integers(n)], kv_all[rng.integers(n)]
-            q, kv = (tokens(at, ids[:, at] if segments else None) for at in (q_at, kv_at))
+def test_bounds_cover_the_mask(t, s, tiles, segments):
+    n, rng = 3, np.random.default_rng([t, s, segments])
+    masks = tuple(Mask(*window) for window in WINDOWS)
+    ids = packed(rng, n * max(t, s))
+    for layout in ("contiguous", "zigzag", "striped", "any order"):
+
+        def tight(mask, layout=layout):
             # Two-sided windows may fall between striped positions, and packing between documents.
-            one_sided = left is None or right is None
-            check(spec, q, kv, tiles, tight=one_sided and not segments)
+            return not segments and layout != "any order" and None in (mask.left, mask.right)
+
+        def order(size, layout=layout):
+            if layout == "any order":
+                return rng.integers(0, n * size, (n, size))
+            return positions(layout, n * size, n).reshape(n, size)
+
+        of_queries, of_keys = order(t), order(s)
+        for shards in ((0, 0), (1, 2), (2, 1), (0, 2), (2, 0)):
+            at = of_queries[shards[0]], of_keys[shards[1]]
+            q, kv = (tokens(x, ids[:, x] if segments else None) for x in at)
+            check(masks, q, kv, tiles, tight)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_any_order_of_positions_is_right(window):
-    rng = np.random.default_rng(len(window))
-    spec = AttentionSpec.of(scale=1.0, left=WINDOWS[window][0], right=WINDOWS[window][1])
-    for _ in range(6):
-        q_at, kv_at = rng.integers(0, 60, 26), rng.integers(0, 60, 38)
-        ids = rng.integers(0, 3, (3, 60)).astype(np.int32)
-        check(spec, tokens(q_at), tokens(kv_at), Tiles(8, 16))
-        check(spec, tokens(q_at, ids[:, q_at]), tokens(kv_at, ids[:, kv_at]), Tiles(8, 16))
+def test_the_brute_force_notices():
+    """The guard: bounds that leave a tile out, or unmask one, fail."""
+    mask, side, tiles = Mask(right=0), tokens(np.arange(16)), Tiles(4, 4)
+    some, whole = by_tile(mask_of(mask, side, side), tiles)
+    good = np.asarray(query_bounds(mask, side, side, tiles))
+    assert_right(good, some, whole)
+    late, early, unmasked = good.copy(), good.copy(), good.copy()
+    late[0, 3, 0:2] += 1
+    early[0, 3, 3] -= 1
+    unmasked[0, 3, 2] += 1
+    for wrong, message in ((late, "left out"), (early, "left out"), (unmasked, "needs its mask")):
+        with pytest.raises(AssertionError, match=message):
+            assert_right(wrong, some, whole)
 
 
 # --- by hand -------------------------------------------------------------------------------------
 
 
-def test_causal_table():
-    """Sixteen tokens, tiles of 4 x 2: query tile i sees 2 (i + 1) key tiles, 2 i of them full."""
-    side = tokens(np.arange(16))
-    spec, tiles = AttentionSpec.of(scale=1.0, right=0), Tiles(4, 2)
-    by_query, by_key = check(spec, side, side, tiles, tight=True)
-    np.testing.assert_array_equal(
-        by_query[0], [[0, 2, 2, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
-    )
-    np.testing.assert_array_equal(
-        by_key[0],
-        [
-            [0, 1, 4, 4],
-            [0, 1, 4, 4],
-            [1, 2, 4, 4],
-            [1, 2, 4, 4],
-            [2, 3, 4, 4],
-            [2, 3, 4, 4],
-            [3, 4, 4, 4],
-            [3, 4, 4, 4],
-        ],
-    )
-
-
-def test_earlier_and_later_shards():
-    spec, near, far = AttentionSpec.of(scale=1.0, right=0), np.arange(16), np.arange(16, 32)
-    by_query, by_key = check(spec, tokens(far), tokens(near), Tiles(4, 2), tight=True)
-    np.testing.assert_array_equal(by_query[0], [[0, 0, 8, 8]] * 4)
-    np.testing.assert_array_equal(by_key[0], [[0, 0, 4, 4]] * 8)
-    by_query, by_key = check(spec, tokens(near), tokens(far), Tiles(4, 2), tight=True)
-    assert not np.asarray(by_query).any()
-    assert not np.asarray(by_key).any()
-
-
-@pytest.mark.parametrize("window", [None, HUGE], ids=["no_window", "huge_window"])
-def test_full_attention_is_all_full(window):
-    spec = AttentionSpec.of(scale=1.0, left=window, right=window)
-    q, kv = tokens(np.arange(32)), tokens(np.arange(18))
-    by_query, by_key = check(spec, q, kv, Tiles(8, 6), tight=True)
-    np.testing.assert_array_equal(by_query[0], [[0, 0, 3, 3]] * 4)
-    np.testing.assert_array_equal(by_key[0], [[0, 0, 4, 4]] * 3)
-
-
-def test_ragged_tiles_are_never_full():
-    spec = AttentionSpec.of(scale=1.0)
-    by_query, by_key = check(spec, tokens(np.arange(30)), tokens(np.arange(17)), Tiles(8, 6))
-    np.testing.assert_array_equal(np.asarray(by_query)[0, :3], [[0, 0, 2, 3]] * 3)
-    np.testing.assert_array_equal(np.asarray(by_key)[0, :2], [[0, 0, 3, 4]] * 2)
-    for last in (by_query[0, -1], by_key[0, -1]):
-        first, full_first, full_end, end = np.asarray(last).tolist()
-        assert (first, full_first) == (0, full_end)
-        assert end > 0
-
-
-@pytest.mark.parametrize("far", [0, 2**30, HUGE - 16], ids=["near", "far", "last"])
-@pytest.mark.parametrize(
-    "sides", [(HUGE, 0), (0, HUGE), (HUGE, HUGE), (HUGE, None)], ids=lambda sides: f"{sides}"
-)
-def test_huge_windows_do_not_overflow(far, sides):
-    spec = AttentionSpec.of(scale=1.0, left=sides[0], right=sides[1])
-    near, there = tokens(np.arange(16)), tokens(far + np.arange(16))
-    for q, kv in ((near, there), (there, near), (there, there)):
-        check(spec, q, kv, Tiles(4, 4), tight=True)
-
-
-def test_one_document_is_full_and_its_neighbour_is_skipped():
+def test_tables_by_hand():
+    """Of 16 tokens in tiles of 4 x 2, query tile i sees 2 (i + 1) key tiles, 2 i of them full."""
+    near, far = tokens(np.arange(16)), tokens(np.arange(16, 32))
+    causal = [[0, 2, 2, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
+    of_keys = [[i // 2, i // 2 + 1, 4, 4] for i in range(8)]
+    nothing = [[0, 0, 0, 0]]
+    for q, kv, want in (
+        (near, near, (causal, of_keys)),
+        (far, near, ([[0, 0, 8, 8]] * 4, [[0, 0, 4, 4]] * 8)),
+        (near, far, (nothing * 4, nothing * 8)),
+    ):
+        assert check((Mask(right=0),), q, kv, Tiles(4, 2), tight=True) == want
+    for window in (None, HUGE):
+        got = check((Mask(window, window),), far, near, Tiles(4, 2), tight=True)
+        assert got == ([[0, 0, 8, 8]] * 4, [[0, 0, 4, 4]] * 8)
+    # A document is full, its neighbour is skipped; padding.
     ids = np.array([[1] * 8 + [2] * 8 + [0] * 4 + [3] * 4], np.int32)
     side = tokens(np.arange(24), ids)
-    by_query, _ = check(AttentionSpec.of(scale=1.0), side, side, Tiles(4, 4), tight=True)
-    np.testing.assert_array_equal(
-        by_query[0],
-        [[0, 0, 2, 2], [0, 0, 2, 2], [2, 2, 4, 4], [2, 2, 4, 4], [0, 0, 0, 0], [5, 5, 6, 6]],
-    )
+    of_documents = [[0, 0, 2, 2]] * 2 + [[2, 2, 4, 4]] * 2 + [[0, 0, 0, 0], [5, 5, 6, 6]]
+    assert check((Mask(),), side, side, Tiles(4, 4), tight=True)[0] == of_documents
+
+
+@pytest.mark.parametrize("sides", [(HUGE, 0), (0, HUGE), (HUGE, HUGE), (HUGE, None)], ids=str)
+def test_huge_windows_do_not_overflow(sides):
+    near = tokens(np.arange(16))
+    for far in (0, 2**30, HUGE - 16):
+        there = tokens(far + np.arange(16))
+        for q, kv in ((near, there), (there, near), (there, there)):
+            check((Mask(*sides),), q, kv, Tiles(4, 4), tight=True)
 
 
 @pytest.mark.parametrize("window", [(None, None), (9, 4)], ids=["alone", "in-a-window"])
 def test_bounds_of_kv_bounds_cover_the_mask(window):
     """Both bounds, one of them, shared by all sequences, empty ones, with segments."""
     rng = np.random.default_rng(0)
-    spec = AttentionSpec.of(1.0, left=window[0], right=window[1])
     t, s, tiles = 38, 58, Tiles(8, 16)
     for rows, ends, segments in ((3, True, True), (1, True, False), (3, False, False)):
         ids = packed(rng, s) if segments else None
@@ -269,68 +216,43 @@ def test_bounds_of_kv_bounds_cover_the_mask(window):
         q = q._replace(kv_starts=jnp.asarray(starts[:, :t]))
         if ends:
             q = q._replace(kv_ends=jnp.asarray(stops[:, :t]))
-        check(spec, q, kv, tiles)
+        check((Mask(*window),), q, kv, tiles)
 
 
-@pytest.mark.parametrize("prefix", [0, 13, 16, 40])
-def test_bounds_of_a_prefix_are_tight(prefix):
+def test_bounds_of_a_prefix_are_tight():
     """Every tile that a prefix or causality lets count is visited, and no other."""
     at = np.arange(40, dtype=np.int32)
-    q = tokens(at)._replace(kv_ends=jnp.asarray(np.maximum(at + 1, prefix)[None]))
-    check(AttentionSpec.of(1.0), q, tokens(at), Tiles(8, 8), tight=True)
+    for prefix in (0, 13, 16, 40):
+        q = tokens(at)._replace(kv_ends=jnp.asarray(np.maximum(at + 1, prefix)[None]))
+        check((Mask(),), q, tokens(at), Tiles(8, 8), tight=True)
 
 
 def test_segments_of_the_largest_and_smallest_id():
     """Ids at int32's ends are segments like others; padding still overlaps none of them."""
     ids = np.array([[HUGE] * 4 + [0] * 4 + [-HUGE - 1] * 4], np.int32)
     side = tokens(np.arange(12), ids)
-    check(AttentionSpec.of(scale=1.0), side, side, Tiles(4, 4), tight=True)
+    check((Mask(),), side, side, Tiles(4, 4), tight=True)
 
 
-# --- over the batch ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "joint"),
-    [
-        ([[1, 2, 4, 5], [2, 3, 6, 7]], [1, 3, 4, 7]),
-        ([[0, 0, 2, 2], [4, 4, 6, 6]], [0, 4, 4, 6]),
-        ([[3, 3, 5, 6], [0, 0, 0, 0]], [3, 3, 3, 6]),
-        ([[0, 0, 0, 0], [0, 0, 0, 0]], [0, 0, 0, 0]),
-        ([[2, 3, 3, 4]], [2, 3, 3, 4]),
-    ],
-    ids=["overlapping", "disjoint", "one_empty", "all_empty", "single"],
-)
-def test_over_batch(rows, joint):
-    bounds = jnp.asarray(rows, jnp.int32)[:, None]
-    for got, want in ((for_the_batch(bounds), joint), (over_batch(bounds), joint[::3])):
+def test_over_batch():
+    for rows, joint in (
+        ([[1, 2, 4, 5], [2, 3, 6, 7]], [1, 7]),
+        ([[3, 3, 5, 6], [0, 0, 0, 0]], [3, 6]),
+        ([[0, 0, 0, 0], [0, 0, 0, 0]], [0, 0]),
+    ):
+        got = over_batch(jnp.asarray(rows, jnp.int32)[:, None])
         assert got.dtype == jnp.int32
-        np.testing.assert_array_equal(got, [want])
+        np.testing.assert_array_equal(got, [joint])
 
 
 def test_halves_have_all_of_the_work_between_them():
     rng = np.random.default_rng(0)
     tables = {n: jnp.asarray(rng.integers(1, 9, (2, n, 4)), jnp.int32) for n in (1, 2, 7, 8)}
-    first, second = split_tiles(tables)
+    first, second = jax.jit(split_tiles)(tables)
     for n, table in tables.items():
         assert not np.asarray(first[n])[:, (n + 1) // 2 :].any()
         assert not np.asarray(second[n])[:, : (n + 1) // 2].any()
         np.testing.assert_array_equal(first[n] + second[n], table)
-
-
-def test_the_brute_force_notices():
-    """The guard: bounds that leave a tile out, or unmask one, fail."""
-    spec, side, tiles = AttentionSpec.of(scale=1.0, right=0), tokens(np.arange(16)), Tiles(4, 4)
-    some, whole = by_tile(mask_of(spec, side, side), 4, 4)
-    good = np.asarray(query_bounds(spec.mask, side, side, tiles))
-    assert_right(good, some, whole)
-    late, early, unmasked = good.copy(), good.copy(), good.copy()
-    late[0, 3, 0:2] += 1
-    early[0, 3, 3] -= 1
-    unmasked[0, 3, 2] += 1
-    for wrong, message in ((late, "left out"), (early, "left out"), (unmasked, "needs its mask")):
-        with pytest.raises(AssertionError, match=message):
-            assert_right(wrong, some, whole)
 
 
 # --- tile lists, of block-sparse masks ------------------------------------------------------------
@@ -343,16 +265,6 @@ N, T, S, SHARDS = 4, 24, 36, 2
 def lists(mask, q_tokens, kv_tokens, tiles, block_mask):
     of = mask, q_tokens, kv_tokens, tiles, block_mask
     return query_bounds(*of), key_bounds(*of, groups=2), lists_for_all(*of)
-
-
-def lists_by_tile(keep, tiles):
-    """``(some, whole)``, bool ``[R, N, q tiles, kv tiles]``: which tiles have scores that count."""
-    block_q, block_kv = tiles
-    rest = (-keep.shape[2] % block_q, -keep.shape[3] % block_kv)
-    padded = np.pad(keep, ((0, 0), (0, 0), (0, rest[0]), (0, rest[1])))
-    rows, heads, t, s = padded.shape
-    cut = padded.reshape(rows, heads, t // block_q, block_q, s // block_kv, block_kv)
-    return cut.any((3, 5)), cut.all((3, 5))
 
 
 def assert_lists(got, some, whole, *, tight):
@@ -393,7 +305,7 @@ def test_every_tile_that_counts_is_listed(layout, packed):
             mask = BlockMask(jnp.asarray(table), q_block, kv_block)
             got = lists(Mask(left, right), q, kv, Tiles(*tiles), mask)
             here = keep[:, :, q_at][:, :, :, kv_at]
-            some, whole = lists_by_tile(here, tiles)
+            some, whole = by_tile(here, Tiles(*tiles))
             # Blocks of contiguous tokens that tiles are parts of leave nothing to be unsure of.
             exact = layout == "contiguous" and not packed and (q_block, tiles) == (12, (6, 6))
             assert_lists(got[0], some, whole, tight=exact and (left, right) == (None, None))
@@ -411,7 +323,7 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     n, q_block, kv_block, tiles = 2, 16, 32, (8, 16)
     at = positions(layout, 128, n).reshape(n, -1)
     runs = [run_in_blocks(layout, 64, n, block) for block in (q_block, kv_block)]
-    table = np.random.default_rng(0).random((3, 128 // q_block, 128 // kv_block)) < 0.3
+    table = np.random.default_rng(0).random((4, 128 // q_block, 128 // kv_block)) < 0.3
     mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
     assert not mask.tests_scores(*tiles)
     assert mask.tests_scores(*tiles, together=2)
@@ -419,15 +331,15 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     visited = []
     for q_at, kv_at in itertools.product(at, repeat=2):
         q, kv = (local.tokens(jnp.asarray(x)) for x in (q_at, kv_at))
-        got = query_bounds(Mask(), q, kv, Tiles(*tiles), mask)
-        some, whole = lists_by_tile(keep[:, :, q_at][:, :, :, kv_at], tiles)
+        got, *_ = lists(Mask(), q, kv, Tiles(*tiles), mask)
+        some, whole = by_tile(keep[:, :, q_at][:, :, :, kv_at], Tiles(*tiles))
         np.testing.assert_array_equal(some, whole)
         assert_lists(got, some, whole, tight=True)
         visited.append(np.asarray(got)[..., 1].sum())
         halves = split_tiles(got)
         np.testing.assert_array_equal(halves[0] + halves[1], got)
         assert not np.asarray(halves[0])[:, :, 4:].any()
-    assert 0 < sum(visited) < 3 * 16 * 8
+    assert 0 < sum(visited) < 4 * 16 * 8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -441,3 +353,37 @@ def test_runs_are_within_blocks(layout):
     assert run_in_blocks("contiguous", 1024, 8, 128) == 128
     assert run_in_blocks("zigzag", 1024, 8, 768) == 256
     assert run_in_blocks("striped", 1024, 8, 128) == 16
+
+
+def test_tiles_of_a_block_mask_are_possible_and_full_as_its_scores_are():
+    rng = np.random.default_rng(3)
+    q, kv = (tokens(np.sort(rng.choice(64, n, False))) for n in (24, 36))
+    blocks, tiles = ((8, 16), (4, 4), (64, 2)), ((8, 12), (4, 6), (24, 36))
+    for (q_block, kv_block), (block_q, block_kv) in zip(blocks, tiles, strict=True):
+        heads = 2 if block_q == 8 else 1
+        table = rng.random((heads, 64 // q_block, 64 // kv_block)) < 0.5
+        mask = BlockMask(jnp.asarray(table), q_block, kv_block)
+        summaries = (
+            jax.jit(_summary, static_argnums=1)(*x) for x in ((q, block_q), (kv, block_kv))
+        )
+        possible, full = jax.jit(BlockMask.tiles)(mask, *summaries)
+        # All blocks between those of a tile's first and last token count.
+        for (h, i, j), got in np.ndenumerate(np.asarray(possible)):
+            rows, columns = (
+                np.asarray(side.positions)[n * size : (n + 1) * size] // block
+                for side, n, size, block in ((q, i, block_q, q_block), (kv, j, block_kv, kv_block))
+            )
+            part = table[h, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            assert (got, bool(full[h, i, j])) == (part.any(), part.all())
+
+
+def test_scores_are_tested_where_a_tile_is_not_in_one_block():
+    for runs, together, expected in (
+        ((64, 64), 1, False),
+        ((32, 64), 1, True),
+        ((64, 16), 1, True),
+        ((64, 64), 2, True),  # Heads with tables of their own visit the same tiles.
+    ):
+        mask = BlockMask(jnp.ones((2, 1, 1), bool), 64, 64, *runs)
+        assert mask.tests_scores(64, 32, together) == expected
+        assert not BlockMask(mask.table[:1], 64, 64, 64, 64).tests_scores(64, 32, together)

@@ -17,13 +17,7 @@ from local_cases import assert_zero_where_blind, attend, case_id
 
 from pallas_kernels import AttentionInputs, AttentionSpec, Dropout, KVSide, QuerySide
 from pallas_kernels.mosaic.sm80 import fixed_point
-from pallas_kernels.mosaic.sm80.configs import (
-    SHARED_MEMORY,
-    BackwardConfig,
-    ForwardConfig,
-    backward_config,
-    forward_config,
-)
+from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
 
 # The smallest tiles there are, one warpgroup and two.
@@ -105,15 +99,3 @@ def test_the_bound_of_dq_is_attained(rate):
     largest = np.repeat(np.abs(of_keys), 2)
     dp = value_dim * np.asarray(heads) * largest * (1 if rate is None else 2)
     np.testing.assert_allclose(bound[0], (dp + 100 * np.asarray(heads)) * largest)
-
-
-HEAD_DIMS = [(16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
-
-
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-def test_shipped_configs_fit_in_shared_memory(dims):
-    for config in (forward_config(*dims), backward_config(*dims)):
-        assert config.shared_memory(*dims) <= SHARED_MEMORY, config
-    if max(dims) <= 128:
-        # Two CTAs of the forward share an SM, each with a KiB of the system's own.
-        assert 2 * (forward_config(*dims).shared_memory(*dims) + 1024) <= SHARED_MEMORY + 1024

@@ -11,10 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from local import tokens
 
-from burst_jax import positions
-from pallas_kernels import Mask, Tiles, query_bounds
 from pallas_kernels.mosaic import tile_scheduler
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import WorkTiles, for_each_work_tile
@@ -55,19 +52,16 @@ def test_the_longest_tiles_of_an_l2_group_come_first():
     np.testing.assert_array_equal(order(equal)[:, 1], np.repeat(range(8), 4))
 
 
-@pytest.mark.parametrize(
-    ("heads", "tiles", "shared", "group_heads"),
-    [
+def test_the_last_l2_group_takes_as_long_as_its_longest_tile():
+    for heads, tiles, shared, group_heads in (
         (32, 128, 16, 1),  # the tail of one in 32 heads costs little
         (8, 128, 16, 2),  # of one in 8 it would cost an eighth
         (32, 32, 4, 8),
         (32, 32, 2, 8),  # long enough as it is
         (8, 256, 40, 1),
-    ],
-)
-def test_the_last_l2_group_takes_as_long_as_its_longest_tile(heads, tiles, shared, group_heads):
-    work_tiles = WorkTiles(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)
-    assert work_tiles.group_heads == group_heads
+    ):
+        work_tiles = WorkTiles(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)
+        assert work_tiles.group_heads == group_heads
 
 
 def test_number_of_ctas():
@@ -81,30 +75,23 @@ def test_number_of_ctas():
 # --- the tiles of one work tile ------------------------------------------------------------------
 
 
-def steps_of(bounds, rotate=None, last=99):
-    """``(masked tiles, full tiles)`` of one row of bounds, in loop order."""
-    iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, last, rotate)
-    tiles = [int(iterator.tile(jnp.int32(step))) for step in range(int(iterator.total))]
-    return tiles[: int(iterator.masked)], tiles[int(iterator.masked) :]
-
-
 @pytest.mark.parametrize("rotate", [None, 3])
 def test_every_tile_inside_the_bounds_is_visited_once(rotate):
-    rotate = None if rotate is None else jnp.int32(rotate)
-    for first, full_first, full_end, end in itertools.combinations_with_replacement(range(5), 4):
-        masked, full = steps_of((first, full_first, full_end, end), rotate)
-        assert masked == [*range(first, full_first), *range(full_end, end)]
-        assert sorted(full) == list(range(full_first, full_end))
-        if full:
-            start = full_first + (0 if rotate is None else int(rotate) % len(full))
-            assert full == [*range(start, full_end), *range(full_first, start)]
-
-
-def test_steps_past_the_last_are_tiles_that_exist():
     """Copies are started ahead: what no step needs may be any tile, but not out of bounds."""
-    for bounds in ((0, 0, 0, 0), (0, 1, 2, 3), (2, 2, 3, 3)):
-        iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, last=2)
-        assert all(0 <= int(iterator.tile(jnp.int32(step))) <= 2 for step in range(8))
+    turn = None if rotate is None else jnp.int32(rotate)
+    for bounds in itertools.combinations_with_replacement(range(5), 4):
+        first, full_first, full_end, end = bounds
+        iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, 4, turn)
+        steps = [int(iterator.tile(jnp.int32(step))) for step in range(7)]
+        masked, total = int(iterator.masked), int(iterator.total)
+        assert steps[:masked] == [*range(first, full_first), *range(full_end, end)]
+        start = full_first + (rotate or 0) % max(1, full_end - full_first)
+        assert steps[masked:total] == [*range(start, full_end), *range(full_first, start)]
+        assert set(steps) <= set(range(5))
+        # What kernels call that loop over masked and full tiles apart.
+        assert [int(iterator.masked_tile(jnp.int32(i))) for i in range(masked)] == steps[:masked]
+        full = [int(iterator.full_tile(jnp.int32(i))) for i in range(total - masked)]
+        assert full == list(range(full_first, full_end))
 
 
 @pytest.mark.parametrize("rotate", [None, 1])
@@ -280,25 +267,3 @@ def test_ctas_visit_every_work_tile_once(run_ctas, shape, options, skip_empty):
         nothing = {at for at in everything if not totals[at[0], at[2]]}
         assert {at for _, at, *_ in empty} == (nothing if skip_empty else set())
         assert len({cta for cta, *_ in visited + empty}) == work_tiles.ctas
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_a_causal_kernel_visits_every_tile_that_has_a_score(run_ctas, layout):
-    """From the bounds that it really gets to the tiles that its CTAs visit."""
-    n, length = 3, 24
-    at = positions(layout, n * length, n).reshape(n, length)
-    query, kv = (tokens(jnp.asarray(at[shard], jnp.int32)) for shard in (1, 0))
-    bounds = query_bounds(Mask(right=0), query, kv, Tiles(8, 4))
-    keep = (at[1][:, None] >= at[0][None, :]).reshape(3, 8, 6, 4)
-    work_tiles = WorkTiles(1, 2, 3, last_first=True, shared_bytes=MIB)
-    visited, _ = run_ctas(work_tiles, bounds, skip_empty=True)
-    seen = np.zeros((2, 3, 6), int)
-    for _, (_, head, tile), steps, _ in visited:
-        iterator = TileIterator(bounds, ZERO, ZERO, jnp.int32(tile), last=5)
-        for step in range(steps):
-            kv_tile = int(iterator.tile(jnp.int32(step)))
-            seen[head, tile, kv_tile] += 1
-            if step >= int(iterator.masked):
-                assert keep[tile, :, kv_tile].all()
-    assert seen.max() == 1
-    np.testing.assert_array_equal(seen, np.stack([keep.any((1, 3))] * 2))

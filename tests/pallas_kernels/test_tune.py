@@ -13,109 +13,78 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, triton, tune
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide, triton, tune
 from pallas_kernels.mosaic.sm90 import configs as mosaic_configs
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
-from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
-KERNELS = [(name, kernel) for name, b in tune.BACKENDS.items() for kernel in b.matmuls]
-SMALL = ["--shape", "1", "64", "2", "1", "16", "--causal", "--dtype", "float32"]
+
+def entries(space):
+    """A search space, each of whose configs is offered once."""
+    found = [tune.as_entry(config) for config in space]
+    assert len(found) == len(set(found))
+    return set(found)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_each_triton_config_is_tried_once(kernel):
-    space = list(tune.triton_space(kernel, 128, 128))
-    assert len(space) == len(set(space)) >= 20
-    spec = tune.AttentionSpec.of(1.0, right=0)
-    shipped = {
-        getattr(triton_configs(capability, 128, "bfloat16", 4096, 4096, spec, False), kernel)
-        for capability in (8.0, 9.0)
-    }  # what was fastest is among what is tried
-    assert shipped <= set(space)
-
-
-@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (64, 256), (128, 128), (192, 128)])
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_each_mosaic_config_that_fits_is_tried_once(kernel, dim, value_dim):
-    space = list(tune.mosaic_space(kernel, dim, value_dim))
-    assert len(space) == len(set(space))
-    for config in space:
-        if kernel == "forward":
-            dtypes = jnp.bfloat16, jnp.bfloat16
-            memory = ForwardMemory.of(config, dim, *dtypes, has_carry=True, value_dim=value_dim)
-        else:
-            memory = BackwardMemory.of(config, dim, jnp.bfloat16, value_dim)
-        assert memory.nbytes <= mosaic_configs.SHARED_MEMORY
-    largest = max(dim, value_dim)
-    if kernel == "forward" or largest <= 128:
-        assert getattr(mosaic_configs, f"{kernel}_config")(largest) in space
+def test_spaces_hold_what_ships():
+    """What was fastest is among what is tried."""
+    spec = AttentionSpec.of(1.0, right=0)
+    for capability in (8.0, 9.0):
+        shipped = triton_configs(capability, 128, "bfloat16", 4096, 4096, spec, False)
+        for kernel, config in shipped._asdict().items():
+            space = entries(tune.triton_space(kernel, 128, 128))
+            assert len(space) >= 20
+            assert tune.as_entry(config) in space
+    for dims in ((32, 32), (64, 256), (128, 128), (192, 128)):
+        for kernel in ("forward", "backward"):
+            if kernel == "forward" or max(dims) <= 128:
+                config = getattr(mosaic_configs, f"{kernel}_config")(max(dims))
+                assert tune.as_entry(config) in entries(tune.mosaic_space(kernel, *dims))
 
 
 def test_the_mosaic_space_is_what_fits_of_the_whole():
-    small = {tune.as_entry(config) for config in tune.mosaic_space("forward", 16, 16)}
     sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
-    assert small == {
+    assert entries(tune.mosaic_space("forward", 16, 16)) == {
         (*config, *cluster)
         for config in itertools.product(*sizes)
         for cluster in ((), ("cluster=2",))
     }
-    backward = {tune.as_entry(config) for config in tune.mosaic_space("backward", 32, 32)}
     fewer = {(64, 128, 3, 2), (64, 128, 4, 2), (64, 128, 4, 3)}
-    assert backward == {(64, 128, n) for n in (2, 3, 4)} | fewer
-    large = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 128)}
+    whole = {(64, 128, n) for n in (2, 3, 4)} | fewer
+    assert entries(tune.mosaic_space("backward", 32, 32)) == whole
+    large = entries(tune.mosaic_space("forward", 128, 128))
     assert {(128, 128, 2), (128, 128, 2, "cluster=2")} <= large
     assert (128, 128, 3) not in large
-    narrow_values = {tune.as_entry(config) for config in tune.mosaic_space("forward", 128, 64)}
-    assert large < narrow_values
+    assert large < entries(tune.mosaic_space("forward", 128, 64))
+    assert entries(tune.mosaic_space("backward", 128, 128)) < whole
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("triton", TritonConfig(64, 128, 8, 3)),
+def test_entries_are_read_as_they_are_printed():
+    for name, config in (
         ("triton", TritonConfig(64, 64, 4, 3, True)),
-        ("mosaic_sm90", MosaicConfig(128, 64, 3)),
         ("mosaic_sm90", MosaicConfig(64, 128, 3, 2)),
         ("mosaic_sm90", MosaicConfig(128, 128, 2, cluster=2)),
-    ],
-)
-def test_entries_are_read_as_they_are_printed(name, config):
-    entry = tune.as_entry(config)
-    printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
-    assert tune.BACKENDS[name].parse(printed) == config
-    assert tune.as_entry(tune.BACKENDS[name].parse(printed)) == tune.as_entry(config)
+    ):
+        entry = tune.as_entry(config)
+        printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
+        assert tune.BACKENDS[name].parse(printed) == config
 
 
-@pytest.mark.parametrize(("name", "kernel"), KERNELS)
-def test_each_kernel_is_one_of_its_implementation(name, kernel):
-    backend = tune.BACKENDS[name]
-    config = next(iter(backend.space(kernel, 64, 64)))
-    local = backend.make(config)
-    assert local.name == name
-    what = kernel if kernel in ("forward", "backward") else f"backward_{kernel}"
-    assert getattr(local, what) is not None
-
-
-@pytest.mark.parametrize(
-    ("capability", "name", "kernels"),
-    [
+def test_the_gpu_decides_what_is_tuned(monkeypatch):
+    for capability, name, kernels in (
         (None, "triton", ["forward", "dq", "dkv"]),
         ("8.0", "triton", ["forward", "dq", "dkv"]),
         ("9.0", "mosaic_sm90", ["forward", "backward"]),
-        ("10.0", "triton", ["forward", "dq", "dkv"]),
-    ],
-)
-def test_the_gpu_decides_what_is_tuned(capability, name, kernels, monkeypatch):
-    if capability is not None:
-        device = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(jax, "devices", lambda: [device])
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    args = tune.arguments([])
-    assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
-    other = tune.arguments(["--implementation", "mosaic_sm90", "--configs", "128,64,2"])
-    assert (other.implementation, other.configs) == ("mosaic_sm90", [MosaicConfig(128, 64, 2)])
+    ):
+        if capability is not None:
+            device = types.SimpleNamespace(compute_capability=capability)
+            monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+            monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        args = tune.arguments([])
+        assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
+    other = tune.arguments(["--implementation", "triton", "--configs", "64,64,4,3"])
+    assert (other.implementation, other.configs) == ("triton", [TritonConfig(64, 64, 4, 3)])
 
 
 @pytest.mark.parametrize(
@@ -143,43 +112,25 @@ def test_the_tuner_says_that_it_needs_a_gpu(monkeypatch):
         tune.main()
 
 
-def problem(*given):
-    """In interpret mode."""
-    made = tune.Measurement(tune.arguments(["--implementation", "triton", *SMALL, *given]))
-    made.backend = dataclasses.replace(
-        made.backend, make=lambda config: triton(interpret=True, config=config), options={}
-    )
-    return made
-
-
 @pytest.mark.slow
 def test_the_tuner_times_what_is_right_and_nothing_else():
-    """With a kernel that is off by a tenth."""
-    small, config = problem("--value-dim", "24"), TritonConfig(16, 32, 4, 1)
+    """Each result counts alone: a large one does not hide a small one's error of a tenth."""
+    shape = ["--shape", "1", "64", "2", "1", "16", "--value-dim", "24", "--causal"]
+    given = ["--implementation", "triton", *shape, "--dtype", "float32"]
+    small, config = tune.Measurement(tune.arguments(given)), TritonConfig(16, 32, 4, 1)
+    interpreted = lambda config: triton(interpret=True, config=config)  # noqa: E731
+    small.backend = dataclasses.replace(small.backend, make=interpreted, options={})
     assert small.inputs.kv.v.shape == (1, 64, 1, 24)
     assert small.scores == 2 * 64 * 65 // 2
-    for kernel in small.backend.matmuls:
+    # "backward": Triton's two kernels together are what Mosaic's one kernel is.
+    for kernel, changed in (("forward", (0, 1)), ("backward", (2,))):
         assert small.measure(kernel, config, limit=1e-5) > 0
-    small.want["dq"] = small.want["dq"] * 1.1
-    with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
-        small.measure("dq", config, limit=1e-5)
-    # Both results of a kernel count alone: a large one does not hide a small one's error.
-    o, lse = small.want["forward"]
-    small.want["forward"] = (o * 1.1, lse)
-    with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
-        small.measure("forward", config, limit=1e-5)
-
-
-@pytest.mark.slow
-def test_a_fused_backward_is_held_to_both_gradients():
-    """The Triton kernels, whose two halves together are what Mosaic's one kernel is."""
-    small, config = problem(), TritonConfig(16, 32, 4, 1)
-    assert small.measure("backward", config, limit=1e-5) > 0
-    dq, (dk, dv) = small.want["backward"]
-    for wrong in ((dq * 1.1, (dk, dv)), (dq, (dk * 1.1, dv)), (dq, (dk, dv * 1.1))):
-        small.want["backward"] = wrong
-        with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
-            small.measure("backward", config, limit=1e-5)
+        right, tree = jax.tree.flatten(small.want[kernel])
+        for i in changed:
+            wrong = [x * 1.1 if i == j else x for j, x in enumerate(right)]
+            small.want[kernel] = jax.tree.unflatten(tree, wrong)
+            with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
+                small.measure(kernel, config, limit=1e-5)
 
 
 class TestSearch:
@@ -210,49 +161,48 @@ class TestSearch:
 
         monkeypatch.setattr(tune, "Measurement", Measurement)
 
-    def search(self, monkeypatch, capsys, *given):
-        monkeypatch.setattr(sys, "argv", ["tune", *given])
+    @pytest.mark.parametrize(
+        ("given", "printed"),
+        [
+            ("", [
+                "NVIDIA H200, mosaic_sm90, bfloat16, B T N K H = 1 16384 32 32 128\n",
+                "entry: forward_config(128): MosaicConfig(128, 128, 2)\n",
+                "entry: backward_config(128): MosaicConfig(64, 128, 2)\n",
+                "10.000 ms    500 TFLOP/s",  # five matmuls
+            ]),
+            ("--shape 1 64 2 2 192 --value-dim 128 --kernels forward", [
+                "B T N K H = 1 64 2 2 192, Hv = 128\n",
+                "entry: forward_config(192): MosaicConfig(128, 64, 2)\n",
+                "20.000 ms    125 TFLOP/s",  # a matmul over H, and one over Hv
+            ]),
+            ("--implementation triton --shape 1 64 2 2 192 --value-dim 128 --kernels dkv",
+             ["entry: 192, Hv = 128: ("]),
+            ("--kernels forward --configs 128,64,3 128,64,2",
+             ["forward: 1 configs run, 1 failed\n  failed (128, 64, 3): it is wrong"]),
+            ("--shape 1 64 2 2 256 --kernels forward",  # without a backward kernel
+             ["entry: forward_config(256): MosaicConfig(128, 64, 2)"]),
+        ],
+        ids=["default", "value_dim", "triton", "configs", "wide"],
+    )  # fmt: skip
+    def test_it_prints_the_fastest_and_its_entry(self, given, printed, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["tune", *given.split()])
         tune.main()
-        return capsys.readouterr().out
-
-    def test_it_prints_the_fastest_and_its_entry(self, monkeypatch, capsys):
-        printed = self.search(monkeypatch, capsys)
-        assert "NVIDIA H200, mosaic_sm90, bfloat16, B T N K H = 1 16384 32 32 128\n" in printed
-        assert "entry: forward_config(128): MosaicConfig(128, 128, 2)\n" in printed
-        assert "entry: backward_config(128): MosaicConfig(64, 128, 2)\n" in printed
-        assert "(64, 128, 2)" in printed
-        assert "10.000 ms    500 TFLOP/s" in printed  # five matmuls
-        assert "it is wrong" not in printed
-
-    def test_values_of_another_head_dim(self, monkeypatch, capsys):
-        given = "--shape", "1", "64", "2", "2", "192", "--value-dim", "128", "--kernels"
-        printed = self.search(monkeypatch, capsys, *given, "forward")
-        assert "B T N K H = 1 64 2 2 192, Hv = 128\n" in printed
-        assert "entry: forward_config(192): MosaicConfig(128, 64, 2)\n" in printed
-        assert "20.000 ms    125 TFLOP/s" in printed  # a matmul over H, and one over Hv
-        printed = self.search(monkeypatch, capsys, "--implementation", "triton", *given, "dkv")
-        assert "entry: 192, Hv = 128: (" in printed
-
-    def test_it_says_why_what_was_named_is_refused(self, monkeypatch, capsys):
-        given = "--kernels", "forward", "--configs", "128,64,3", "128,64,2"
-        printed = self.search(monkeypatch, capsys, *given)
-        assert "forward: 1 configs run, 1 failed\n  failed (128, 64, 3): it is wrong" in printed
+        out = capsys.readouterr().out
+        assert all(text in out for text in printed)
+        # Why a config failed is said of those that were named.
+        assert ("it is wrong" in out) == ("--configs" in given)
 
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            (["--dtype", "float32"], "it supports bfloat16 or float16; or see --implementation"),
-            (["--shape", "1", "64", "2", "2", "256"], "the head dim is 256"),
+            ("--dtype float32", "it supports bfloat16 or float16; or see --implementation"),
+            ("--shape 1 64 2 2 256", "the head dim is 256"),
         ],
     )
-    def test_what_cannot_run_is_said_before_the_search(self, given, reason, monkeypatch, capsys):
+    def test_what_cannot_run_is_said_before_the_search(self, given, reason, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["tune", *given.split()])
         with pytest.raises(SystemExit, match=f"'mosaic_sm90' cannot run: .*{reason}"):
-            self.search(monkeypatch, capsys, *given)
-
-    def test_head_dims_without_a_backward_kernel_have_a_forward(self, monkeypatch, capsys):
-        shape = "--shape", "1", "64", "2", "2", "256"
-        printed = self.search(monkeypatch, capsys, *shape, "--kernels", "forward")
-        assert "entry: forward_config(256): MosaicConfig(128, 64, 2)" in printed
+            tune.main()
 
 
 def test_relative_error():

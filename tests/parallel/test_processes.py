@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -53,10 +54,8 @@ def two_processes(mode: str, folder: Path, launcher: str | None = None):
     port, commands, environments = free_port(), [], []
     for index in range(2):
         given = [] if launcher else [port, "2", str(index)]
-        variables = LAUNCHERS[launcher].format(index).split() if launcher else []
-        variables += [
-            "JAX_PLATFORMS=cpu", "JAX_NUM_CPU_DEVICES=2", f"JAX_COORDINATOR_PORT={port}"
-        ]  # fmt: skip
+        variables = f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 JAX_COORDINATOR_PORT={port}".split()
+        variables += LAUNCHERS[launcher].format(index).split() if launcher else []
         commands.append([SCRIPT, mode, str(folder), *given])
         environments.append(dict(variable.split("=", 1) for variable in variables))
     return started(commands, environments)
@@ -105,18 +104,15 @@ def seen(folder):
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "data"),
-    [("whole", 2), ("whole, explicit", 2), ("own", 2), ("own, four parts", 4), ("same rows", 1)],
-)
-def test_every_device_has_its_shard_of_the_batch(seen, case, data):
-    seq = 4 // data
-    whole = to_layout(ROWS[:, :-1], "zigzag", seq)
-    rows, columns = 4 // data, 16 // seq
-    for process, each in enumerate(seen):
-        assert each[case]["shape"] == [4, 16]
-        for device, (row, column, tokens) in enumerate(each[case]["held"], 2 * process):
-            assert (row, column) == (device // seq * rows, device % seq * columns)
+def test_every_device_has_its_shard_of_the_batch(seen):
+    cases = {"whole": 2, "whole, explicit": 2, "own": 2, "own, four parts": 4, "same rows": 1}
+    for (case, data), process in itertools.product(cases.items(), (0, 1)):
+        seq = 4 // data
+        whole = to_layout(ROWS[:, :-1], "zigzag", seq)
+        rows, columns = 4 // data, 16 // seq
+        assert seen[process][case]["shape"] == [4, 16]
+        for device, (row, column, tokens) in enumerate(seen[process][case]["held"], 2 * process):
+            assert (row, column) == (device // seq * rows, device % seq * columns), case
             part = whole[row : row + rows, column : column + columns]
             np.testing.assert_array_equal(tokens, part)
 

@@ -1,12 +1,16 @@
-"""What the modules import: no cycles, and no package imports one above it."""
+"""What modules import: no cycles, no package above their own; optional libraries."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import pathlib
+import sys
 
 import pytest
+
+from burst_jax.data import TokenizerFile
+from burst_jax.errors import optional
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 # From low to high. A package may import itself and those before it.
@@ -53,40 +57,19 @@ def graph_of(root):
     return {name: imports_of(name, path, modules) for name, path in modules.items()}
 
 
-def cycle_of(graph):
-    """The modules of an import cycle in order; None without one."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return error.args[1]
-    return None
-
-
-def package_of(module):
-    """The longest name among PACKAGES that holds a module."""
-    holders = [name for name in PACKAGES if module == name or module.startswith(f"{name}.")]
-    return max(holders, key=len)
-
-
 def upward(graph):
     """``(module, imported)`` where the imported module is in a higher package."""
-    rank = {name: PACKAGES.index(package_of(name)) for name in graph}
+    # Of the names that hold a module, the longest is its package.
+    holders = {name: [x for x in PACKAGES if f"{name}.".startswith(f"{x}.")] for name in graph}
+    rank = {name: PACKAGES.index(max(of_it, key=len)) for name, of_it in holders.items()}
     return [(name, to) for name in graph for to in sorted(graph[name]) if rank[to] > rank[name]]
 
 
-@pytest.fixture(scope="module")
-def graph():
+def test_no_cycle_and_no_import_of_a_package_above():
     graph = graph_of(REPOSITORY)
     assert len(graph) > 150
     assert "pallas_kernels.inputs" in graph["burst_jax.ring.forward"]
-    return graph
-
-
-def test_no_module_imports_itself_through_others(graph):
-    assert cycle_of(graph) is None
-
-
-def test_no_package_imports_one_above_it(graph):
+    graphlib.TopologicalSorter(graph).prepare()
     assert upward(graph) == []
 
 
@@ -105,5 +88,19 @@ def test_cycles_and_upward_imports_are_found(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     graph = graph_of(tmp_path)
-    assert set(cycle_of(graph) or ()) == {"pallas_kernels.one", "pallas_kernels.two"}
+    with pytest.raises(graphlib.CycleError, match=r"pallas_kernels\.one"):
+        graphlib.TopologicalSorter(graph).prepare()
     assert upward(graph) == [("burst_jax.ring.a", "burst_jax.attention")]
+
+
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    message = r"^TokenizerFile needs tokenizers, which is not .*: pip install 'burst-jax\[data\]'$"
+    with pytest.raises(ImportError, match=message):
+        TokenizerFile(tmp_path / "tokenizer.json")
+    # Installing a library again would not help, if it misses another one.
+    (tmp_path / "installed_library.py").write_text("import library_that_it_misses")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'library_that_it_misses'$"):
+        optional("installed_library", user="this test", extra="test")
+    assert optional("json.decoder", user="this test", extra="test") is sys.modules["json.decoder"]

@@ -1,9 +1,4 @@
-"""Schedules written out, here and in the module's docstring, and what holds of every schedule.
-
-A line of a table is a kernel; on its right is what every device sends while that kernel runs. "sum
-(1,)" is the partial gradient that the kernel of step (1,) added to last; with "+ sum (1,)" this
-kernel adds to it.
-"""
+"""Schedules: the tables in the module's docstring, and what holds of every schedule."""
 
 from __future__ import annotations
 
@@ -22,11 +17,7 @@ from pallas_kernels.mask import Mask
 # next two, and (five devices on) the previous one. The steps between are skipped.
 WINDOW = make_route(("seq",), RingMask((8,), "contiguous", 16, 16, Mask(left=20, right=5)))
 ROUTES = {
-    "1": route_of_passes(1),
-    "2": route_of_passes(2),
-    "3": route_of_passes(3),
-    "4": route_of_passes(4),
-    "8": route_of_passes(8),
+    **{str(n): route_of_passes(n) for n in (1, 2, 3, 4, 8)},
     "1x4": Route(("outer", "inner"), (1, 4), (((0, 0), (0, 1), (0, 2), (0, 3)),)),
     "2x2": route_of_passes(2, 2),
     "2x3": route_of_passes(3, 3),
@@ -40,178 +31,69 @@ ROUTES = {
     ),
     "no-axis": make_route((), RingMask((), "contiguous", 4, 4, Mask())),
 }
-KINDS = pytest.mark.parametrize("fused", [False, True], ids=["two_kernels", "one_kernel"])
-
-
-def lines(text):
-    """A table without the indent and the empty lines of a test."""
-    return [line.strip() for line in text.strip().splitlines()]
-
-
-def same(found, wanted):
-    assert [line.split() for line in lines(table(found))] == [x.split() for x in lines(wanted)]
-
-
-def test_backward_of_two_hosts_of_three_with_two_kernels():
-    """The sum of a whole pass is sent in halves, and added at the next pass's last step."""
-    same(
-        backward_schedule(ROUTES["2x3"], fused=False),
-        """
-        (0,0) first                       block to (1,0) 1/3
-                     stationary
-                     rotating             block to (0,1)
-        (0,1)                             block to (1,0) 2/3
-                     stationary
-                     rotating             block to (0,2)
-        (0,2)                             block to (1,0) 3/3
-                     stationary             sum (0,1) to (0,2)
-                     rotating + sum (0,1)
-        (1,0)                             sum (0,2) to (1,2) 1/2
-                     stationary
-                     rotating             block to (1,1)
-        (1,1)                             sum (0,2) to (1,2) 2/2
-                     stationary             sum (1,0) to (1,1)
-                     rotating + sum (1,0)  block to (1,2)
-        (1,2)        stationary             sum (1,1) to (1,2)
-                     rotating + sum (1,1)
-                     then sum (1,2) + sum (0,2)
-        (0,0) second                      sum (1,2) to (0,0)
-                     stationary
-                     rotating + sum (0,0)
-                     then sum (0,0) + sum (1,2)
-        """,
-    )
-
-
-def test_steps_that_a_window_skips():
-    """One hop sends the block from step 2 to step 7, and one the sum of step 2."""
-    assert WINDOW.offsets == ((0,), (1,), (2,), (7,))
-    same(
-        backward_schedule(WINDOW, fused=True),
-        """
-        (0,) first   both                 block to (1,)
-        (1,)         both                 block to (2,)
-        (2,)         both                 sum (1,) to (7,), block to (7,)
-        (7,)         both + sum (1,)      sum (2,) to (0,)
-        (0,) second  both + sum (0,)      sum (7,) to (0,)
-                     then sum (0,) + sum (7,) + sum (2,)
-        """,
-    )
-
-
-def test_two_levels_with_skipped_steps():
-    """A pass of one step sends the block, or the sum, whole."""
-    same(
-        backward_schedule(ROUTES["uneven"], fused=True),
-        """
-        (0,0) first  both                 block to (1,0)
-        (1,0)        both                 block to (2,3) 1/4, block to (1,1)
-        (1,1)        both                 block to (2,3) 2/4, sum (1,0) to (1,2), block to (1,2)
-        (1,2)        both + sum (1,0)     block to (2,3) 3/4, sum (1,1) to (1,3), block to (1,3)
-        (1,3)        both + sum (1,1)     block to (2,3) 4/4, sum (1,2) to (1,3)
-                     then sum (1,3) + sum (1,2)
-        (2,3)        both                 block to (3,1), sum (1,3) to (2,3)
-                     then sum (2,3) + sum (1,3)
-        (3,1)        both                 sum (2,3) to (3,3), block to (3,3)
-        (3,3)        both                 sum (3,1) to (3,3)
-                     then sum (3,3) + sum (2,3) + sum (3,1)
-        (0,0) second both + sum (0,0)     sum (3,3) to (0,0)
-                     then sum (0,0) + sum (3,3)
-        """,
-    )
-
-
-@pytest.mark.parametrize("route", ["1", "no-axis"])
-def test_one_device_sends_nothing(route):
-    offset = ROUTES[route].local
-    same(forward_schedule(ROUTES[route]), f"{offset} forward")
-    same(backward_schedule(ROUTES[route], fused=True), f"{offset} both")
-    same(backward_schedule(ROUTES[route], fused=False), f"{offset} stationary\nrotating")
-
-
-def test_local_work_that_cannot_be_split():
-    """It is done at once, and the final send of the sum overlaps with nothing."""
-    same(
-        backward_schedule(ROUTES["2"], fused=True, splits_local=False),
-        """
-        (0,)         both                 block to (1,)
-        (1,)         both
-        (0,)                              sum (1,) to (0,)
-                     then sum (0,) + sum (1,)
-        """,
-    )
 
 
 @pytest.mark.parametrize(
-    ("route", "made"),
+    "made",
     [
-        ("4", lambda route: forward_schedule(route)),
-        ("4", lambda route: backward_schedule(route, fused=False)),
-        ("4", lambda route: backward_schedule(route, fused=True)),
-        ("2x3", lambda route: backward_schedule(route, fused=True)),
+        forward_schedule(ROUTES["4"]),
+        backward_schedule(ROUTES["4"], fused=False),
+        backward_schedule(ROUTES["4"], fused=True),
+        backward_schedule(ROUTES["2x3"], fused=True),
     ],
     ids=["forward", "two_kernels", "one_kernel", "two_levels"],
 )
-def test_the_tables_in_the_docstring(route, made):
+def test_the_tables_in_the_docstring(made):
     assert schedule.__doc__ is not None
-    shown = "\n".join(line.strip() for line in schedule.__doc__.splitlines())
-    assert "\n".join(lines(table(made(ROUTES[route])))) in shown
-
-
-class Sums:
-    """The sums while a schedule runs: ``{name: (offset where it is, what is in it)}``."""
-
-    def __init__(self):
-        self.here, self.chunks = {}, {}
-
-    def made(self, name, parts):
-        assert name not in self.here
-        self.here[name] = name, parts
-
-    def take(self, name, offset):
-        """A sum that has been received whole at this offset."""
-        at, parts = self.here.pop(name)
-        assert at == offset
-        assert name not in self.chunks
-        return parts
-
-    def send(self, send):
-        assert self.here[send.start][0] == send.start
-        assert send.chunk == self.chunks.get(send.start, 0)
-        self.chunks[send.start] = send.chunk + 1
-
-    def receive(self, send):
-        if send.chunk == send.chunks - 1:
-            self.here[send.start] = send.end, self.here[send.start][1]
-            del self.chunks[send.start]
+    found, shown = (
+        [line.strip() for line in text.splitlines()] for text in (table(made), schedule.__doc__)
+    )
+    assert "\n".join(found) in "\n".join(shown)
 
 
 def run_backward(steps):
     """Runs the schedule: which steps' gradients are in the sum that is left, and where it is."""
-    sums = Sums()
+    here, chunks = {}, {}  # Of each sum: the offset where it is, and what is in it; chunks sent.
+
+    def take(name, offset):
+        """A sum that has been received whole at this offset."""
+        at, parts = here.pop(name)
+        assert at == offset
+        assert name not in chunks
+        return parts
+
+    def sums_of(sends):
+        sends = [send for send in sends if send.what == "sum"]
+        for send in sends:
+            assert here[send.start][0] == send.start
+            assert send.chunk == chunks.get(send.start, 0)
+            chunks[send.start] = send.chunk + 1
+        return sends
+
+    def receive(sends):
+        for send in sends:
+            if send.chunk == send.chunks - 1:
+                here[send.start] = send.end, here[send.start][1]
+                del chunks[send.start]
+
     for step in steps:
-        step_sums = [send for send in step.sends if send.what == "sum"]
-        for send in step_sums:
-            sums.send(send)
+        step_sums = sums_of(step.sends)
         for launch in step.launches:
-            launch_sums = [send for send in launch.sends if send.what == "sum"]
             # It was received before the kernel starts, so it is not what is sent during the kernel.
-            added = [] if launch.adds_to is None else sums.take(launch.adds_to, step.offset)
-            for send in launch_sums:
-                sums.send(send)
+            added = [] if launch.adds_to is None else take(launch.adds_to, step.offset)
+            launch_sums = sums_of(launch.sends)
             if launch.kernel == "stationary":
                 assert not added
             else:
-                sums.made(step.offset, [*added, (step.offset, step.part)])
-            for send in launch_sums:
-                sums.receive(send)
-        for send in step_sums:
-            sums.receive(send)
+                assert step.offset not in here
+                here[step.offset] = step.offset, [*added, (step.offset, step.part)]
+            receive(launch_sums)
+        receive(step_sums)
         if step.adds:
-            parts = [sums.take(name, step.offset) for name in step.adds]
-            sums.here[step.adds[0]] = step.offset, list(itertools.chain(*parts))
-    assert not sums.chunks
-    ((name, (at, parts)),) = sums.here.items()
+            parts = [take(name, step.offset) for name in step.adds]
+            here[step.adds[0]] = step.offset, list(itertools.chain(*parts))
+    assert not chunks
+    ((name, (at, parts)),) = here.items()
     assert name == at
     return at, parts
 
@@ -231,7 +113,7 @@ def check_blocks(route, steps):
     assert received == set(route.offsets)
 
 
-@KINDS
+@pytest.mark.parametrize("fused", [False, True], ids=["two_kernels", "one_kernel"])
 @pytest.mark.parametrize("splits_local", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("name", ROUTES)
 def test_every_gradient_is_returned_once(name, splits_local, fused):
@@ -248,44 +130,30 @@ def test_every_gradient_is_returned_once(name, splits_local, fused):
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_step_has_its_kernels(name):
-    """So every send overlaps with one, and the sums of a step are added up under its name."""
-    route = ROUTES[name]
+def test_every_step_has_its_kernels_and_hops_are_the_same_for_all(name):
+    """So every send overlaps with a kernel, and a block is sent to a new step each time."""
+    route, hops = ROUTES[name], count_hops(ROUTES[name])
     check_blocks(route, forward_schedule(route))
-    for steps, kernels in (
+    steps, passes = len(route.offsets), len(route.passes)
+    assert (hops.blocks, hops.sums, hops.outer_blocks) == (steps - 1, steps - 1, passes - 1)
+    for found, kernels in (
         (forward_schedule(route), ["forward"]),
         (backward_schedule(route, fused=False), ["stationary", "rotating"]),
         (backward_schedule(route, fused=True), ["both"]),
     ):
-        offsets = list(route.offsets)
-        if len(offsets) > 1 and kernels != ["forward"]:
-            offsets.append(route.local)
-        assert [step.offset for step in steps] == offsets
-        for step in steps:
+        is_forward = kernels == ["forward"]
+        offsets = [*route.offsets, *([] if steps == 1 or is_forward else [route.local])]
+        assert [step.offset for step in found] == offsets
+        for step in found:
             assert [launch.kernel for launch in step.launches] == kernels
             assert not step.adds or step.adds[0] == step.offset
-
-
-@pytest.mark.parametrize("name", ROUTES)
-def test_hops_are_the_same_for_all_backends(name):
-    """A block is sent as often forward as backward, each time to a new step."""
-    route, hops = ROUTES[name], count_hops(ROUTES[name])
-    steps, passes = len(route.offsets), len(route.passes)
-    assert (hops.blocks, hops.sums, hops.outer_blocks) == (steps - 1, steps - 1, passes - 1)
-    for steps in (
-        forward_schedule(route),
-        backward_schedule(route, fused=False),
-        backward_schedule(route, fused=True),
-    ):
-        sends = [send for step in steps for send in step.all_sends]
-        for what, count, outer in (
-            ("block", hops.blocks, hops.outer_blocks),
-            ("sum", hops.sums, hops.outer_sums),
-        ):
-            if what == "sum" and steps[0].launches[0].kernel == "forward":
-                continue
-            some = [send for send in sends if send.what == what]
-            assert sum(Fraction(1, send.chunks) for send in some) == count
-            assert sum(Fraction(1, send.chunks) for send in some if send.is_outer) == outer
-        reached = {send.end for send in sends if send.what == "block"}
-        assert reached == set(route.offsets[1:])
+        sends = [send for step in found for send in step.all_sends]
+        blocks, sums = ([send for send in sends if send.what == what] for what in ("block", "sum"))
+        counts = [
+            sum(Fraction(1, send.chunks) for send in some)
+            for group in (blocks, sums)
+            for some in (group, [send for send in group if send.is_outer])
+        ]
+        want = [hops.blocks, hops.outer_blocks, hops.sums, hops.outer_sums]
+        assert counts == ([*want[:2], 0, 0] if is_forward else want)
+        assert {send.end for send in blocks} == set(route.offsets[1:])

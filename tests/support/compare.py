@@ -26,16 +26,18 @@ def errors(got, truth):
     return np.abs(gap).max(), np.sqrt(np.mean(gap**2)) / max(size, 1e-30)
 
 
-def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None):
+def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None, noise=None):
     """Asserts that every largest and RMS error is at most ``factor`` times one device's.
 
-    ``lse_factor``: that of lse, which is always float32; None is ``factor``.
+    ``lse_factor``: that of lse, which is always float32; None is ``factor``. ``noise``: standard
+    deviations of the errors of per-head gradients, of which three are allowed; None is 0.
 
     On top of that, the rounding of the result itself and a few ulps for float32 sums in another
     order are allowed. Gradients use ``exp(score - lse)`` of the rounded lse: one ulp of lse, at
     most ``eps |lse|``, scales a query's gradient by that factor, so it is allowed too.
     """
     numbers = [f"number {i}" for i in range(len(truth) - len(NAMES))]
+    noises = dict(zip(numbers, noise or [0.0] * len(numbers), strict=True))
     # ALiBi makes logits larger, and so their rounding errors.
     larger = 1.5 if numbers else 1
     factors = dict.fromkeys(NAMES, factor * larger)
@@ -44,7 +46,7 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None
     largest_lse = np.abs(np.where(np.isfinite(truth[1]), truth[1], 0)).max()
     for name, g, d, t in zip((*NAMES, *numbers), got, one_device, truth, strict=True):
         if name in numbers:
-            _assert_number_gradient(name, g, d, t, dtype)
+            _assert_number_gradient(name, g, d, t, dtype, noises[name])
             continue
         kind = "float32" if name == "lse" else dtype
         eps = float(jnp.finfo(kind).eps)
@@ -61,7 +63,7 @@ def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None
         assert rms <= RELATIVE_RMS[kind] * (2 if numbers else 1), f"{name}: relative RMS {rms:.3g}"
 
 
-def _assert_number_gradient(name, got, one_device, truth, dtype):
+def _assert_number_gradient(name, got, one_device, truth, dtype, noise):
     """Asserts the same of a float32 gradient ``[N]``, one sum per head."""
     assert got.dtype == np.float32, name
     worst, _ = errors(got, truth)
@@ -70,5 +72,5 @@ def _assert_number_gradient(name, got, one_device, truth, dtype):
     eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     largest = np.abs(truth).max()
     assert largest > 0, name
-    allowed = NUMBER_FACTOR * dense_worst + eps * largest
+    allowed = NUMBER_FACTOR * dense_worst + eps * largest + 3 * noise
     assert worst <= allowed, f"{name}: error {worst:.3g}, one device's {dense_worst:.3g}"

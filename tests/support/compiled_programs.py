@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import re
 from importlib import resources
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +21,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
+from burst_jax.parallel.target import listed_capability
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 
-# Ids name the GPU and the kernels, which are never left to the library's choice here.
-KERNELS = pytest.mark.parametrize(
-    ("gpu", "kernels"),
-    [("a100", "triton"), ("h100", "mosaic_sm90")],
-    ids=["a100-triton", "h100-mosaic_sm90"],
-)
-
-
-# Each GPU and each rotation once, for bytes and memory, which have formulas in both.
+# Each GPU with its kernels, which are never left to the library's choice here, and each rotation.
 KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
     ("gpu", "kernels", "rotation"),
     [("a100", "triton", "rotate_query"), ("h100", "mosaic_sm90", "rotate_kv")],
@@ -112,30 +107,42 @@ def gradient(attention):
 def compile_for(function, *shapes, **options):
     """The finished GPU program, with the library's compiler options and those given, untimed."""
     options = {**_UNTIMED, **burst_jax.compiler_options("gpu"), **options}
-    traced = jax.jit(function).trace(*shapes)
-    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    with mosaic_compiles_for(jax.tree.leaves(shapes)[0].sharding.mesh):
+        traced = jax.jit(function).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
-def mosaic_as_on_an_a100(monkeypatch):
-    """Mosaic kernels are compiled for an A100 until the end of the test.
-
-    An abstract A100 has no compute capability, and Mosaic GPU then assumes a Hopper GPU. From JAX
-    0.12 on, a process assembles no kernel for a newer GPU than the first one's: that is a Hopper.
-    """
-    _compile_any_mosaic_kernel()
-    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+@contextlib.contextmanager
+def mosaic_compiles_for(mesh):
+    """Mosaic GPU traces kernels for the mesh's GPUs, which are not here, and not for Hopper."""
+    capability = listed_capability(mesh.devices.flat[0].device_kind)
+    assert capability is not None
+    if capability < 9:
+        start_mosaic_with_hopper()
+    architecture = divmod(round(10 * capability), 10)
+    with mock.patch.object(utils, "_infer_arch", return_value=architecture):
+        yield
 
 
 @functools.cache
-def _compile_any_mosaic_kernel():
+def start_mosaic_with_hopper():
+    """Compiles a kernel for Hopper first.
+
+    Mosaic GPU assembles all kernels of a process for the GPU of the first one. Hopper's assembler
+    accepts Ampere's code, not the other way round. Registers and spills on Ampere are read in a
+    process of its own: :func:`compiled_calls.run_for_ampere`.
+    """
+    mesh, shape = gpu_mesh("h100", 1), (128,)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, P()))
+
     def copy(source, target):
         target[...] = source[...]
 
-    mesh = gpu_mesh("h100", 1)
-    vector = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
-    kernel = plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
-    with jax.set_mesh(mesh):
-        compile_for(kernel, vector)
+    def run(x):
+        return plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct(shape, jnp.float32))(x)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    compile_for(run, x)
 
 
 def step_options():
@@ -249,48 +256,44 @@ def overlapped(events):
     ] + [[] for kind, _ in events if kind == "sync"]
 
 
-def moves(program, opcode):
-    """``(shapes that it sends, what overlaps with it)`` of every such transfer, by computation.
+def transfers(program, opcode, computation="ENTRY"):
+    """``(name, opcode, result type, what overlaps)`` of every such transfer of a computation.
 
-    What overlaps are the matrix products and the library's kernels between its start and its end;
-    an empty list where it is exposed.
-
-    Args:
-      program: the compiled program.
-      opcode: "all-gather" or "collective-permute".
+    What overlaps are the matrix products and the library's kernels between its start and its end:
+    nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
+    between device and host memory, "fusion".
     """
-    found, fused = {}, _fused_kernels(program)
+    found, started, fused = [], {}, _fused_kernels(program)
+    starts = {f"{opcode}-start", *({opcode} - {"fusion"})}
+    for name, result, code, operands, rest in operations(program, computation):
+        if code in starts:
+            found.append((name, code, result, []))
+            if code != opcode:
+                started[name] = found[-1][-1]
+        elif code == f"{opcode}-done":
+            started.pop(operands.strip().lstrip("%"))
+        elif _works(name, code, rest, fused):
+            for during in started.values():
+                during.append(name)
+    return found
+
+
+def moves(program, opcode):
+    """``(shapes that it sends, what overlaps)`` of every transfer, by computation."""
+    found = {}
     for computation in computations(program):
-        here = found.setdefault(computation, [])
-        open_ones: dict[str, tuple[list, list]] = {}
-        for name, result, code, operands, rest in operations(program, computation):
-            if code in (opcode, f"{opcode}-start"):
-                shapes = _SHAPE.findall(result)
-                half = len(shapes) // 2 if code.endswith("start") else None
-                taken = [tuple(map(int, sizes.split(","))) for _, sizes in shapes[:half]]
-                open_ones[name] = taken, []
-                here.append(open_ones[name])
-            elif code == f"{opcode}-done":
-                del open_ones[operands.strip().lstrip("%")]
-            elif _works(name, code, rest, fused):
-                for _, beside_it in open_ones.values():
-                    beside_it.append(name)
-    return {computation: here for computation, here in found.items() if here}
+        for _, code, result, during in transfers(program, opcode, computation):
+            shapes = _SHAPE.findall(result)  # of operands, then results
+            shapes = shapes[: len(shapes) // 2] if code.endswith("start") else shapes
+            sent = [tuple(map(int, sizes.split(","))) for _, sizes in shapes]
+            found.setdefault(computation, []).append((sent, during))
+    return found
 
 
 def host_copies(program, computation="ENTRY"):
-    """Of every copy between device and host memory its name and the kernels that run meanwhile."""
-    found, open_ones, fused = [], {}, _fused_kernels(program)
-    for name, result, opcode, operands, rest in operations(program, computation):
-        if opcode == "fusion-start" and "S(5)" in result:
-            open_ones[name] = (name, [])
-            found.append(open_ones[name])
-        elif opcode == "fusion-done":
-            open_ones.pop(operands.strip().lstrip("%"), None)
-        elif _works(name, opcode, rest, fused):
-            for _, kernels in open_ones.values():
-                kernels.append(name)
-    return found
+    """``(name, what overlaps)`` of every copy between device and host memory."""
+    copies = transfers(program, "fusion", computation)
+    return [(name, during) for name, _, result, during in copies if "S(5)" in result]
 
 
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
@@ -324,19 +327,24 @@ def _bytes(type_text):
     )
 
 
-def crosses(rest, gpus):
-    """Whether a permute's first device sends to another host, of so many GPUs each."""
-    source, target = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
-    return int(source) // gpus != int(target) // gpus
+def sent_bytes(program, opcode="collective-permute", between_hosts_of=None):
+    """Bytes that one device sends by every such operation, loops not counted.
 
-
-def permutes_between_hosts(program, gpus):
-    """The permutes whose devices send to another host, of so many GPUs each."""
-    return [
-        name
-        for name, _, opcode, _, rest in operations(program)
-        if opcode in ("collective-permute", "collective-permute-start") and crosses(rest, gpus)
-    ]
+    With ``between_hosts_of`` by those permutes whose devices send to another host, of so many GPUs
+    each.
+    """
+    found = []
+    for _, result, code, _, rest in operations(program):
+        if code not in (opcode, f"{opcode}-start"):
+            continue
+        if between_hosts_of:
+            pair = find(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest).groups()
+            source, target = (int(device) // between_hosts_of for device in pair)
+            if source == target:
+                continue
+        # The result of a start names the operands and the results.
+        found.append(_bytes(result) // (2 if code.endswith("start") else 1))
+    return found
 
 
 def arrays_in_order(program, computation="ENTRY"):
@@ -348,31 +356,9 @@ def arrays_in_order(program, computation="ENTRY"):
     ]
 
 
-def exchanged_bytes(program):
-    """Bytes of every array that an all-to-all exchanges, on one device."""
-    return [
-        _bytes(result) // (2 if opcode.endswith("start") else 1)
-        for _, result, opcode, _, _ in operations(program)
-        if opcode in ("all-to-all", "all-to-all-start")
-    ]
-
-
-def permuted_bytes(program, between_hosts_of=None):
-    """Bytes that one device sends by permutes, loops not counted.
-
-    With ``between_hosts_of`` those to another host alone, of so many GPUs each.
-    """
-    total = 0
-    for _, result, opcode, _, rest in operations(program):
-        if not opcode.startswith("collective-permute") or opcode.endswith("done"):
-            continue
-        if between_hosts_of and not crosses(rest, between_hosts_of):
-            continue
-        if opcode == "collective-permute-start":
-            total += _bytes(result) // 2  # its result names the operands and the results
-        elif opcode == "collective-permute":
-            total += _bytes(result)
-    return total
+def permuted_bytes(program):
+    """Bytes that one device sends by permutes, loops not counted."""
+    return sum(sent_bytes(program))
 
 
 def temp_bytes(program):
@@ -388,14 +374,12 @@ class Ptxas(NamedTuple):
       stack: bytes of local memory, the most that one of them has: spilled registers lie there.
       spills: bytes stored to it and loaded from it, of all.
       serialized: whether matrix instructions of one of them wait for each other.
-      shares_ignored: whether every warpgroup has the same number of registers after all.
     """
 
     kernels: frozenset[str]
     stack: int
     spills: int
     serialized: bool
-    shares_ignored: bool
 
 
 def ptxas(text):
@@ -414,5 +398,4 @@ def ptxas(text):
         stack=max(map(int, stacks)),
         spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
         serialized="C7512" in text or "instructions are serialized" in text,
-        shares_ignored="'setmaxnreg' ignored" in text,
     )

@@ -41,3 +41,5 @@ if IMPLEMENTATION == "mosaic_sm80":
     IMPLEMENTATIONS["mosaic_sm80"] = MOSAIC_SM80
 if IMPLEMENTATION == "mosaic_sm90":
     IMPLEMENTATIONS["mosaic_sm90"] = MOSAIC_SM90
+# What tests of local attention are about: on a GPU the kernels that were named.
+UNDER_TEST = [x for x in IMPLEMENTATIONS if not ON_GPU or x.startswith(IMPLEMENTATION)]

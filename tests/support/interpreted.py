@@ -15,7 +15,7 @@ thread, one CTA after the other, and finds data races by vector clocks. Added he
 It does not show races between the threads of one warpgroup, register layouts, and late effects of
 TMA: copies complete at once (but a read that does not wait for one is a race).
 
-This depends on private names of JAX 0.12. :func:`check_overrides` names those that have changed.
+This depends on private names of JAX 0.12.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 import threading
 import time
 from typing import Any, NamedTuple
@@ -428,30 +427,6 @@ def _run_jaxpr(jaxpr, consts, *args):
         lowered = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args).lower()
         run = lowered.compile({"xla_backend_optimization_level": 0})
     run(consts, *args)
-
-
-_OVERRIDES = (
-    _Interpreter, _Memory, _Barrier, _ClusterBarrier, _Impatient, _AddingCopy, _CopyOfPart,
-)  # fmt: skip
-
-
-def check_overrides(classes: tuple[type, ...] = _OVERRIDES) -> None:
-    """Raises if JAX no longer has a method that is overridden here, or changed its arguments."""
-    for own in classes:
-        base = own.__mro__[1]
-        methods = {name: f for name, f in vars(own).items() if inspect.isfunction(f)}
-        methods.pop("__init__", None)
-        for name, method in methods.items():
-            theirs = getattr(base, name, None)
-            ours = list(inspect.signature(method).parameters)
-            has = "does not exist"
-            if theirs is not None:
-                has = f"takes {list(inspect.signature(theirs).parameters)}"
-            if has != f"takes {ours}":
-                raise RuntimeError(
-                    f"in JAX {jax.__version__} {base.__qualname__}.{name} {has}; adapt "
-                    f"tests/support/interpreted.py, which overrides it with {ours}"
-                )
 
 
 @contextlib.contextmanager

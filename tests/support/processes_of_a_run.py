@@ -194,8 +194,8 @@ def raise_on_one(_: Path, process: int) -> None:
 
 
 def main(mode: str, folder: str, port: str = "", count: str = "", process: str = "") -> None:
-    joined: Any = (f"127.0.0.1:{port}", int(count), int(process)) if port else ()
-    with initialize(*joined, heartbeat_timeout=HEARTBEAT, start_timeout=60) as processes:
+    connection: Any = (f"127.0.0.1:{port}", int(count), int(process)) if port else ()
+    with initialize(*connection, heartbeat_timeout=HEARTBEAT, start_timeout=60) as processes:
         assert processes.count == 2
         assert is_main() == (processes.index == 0)
         actions = {

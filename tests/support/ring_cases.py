@@ -29,7 +29,6 @@ MASKS = {
     "packed": dense.Mask(segments=True),
     "packed_causal": dense.Mask(is_causal=True, segments=True),
     "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
-    "cap": dense.Mask(soft_cap=2.0),
 }
 
 
@@ -78,30 +77,21 @@ DROPOUT_KEY = functools.partial(jax.random.key, 5)
 
 
 def a_case(ring, layout, mask, backward="rotate_kv", implementation="xla", shard="even"):
-    return {
-        "ring": ring,
-        "layout": layout,
-        "mask": mask,
-        "heads": (4, 2),
-        "backward": backward,
-        "shard": shard,
-        "head_dim": 16,
-        "dtype": "float32",
-        "implementation": implementation,
-    }
+    case = {"ring": ring, "layout": layout, "mask": mask, "backward": backward, "shard": shard}
+    rest = {"heads": (4, 2), "head_dim": 16, "dtype": "float32", "implementation": implementation}
+    return case | rest
 
 
 def case_id(case):
-    heads, group = case["heads"][0], case["heads"][0] // case["heads"][1]
-    return (
-        f"{case['layout']}-n{case['ring']}-{case['mask']}-h{heads}gqa{group}-{case['backward']}"
-        f"-{case['shard']}-dim{case['head_dim']}"
-        f"{'' if value_dim(case) == case['head_dim'] else '_' + str(value_dim(case))}"
-        f"-{case['dtype']}"
-        f"{'' if case.get('numbers', 'none') == 'none' else '-' + case['numbers']}"
-        f"{'-dropout' if case.get('dropout') else ''}"
-        f"{'-functions' if case.get('functions') else ''}"
-    )
+    heads, kv_heads = case["heads"]
+    dims = dict.fromkeys((case["head_dim"], value_dim(case)))
+    words = [
+        case["layout"], f"n{case['ring']}", case["mask"], f"h{heads}gqa{heads // kv_heads}",
+        case["backward"], case["shard"], f"dim{'_'.join(map(str, dims))}", case["dtype"],
+        "" if case.get("numbers", "none") == "none" else case["numbers"],
+        *(name for name in ("dropout", "functions") if case.get(name)),
+    ]  # fmt: skip
+    return "-".join(filter(None, words))
 
 
 def lengths(shard, layout, ring):
@@ -129,16 +119,9 @@ def mask_of(case):
     return MASKS[case["mask"]] if isinstance(case["mask"], str) else case["mask"]
 
 
-def whole_lengths(case):
-    """T and S of a case; with ``pad`` any that its ``shard`` says."""
-    return (
-        case["shard"] if case.get("pad") else lengths(case["shard"], case["layout"], Ring.of(case))
-    )
-
-
 def make_inputs(case, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
-    t, s = whole_lengths(case)
+    t, s = lengths(case["shard"], case["layout"], Ring.of(case))
     heads, kv_heads = case["heads"]
     dim, value, batch = case["head_dim"], value_dim(case), 2
     dtype = jnp.dtype(case["dtype"])
@@ -167,38 +150,25 @@ def ring_results(
     """
     ring, layout = Ring.of(case), case["layout"]
     mesh, n = ring.mesh(), ring.size
-    # What no mesh divides lies on all devices.
-    split = P() if case.get("pad") else P(None, ring.names)
-    put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, split))
+    sharding = jax.NamedSharding(mesh, P(None, ring.names))
+    put = functools.partial(jax.device_put, device=sharding)
     arrays, cotangents, segments = jax.tree.map(
         lambda x: put(in_layout(case, x)), (arrays, cotangents, segments)
     )
-    defaults: dict[str, Any] = {
-        "backward": case["backward"],
-        "implementation": IMPLEMENTATIONS["xla"],
-    }
-    options = ring.options | mask_of(case).options | defaults | options
-    options |= {name: case[name] for name in ("scale", "pad") if name in case}
+    given: dict[str, Any] = ring.options | mask_of(case).options | {"backward": case["backward"]}
+    given |= {"implementation": IMPLEMENTATIONS["xla"], **options}
+    given |= {"mesh": mesh, "layout": layout, "return_residual": True}
     if case.get("dropout"):
-        options |= {"dropout_rate": case["dropout"], "dropout_key": DROPOUT_KEY()}
-    options |= functions.called(case.get("functions"))
+        given |= {"dropout_rate": case["dropout"], "dropout_key": DROPOUT_KEY()}
+    given |= functions.called(case.get("functions"))
     numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays, cotangents, segments, numbers):
+        of_tokens = {"query_segment_ids": segments[0], "key_value_segment_ids": segments[1]}
+
         def attend(query, key, value, numbers):
-            return attention(
-                query,
-                key,
-                value,
-                mesh=mesh,
-                layout=layout,
-                query_segment_ids=segments[0],
-                key_value_segment_ids=segments[1],
-                return_residual=True,
-                **numbers,
-                **options,
-            )
+            return attention(query, key, value, **of_tokens, **numbers, **given)
 
         primal, vjp = jax.vjp(attend, *arrays, numbers)
         *gradients, of_numbers = vjp(cotangents)
@@ -238,7 +208,7 @@ def oracle(case, arrays, cotangents, segments, hiding=None, mask=None):
     if case.get("dropout"):
         seeds = jax.random.bits(DROPOUT_KEY(), (batch, heads))
         factors = dense.dropout_factors(seeds, case["dropout"], q[0], kv)
-    of_scores = {"factors": factors, "score": score, "scale": case.get("scale")}
+    of_scores = {"factors": factors, "score": score}
     return dense.truth(*args, **of_scores), dense.one_device(*args, **of_scores), keep
 
 
@@ -258,19 +228,14 @@ def assert_exact(case, *, hiding=None, mask=None, **options):
     kinds = (case["dtype"], "float32", *[case["dtype"]] * 3)
     assert tuple(x.dtype.name for x in got[:5]) == kinds
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
-    blind_queries = ~np.broadcast_to(dense.sees(keep), truth[1].shape)
-    unseen_keys = ~np.broadcast_to(dense.is_seen(keep, truth[3].shape[2]), truth[3].shape[:3])
+    blind = ~np.broadcast_to(dense.sees(keep), truth[1].shape)
+    unseen = ~np.broadcast_to(dense.is_seen(keep, truth[3].shape[2]), truth[3].shape[:3])
     out, lse, dq, dk, dv, *_ = got
-    assert (out[blind_queries] == 0).all()
-    sinks = dense.per_head(case.get("numbers", "none"), case["heads"][0]).get("sink_logits")
-    if sinks is None:
-        assert (lse[blind_queries] == -np.inf).all()
-    else:
-        sinks = np.broadcast_to(sinks, lse.shape)[blind_queries]
-        np.testing.assert_allclose(lse[blind_queries], sinks, rtol=1e-6, atol=1e-6)
-    assert (dq[blind_queries] == 0).all()
-    assert (dk[unseen_keys] == 0).all()
-    assert (dv[unseen_keys] == 0).all()
+    for x, rows in ((out, blind), (dq, blind), (dk, unseen), (dv, unseen)):
+        assert not x[rows].any()
+    numbers = dense.per_head(case.get("numbers", "none"), case["heads"][0])
+    sinks = np.broadcast_to(numbers.get("sink_logits", -np.inf), lse.shape)
+    np.testing.assert_allclose(lse[blind], sinks[blind], rtol=1e-6, atol=1e-6)
 
 
 def kept_scores(sizes, layout, lengths, window, rotates_query, stop):

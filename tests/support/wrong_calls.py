@@ -1,4 +1,4 @@
-"""hypothesis strategies for mistakes in valid calls, and for other spellings of the same call.
+"""hypothesis strategies for mistakes in valid calls of ``burst_attention``.
 
 Whether a change is a mistake follows from the documentation and from the call's sizes, never from
 the library.
@@ -6,7 +6,6 @@ the library.
 
 from __future__ import annotations
 
-import fractions
 import inspect
 import math
 from typing import Any
@@ -158,8 +157,11 @@ def wrong_values(name: str, program: Program) -> st.SearchStrategy:
 
 def length(program, call, draw):
     """T or S that the devices do not divide."""
-    unit = math.lcm({"zigzag": 2, "striped:3": 3}.get(program.options["layout"], 1))
-    unit *= math.prod(program.mesh.shape[x] for x in names_of(needed_spec(program, "key", 4)[1]))
+    ring, ulysses = (
+        math.prod(program.mesh.shape[axis] for axis in names_of(program.axes.get(name)))
+        for name in ("seq_axis", "ulysses_axis")
+    )
+    unit = ring * math.lcm({"zigzag": 2, "striped:3": 3}.get(program.options["layout"], 1), ulysses)
     if unit == 1 or call.get("pad") or "block_mask" in call:
         return None
     by, letter = draw(st.integers(1, unit - 1)), draw(st.sampled_from("TS"))
@@ -238,37 +240,3 @@ MISTAKES = {
     "pad": lambda p, c, draw: {"pad": True, "layout": draw(st.sampled_from(LAYOUTS[1:]))},
     "no_mesh": lambda p, c, draw: None if p.in_context else {"mesh": None},
 }  # fmt: skip
-
-
-# --- other spellings of the same call ------------------------------------------------------------
-
-
-def spelled(program: Program, call: dict[str, Any], draw) -> dict[str, Any]:
-    """The same call with every argument that has another spelling in it."""
-    same: dict[str, Any] = {"tensor_axis": (), "scale": float(program.sizes["H"] ** -0.5)}
-    for name, value in call.items():
-        if isinstance(value, bool):
-            same[name] = np.bool_(value)
-        elif isinstance(value, float) and name != "dropout_rate":
-            same[name] = draw(st.sampled_from((np.float64, fractions.Fraction)))(value)
-        elif name in ("layout", "backward"):
-            same[name] = np.str_(value)
-        elif name in ("seq_axis", "batch_axis", "tensor_axis") and isinstance(value, str):
-            same[name] = (value,)
-        elif name == "local_window_size" and isinstance(value, int):
-            same[name] = draw(
-                st.sampled_from(((np.int64(value), value), (value, np.uint32(value))))
-            )
-        elif name in IDS and program.placed == "numpy":
-            kinds = np.int8, np.int16, np.uint32, np.uint64, ">i4", ">i8"
-            same[name] = np.asarray(value).astype(draw(st.sampled_from(kinds)))
-        elif name in PER_HEAD and program.placed == "jax":
-            same[name] = nnx.Param(value)
-        elif name in QKV and program.placed == "numpy":
-            twice = np.repeat(value, 2, axis=1)[:, ::2]
-            same[name] = draw(st.sampled_from((np.asfortranarray(value), twice)))
-    if program.in_context:
-        same["mesh"] = draw(st.sampled_from((program.mesh, program.mesh.abstract_mesh)))
-    return {
-        name: x for name, x in same.items() if name not in call or not isinstance(x, tuple) or x
-    }

@@ -118,7 +118,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
     for index, part in enumerate(np.array_split(words, 4)):
         (corpus / f"{index}.txt").write_text("".join(part))
     draw, steps = random.Random(kills), 5 * EVERY * kills  # Outlasts all kills.
-    meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "seq=4"}
+    meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "seq=2"}
     whole, killed, moved = (
         Training(tmp_path / name, steps, corpus, mesh) for name, mesh in meshes.items()
     )

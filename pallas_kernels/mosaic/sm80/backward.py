@@ -115,8 +115,11 @@ def backward(
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
     # The zeros depend on an operand, so that a ring does not allocate those of all steps at once.
-    # The barrier makes them unique to this call: XLA would create equal arrays once, and copy them.
-    zero, stats = lax.optimization_barrier((jnp.float32(0), stats_by_tile(static, inputs)))
+    # The barrier makes them unique to this call, by operands that differ between steps: XLA would
+    # create equal arrays once, and copy them.
+    zero, stats, *_ = lax.optimization_barrier(
+        (jnp.float32(0), stats_by_tile(static, inputs), inputs.kv.k, bounds)
+    )
     attention = attention_arrays(static, inputs, bounds)
     do = rows_of_heads(do, static.padded_q_length)
     bound = fixed_point.dq_bound(inputs, spec) if deterministic else None

@@ -1,8 +1,9 @@
-"""``make`` finds a Python, on simulated machines."""
+"""``make`` finds a Python, and its quick tier skips no file but those that compile for GPUs."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-FIND = Path(__file__).parents[2] / ".ci" / "find-python"
+ROOT = Path(__file__).parents[2]
+FIND = ROOT / ".ci" / "find-python"
 BASH = shutil.which("bash")
 PYTHON = shlex.quote(sys.executable)
 # What a Python runs in front of the command that it is given.
@@ -29,7 +31,6 @@ UV = '[ "$*" = "python find >=3.12" ] && echo "{root}/by uv/python3"'
             {"first/python3.12": NO_PIP, "first/python3": OLD, "second/python3.13": GOOD},
             "second/python3.13", {},
         ),
-        ({"first/python3.12": SHIM, "second/python3.12": GOOD}, "second/python3.12", {}),
         (
             {"first/python3.12": SHIM, "first/python3": OLD,
              "home/.pyenv/versions/3.11.1/bin/python": OLD,
@@ -42,11 +43,9 @@ UV = '[ "$*" = "python find >=3.12" ] && echo "{root}/by uv/python3"'
         ({"first/python3.12": GOOD, "a folder/python": GOOD}, "a folder/python",
          {"PYTHON": "{root}/a folder/python"}),
         ({"first/python3.12": GOOD, "old": OLD}, None, {"PYTHON": "{root}/old"}),
-        ({"first/python3": OLD, "first/python": SHIM}, None, {}),
         ({}, None, {"HOME": ""}),
     ],
-    ids=["newer-name", "behind-a-shim", "pyenv", "pyenv-root", "uv", "named", "named-old", "old",
-         "no-home"],
+    ids=["newer-name", "pyenv", "pyenv-root", "uv", "named", "named-old", "no-home"],
 )  # fmt: skip
 def test_the_first_python_that_suits(tmp_path, programs, want, variables):
     for path, body in programs.items():
@@ -68,3 +67,20 @@ def test_the_first_python_that_suits(tmp_path, programs, want, variables):
     where = variables.get("PYTHON", "PATH, pyenv or uv")
     assert f"No Python 3.12 or newer with venv in {where}: install one" in done.stderr
     assert "make PYTHON=" in done.stderr
+
+
+@pytest.mark.slow  # collects all tests
+def test_the_quick_tier_touches_every_file_and_says_what_it_leaves_out():
+    quick = re.search(r"^test:.*\n.* -m '(.+?)'", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert quick is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", quick.group(1)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = set(re.findall(r"^tests/\w+/(test_\w+)\.py::", done.stdout, re.MULTILINE))
+    files = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert files - collected == {name for name in files if name.startswith("test_compiled")}
+    for marker in ("slow", "cuda_compiler"):
+        assert re.search(rf"\b\d+ tests marked {marker} \(.+\): make test-all", done.stdout)
+    assert re.search(r"\b\d+ tests marked replay \(.+\): make replay runs them", done.stdout)

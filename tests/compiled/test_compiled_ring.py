@@ -1,0 +1,283 @@
+"""What XLA makes of the ring on A100s and H100s, read from the compiled programs.
+
+A program is compiled once, and a test makes all its assertions on it: workers share no programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import compiled_programs as compiled
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled_programs import KERNELS_AND_ROTATIONS, gradient
+from routes import hops_of_passes
+
+import burst_jax
+from burst_jax.ring.rotation import ShardShape, backward_bytes, choose_rotation, forward_bytes
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve
+
+pytestmark = pytest.mark.cuda_compiler
+
+# Grouped heads, and values of half the keys' head dim; every CTA has several work tiles.
+TOKENS, HEADS, KV_HEADS, DIM, VALUE_DIM = 4096, 8, 2, 128, 64
+SHAPE = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, DIM, 2, value_dim=VALUE_DIM)
+
+
+def attend(mesh, **options):
+    options = {"is_causal": True, "layout": "zigzag", **options}
+    return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
+
+
+class Ring(NamedTuple):
+    """What a ring runs on, and how. ``mib``: its memory per device; one more block is too much."""
+
+    gpu: str
+    kernels: str
+    rotation: str
+    packed: bool
+    mib: float
+
+    def compiled(self, n):
+        """The gradient on ``n`` devices: the forward's hops, then the backward's."""
+        mesh = compiled.gpu_mesh(self.gpu, n)
+        arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
+        ids = (compiled.segment_ids(mesh, TOKENS),) if self.packed else ()
+
+        def run(query, key, value, *ids):
+            segments = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), *ids)
+            options: Any = segments if ids else {}
+            options |= {"implementation": self.kernels, "backward": self.rotation}
+            return gradient(attend(mesh, **options))(query, key, value)
+
+        return compiled.compile_for(run, *arrays, *ids)
+
+
+def wires(rotation, n):
+    """Bytes that a device sends forward and backward, by the formulas of the docs."""
+    hops, c, k, h, s, t = n - 1, TOKENS, KV_HEADS, DIM, 2, 4
+    both = DIM + VALUE_DIM
+    forward = hops * c * k * both * s
+    backward = {
+        "rotate_kv": hops * c * k * both * (s + t),
+        "rotate_query": hops * c * HEADS * (both * s + 2 * 4) + hops * c * HEADS * h * t,
+    }[rotation]
+    # The library's own arithmetic, which `auto` decides by, says the same.
+    assert forward_bytes(hops_of_passes(n), SHAPE) == forward
+    assert backward_bytes(rotation, hops_of_passes(n), SHAPE) == backward
+    return forward, backward
+
+
+def assert_sends(program, wire):
+    """``wire`` bytes per device, by permutes alone."""
+    assert compiled.permuted_bytes(program) == wire
+    for other in ("all-gather", "all-to-all", "all-reduce"):
+        assert other not in compiled.text_of(program)
+
+
+RINGS = (
+    Ring("a100", "triton", "rotate_kv", packed=True, mib=46),
+    Ring("a100", "triton", "rotate_query", packed=False, mib=77),
+    Ring("a100", "mosaic_sm80", "rotate_query", packed=True, mib=150),
+    Ring("h100", "mosaic_sm90", "rotate_kv", packed=False, mib=49),
+    Ring("h100", "mosaic_sm90", "rotate_query", packed=True, mib=118),
+)
+
+
+@pytest.mark.parametrize(
+    "ring", RINGS, ids=lambda ring: f"{ring.gpu}-{ring.kernels}-{ring.rotation}"
+)
+def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
+    """Its bytes are the formulas'."""
+    n = 8
+    program = ring.compiled(n)
+    events, forward = compiled.schedule(program), ["burst_forward"]
+    kernels = [name for kind, name in events if kind == "kernel"]
+    overlapped = compiled.overlapped(events)
+    assert not [event for event in events if event[0] == "sync"]
+    assert kernels[:n] == forward * n
+    assert overlapped[: n - 1] == [forward] * (n - 1)
+    assert_backward(ring, n, kernels[n:], overlapped[n - 1 :])
+    names = [x for x in compiled.step_names(program, "custom-call") if "forward_step" in x]
+    assert names == [f"ring_forward_step_{i}/jit(forward)/burst_forward" for i in range(n)]
+    names = [x for x in compiled.step_names(program, "collective-permute-start") if "forw" in x]
+    assert names == [f"ring_forward_step_{i}" for i in range(n - 1)]
+    ids = compiled.permuted_bytes(program) - sum(wires(ring.rotation, n))
+    if ring.packed:  # Segment ids are sent with their keys, or with their queries.
+        assert n * TOKENS * 4 < ids <= 2 * (n - 1) * TOKENS * 4
+    assert_sends(program, sum(wires(ring.rotation, n)) + (ids if ring.packed else 0))
+    assert compiled.temp_bytes(program) / 2**20 < ring.mib
+
+
+def assert_backward(ring, n, kernels, overlapped):
+    """Of the local block in two halves and n - 1 further steps."""
+    if ring.kernels != "triton":
+        # The block is sent to the next step, the previous step's gradient to the one after: alone
+        # in the first two steps and in the last two.
+        assert kernels == ["burst_backward"] * (n + 1)
+        assert overlapped == [["burst_backward"]] * (2 * (n - 1))
+        return
+    # Two kernels, for dQ and for dK and dV. The block is sent during the rotating side's kernel (in
+    # the first two steps, which wait for no gradient, during both), the gradient during the other
+    # kernel, and at last during both.
+    stationary, rotating = ("burst_dq", "burst_dkv")[:: 1 if ring.rotation == "rotate_kv" else -1]
+    assert len(kernels) == 2 * (n + 1)
+    assert kernels[4:-2] == [stationary, rotating] * (n - 2)
+    both = sorted([stationary, rotating])
+    assert all(sorted(pair) == both for pair in (kernels[:2], kernels[2:4], kernels[-2:]))
+    assert all(sorted(overlapped[i]) == both for i in (0, 1, -1))
+    assert overlapped[2:-1] == [*[[stationary], [rotating]] * (n - 3), [stationary]]
+
+
+@pytest.mark.parametrize(("gpu", "kernels"), [("a100", "triton"), ("h100", "mosaic_sm90")])
+def test_auto_sends_the_fewest_bytes(gpu, kernels):
+    """Of two devices: one hop of a block forward, one backward, and one of its gradient."""
+    mesh, hops = compiled.gpu_mesh(gpu, 2), hops_of_passes(2)
+    heads = (8, 8) if kernels == "triton" else (8, 4)  # where it changes
+    attention = attend(mesh, implementation=kernels)
+    program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, 256, *heads))
+    kv, q = 2 * 256 * heads[1] * DIM, 256 * heads[0] * DIM
+    backward = {"rotate_kv": kv * (2 + 4), "rotate_query": q * (2 * 2 + 4) + 2 * 256 * heads[0] * 4}
+    assert_sends(program, 2 * kv + min(backward.values()))
+    shape = ShardShape(256, 256, *heads, head_dim=DIM, itemsize=2)
+    assert forward_bytes(hops, shape) == 2 * kv
+    for rotation in ("rotate_kv", "rotate_query"):
+        assert backward_bytes(rotation, hops, shape) == backward[rotation]
+    chosen = choose_rotation("auto", shape, kv_hops=hops, query_hops=hops)
+    assert chosen == ("rotate_query" if heads[0] == heads[1] else "rotate_kv")
+    assert all(compiled.overlapped(compiled.schedule(program)))
+
+
+def test_remat_policy_holds_no_second_forward_ring():
+    mesh = compiled.gpu_mesh("a100", 2)
+    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
+    names = jax.checkpoint_policies.save_only_these_names(*burst_jax.CHECKPOINT_NAMES)
+
+    def wire(**remat):
+        # Something before the attention, so that its inputs too are recomputed.
+        def layer(query, key, value):
+            return attend(mesh)(jnp.sin(query), jnp.sin(key), jnp.sin(value))
+
+        layer = jax.checkpoint(layer, **remat)
+        return compiled.permuted_bytes(compiled.compile_for(gradient(layer), *shapes))
+
+    forward, backward = wires("rotate_kv", 2)
+    assert wire(policy=names) == forward + backward
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert wire(policy=nothing) == forward + backward + forward  # what the policy saves
+
+
+@KERNELS_AND_ROTATIONS
+def test_two_level_ring(gpu, kernels, rotation):
+    """Of two nodes: every permute overlaps with a kernel, on both interconnects at once."""
+    hosts, gpus = 2, 4
+    mesh = compiled.gpu_mesh(gpu, hosts, gpus)
+    options = {"seq_axis": ("outer", "inner"), "implementation": kernels, "backward": rotation}
+    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
+    program = compiled.compile_for(gradient(attend(mesh, **options)), *shapes)
+    events = compiled.schedule(program)
+    assert events.count(("kernel", "burst_forward")) == hosts * gpus
+    assert all(compiled.overlapped(events))
+    # The outer block in chunks, one during each forward kernel of the first pass; the same
+    # backward, and the gradient of the first pass in one chunk less.
+    outer = compiled.sent_bytes(program, between_hosts_of=gpus)
+    assert len(outer) == gpus + gpus + (gpus - 1) + 1
+    hops = hops_of_passes(*[gpus] * hosts)
+    # Between the hosts: a block forward, a block and two gradients backward.
+    for sent, of_hops in ((compiled.sent_bytes(program), hops), (outer, hops.between_passes)):
+        assert sum(sent) == forward_bytes(of_hops, SHAPE) + backward_bytes(rotation, of_hops, SHAPE)
+    # On one level every hop would cross between some hosts.
+    assert 3 * (hops.between_passes.blocks + hops.between_passes.sums) < hops.blocks + hops.sums
+
+
+def test_memory_does_not_grow_with_the_number_of_nodes():
+    temp = []
+    for hosts in (3, 6):  # With two, no block is sent in chunks while a gradient is.
+        mesh = compiled.gpu_mesh("h100", hosts, 2)
+        attention = attend(
+            mesh, seq_axis=("outer", "inner"), layout="contiguous", implementation="mosaic_sm90"
+        )
+        program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, TOKENS, 8, 8))
+        temp.append(compiled.temp_bytes(program) / 2**20)
+    # Chunks leave gaps: for six more steps less than one K/V block's 16 MiB.
+    assert temp[1] - temp[0] < 16, temp
+
+
+@KERNELS_AND_ROTATIONS
+def test_a_window_sends_only_what_it_needs(gpu, kernels, rotation):
+    """Two shards back of six: two hops forward, and two backward, also of the gradient."""
+    mesh, hops = compiled.gpu_mesh(gpu, 6), hops_of_passes(3)
+    attention = attend(
+        mesh, layout="contiguous", local_window_size=(2 * TOKENS, 0), implementation=kernels,
+        backward=rotation,
+    )  # fmt: skip
+    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
+    program = compiled.compile_for(gradient(attention), *shapes)
+    assert hops[:2] == (2, 2)
+    assert_sends(program, forward_bytes(hops, SHAPE) + backward_bytes(rotation, hops, SHAPE))
+    events = compiled.schedule(program)
+    assert events.count(("kernel", "burst_forward")) == 3
+    assert all(compiled.overlapped(events))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["two_each", "shared"])
+def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
+    """Two nodes of four: one all-to-all per array, in its dtype; nothing is gathered."""
+    mesh, (tokens, heads, dim) = compiled.gpu_mesh("h100", 2, 4), (1024, 16, 128)
+    attention = attend(
+        mesh, seq_axis="outer", ulysses_axis="inner", implementation="mosaic_sm90",
+        backward="rotate_kv",
+    )  # fmt: skip
+    shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
+    program = compiled.compile_for(gradient(attention), *shapes)
+    assert "all-gather" not in compiled.text_of(program)
+    copied = max(kv_heads, 4)  # Two heads for four devices are copied, and their gradients summed.
+    itemsize = 4 if copied > kv_heads else 2
+    exchanged = [
+        *[tokens * heads * dim * 2] * 4,  # q, out, do, dq
+        *[tokens * copied * dim * 2] * 2,  # k, v
+        *[tokens * copied * dim * itemsize] * 2,  # dk, dv
+        tokens * heads * 4,  # delta
+    ]
+    assert sorted(compiled.sent_bytes(program, "all-to-all")) == sorted(exchanged)
+    assert all(compiled.overlapped(compiled.schedule(program)))
+
+
+def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do():
+    """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""
+    mesh = compiled.gpu_mesh("h100", 2)
+    arrays = compiled.inputs(mesh, 256, 4, 2)
+    numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def loss(query, key, value, sinks, slopes):
+        numbers = {"sink_logits": sinks, "alibi_slopes": slopes}
+        out = attend(mesh, implementation="mosaic_sm90", **numbers)(query, key, value)
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (3, 4))).trace(*arrays, numbers, numbers)
+    assert [x.shape for x in jax.tree.leaves(traced.out_info)] == [(4,), (4,)]
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])
+def test_the_gpu_is_known_before_tracing(gpu, capability):
+    """Without this the choice of kernels would fall to what the compiling machine has."""
+    mesh, seen = compiled.gpu_mesh(gpu, 1), []
+
+    def local(x):
+        from burst_jax.parallel.target import compute_capability, current_platform
+
+        seen.append((current_platform(), compute_capability()))
+        return x
+
+    spec = jax.P("seq")
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)).trace(
+        jax.ShapeDtypeStruct((8,), jnp.float32)
+    )
+    assert seen[0] == ("gpu", capability)
+    query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
+    inputs = AttentionInputs(QuerySide(query), KVSide(query, query))
+    where = {"platform": "gpu", "compute_capability": capability, "inputs": inputs}
+    hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
+    assert resolve(None, **where).name == ("mosaic_sm90" if hopper else "triton")

@@ -1,0 +1,216 @@
+"""Tile configs: shared memory, alignment, what chooses them, and that they check themselves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import local
+import pytest
+
+from pallas_kernels import (
+    AttentionInputs,
+    AttentionSpec,
+    KVSide,
+    QuerySide,
+    Score,
+    SharedInputs,
+    Tiles,
+    mosaic_sm90,
+)
+from pallas_kernels.mosaic.sm80 import configs as sm80
+from pallas_kernels.mosaic.sm90 import configs as sm90
+from pallas_kernels.mosaic.sm90.configs import MosaicConfig
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory, ScratchLayout
+from pallas_kernels.mosaic.sm90.static import ForwardStatic
+from pallas_kernels.mosaic.tile_scheduler import SLOTS
+from pallas_kernels.pallas_triton.configs import SHARED_MEMORY, TritonConfig, triton_configs
+
+SPEC = AttentionSpec.of
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SPEC(float("nan")), "scale is nan: it must be a finite number"),
+        (lambda: SPEC(float("inf")), "scale is inf: it must be a finite number"),
+        (lambda: SPEC(1.0, left=-1), "window's left is -1: it must be from 0 to"),
+        (lambda: SPEC(1.0, left=2**31), "window's left is 2147483648: .* or None"),
+        (lambda: SPEC(1.0, right=-7), "window's right is -7: .* or None"),
+        (lambda: SPEC(1.0, logits_soft_cap=0.0), "soft_cap is 0.0: .* positive"),
+        (lambda: SPEC(1.0, logits_soft_cap=-2.0), "soft_cap is -2.0: .* positive"),
+        (lambda: SPEC(1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
+        (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
+        (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
+        (lambda: TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
+        (lambda: TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
+        (lambda: TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
+        (lambda: TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
+        (lambda: MosaicConfig(128, 128, 1), "stages is 1: it must be 2 or more"),
+        (lambda: MosaicConfig(32, 128, 2), "block_q is 32: it must be a multiple of 64"),
+        (lambda: MosaicConfig(128, 100, 2), "block_kv is 100: it must be a multiple of 64"),
+        (lambda: MosaicConfig(128, 128, 2, cluster=0), "cluster is 0: it must be 1 or 2"),
+        (lambda: MosaicConfig(128, 128, 2, cluster=3), "cluster is 3: it must be 1 or 2"),
+        (lambda: sm80.ForwardConfig(96, 64), "block_q is 96: it must be a multiple of 64"),
+        (lambda: sm80.ForwardConfig(128, 32, 2), "block_kv is 32: it must be a multiple of 64"),
+        (lambda: sm80.BackwardConfig(96, 128), "block_q is 96: it must be a multiple of 64"),
+        (lambda: sm80.BackwardConfig(64, 32), "block_kv is 32: it must be a multiple of 64"),
+        (lambda: sm80.BackwardConfig(64, 64, 3), "stages is 3: it must be 1 or 2"),
+    ],
+)
+def test_configs_check_themselves(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_sm90_kernels_reject_tiles_that_they_do_not_support():
+    q, k = (jnp.zeros((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    side = local.tokens(jnp.arange(64, dtype=jnp.int32))
+    stats = (jnp.zeros((1, 4, 64)),) * 2
+    kernels = mosaic_sm90(MosaicConfig(64, 128, 2), MosaicConfig(64, 256, 2))
+    with pytest.raises(ValueError, match="block_q is 64: the forward kernel supports 128 or 192"):
+        local.forward(kernels, q, (k, k), side, side, spec=SPEC(0.1))
+    for config, message in (
+        (MosaicConfig(64, 256, 2), "block_kv is 256: the backward kernel supports 128"),
+        (MosaicConfig(64, 128, 2, cluster=2), "cluster is 2: the backward kernel supports 1"),
+    ):
+        kernels = mosaic_sm90(backward_config=config)
+        with pytest.raises(ValueError, match=message):
+            local.gradients(kernels, (q, q), (k, k), stats, side, side, spec=SPEC(0.1))
+
+
+# --- sm90 ----------------------------------------------------------------------------------------
+
+DIMS = range(16, 257, 16)
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
+def test_sm90_forward_tiles_fit(out_dtype):
+    for dim, value_dim, in_accumulator in itertools.product(DIMS, DIMS, (False, True)):
+        config = sm90.forward_config(max(dim, value_dim))
+        memory = ForwardMemory.of(
+            config, dim, jnp.bfloat16, out_dtype, True, in_accumulator, value_dim
+        )
+        assert memory.nbytes <= 227 * 1024, (dim, value_dim)
+    for dim in DIMS:
+        lanes = sm90.float32_lanes(dim)
+        assert dim % sm90.result_lanes(dim, out_dtype == jnp.float32) == 0
+        assert sm90.result_lanes(dim, out_dtype == jnp.float32) % lanes == 0
+        assert lanes <= 64
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_sm90_backward_tiles_fit_and_bulk_copies_are_aligned(dim):
+    """Copies fail unless their shared-memory address is a multiple of 128 bytes."""
+    for value_dim in {dim, *range(32, 129, 32)} & {*range(0, 129, dim // 2)}:
+        config = sm90.backward_config(max(dim, value_dim))
+        assert BackwardMemory.of(config, dim, jnp.bfloat16, value_dim).nbytes <= 227 * 1024
+    scratch = ScratchLayout.of(sm90.backward_config(dim))
+    copied = [scratch.lse(stage) for stage in range(scratch.stages)]
+    copied += [scratch.delta(stage) for stage in range(scratch.do_stages)]
+    copied += [scratch.per_head_sums(i) for i in range(sm90.BACKWARD_WARPGROUPS)]
+    assert all(part.start * 4 % 128 == 0 for part in copied)
+    # Nothing overlaps, nor the tile and head of a stage, nor the scheduler's slots.
+    taken = [i for part in copied for i in range(part.start, part.start + part.size)]
+    taken += [i for stage in range(scratch.stages) for i in scratch.tile_and_head(stage)]
+    taken += range(scratch.slots, scratch.slots + SLOTS)
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < scratch.size
+
+
+def test_long_plain_masks_use_clusters():
+    """The bounds have a row per cluster's tile of queries."""
+    for dim, length, mask, segments, tile in (
+        (128, 4096, {}, False, 256),
+        (128, 4096, {"right": 0}, False, 128),
+        (128, 16384, {"right": 0}, False, 256),
+        (128, 16384, {"right": 0}, True, 128),
+        (128, 16384, {"left": 500, "right": 0}, False, 128),
+        (128, 1024, {}, False, 128),
+        (256, 16384, {}, False, 128),
+        (64, 16384, {}, False, 192),
+    ):
+        x: Any = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)
+        ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+        positions: Any = jax.ShapeDtypeStruct((length,), jnp.int32)
+        bounds = functools.partial(mosaic_sm90().forward_bounds, spec=SPEC(0.1, **mask))
+        inputs = AttentionInputs(QuerySide(x, positions, ids), KVSide(x, x, positions, ids))
+        assert -(-length // tile) in jax.eval_shape(bounds, inputs).shape
+
+
+def test_which_accumulators_start_from_the_bias():
+    q = jnp.zeros((1, 64, 4, 64), jnp.bfloat16)
+    side = local.tokens(jnp.arange(64, dtype=jnp.int32))
+    inputs = local.inputs_of(q, q, q, side, side, numbers={"alibi_slopes": jnp.ones(4)})
+    options: Any = {"out_dtype": jnp.dtype("float32"), "has_carry": False}
+    options |= {"config": sm90.forward_config(64)}
+    for scale, soft_cap, expected in (
+        (0.1, None, True),
+        (0.1, 30.0, False),
+        (0.0, None, False),
+        (-0.1, None, False),
+        (2.0**-63, None, True),
+        (2.0**-64, None, False),
+    ):
+        assert Score(scale, soft_cap).bias_can_start_products == expected
+        options["spec"] = SPEC(scale, right=0, logits_soft_cap=soft_cap)
+        static = ForwardStatic.of(inputs, **options)
+        assert (static.bias_in_accumulator, static.adds_bias) == (expected, not expected)
+        without = ForwardStatic.of(inputs._replace(shared=SharedInputs()), **options)
+        assert (without.bias_in_accumulator, without.adds_bias) == (False, False)
+
+
+# --- sm80 ----------------------------------------------------------------------------------------
+
+
+def test_sm80_tiles_fit():
+    for dims in ((16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        forward, backward = sm80.forward_config(*dims), sm80.backward_config(*dims)
+        for config in (forward, backward):
+            assert config.shared_memory(*dims) <= sm80.SHARED_MEMORY, config
+        if max(dims) <= 128:
+            # Two CTAs of the forward share an SM, each with a KiB of the system's own.
+            assert 2 * (forward.shared_memory(*dims) + 1024) <= sm80.SHARED_MEMORY + 1024
+        queries, lanes = backward.dq_part(dims[0])
+        assert 2 * queries * lanes == backward.block_q * dims[0]
+
+
+# --- Triton --------------------------------------------------------------------------------------
+
+
+def configs(capability=9.0, dim=128, dtype="bfloat16", length=4096, packed=False, **options):
+    value_dim = options.pop("value_dim", None)
+    spec = SPEC(1.0, right=0, **options)
+    return triton_configs(capability, dim, dtype, length, length, spec, packed, value_dim=value_dim)
+
+
+def test_triton_configs_are_chosen_by_gpu_and_call():
+    for capability, dtype in ((8.6, "bfloat16"), (10.0, "float16"), (12.1, "float32")):
+        for dim in (32, 96, 256):  # A GPU without a table gets configs that fit all.
+            assert configs(capability, dim, dtype) == configs(None, dim, dtype)
+    assert len({configs(capability) for capability in (None, 8.0, 9.0)}) == 3
+    assert configs() == configs(dtype="float16") != configs(dtype="float32")
+    for capability in (8.0, 9.0):
+        for takes_registers in ({"length": 4000}, {"packed": True}, {"logits_soft_cap": 30.0}):
+            assert configs(capability, **takes_registers) != configs(capability)
+        assert configs(capability, left=99) == configs(capability)
+    for capability in (None, 8.0, 9.0):
+        # Narrower values leave room for larger tiles; wider ones decide alone.
+        narrower, as_wide = (configs(capability, 192, value_dim=x) for x in (128, 192))
+        assert (narrower == as_wide) == (capability is None)
+        assert configs(capability, 64, value_dim=256) == configs(capability, 256)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_triton_tiles_fit_the_shared_memory_of_every_gpu_they_are_for(capability):
+    pairs = [*((dim, dim) for dim in (32, 64, 96, 128, 256)), (192, 128), (64, 256)]
+    for dtype, (dim, value_dim), packed in itertools.product(
+        ("bfloat16", "float32"), pairs, (False, True)
+    ):
+        chosen = configs(capability, dim, dtype, packed=packed, value_dim=value_dim)
+        for kernel, config in chosen._asdict().items():
+            size = config.shared_memory(kernel, dim, jnp.dtype(dtype).itemsize, value_dim) + 2048
+            assert size <= SHARED_MEMORY[capability], (kernel, dim, value_dim, config)

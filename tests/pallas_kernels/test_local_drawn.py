@@ -1,0 +1,104 @@
+"""300 drawn calls of the Mosaic kernels on a GPU, of all modifiers, against float64.
+
+They run with ``--implementation`` only. Every program is compiled once, and runs on several draws
+of positions, segments, KV bounds, block-sparse tables, per-head parameters, dropout and data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compare
+import jax
+import local_cases
+import numpy as np
+import pytest
+from conftest import IMPLEMENTATION
+from implementations import IMPLEMENTATIONS
+from local_cases import MASKS, assert_zero_where_blind, attend, case_id
+
+PROGRAMS, DRAWS = 75, 4
+HEAD_DIMS = {"mosaic_sm80": range(16, 257, 16), "mosaic_sm90": (32, 64, 96, 128)}
+
+
+def drawn_case(index):
+    """A drawn program, without what its draws differ in."""
+    rng = np.random.default_rng(index)
+
+    def pick(levels):
+        return levels[rng.integers(len(levels))]
+
+    dims = HEAD_DIMS[IMPLEMENTATION]
+    case: dict[str, Any] = {
+        "mask": tuple(MASKS)[index % len(MASKS)],
+        "blocks": 1 + index % 2,
+        "heads": pick(((2, 2), (4, 2), (3, 1))),
+        "lengths": pick(((24, 56), (136, 200), (63, 45), (129, 257), (260, 120))),
+        "head_dim": pick(dims),
+        "value_dim": pick(dims) if IMPLEMENTATION == "mosaic_sm80" and index % 3 == 0 else "same",
+        "dtype": pick(("bfloat16", "float16")),
+        "numbers": pick(("none", "sinks", "slopes", "both")),
+        "dropout": pick((0.0, 0.0, 0.2)),
+        "functions": pick((None, None, "mask_mod", "functions")),
+    }
+    if index % 5 == 4:
+        case |= {"lengths": (128, 192), "table": (64, 64, bool(index % 2))}
+    if IMPLEMENTATION == "mosaic_sm90" and case["head_dim"] > 64 and case["functions"]:
+        # The derivative of a score_mod spills registers in its backward above head dim 64.
+        case["functions"] = "mask_mod"
+    return case
+
+
+# Empty without --implementation.
+CASES = [drawn_case(index) for index in range(PROGRAMS)] if IMPLEMENTATION in HEAD_DIMS else []
+
+
+def draws(case, index):
+    """``(order, seed)`` of a program's draws."""
+    orders = ["contiguous", "zigzag", "striped", "shuffled"]
+    if "table" in case:
+        orders = orders[:1]  # The tokens of a block are neighbors on a device.
+    elif any(length % 2 for length in case["lengths"]):
+        orders.remove("zigzag")  # It would change the lengths.
+    for draw in range(DRAWS):
+        yield orders[(index + draw) % len(orders)], PROGRAMS * draw + index
+
+
+_attend = jax.jit(attend, static_argnums=(0, 1))
+pytestmark = pytest.mark.skipif(not CASES, reason="of the kernels that --implementation names")
+
+
+@pytest.mark.parametrize("index", range(len(CASES)) or [0])
+def test_drawn_calls_are_exact_and_repeat_bit_for_bit(index):
+    case = CASES[index]
+    for order, seed in draws(case, index):
+        inputs = local_cases.make_inputs(case | {"order": order}, seed, batch=1)
+        arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+        arrays += inputs.numbers, inputs.seeds, inputs.blocks
+
+        kernels = IMPLEMENTATIONS[IMPLEMENTATION]
+        got, again = (
+            [np.asarray(x) for x in _attend(kernels, inputs.spec, *arrays)] for _ in range(2)
+        )
+        truth, one_device = local_cases.oracle(inputs)
+        noise = local_cases.number_noise(inputs, truth)
+        try:
+            compare.assert_as_good_as(got, one_device, truth, case["dtype"], 1.5, 6.0, noise)
+            assert_zero_where_blind(got, inputs)
+            for first, second in zip(got[:2], again[:2], strict=True):
+                np.testing.assert_array_equal(first, second)
+        except AssertionError as error:
+            raise AssertionError(f"{case_id(case | {'order': order})}, seed {seed}") from error
+
+
+def test_draws_have_scores_and_queries_without_any():
+    keeps = [
+        (case, local_cases.make_inputs(case | {"order": order}, seed, batch=1).keep)
+        for index, case in enumerate(CASES)
+        for order, seed in draws(case, index)
+    ]
+    assert len(keeps) == 300
+    assert sum(keep.any() for _, keep in keeps) > 290
+    # Else their gradients would be 0.
+    assert all(keep.any() for case, keep in keeps if case["numbers"] in ("slopes", "both"))
+    assert sum(not keep.any(-1).all() for _, keep in keeps) > 100

@@ -1,0 +1,189 @@
+"""The examples that generate text with a Hugging Face checkpoint, and evaluate one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import generate
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import perplexity
+import pytest
+from data_files import write_tokenizer
+from flax import nnx
+from meshes import make_mesh
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from burst_jax.models import add_lora, load, load_adapter, save_adapter
+
+IDS = hf_models.TOKENS[:90]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of 64 token ids, and a tokenizer of no more."""
+    path = hf_models.write_folder("llama3_tied", tmp_path_factory.mktemp("hf") / "model")
+    letters = [chr(ord("!") + i) for i in range(60)]
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+# --- generate.py ---------------------------------------------------------------------------------
+
+
+def generated(capsys, folder, options):
+    words = f"--model {folder} --dtype float32 --max-new-tokens 6 --prompt GH {options}"
+    assert generate.main(shlex.split(words)) == 0
+    return capsys.readouterr()
+
+
+def test_a_single_answer_is_streamed_and_a_batch_printed_at_the_end(folder, capsys, tmp_path):
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("ABCDEF")
+    second.write_text("HELLO")
+    one = generated(capsys, folder, f"--prompt-file {first} --mesh seq=2")
+    assert "prompts of 8 tokens; the KV cache takes" in one.err
+    assert "first token after" in one.err
+    assert "tokens/s per sequence" in one.err
+    text = one.out.removesuffix("\n")
+    assert len(text) > 0
+    chunks = "--mesh seq=2,tensor=2 --prefill-chunk 5 --split-weights"
+    both = generated(capsys, folder, f"--prompt-file {first} {second} {chunks}")
+    assert both.out.split("\n---\n")[0] == text
+    assert len(both.out.split("\n---\n")) == 2
+
+
+def test_end_of_text_ids(folder, tmp_path):
+    assert generate.stop_tokens(tmp_path, 64) == []
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert generate.stop_tokens(tmp_path, 64) == [3]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99]}))
+    assert generate.stop_tokens(tmp_path, 64) == [5]
+
+
+def test_only_whole_characters_are_printed(tmp_path, capsys):
+    file = write_tokenizer(tmp_path / "tokenizer.json", "plain text " * 50)
+    printer = generate.Printer(generate.TokenizerFile(file))
+    shown = []
+    for token in Tokenizer.from_file(str(file)).encode("aé√b", add_special_tokens=False).ids[:7]:
+        printer.add(token)
+        shown.append(capsys.readouterr().out)
+    printed = "".join(shown)
+    assert "\N{REPLACEMENT CHARACTER}" not in printed
+    assert "aé√b".startswith(printed)
+    assert len(printed) >= 2
+
+
+# --- perplexity.py -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Two documents of tokens, 60 and 30 long."""
+    path = tmp_path_factory.mktemp("text")
+    np.save(path / "a.npy", IDS[:60])
+    np.save(path / "b.npy", IDS[60:])
+    return path
+
+
+def evaluated(folder, documents, out, options):
+    words = f"--model {folder} --data {documents} --out {out} --dtype float32 {options}"
+    assert perplexity.main(shlex.split(words)) == 0
+    return json.loads((out / "perplexity.json").read_text())
+
+
+def losses(folder, parts, adapter=None):
+    """The negative log-likelihood of each token but the first of each part, on one device."""
+    model = load(folder, mesh=make_mesh(), dtype=jnp.float32)
+    if adapter is not None:
+        model = load_adapter(model, adapter)
+    # One program: what follows a part in its row does not change its logits.
+    rows = np.stack([np.pad(part, (0, 60 - len(part))) for part in parts])
+    logits = jax.jit(lambda x: model.unembed(model(x, jnp.arange(60, dtype=jnp.int32))))(rows)
+    logs = -np.asarray(jax.nn.log_softmax(logits))
+    each = [row[np.arange(len(part) - 1), part[1:]] for row, part in zip(logs, parts, strict=True)]
+    return np.concatenate(each)
+
+
+def test_packed_documents_do_not_attend_to_each_other_and_an_adapter_counts(
+    folder, documents, tmp_path
+):
+    model = add_lora(load(folder, mesh=make_mesh(), dtype=jnp.float32), 2, seed=1)
+    # B is initialized with zeros, which would change nothing.
+    params = jax.tree.map(lambda x: x + 0.5, nnx.state(model, nnx.LoRAParam))
+    nnx.update(model, params)
+    adapter = tmp_path / "adapter"
+    save_adapter(model, adapter, base=folder)
+    options = f"--seq-len 96 --packed --mesh fsdp=2,seq=2 --check --adapter {adapter}"
+    found = evaluated(folder, documents, tmp_path / "out", options)
+    want, plain = (losses(folder, (IDS[:60], IDS[60:]), each) for each in (adapter, None))
+    assert set(found) == {"mesh", "one_device"}
+    for each in found.values():
+        assert each["tokens"] == len(want)
+        np.testing.assert_allclose(each["nll"], want.mean(), rtol=1e-5)
+    assert abs(plain.mean() - want.mean()) > 1e-2
+
+
+def test_windows_and_packs():
+    ids = np.arange(10)
+    cut = [(w.tokens.tolist(), w.counted) for w in perplexity.windows(ids, 4, 3)]
+    assert cut == [([0, 1, 2, 3, 4], 4), ([3, 4, 5, 6, 7], 3), ([6, 7, 8, 9], 2)]
+    assert sum(counted for _, counted in cut) == 9
+    assert not list(perplexity.windows(ids[:1], 4, 4))
+    packs = perplexity.packed(perplexity.windows(ids, 3, 3), 7)
+    assert [len(pack) for pack in packs] == [2, 1]
+    # Two windows of a sequence of 9 tokens and padding: their last 2 and 3 targets count.
+    pack = [perplexity.Window(ids[:4], 2), perplexity.Window(ids[5:9], 3)]
+    tokens, segments, counts = perplexity.sequence(pack, 8)
+    assert tokens.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 0]
+    assert segments.tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 0]
+    assert counts.tolist() == [0, 1, 1, 0, 1, 1, 1, 0]
+
+
+def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
+    made = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "plain.json"))
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(tmp_path / "special.json"))
+    (tmp_path / "text.txt").write_text("a b b")
+    corpus = perplexity.open_corpus(tmp_path / "text.txt")
+    for name, want in (("plain", [1, 2, 2]), ("special", [0, 1, 2, 2])):
+        tokenizer = perplexity.TokenizerFile(tmp_path / f"{name}.json")
+        (ids,) = perplexity.documents(corpus, tokenizer)
+        assert ids.tolist() == want
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+MISTAKES = (
+    (generate, "", "there is no prompt: pass --prompt, --prompt-file or both"),
+    (generate, "--prompt A --temperature -1", "temperature is -1.0: it must be 0, or finite"),
+    (generate, "--prompt A --max-new-tokens 0", "max_new_tokens is 0: it must be"),
+    (perplexity, "--stride 5000", "--stride is 5000: it must be at least 1 and at most --seq-len"),
+    (perplexity, "--seq-len 0", "--seq-len is 0: it must be at least 1"),
+    (perplexity, "--mesh fsdp=2 --batch 3", "--batch is 3: use a multiple of 2"),
+    (perplexity, "--adapter missing", "--adapter is missing: there is no such folder"),
+    (perplexity, "--model missing", "missing: there is no such folder"),
+    (
+        perplexity, "--data {tmp}/ids.npy",
+        "--data has token ids from 0 to 79, but the model's vocabulary is 64",
+    ),
+)  # fmt: skip
+
+
+def test_mistakes_are_reported(folder, documents, tmp_path, capsys):
+    np.save(tmp_path / "ids.npy", np.arange(80))
+    for example, options, message in MISTAKES:
+        words = f"--model {folder} --dtype float32 "
+        words += f"--data {documents} " if example is perplexity else ""
+        with pytest.raises(SystemExit, match="2"):
+            example.main(shlex.split(words + options.format(tmp=tmp_path)))
+        assert message in capsys.readouterr().err
