@@ -75,7 +75,6 @@ def test_resolve():
         (None, 8.0, {"dtype": "float64"}, XLA),
         (None, 8.0, {"backward": True}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
-        (None, 8.0, {"backward": True, "deterministic": True}, MOSAIC_SM80),
         (None, 8.0, {"dtype": "float32"}, TRITON),
         (None, 8.0, {"dim": 40}, TRITON),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
