@@ -95,10 +95,10 @@ class LocalArguments:
         (``jax.random.fold_in`` of the axis index), and devices along the ring the same key.
       implementation: "mosaic_sm90", "mosaic_sm80", "triton", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
-      deterministic: whether gradients have the same bits in every run. The Mosaic kernels
-        accumulate dQ in varying order: with True, "mosaic_sm80" accumulates in fixed point, and
-        None picks another implementation than "mosaic_sm90" for the gradient. out and lse always
-        have the same bits. Default False.
+      deterministic: whether gradients have the same bits in every run. "mosaic_sm90" accumulates dQ
+        in varying order: with True, None picks another implementation for the gradient.
+        "mosaic_sm80" then accumulates in fixed point. out and lse always have the same bits.
+        Default False.
     """
 
     query_offset: int | jax.Array = 0

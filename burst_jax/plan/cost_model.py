@@ -36,27 +36,32 @@ _SHARES = {"stationary": 3 / 7, "rotating": 4 / 7, "both": 1.0}
 # bytes of a ring shard of Q, or of K and V together, with the heads of one device. XLA lets buffers
 # share memory, so array sizes alone do not determine it: these factors were read from programs
 # compiled for eight to twelve GPUs, with one to sixteen query heads per key head. Tests compare
-# them with other programs. Kernels are "separate" if one computes dQ and another one dK and dV, and
-# "fused" if one computes all three.
+# them with other programs. The kernels are those of :class:`burst_jax.plan.Gpu`.
 _ONE_DEVICE = (2.0, 2.0)
 _RING = {
     ("separate", "rotate_kv"): (2.0, 7.6),
     ("separate", "rotate_query"): (10.6, 1.0),
     ("fused", "rotate_kv"): (2.0, 9.0),
     ("fused", "rotate_query"): (12.6, 1.0),
+    ("reordered", "rotate_kv"): (6.3, 9.0),
+    ("reordered", "rotate_query"): (16.1, 1.0),
 }
 _TWO_LEVEL_RING = {
     ("separate", "rotate_kv"): (2.0, 10.5),
     ("separate", "rotate_query"): (15.7, 1.0),
     ("fused", "rotate_kv"): (2.0, 14.2),
     ("fused", "rotate_query"): (16.8, 1.7),
+    ("reordered", "rotate_kv"): (5.6, 14.2),
+    ("reordered", "rotate_query"): (17.2, 1.7),
 }
-_ULYSSES = {"separate": (2.7, 1.8), "fused": (3.0, 2.3)}
+_ULYSSES = {"separate": (2.7, 1.8), "fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
 _RING_AND_ULYSSES = {
     ("separate", "rotate_kv"): (3.7, 6.3),
     ("separate", "rotate_query"): (9.3, 1.9),
     ("fused", "rotate_kv"): (3.0, 9.0),
     ("fused", "rotate_query"): (11.2, 1.9),
+    ("reordered", "rotate_kv"): (7.0, 9.0),
+    ("reordered", "rotate_query"): (11.3, 1.9),
 }
 
 
@@ -433,7 +438,7 @@ class CostModel:
         arrays = rows * features * attention.itemsize
         route = self._routes[rotation == "rotate_query"]
         return 2 * arrays + temp_bytes(
-            "fused" if self._cluster.gpu.fused else "separate",
+            self._cluster.gpu.kernels,
             rotation,
             passes=len(route.passes),
             steps=len(route.offsets),
@@ -450,7 +455,7 @@ def temp_bytes(
     """Bytes per device of everything but arguments and results.
 
     Args:
-      kernels: "separate" or "fused".
+      kernels: "separate", "fused" or "reordered".
       rotation: "rotate_kv" or "rotate_query".
       passes: number of inner-ring passes of the route, 1 for a ring of one level.
       steps: number of ring steps.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Gpu:
       launch: fixed cost of a kernel in seconds: launch, prologue and epilogue, tile tables.
       bandwidth: GB/s of device memory, reads and writes together.
       link: GB/s sent to a GPU of the same host by an NCCL permute while a kernel runs.
-      fused: whether one kernel computes dQ, dK and dV.
+      kernels: of the backward pass: "separate" if one computes dQ and another one dK and dV,
+        "fused" if one computes all three, "reordered" if it has its own order of dQ's elements.
       source: where the rates come from.
       peer_link: GB/s of a permute by the copy engines, where one process has all GPUs; None is
         ``link``.
@@ -38,7 +40,7 @@ class Gpu:
     launch: float
     bandwidth: float
     link: float
-    fused: bool
+    kernels: Literal["separate", "fused", "reordered"]
     source: str
     peer_link: float | None = None
     exchange_link: float | None = None
@@ -46,9 +48,14 @@ class Gpu:
     peak: float | None = None
     host_copy: float = 50.0
 
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel computes dQ, dK and dV."""
+        return self.kernels != "separate"
+
 
 _H200 = Gpu(
-    "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, True,
+    "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, "fused",
     "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
     exchange_link=255, matmul=650, peak=989,
 )  # fmt: skip
@@ -62,7 +69,7 @@ GPUS = {
     # peak, 203 forward and backward. On an H100 mosaic_sm80 makes 1.05 and 1.06 of its rates, under
     # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80 (docs/performance.md).
     "a100": Gpu(
-        "a100", 80, 228, 200, 0.80, 25e-6, 1600, 87, True,
+        "a100", 80, 228, 200, 0.80, 25e-6, 1600, 87, "reordered",
         "not measured on an A100: FlashAttention-2's published rates there times the ratio to it "
         "on an H100 (docs/performance.md); NVLink at the H200's share of its peak",
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,

@@ -72,7 +72,7 @@ def step_memory(
     strategy: TrainingStrategy,
     rotation: str,
     *,
-    fused: bool,
+    kernels: str,
     chunk_size: int,
     moment_size: int,
 ) -> StepMemory:
@@ -82,7 +82,7 @@ def step_memory(
       sizes: one device's sizes.
       strategy: how the step is sharded.
       rotation: of the ring's backward pass.
-      fused: whether one kernel computes all gradients of attention.
+      kernels: of attention's backward pass, as in :class:`burst_jax.plan.Gpu`.
       chunk_size: tokens per chunk of the loss.
       moment_size: bytes of one optimizer moment of a weight.
     """
@@ -98,7 +98,7 @@ def step_memory(
         # The backward pass starts with the last layers, and has freed what they saved before it
         # reaches those with another remat.
         on_device += saved.get(remat, 0)
-        for name, work in _backward(sizes, strategy, remat, rotation, fused).items():
+        for name, work in _backward(sizes, strategy, remat, rotation, kernels).items():
             phases[name] = max(phases.get(name, 0), work + on_device + gradients)
     phases["loss"] = on_device + _loss(sizes, strategy, chunk_size)
     phases["optimizer"] = gradients + _optimizer(sizes)
@@ -117,7 +117,7 @@ def step_memory(
 
 
 def _backward(
-    s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, rotation: str, fused: bool
+    s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, rotation: str, kernels: str
 ) -> dict[str, float]:
     """Bytes of one layer's backward pass, by its two halves."""
     features = s.tokens * s.itemsize
@@ -128,7 +128,7 @@ def _backward(
     # The feed-forward's gradients are reduced at the end of the layer.
     summed = 4 * s.mlp.whole if sharded else 0
     ring = temp_bytes(
-        "fused" if fused else "separate",
+        kernels,
         rotation,
         passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
         steps=strategy.seq,

@@ -248,7 +248,7 @@ class _Search:
             sizes,
             strategy,
             attentions[0].backward,
-            fused=self.cluster.gpu.fused,
+            kernels=self.cluster.gpu.kernels,
             chunk_size=CHUNK_SIZE,
             moment_size=self.moment_size,
         )

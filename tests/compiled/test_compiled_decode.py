@@ -29,8 +29,8 @@ LINKED = jax.__version_info__ >= (0, 12)
 SPILLS = (
     (1, 32, 64, {}, 0),
     (1, 32, 128, {}, 0),
-    (16, 32, 128, {"window": 4096, "logits_soft_cap": 50.0}, 32 if LINKED else 0),
-    (1, 16, 256, {"window": 1024}, 1616 if LINKED else 0),
+    (16, 32, 128, {"window": 4096, "logits_soft_cap": 50.0}, 16 * LINKED),
+    (1, 16, 256, {"window": 1024}, 832 * LINKED),
 )
 
 

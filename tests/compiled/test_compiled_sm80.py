@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import compiled_programs as compiled
-import jax
 import pytest
 from compiled_calls import run_for_ampere
 
-# With JAX 0.12 the assembler compiles kernels for linking.
-LINKED = jax.__version_info__ >= (0, 12)
 FRESH, CARRIED, EVERYTHING = {"carried": False}, {}, {"full": True, "dropout": True}
 # Bytes that are stored or loaded; few of them inside of the loops.
 SPILLS = (
     ("forward", (64,), FRESH, 0),
     ("forward", (128,), CARRIED, 0),
-    ("forward", (128,), FRESH | EVERYTHING, 256),
+    ("forward", (128,), FRESH | EVERYTHING, 0),
     ("forward", (192, 128), FRESH, 0),
-    ("backward", (64,), FRESH, 256),
-    ("backward", (128,), CARRIED, 528 if LINKED else 448),
-    ("backward", (128,), FRESH | {"deterministic": True}, 528 if LINKED else 448),
+    ("backward", (64,), FRESH, 128),
+    ("backward", (128,), CARRIED, 192),
+    ("backward", (128,), FRESH | {"deterministic": True}, 192),
     ("backward", (192, 128), FRESH, 0),
 )
 

@@ -160,7 +160,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, accuracy
         strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)
         of_device = device_sizes(config, params, strategy, length=2 * tokens, batch=1)
         memory = step_memory(
-            of_device, strategy, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+            of_device, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
         )
         return memory.activations + memory.gradients + memory.work
 

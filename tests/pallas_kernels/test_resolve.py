@@ -52,6 +52,8 @@ def choose(
 
 
 INTERPRETED = triton(interpret=True)
+REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
+assert REPRODUCIBLE is not None
 # JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
 ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
 
@@ -75,6 +77,8 @@ def test_resolve():
         (None, 8.0, {"dtype": "float64"}, XLA),
         (None, 8.0, {"backward": True}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
+        (None, 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
+        ("mosaic_sm80", 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
         (None, 8.0, {"dtype": "float32"}, TRITON),
         (None, 8.0, {"dim": 40}, TRITON),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
@@ -217,10 +221,3 @@ def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
         NotImplementedError, match="'mosaic_sm90' cannot run: deterministic is True"
     ):
         kernels_of_a_gradient(monkeypatch, implementation="mosaic_sm90", deterministic=True)
-
-
-@pytest.mark.parametrize("name", [None, "mosaic_sm80"])
-def test_the_reproducible_variant_of_an_implementation(name):
-    for deterministic in (False, True):
-        chosen = choose(name, 8.0, backward=True, deterministic=deterministic)
-        assert (chosen.name, chosen.deterministic) == ("mosaic_sm80", deterministic)

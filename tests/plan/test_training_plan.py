@@ -91,7 +91,7 @@ def test_the_backward_pass_holds_the_gradients_of_all_layers(remat):
         _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
         sizes = device_sizes(config, shapes, strategy, length=2**20, batch=1)
         memories[layers] = step_memory(
-            sizes, strategy, "rotate_kv", fused=True, chunk_size=4096, moment_size=4
+            sizes, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
         )
     few, many = memories[16], memories[32]
     assert few.phase in ("attention", "feed-forward")
