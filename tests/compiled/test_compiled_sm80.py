@@ -15,6 +15,7 @@ SPILLS = (
     ("forward", (192, 128), FRESH, 0),
     ("backward", (64,), FRESH, 128),
     ("backward", (128,), CARRIED, 192),
+    ("backward", (128,), FRESH | {"deterministic": True}, 192),
     ("backward", (192, 128), FRESH, 0),
 )
 
@@ -27,7 +28,8 @@ def test_registers():
         "from pallas_kernels import mosaic_sm80\n"
         f"for half, dims, options, _ in {SPILLS}:\n"
         "    print('====', flush=True)\n"
-        "    compile_call(mosaic_sm80(), 'a100', half, *dims, shape=(1, 4, 2), **options)\n"
+        "    local = mosaic_sm80(deterministic=options.pop('deterministic', False))\n"
+        "    compile_call(local, 'a100', half, *dims, shape=(1, 4, 2), **options)\n"
     )
     reports = printed.split("====\n")[1:]
     for (half, *call, spilled), report in zip(SPILLS, reports, strict=True):

@@ -67,38 +67,37 @@ def draws(case, index):
 _attend = jax.jit(attend, static_argnums=(0, 1))
 
 
-if CASES:
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_drawn_calls_are_exact_and_repeat_bit_for_bit(index):
+    case = CASES[index]
+    for order, seed in draws(case, index):
+        inputs = local_cases.make_inputs(case | {"order": order}, seed, batch=1)
+        arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+        arrays += inputs.numbers, inputs.seeds, inputs.blocks
 
-    @pytest.mark.parametrize("index", range(len(CASES)))
-    def test_drawn_calls_are_exact_and_repeat_bit_for_bit(index):
-        case = CASES[index]
-        for order, seed in draws(case, index):
-            inputs = local_cases.make_inputs(case | {"order": order}, seed, batch=1)
-            arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-            arrays += inputs.numbers, inputs.seeds, inputs.blocks
+        kernels = IMPLEMENTATIONS[IMPLEMENTATION]
+        got, again = (
+            [np.asarray(x) for x in _attend(kernels, inputs.spec, *arrays)] for _ in range(2)
+        )
+        truth, one_device = local_cases.oracle(inputs)
+        noise = local_cases.number_noise(inputs, truth)
+        try:
+            compare.assert_as_good_as(got, one_device, truth, case["dtype"], 1.5, 6.0, noise)
+            assert_zero_where_blind(got, inputs)
+            for first, second in zip(got[:2], again[:2], strict=True):
+                np.testing.assert_array_equal(first, second)
+        except AssertionError as error:
+            raise AssertionError(f"{case_id(case | {'order': order})}, seed {seed}") from error
 
-            kernels = IMPLEMENTATIONS[IMPLEMENTATION]
-            got, again = (
-                [np.asarray(x) for x in _attend(kernels, inputs.spec, *arrays)] for _ in range(2)
-            )
-            truth, one_device = local_cases.oracle(inputs)
-            noise = local_cases.number_noise(inputs, truth)
-            try:
-                compare.assert_as_good_as(got, one_device, truth, case["dtype"], 1.5, 6.0, noise)
-                assert_zero_where_blind(got, inputs)
-                for first, second in zip(got[:2], again[:2], strict=True):
-                    np.testing.assert_array_equal(first, second)
-            except AssertionError as error:
-                raise AssertionError(f"{case_id(case | {'order': order})}, seed {seed}") from error
 
-    def test_draws_have_scores_and_queries_without_any():
-        keeps = [
-            (case, local_cases.make_inputs(case | {"order": order}, seed, batch=1).keep)
-            for index, case in enumerate(CASES)
-            for order, seed in draws(case, index)
-        ]
-        assert len(keeps) == 300
-        assert sum(keep.any() for _, keep in keeps) > 290
-        # Else their gradients would be 0.
-        assert all(keep.any() for case, keep in keeps if case["numbers"] in ("slopes", "both"))
-        assert sum(not keep.any(-1).all() for _, keep in keeps) > 100
+def test_draws_have_scores_and_queries_without_any():
+    keeps = [
+        (case, local_cases.make_inputs(case | {"order": order}, seed, batch=1).keep)
+        for index, case in enumerate(CASES)
+        for order, seed in draws(case, index)
+    ]
+    assert len(keeps) == 300
+    assert sum(keep.any() for _, keep in keeps) > 290
+    # Else their gradients would be 0.
+    assert all(keep.any() for case, keep in keeps if case["numbers"] in ("slopes", "both"))
+    assert sum(not keep.any(-1).all() for _, keep in keeps) > 100

@@ -123,7 +123,7 @@ def unsupported(
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, not {platform!r}"
     dtypes = {query.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1 or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return "query, key and value must all be bfloat16 or all float16"
+        return "query, key and value must be all bfloat16 or all float16"
     dims = query.shape[-1], values.shape[-1]
     if any(dim % 16 or dim > _WIDEST for dim in dims):
         return f"the head dims are {dims}; it supports multiples of 16 up to {_WIDEST}"

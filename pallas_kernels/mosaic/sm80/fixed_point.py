@@ -45,7 +45,7 @@ def scale(bound: jax.Array) -> jax.Array:
 def to_float(x: jax.Array, bound: jax.Array) -> jax.Array:
     """float32 ``[...]`` of int32 ``[..., 2]``, low and high halves of 64-bit integers.
 
-    NaN where the bound is not finite.
+    Not finite where the bound is not.
     """
     low, high = x[..., 0].astype(jnp.uint32), x[..., 1]
     # Of the absolute value, because float32 holds a small one, but not 2^32 minus a small one.
