@@ -225,7 +225,7 @@ def test_chunks_of_queries_over_parts_of_keys():
 
 # --- shardings -----------------------------------------------------------------------------------
 
-ARRAY_ARGUMENTS = (*valid.SHAPES, "block_mask", "local_window_size")
+ARRAY_ARGUMENTS = {*valid.SHAPES, "block_mask", "local_window_size"}
 BOUNDS = ("positions_by_row", "key_value_positions", *SEQ_LENGTHS, "key_starts", "key_ends")
 GROUPS = {
     "by-sequence": ({"data": 2, "seq": 2}, ("is_causal", *BOUNDS), {}),
@@ -249,15 +249,15 @@ def test_every_array_is_sharded_in_the_callers_shard_map(mesh, features, options
 
     def attention(**call):
         """ring_attention in a shard_map, called like burst_attention."""
-        arrays = {name: call.pop(name) for name in [*call] if name in ARRAY_ARGUMENTS}
+        arrays = {name: call.pop(name) for name in ARRAY_ARGUMENTS & call.keys() - options.keys()}
         specs = {
             name: jax.tree.map(lambda x, name=name: spec(name, np.ndim(x)), x)
             for name, x in arrays.items()
         }
-        options = {name: x for name, x in call.items() if name not in ("mesh", *program.axes)}
+        static = {name: x for name, x in call.items() if name not in ("mesh", *program.axes)}
         of_out = spec("query", 4)
         return jax.shard_map(
-            lambda arrays: burst_jax.ring_attention(axis_name="seq", **arrays, **options),
+            lambda arrays: burst_jax.ring_attention(axis_name="seq", **arrays, **static),
             mesh=program.mesh, in_specs=(specs,), out_specs=(of_out, P(*of_out[:3])),
         )(arrays)  # fmt: skip
 

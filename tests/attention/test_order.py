@@ -112,6 +112,12 @@ def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
         to_layout(start + natural[0] % size, layout, n, axis=0)
         for start, size in itertools.product((0, 1, 500), (6, 8, 24))
     ]
+    # A document that starts between the positions of both neighbours, in the text and in the array.
+    order = np.asarray(positions(layout, T, n))
+    i = int(np.argmax(np.diff(order) > 3))
+    restarted = natural[0] - order[i + 1] + order[i] + 2
+    between = np.where(natural[0] < order[i + 1], natural[0], restarted)
+    restarts.insert(0, to_layout(between, layout, n, axis=0))
     for places in restarts:
         assert reject_wrong_order(X, places, np.ones((1, T), np.int32), options) is X
     # Of traced ones a row each.

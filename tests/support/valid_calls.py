@@ -122,7 +122,9 @@ def program_of(
     return Program(
         mesh=mesh_of(kind, **mesh), in_context=kind is AxisType.Explicit, axes=axes_of(mesh),
         options=options, features=frozenset(features), dtype="float32", placed="mesh",
-        sizes={"T": t, "S": s, "B": 2, "N": 4, "K": 2, "H": 8, "V": 8}, static_table=False,
+        static_table=False,
+        # Two sequences on each device.
+        sizes={"T": t, "S": s, "B": 2 * mesh.get("data", 1), "N": 4, "K": 2, "H": 8, "V": 8},
     )  # fmt: skip
 
 
