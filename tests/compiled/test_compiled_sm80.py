@@ -15,7 +15,7 @@ SPILLS = (
     ("forward", (192, 128), FRESH, 0),
     ("backward", (64,), FRESH, 128),
     ("backward", (128,), CARRIED, 192),
-    ("backward", (128,), FRESH | {"deterministic": True}, 192),
+    ("backward", (128,), FRESH | {"deterministic": True}, 240),
     ("backward", (192, 128), FRESH, 0),
 )
 

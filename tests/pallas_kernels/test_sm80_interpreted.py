@@ -74,11 +74,12 @@ def test_as_exact_as_dense(case, kernels):
 def test_fixed_point_holds_small_and_negative_sums():
     """To float32's accuracy; a bound that is not finite leaves no finite sum."""
     bound = jnp.asarray([3.0, 1e-20, 1e6, jnp.inf, jnp.nan])
-    parts = np.asarray([1.0, -1.0, 3e-8, -2.5e-9, 0.0, 9.0])
+    # -(2^-14) is the integer -(2^32), whose low half is 0.
+    parts = np.asarray([1.0, -(2.0**-14), 3e-8, -2.5e-9, 0.0, 9.0])
     integers = np.broadcast_to(np.rint(parts * 2.0**46).astype(np.int64), (5, 6)).copy()
     halves = integers.view(np.int32).reshape(*integers.shape, 2)
     got = fixed_point.to_float(jnp.asarray(halves), bound[:, None])
-    np.testing.assert_allclose(got[:3], bound[:3, None] * parts, rtol=1e-4)
+    np.testing.assert_allclose(got[:3], bound[:3, None] * parts, rtol=1e-5)
     np.testing.assert_allclose(fixed_point.scale(bound)[:3] * bound[:3], 2.0**46)
     assert not np.isfinite(got[3:]).any()
 
