@@ -1,79 +1,42 @@
-"""``benchmarks ampere``: the launched kernel is the compiled one, in the A100's occupancy."""
+"""``benchmarks ampere``: rates, and the cost of modifiers and of a ring's carry."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-
-import jax
-import numpy as np
-import pytest
+import interpreted_sm80
 
 from benchmarks import ampere
 from benchmarks.__main__ import main
-from benchmarks.driver import Launch
-from pallas_kernels import triton
-from pallas_kernels.pallas_triton.configs import TritonConfig
 
-CASE = ampere.Case("small", 1, 64, 2, 1, 16, True)
-CONFIG = TritonConfig(32, 16, 4, 1)
-HOPPER = 228 * 1024
+CASE = ampere.Case("small", 1, 96, 2, 1, 16, True)
 
 
-@pytest.mark.parametrize("kernel", list(ampere.MATMULS))
-def test_the_extracted_kernel_equals_the_call(kernel, monkeypatch):
-    monkeypatch.setattr(ampere, "triton", lambda config: triton(interpret=True, config=config))
-    candidate = ampere.Candidate(CASE, kernel, CONFIG)
-    arguments = candidate.with_bounds(ampere.inputs_of(CASE))
-    want = jax.tree.leaves(candidate.run()(*arguments))
-    given, results, call = ampere.kernel_call(candidate.run(), *arguments)
-    got = jax.tree.leaves(call(*given))
-    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in results]
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert np.abs(np.asarray(x, np.float32)).max() > 1e-3
+def test_rates_and_relative_times_are_printed(capsys, monkeypatch):
+    unit = 1e-12 * CASE.flops()  # seconds at 1 TFLOP/s
+    rates, modified, ring_step = [unit / 4, 3.5 * unit / 2], [2.0, 5.0], [3.0, 2.0, 6.0, 5.0]
+    seconds = iter([*rates, 1.0, 4.0, *modified * 7, *ring_step * 2])
+    monkeypatch.setattr(ampere, "require_gpus", lambda *_: None)
+    monkeypatch.setattr(ampere, "CASES", (CASE, CASE))
+    monkeypatch.setattr(ampere, "ALL_CASES", (CASE,))
+    monkeypatch.setattr(ampere, "median_time", lambda _: next(seconds))
+    monkeypatch.setattr(ampere, "torch_times", lambda _: (unit / 2, 3.5 * unit))
+    with interpreted_sm80.interpreted():
+        main(["ampere", "--cases", "0"])
+    _, rate, _, *costs, _, first, second = capsys.readouterr().out.splitlines()
+    assert rate == "small: 4 / 2; 2 / 1; 2.000 / 2.000"
+    assert costs[:2] == ["nothing: 2.000 / 1.250", "sinks: 2.000 / 1.250"]
+    assert len(costs) == 7
+    assert first == second == "small: 1.500 / 1.200"
+    assert next(seconds, None) is None
 
 
-def test_as_many_ctas_per_sm_as_on_an_a100():
-    for shared, ctas in ((20_000, 7), (49_152, 3), (74_240, 2), (106_496, 1), (170_000, 0)):
-        assert 164 * 1024 // (shared + 1024) == ctas
-        launch = Launch((1, 1, 1), 128, shared)
-        padded = launch.as_on_an_a100(HOPPER)
-        assert padded.shared >= shared
-        assert HOPPER // (padded.shared + 1024) == max(ctas, 1)
-        assert launch.as_on_an_a100(164 * 1024) == launch
+def test_a_failure_is_a_line(capsys, monkeypatch):
+    def fails(_):
+        raise RuntimeError("out of\nmemory")
 
-
-def test_launches_and_candidates_are_read_from_text():
-    thunks = (
-        "001: kCustomKernel wrapped_iota grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 0 b\n"
-        "002: kCustomKernel burst_dq grid: [256, 32, 2] threads: [256, 1, 1]"
-        "  shared_memory: 73728 bytes\n"
-    )
-    assert ampere._launch_of(thunks) == Launch((256, 32, 2), 256, 73728)
-    candidate = ampere.Candidate(ampere.CASES[3], "dq", TritonConfig(128, 32, 4, 3))
-    assert candidate.key == "case3-dq-128x32x4x3"
-    assert ampere.Candidate.of_key(candidate.key) == candidate
-
-
-def test_kernels_must_be_compiled_first(tmp_path):
-    with pytest.raises(SystemExit, match="has no kernels for these cases: run with --compile"):
-        main(["ampere", str(tmp_path)])
-
-
-@pytest.mark.slow
-@pytest.mark.cuda_compiler
-def test_compiled_kernels_are_for_an_a100(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "ampere", str(tmp_path)]
-    compiling = [*command, "--compile", "--cases", "3", "--kernels", "forward"]
-    done = subprocess.run(compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"128x64x4x3\* \d+ registers, 0 bytes spilled", done.stdout), done.stdout
-    ptx = (tmp_path / "case3-forward-128x64x4x3.ptx").read_text()
-    assert ".target sm_80" in ptx
-    assert ptx.count("mma.sync") >= 128
-    assert "wgmma" not in ptx
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "benchmarks ampere needs an NVIDIA GPU" in done.stderr
+    monkeypatch.setattr(ampere, "sm80_times", fails)
+    monkeypatch.setattr(ampere, "torch_times", lambda _: None)
+    ampere.print_rates([CASE])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "small: failed: out of memory",
+        "small: -; -",
+    ]

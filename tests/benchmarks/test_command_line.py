@@ -20,11 +20,13 @@ WRONG_OPTIONS = {
     "kernels --implementations cuda": "argument --implementations: invalid choice",
     "ring --cases -1": "argument --cases: invalid choice: -1",
     "plot a.png a.json": "argument OUT.png: a.json does not end in .png",
-    "ampere out --configs 64,64": "64,64: Q,KV,WARPS,STAGES (not enough values",
 }
 NEED_A_GPU = "benchmarks {} needs an NVIDIA GPU; JAX runs on 'cpu' here"
 EXITS = {
-    **{name: NEED_A_GPU.format(name) for name in ("kernels", "train", "loss", "serve", "decode")},
+    **{
+        name: NEED_A_GPU.format(name)
+        for name in ("kernels", "train", "loss", "serve", "decode", "ampere")
+    },
     "ring": "benchmarks ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring --cases 0 --strategies zigzag zigag": r"--strategies ['zigag']: these cases have Ulysses",
 }
