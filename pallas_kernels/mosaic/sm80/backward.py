@@ -43,7 +43,8 @@ from pallas_kernels.mosaic.sm80.configs import (
     backward_config,
 )
 from pallas_kernels.mosaic.sm80.inputs import (
-    AttentionArrays,
+    BackwardArrays,
+    BackwardResults,
     Static,
     attention_arrays,
     rows_of_heads,
@@ -53,40 +54,6 @@ from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
 
 _THREADS = 128
-
-
-class BackwardArrays(NamedTuple):
-    """What the kernel reads.
-
-    Attributes:
-      attention: queries, keys, values, and the inputs of scores.
-      do: ``[B, T, N * Hv]``, T padded to whole tiles.
-      stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
-      dq_scale: float32 ``[B, N]``, scale of dQ in fixed point; None if dQ is float32.
-    """
-
-    attention: AttentionArrays
-    do: Any
-    stats: Any
-    dq_scale: Any
-
-
-class BackwardResults(NamedTuple):
-    """What the kernel writes.
-
-    Attributes:
-      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
-        fixed point int32 with two more elements each, the low and the high half.
-      dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
-      dv: ``[B, S, K * Hv]``, the same.
-      per_head: float32 ``[B, N, KV tiles, warpgroups, warps]`` each, by name; each warp of a CTA
-        has its own element.
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    per_head: dict[str, Any]
 
 
 class _Sums(NamedTuple):
@@ -227,31 +194,31 @@ def _kernel(
     cta = _Cta.of(static, arrays, results, memory)
     tiles, groups = cta.tiles, i32(static.groups)
     cta.copy_keys()
-    cta.copy_queries(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
-    cta.copy_do(_Visit(tiles.tile(i32(0)), i32(0)), i32(0))
+    cta.copy_queries(_QueryTile(tiles.tile(i32(0)), i32(0)), i32(0))
+    cta.copy_do(_QueryTile(tiles.tile(i32(0)), i32(0)), i32(0))
     sums = _Sums(
         cta.fragments.zeros((static.config.keys, static.head_dim)),
         cta.fragments.zeros((static.config.keys, static.value_dim)),
     )
     # Tiles that need a mask come first, for all query heads, then all others.
     if static.has_masked_tiles:
-        full_first = _Visit(tiles.full_tile(i32(0)), i32(0))
-        sums = cta.visit_all(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
+        full_first = _QueryTile(tiles.full_tile(i32(0)), i32(0))
+        sums = cta.run_loop(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
     before = tiles.masked * groups
-    sums = cta.visit_all(sums, before, tiles.full, tiles.full_tile, None, masked=False)
+    sums = cta.run_loop(sums, before, tiles.full, tiles.full_tile, None, masked=False)
     instructions.wait_for_copies()
     cta.write(sums, adds=adds_dkv)
 
 
-class _Visit(NamedTuple):
-    """One step of the loop: a query tile of a query head that shares the CTA's key/value head.
+class _QueryTile(NamedTuple):
+    """The query tile of a loop step, of a query head that shares the CTA's key/value head.
 
     Attributes:
-      tile: query tile.
+      index: index of the tile.
       member: index of the query head within the key/value head's group.
     """
 
-    tile: Any
+    index: Any
     member: Any
 
 
@@ -303,11 +270,11 @@ class _Cta(NamedTuple):
         """The slice of the warpgroup's keys and values within the CTA's."""
         return pl.ds(self.warpgroup * self.static.config.keys, self.static.config.keys)
 
-    def head(self, visit: _Visit) -> Any:
+    def head(self, q_tile: _QueryTile) -> Any:
         """The query head of a step."""
         if self.static.groups == 1:
             return self.kv_head
-        return self.kv_head * self.static.groups + visit.member
+        return self.kv_head * self.static.groups + q_tile.member
 
     def copy_keys(self) -> None:
         """Starts the copies of keys and values; each warpgroup copies its own."""
@@ -320,27 +287,27 @@ class _Cta(NamedTuple):
             part = source.at[self.batch, keys, pl.ds(self.kv_head * dim, dim)]
             instructions.copy(part, self.memory[name].at[self.own_keys])
 
-    def copy_queries(self, visit: _Visit, stage: Any) -> None:
+    def copy_queries(self, q_tile: _QueryTile, stage: Any) -> None:
         """Starts the copies of a step's queries and stats."""
-        self._copy_rows(self.arrays.attention.q, "q", self.static.head_dim, visit, stage)
+        self._copy_rows(self.arrays.attention.q, "q", self.static.head_dim, q_tile, stage)
         # Both warpgroups copy all stats: a half may have fewer elements than there are threads.
-        stats = self.arrays.stats.at[self.batch, self.head(visit), visit.tile]
+        stats = self.arrays.stats.at[self.batch, self.head(q_tile), q_tile.index]
         instructions.copy(stats, self.memory["stats"].at[stage])
 
-    def copy_do(self, visit: _Visit, stage: Any) -> None:
+    def copy_do(self, q_tile: _QueryTile, stage: Any) -> None:
         """Starts the copy of a step's dO."""
-        self._copy_rows(self.arrays.do, "do", self.static.value_dim, visit, stage)
+        self._copy_rows(self.arrays.do, "do", self.static.value_dim, q_tile, stage)
 
-    def _copy_rows(self, source: Any, name: str, dim: int, visit: _Visit, stage: Any) -> None:
+    def _copy_rows(self, source: Any, name: str, dim: int, q_tile: _QueryTile, stage: Any) -> None:
         """Starts the copy of the warpgroup's half of a query tile."""
         block_q = self.static.config.block_q
         rows = block_q // BACKWARD_WARPGROUPS
         first = self.warpgroup * rows
-        queries = pl.ds(visit.tile * block_q + first, rows)
-        source = source.at[self.batch, queries, pl.ds(self.head(visit) * dim, dim)]
+        queries = pl.ds(q_tile.index * block_q + first, rows)
+        source = source.at[self.batch, queries, pl.ds(self.head(q_tile) * dim, dim)]
         instructions.copy(source, self.memory[name].at[stage, pl.ds(first, rows)])
 
-    def visit_all(
+    def run_loop(
         self, sums: _Sums, before: Any, count: Any, tile_of: Any, after: Any, *, masked: bool
     ) -> _Sums:
         """Loops over ``count`` tiles of every query head.
@@ -365,25 +332,25 @@ class _Cta(NamedTuple):
                 next_member = jnp.where(is_last, 0, next_member)
             else:
                 next_member, is_last = member, wraps
-            upcoming = _Visit(tile_of(following), next_member)
+            upcoming = _QueryTile(tile_of(following), next_member)
             if after is not None:
-                upcoming = _Visit(jnp.where(is_last, after.tile, upcoming.tile), next_member)
-            visit = _Visit(tile_of(index), member)
-            sums = self.visit(sums, before + step, visit, upcoming, masked=masked)
+                upcoming = _QueryTile(jnp.where(is_last, after.index, upcoming.index), next_member)
+            q_tile = _QueryTile(tile_of(index), member)
+            sums = self.run_step(sums, before + step, q_tile, upcoming, masked=masked)
             return following, next_member, sums
 
         state = i32(0), i32(0), sums
         return lax.fori_loop(0, count * groups, body, state)[2]
 
-    def visit(
-        self, sums: _Sums, step: Any, visit: _Visit, upcoming: _Visit, *, masked: bool
+    def run_step(
+        self, sums: _Sums, step: Any, q_tile: _QueryTile, upcoming: _QueryTile, *, masked: bool
     ) -> _Sums:
         """One step of the loop, on a query tile that is being copied.
 
         Args:
           sums: the sums over previous steps.
           step: number of previous steps.
-          visit: the query tile.
+          q_tile: the query tile.
           upcoming: the query tile to copy next.
           masked: whether some of the tile's scores may be masked.
         """
@@ -396,8 +363,8 @@ class _Cta(NamedTuple):
             self.copy_do(upcoming, i32(1) - stage)
         # Loaded long before it is used.
         scale = self.arrays.dq_scale
-        scale = None if scale is None else scale[self.batch, self.head(visit)]
-        self._make_weights(visit, stage, masked=masked)
+        scale = None if scale is None else scale[self.batch, self.head(q_tile)]
+        self._make_weights(q_tile, stage, masked=masked)
         instructions.cta_barrier()
         own = self.warpgroup
 
@@ -409,7 +376,7 @@ class _Cta(NamedTuple):
             return instructions.load_matrix(memory[name].at[stage], fragments.rhs)
 
         dv = plgpu.mma(sums.dv, transposed("p"), rows("do"))
-        self._add_dq(visit, scale)
+        self._add_dq(q_tile, scale)
         dk = plgpu.mma(sums.dk, transposed("ds"), rows("q"))
         if stages == 1:
             instructions.cta_barrier()
@@ -417,7 +384,7 @@ class _Cta(NamedTuple):
             self.copy_do(upcoming, stage)
         return _Sums(dk, dv)
 
-    def _make_weights(self, visit: _Visit, stage: Any, *, masked: bool) -> None:
+    def _make_weights(self, q_tile: _QueryTile, stage: Any, *, masked: bool) -> None:
         """Writes P, after dropout, and dS of the warpgroup's keys to shared memory."""
         static, fragments, memory = self.static, self.fragments, self.memory
         config = static.config
@@ -435,8 +402,8 @@ class _Cta(NamedTuple):
             fragments,
             shape,
             self.batch,
-            self.head(visit),
-            visit.tile * config.block_q,
+            self.head(q_tile),
+            q_tile.index * config.block_q,
             self.kv_tile * config.block_kv + self.warpgroup * config.keys,
         )
         raw = tile.raw(products)
@@ -466,13 +433,13 @@ class _Cta(NamedTuple):
             dp = dp * again - delta
         ds = p * dp
         for name, part in tile.per_head_gradients(ds).items():
-            place = self.batch, self.head(visit), self.kv_tile, self.warpgroup
+            place = self.batch, self.head(q_tile), self.kv_tile, self.warpgroup
             part = plgpu.layout_cast(part, fragments.tile)
             instructions.add_sum(self.results.per_head[name].at[place], part, fragments)
         ds = plgpu.layout_cast(tile.product_gradients(raw, p, ds), fragments.tile)
         memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
 
-    def _add_dq(self, visit: _Visit, scale: Any) -> None:
+    def _add_dq(self, q_tile: _QueryTile, scale: Any) -> None:
         """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory.
 
         ``scale``: of dQ in fixed point; None if it is float32.
@@ -489,7 +456,7 @@ class _Cta(NamedTuple):
                 k = memory["k"].at[keys, pl.ds(self.warpgroup * lanes, lanes)]
             ds = instructions.load_matrix(ds, fragments.lhs)
             dq = plgpu.mma(dq, ds, instructions.load_matrix(k, fragments.rhs))
-        place = self.batch, self.head(visit), visit.tile, self.warpgroup
+        place = self.batch, self.head(q_tile), q_tile.index, self.warpgroup
         add = instructions.add_in_register_order
         if scale is not None:
             dq, add = dq * scale, instructions.add_in_fixed_point

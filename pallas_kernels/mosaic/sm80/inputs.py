@@ -58,6 +58,40 @@ class AttentionArrays(NamedTuple):
     scores: ScoreInputs
 
 
+class BackwardArrays(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      attention: queries, keys, values, and the inputs of scores.
+      do: ``[B, T, N * Hv]``, T padded to whole tiles.
+      stats: float32 ``[B, N, query tiles, 2 * block_q]``: lse in base 2, then delta.
+      dq_scale: float32 ``[B, N]``, scale of dQ in fixed point; None if dQ is float32.
+    """
+
+    attention: AttentionArrays
+    do: Any
+    stats: Any
+    dq_scale: Any
+
+
+class BackwardResults(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
+        fixed point int32 with two more elements each, the low and the high half.
+      dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
+      dv: ``[B, S, K * Hv]``, the same.
+      per_head: float32 ``[B, N, KV tiles, warpgroups, warps]`` each, by name; each warp of a CTA
+        has its own element.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    per_head: dict[str, Any]
+
+
 def attention_arrays(static: Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
     """The arrays of a call."""
     return AttentionArrays(
