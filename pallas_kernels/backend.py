@@ -92,6 +92,13 @@ def runs_anywhere(platform: str, compute_capability: float | None) -> None:
     del platform, compute_capability
 
 
+def needs_gpu(what: str, platform: str, compute_capability: float | None) -> str:
+    """The reason of an implementation that needs ``what``, a compute capability, elsewhere."""
+    others = "None, 'triton' or 'xla'" if platform == "gpu" else "None or 'xla'"
+    has = "" if compute_capability is None else f" of compute capability {compute_capability}"
+    return f"it needs {what}, the arrays are on {platform!r}{has}; use {others}"
+
+
 def supports_all_inputs(inputs: AttentionInputs) -> None:
     """``Implementation.unsupported`` for implementations that support all shapes and dtypes."""
     del inputs

@@ -171,7 +171,10 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
             )
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
-        raise ValueError(f"key has {kv_heads} heads, query {heads}: N must be a multiple of K")
+        raise ValueError(
+            f"key has {kv_heads} heads, query {heads}: the number of query heads must be a multiple "
+            "of the number of key heads"
+        )
 
 
 def check_is_array(name: str, value: Any, what: str) -> None:

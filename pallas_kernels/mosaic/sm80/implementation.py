@@ -6,7 +6,7 @@ import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels.backend import Implementation
+from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.launch import compiles_for
@@ -72,11 +72,8 @@ def _needs_ampere(platform: str, compute_capability: float | None) -> str | None
     # The tiles need more shared memory than Ampere's and Ada's smaller GPUs have (8.6, 8.9: 99 KiB
     # per CTA). For newer GPUs Mosaic GPU emits copies that these kernels do not wait for.
     if platform != "gpu" or compute_capability not in (8.0, 8.7):
-        has = "" if compute_capability is None else f" of compute capability {compute_capability}"
-        return (
-            f"it needs compute capability 8.0 or 8.7 (A100, Orin), the arrays are on "
-            f"{platform!r}{has}; use None, 'triton' or 'xla'"
-        )
+        what = "compute capability 8.0 or 8.7 (A100, Orin)"
+        return needs_gpu(what, platform, compute_capability)
     if compiles_for() not in ((8, 0), (8, 7)):
         return (
             "the program is compiled for a GPU that this process does not have, and Mosaic GPU "

@@ -6,7 +6,7 @@ import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels.backend import Implementation
+from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
@@ -98,11 +98,7 @@ def _unsupported_functions(
 
 def _needs_hopper(platform: str, compute_capability: float | None) -> str | None:
     if platform != "gpu" or compute_capability != 9.0:
-        has = "" if compute_capability is None else f" of compute capability {compute_capability}"
-        return (
-            "it needs compute capability 9.0 (Hopper), the arrays are on "
-            f"{platform!r}{has}; use None, 'triton' or 'xla'"
-        )
+        return needs_gpu("compute capability 9.0 (Hopper)", platform, compute_capability)
     return None
 
 
