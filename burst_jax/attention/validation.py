@@ -172,8 +172,8 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
         raise ValueError(
-            f"key has {kv_heads} heads, query {heads}: the number of query heads must be a multiple "
-            "of the number of key heads"
+            f"key has {kv_heads} heads, query {heads}: the number of query heads must be a "
+            "multiple of the number of key heads"
         )
 
 
