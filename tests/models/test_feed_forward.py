@@ -168,6 +168,7 @@ class Mixture(FeedForward):
 MIXTURE = dataclasses.replace(TRAINED, num_layers=1, num_heads=2, feed_forward=Mixture)
 
 
+@pytest.mark.slow
 def test_a_feed_forward_of_ones_own_trains_sharded():
     got = losses((1, 2, 1, 1, 2), steps=3, config=MIXTURE)
     want = losses(ONE, steps=3, config=MIXTURE)

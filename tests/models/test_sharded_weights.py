@@ -64,7 +64,7 @@ SELECTIVE = dataclasses.replace(CONFIG, remat="selective", remat_layers=2)
         ((2, 1, 1, 2, 2), AUTO, {"accumulate": 2}),
         ((1, 2, 2, 2, 1), EXPLICIT, {"config": SELECTIVE}),
         # Neither a data nor a sequence axis; then none at all.
-        ((None, 2, None, None, None), AUTO, {}),
+        pytest.param((None, 2, None, None, None), AUTO, {}, marks=pytest.mark.slow),
         pytest.param((None,) * 5, AUTO, {}, marks=pytest.mark.slow),
         pytest.param((1, 1, 1, 3, 2), AUTO, {}, marks=pytest.mark.slow),
     ],
@@ -76,6 +76,7 @@ def test_every_mesh_takes_the_same_steps(sizes, kind, options):
     np.testing.assert_allclose(got[1], want[1], rtol=1e-4)  # Rounding moves these more.
 
 
+@pytest.mark.slow
 def test_abstract_state_is_that_of_the_state():
     mesh = sized((1, 2, 1, 2, 2))
     options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}

@@ -398,10 +398,8 @@ ULYSSES = {"seq_axis": None, "ulysses_axis": "seq"}
     ("strategy", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
         ("ring", (6,), {}, "zigzag", "rotate_kv", "a100"),
-        ("ring", (6,), {}, "zigzag", "rotate_query", "h100"),
         ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", "h100"),
         ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", "a100"),
-        ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_kv", "a100"),
         ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_query", "h100"),
         ("ulysses", (2,), ULYSSES, "contiguous", "rotate_kv", "a100"),
     ],

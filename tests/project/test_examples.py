@@ -316,6 +316,7 @@ def test_flax_attention_example(four_devices, capsys):
     assert "relative difference to Flax's own attention: " in printed
 
 
+@pytest.mark.slow
 def test_linen_model_example(four_devices, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["linen_model.py", "--steps=8"])
     linen_model.main()

@@ -44,6 +44,7 @@ def generated(capsys, folder, options):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_single_answer_is_streamed_and_a_batch_printed_at_the_end(folder, capsys, tmp_path):
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     first.write_text("ABCDEF")
@@ -112,6 +113,7 @@ def losses(folder, parts, adapter=None):
     return np.concatenate(each)
 
 
+@pytest.mark.slow
 def test_packed_documents_do_not_attend_to_each_other_and_an_adapter_counts(
     folder, documents, tmp_path
 ):

@@ -155,6 +155,7 @@ def test_a_second_moment_in_bfloat16_decays_slowly():
     assert (got[0] != got[1]).any()  # Each array has random bits of its own.
 
 
+@pytest.mark.slow
 def test_offloaded_moments_train_with_the_same_bits():
     offloaded = trained(2, 2, moments="host")
     assert memories(offloaded.opt_state) == {"pinned_host"}
