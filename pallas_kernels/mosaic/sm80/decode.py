@@ -22,10 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import softmax
 from pallas_kernels.device import num_sms
-from pallas_kernels.mosaic.fragments import along_rows, i32, rescale_rows, swizzle_lanes, tanh
+from pallas_kernels.mosaic.fragments import i32, swizzle_lanes, tanh
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, SHARED_MEMORY, WARPS
+from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.score import LOG2_E, Score
 
 # More splits must save this share of the time, because their results must be merged.
@@ -37,8 +38,6 @@ _WIDEST = 256
 _SMALL, _SMALL_SHARED_MEMORY = (8.6, 8.9, 12.0, 12.1), 101_376
 # Greater than every position.
 _NEVER = jnp.iinfo(jnp.int32).max
-# Sums are rescaled only if a query's maximum has grown by more than this, in base 2.
-_RESCALE_ABOVE = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,25 +319,10 @@ def _memory(static: _Static) -> dict[str, Any]:
     return memory
 
 
-class _Softmax(NamedTuple):
-    """The state of the online softmax of each group's keys, with weights ``2^(score - m)``.
-
-    Attributes:
-      m: float32 ``[fragment rows]``, in base 2: the maximum so far, or at most ``_RESCALE_ABOVE``
-        below it.
-      total: float32 ``[fragment rows]``, each thread's partial sums of weights.
-      acc: float32 ``[fragment rows, Hv]``, sums of weights times values.
-    """
-
-    m: jax.Array
-    total: jax.Array
-    acc: jax.Array
-
-
 def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memory: Any) -> None:
     """One CTA."""
     batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
-    cta = _Cta(static, arrays, memory, batch, head, _fragments(static))
+    cta = _Cta(static, arrays, memory, batch, head, instructions.Fragments.of(static.dtype, WARPS))
     tiles = lax.div(arrays.used[0] + i32(static.config.block_kv - 1), i32(static.config.block_kv))
     first = lax.div(split * tiles, i32(static.splits))
     end = lax.div((split + 1) * tiles, i32(static.splits))
@@ -362,7 +346,7 @@ def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memor
     rows = (static.config.fragment_rows,)
     m, total = (plgpu.layout_cast(x, cta.fragments.rows) for x in softmax.start(rows, None))
     acc = cta.fragments.zeros((*rows, static.value_dim))
-    _, state = lax.fori_loop(first, end, step, (i32(0), _Softmax(m, total, acc)))
+    _, state = lax.fori_loop(first, end, step, (i32(0), OnlineSoftmax(m, total, acc)))
     m, acc = state.m, state.acc
     total = instructions.sum_row_parts(state.total, cta.fragments)
     if static.config.groups > 1:
@@ -372,10 +356,6 @@ def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memor
     instructions.store(results.out.at[place], acc)
     instructions.store(results.m.at[place], m * (1 / LOG2_E))
     instructions.store(results.total.at[place], total)
-
-
-def _fragments(static: _Static) -> instructions.Fragments:
-    return instructions.Fragments.of(static.dtype, WARPS)
 
 
 class _Cta(NamedTuple):
@@ -417,7 +397,9 @@ class _Cta(NamedTuple):
 
         warp_operations.commit_copies()
 
-    def step(self, state: _Softmax, q: jax.Array, q_positions: jax.Array, stage: Any) -> _Softmax:
+    def step(
+        self, state: OnlineSoftmax, q: jax.Array, q_positions: jax.Array, stage: Any
+    ) -> OnlineSoftmax:
         """One step of the KV loop, on the tile in a stage."""
         static, fragments = self.static, self.fragments
         config, score = static.config, static.score
@@ -447,14 +429,7 @@ class _Cta(NamedTuple):
         if static.window is not None:
             allowed = allowed & (k_positions > of_rows - static.window)
         scores = jnp.where(allowed, scores, -jnp.inf)
-        factor = score.base_2_factor
-        highest = jnp.max(scores, axis=1) * factor
-        m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
-        shrink = jnp.exp2(state.m - m)
-        weights = jnp.exp2(scores * factor - along_rows(m, shape))
-        weights = plgpu.layout_cast(weights, fragments.tile)
-        total = instructions.add_to_row_parts(state.total * shrink, weights, fragments)
-        acc = rescale_rows(state.acc, shrink, tile=fragments.tile, rows=fragments.rows)
+        weights, state = state.add(scores, score.base_2_factor, fragments)
         left = instructions.as_left_operand(weights.astype(static.dtype), fragments)
-        acc = warp_operations.product(acc, left, v, config.row_warps)
-        return _Softmax(m, total, acc)
+        acc = warp_operations.product(state.acc, left, v, config.row_warps)
+        return state._replace(acc=acc)

@@ -23,7 +23,7 @@ from pallas_kernels.arrays import pad_axis
 from pallas_kernels.bounds import query_bounds
 from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.merge import merge_weights
-from pallas_kernels.mosaic.fragments import along_rows, i32, rescale_rows, swizzle_lanes
+from pallas_kernels.mosaic.fragments import along_rows, i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
@@ -34,12 +34,9 @@ from pallas_kernels.mosaic.sm80.inputs import (
     attention_arrays,
     rows_of_heads,
 )
+from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
-
-# Sums are rescaled only if a query's maximum has grown by more than this, in base 2. Weights are
-# then at most 2^8, which every dtype can represent, and most tiles rescale nothing.
-_RESCALE_ABOVE = 8.0
 
 
 class ForwardResults(NamedTuple):
@@ -66,20 +63,6 @@ class ForwardArrays(NamedTuple):
     attention: AttentionArrays
     sink: Any
     carry: ForwardResults | None
-
-
-class _Softmax(NamedTuple):
-    """The state of the online softmax, with weights ``2^(score - m)``.
-
-    Attributes:
-      m: float32 ``[rows]``, in base 2: the maximum so far, or at most ``_RESCALE_ABOVE`` below it.
-      total: float32 ``[rows]``, each thread's partial sums of weights.
-      acc: float32 ``[rows, Hv]``, sums of weights times values.
-    """
-
-    m: jax.Array
-    total: jax.Array
-    acc: jax.Array
 
 
 def forward(
@@ -253,7 +236,7 @@ class _Cta(NamedTuple):
         config = self.static.config
         return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
 
-    def start(self) -> _Softmax:
+    def start(self) -> OnlineSoftmax:
         """The initial softmax state; starts the copies of the queries and the first tile's keys."""
         static, sinks = self.static, self.arrays.sink
         self.copy_queries()
@@ -264,7 +247,7 @@ class _Cta(NamedTuple):
             total = instructions.row_parts_of(total)
             if (excess := self._score_tile(i32(0)).excess()) is not None:
                 m = m + excess
-        return _Softmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
+        return OnlineSoftmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
 
     def _products(self) -> jax.Array:
         """``q k^T`` of a tile, float32 ``[rows, block_kv]``."""
@@ -279,7 +262,9 @@ class _Cta(NamedTuple):
             swizzle_lanes(self.static.head_dim, 2),
         )
 
-    def step(self, state: _Softmax, tile: Any, upcoming: Any, *, masked: bool) -> _Softmax:
+    def step(
+        self, state: OnlineSoftmax, tile: Any, upcoming: Any, *, masked: bool
+    ) -> OnlineSoftmax:
         """One step of the KV loop, on a tile whose keys are being copied.
 
         Args:
@@ -296,7 +281,7 @@ class _Cta(NamedTuple):
         scores = of_tile.scores(of_tile.raw(products), masked=masked)
         self.wait()
         self.copy_keys(upcoming)
-        weights, state = self._add_weights(state, scores)
+        weights, state = state.add(scores, static.base_2_factor, fragments)
         weights = of_tile.without_dropped(weights)
         weights = plgpu.layout_cast(weights.astype(static.dtype), fragments.tile)
         left = instructions.as_left_operand(weights, fragments)
@@ -317,19 +302,7 @@ class _Cta(NamedTuple):
             tile * config.block_kv,
         )
 
-    def _add_weights(self, state: _Softmax, scores: jax.Array) -> tuple[jax.Array, _Softmax]:
-        """``(weights, state)``: a tile's weights, and the softmax with them except for ``acc``."""
-        factor, fragments = self.static.base_2_factor, self.fragments
-        highest = jnp.max(scores, axis=1) * factor
-        m = jnp.where(highest > state.m + _RESCALE_ABOVE, highest, state.m)
-        shrink = jnp.exp2(state.m - m)
-        weights = jnp.exp2(scores * factor - along_rows(m, scores.shape))
-        weights = plgpu.layout_cast(weights, fragments.tile)
-        total = instructions.add_to_row_parts(state.total * shrink, weights, fragments)
-        acc = rescale_rows(state.acc, shrink, tile=fragments.tile, rows=fragments.rows)
-        return weights, state._replace(m=m, total=total, acc=acc)
-
-    def finish(self, state: _Softmax) -> None:
+    def finish(self, state: OnlineSoftmax) -> None:
         """Normalizes o, merges with the carry, and writes o and lse."""
         fragments, carry = self.fragments, self.arrays.carry
         total = instructions.sum_row_parts(state.total, fragments)

@@ -210,14 +210,6 @@ def pieces(value_dim: int, row_warps: int) -> int:
     return math.gcd(value_dim // 8, WARPS // row_warps)
 
 
-def merge_memory(value_dim: int, row_tiles: int, row_warps: int) -> int:
-    """Bytes of shared memory that :func:`merge_groups` needs."""
-    groups, parts = WARPS // row_warps, pieces(value_dim, row_warps)
-    stats = WARPS * 4 * row_tiles * _LANES * 4
-    foreign = parts - 1 if parts == groups else parts
-    return stats + 16 * WARPS * value_dim // parts * foreign * 4
-
-
 def merge_groups(
     m: jax.Array, total: jax.Array, acc: jax.Array, memory: Any, row_warps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -227,7 +219,7 @@ def merge_groups(
       m: float32 ``[M]``, what weights are relative to, in base 2.
       total: float32 ``[M]``, sums of weights.
       acc: float32 ``[M, N]``, sums of weights times values.
-      memory: shared memory of at least :func:`merge_memory` bytes, no longer needed.
+      memory: shared memory, no longer needed, of 2 KiB per row tile and 256 N bytes.
       row_warps: warps per group.
 
     Returns:
