@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,26 +106,30 @@ def test_chunks_are_even_and_join_to_the_whole(count):
         np.testing.assert_array_equal(whole[name], tree[name])
 
 
-def permutes(window, layout="contiguous", **options):
-    """Number of ``ppermute`` equations of the forward pass, and of both passes, on 8 devices."""
-    options |= {"mesh": mesh_of(seq=8), "layout": layout, "local_window_size": window}
-    attend, x = functools.partial(burst_jax.burst_attention, **options), jnp.zeros((1, 128, 2, 8))
-    both = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
-    return [count(jaxpr.jaxpr, "ppermute") for jaxpr in (jax.make_jaxpr(attend)(x, x, x), both)]
+def permutes(window, layout="contiguous", backward: Any = "rotate_kv", **ids):
+    """Number of ``ppermute`` equations of the forward and the backward pass, on 8 devices."""
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(seq=8), layout=layout, local_window_size=window,
+        backward=backward, **ids,
+    )  # fmt: skip
+    x = jnp.zeros((1, 128, 2, 8))
+    jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
+    return count(jaxpr.jaxpr, "ppermute")
 
 
 def test_a_window_makes_few_hops():
     """16 tokens a device: 33 tokens back reach the third device back, 5 ahead the next one."""
-    # K and V, and backward dK and dV.
-    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 2 * 4]
-    # Q, dO and (lse, delta).
-    assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 3]
-    assert permutes((0, 0), backward="rotate_kv") == [0, 0]
+    # K and V forward; backward K and V, dK and dV.
+    assert permutes((33, 5)) == 2 * 4 + 2 * 4 + 2 * 4
+    # K and V forward; Q, dO and (lse, delta) backward, and dQ.
+    assert permutes((33, 0), backward="rotate_query") == 2 * 3 + 3 * 3 + 3
+    assert permutes((0, 0)) == 0
     # A zigzag shard has two neighbours on either side.
-    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2 * 2]
+    assert permutes((5, 0), "zigzag") == 2 * 2 + 2 * 2 + 2 * 2
     # Segment ids skip no step: they are traced, so what they mask is unknown. They are sent, too.
     ids = jnp.ones((1, 128), jnp.int32)
-    assert permutes(None, query_segment_ids=ids, key_value_segment_ids=ids)[0] == 3 * 7
+    both = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    assert permutes(None, **both) == 3 * 7 + 3 * 7 + 2 * 7
 
 
 @pytest.mark.parametrize(("kv_heads", "chosen"), [(8, "rotate_query"), (4, "rotate_kv")])
