@@ -41,7 +41,7 @@ def test_batch_and_head_axes():
 
 
 def test_explicit_axes():
-    """Results and gradients have the arguments' shardings in their types; the mesh is in context."""
+    """Of the mesh in context. Results and gradients have the arguments' shardings as types."""
     arrays, cotangents = make_inputs()
     mesh = make_mesh(2, 2, 2, kind=AxisType.Explicit)
     sharding = jax.NamedSharding(mesh, P("data", "seq", "model"))

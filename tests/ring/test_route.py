@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import mesh_of
 from ring_cases import kept_scores
-from routes import hops_of_passes
+from routes import hops_of_passes, route_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import (
@@ -25,7 +25,7 @@ from burst_jax.ring.rotation import (
     forward_bytes,
     hop_bytes,
 )
-from burst_jax.ring.route import RingMask, join_chunks, make_route, split_chunks
+from burst_jax.ring.route import ChunkedSend, RingMask, make_route
 from pallas_kernels.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
@@ -95,12 +95,13 @@ def test_chunks_are_even_and_join_to_the_whole(count):
     rng = np.random.default_rng(0)
     tree = {"kv": rng.normal(size=(2, 3, 5)), "ids": rng.integers(0, 9, (3,)), "none": None}
     tree = jax.tree.map(jnp.asarray, tree)
-    chunks = split_chunks(tree, count)
-    assert len(chunks) == count
-    sizes = [jax.tree.leaves(chunk)[1].size for chunk in chunks]
-    assert sum(sizes) == 30
+    chunks = ChunkedSend(tree, count)
+    sizes = [jax.tree.leaves(chunk)[1].size for chunk in chunks.arrays[0]]
+    assert (len(sizes), sum(sizes)) == (count, 30)
     assert max(sizes) - min(sizes) <= 1
-    whole = join_chunks(chunks, tree)
+    for _ in sizes:
+        chunks.send(route_of_passes(1), (0,), (0,))  # to where they are
+    whole = chunks.received()
     assert jax.tree.structure(whole) == jax.tree.structure(tree)
     for name in ("kv", "ids"):
         np.testing.assert_array_equal(whole[name], tree[name])
