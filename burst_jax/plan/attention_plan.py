@@ -94,6 +94,7 @@ class AttentionPlan:
             f"{cluster.host_link:g} to another host; rates: {gpu.source}",
             f"{shape.batch} x {shape.length:,} tokens, {shape.heads}/{shape.kv_heads} heads x "
             f"{head_dims}, {mask}; one attention, per device",
+            "overlap: share of communication time; MiB: sent; to hosts: both passes' MiB to others",
             "",
             f"{'strategy':28}{'layout':12}{'backward':14}{'fwd ms':>9}{'bwd ms':>9}{'TFLOP/s':>9}"
             f"{'overlap':>9}{'GiB':>8}{'fwd MiB':>10}{'bwd MiB':>10}{'to hosts':>10}",
