@@ -137,7 +137,7 @@ MUTANTS = [
      f"{LOCAL} {FUZZ}"),
     (SCORE, "{\"alibi_slopes\": -ds * _distance", "{\"alibi_slopes\": ds * _distance", f"{LOCAL} {FUZZ}"),
     (SCORE, "jnp.where(lse == -jnp.inf, 0, lse))\n    return", "lse)\n    return", f"{INTERFACE} -k sink"),
-    (XLA, "beyond=jnp.inf", "beyond=0", f"{LOCAL} {FUZZ}"),
+    (XLA, "beyond=jnp.inf", "beyond=0", f"{INTERFACE} -k outside_of_the"),
     (XLA, "if self.padded != self.length:", "if False:", f"{LOCAL} {FUZZ}"),
     (XLA, "p = jnp.exp(keys.logits(queries, raw, j) - queries[\"lse\"][..., None])",
      "p = jnp.exp(keys.spec.score.modified(raw, keys.places(queries, j)) - queries[\"lse\"][..., None])",
