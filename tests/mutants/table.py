@@ -307,7 +307,7 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "np.uint8) == ord(\"\\n\")) + at", "np.uint8) == ord(\"\\n\"))",
      "tests/data/test_data.py -k json"),
     ("burst_jax/plan/cost_model.py", "kv = self._kv * 4 if copied else kv", "pass", PLAN),
-    ("burst_jax/plan/training_search.py", "mesh.seq > 1 and mesh.layout == \"contiguous\"", "False",
+    ("burst_jax/plan/training_search.py", "self.mesh.seq > 1 and self.mesh.layout == \"contiguous\"", "False",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
     # --- benchmarks and examples
