@@ -116,7 +116,7 @@ TABLE = [
      "moment_dtype is 'float99': use float32 or bfloat16"),
     (lambda: optimizer_of(1e-3, 9, moments="cpu"), "moments is 'cpu': use one of 'device', 'host'"),
     # Batches; tests/training/test_batches.py has more.
-    (lambda: batch_of(ROWS + 2**40), "tokens holds 1099511627776: int32 cannot"),
+    (lambda: batch_of(ROWS + 2**40), "rows holds 1099511627776: int32 cannot"),
     (lambda: batch_of(ROWS, num_shards=SEQ), "num_shards is Mesh.*: it must"),
     (lambda: place(None), "mesh is a NoneType: it must be a jax.sharding.Mesh, wh"),
     (lambda: place(SEQ.abstract_mesh),
