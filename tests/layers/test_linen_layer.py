@@ -135,15 +135,19 @@ def test_wrong_arguments_raise_immediately(options, error, message):
 
 
 def test_wrong_calls_raise():
-    layer = make_linen()
-    variables = jax.jit(layer.init)(jax.random.key(0), X, POSITIONS)
+    layer, key = make_linen(), jax.random.key(0)
+    variables = jax.eval_shape(layer.init, key, X, POSITIONS)
+
+    def apply(layer, variables, x):  # The positions are a constant.
+        jax.eval_shape(lambda variables, x: layer.apply(variables, x, POSITIONS), variables, x)
+
     with pytest.raises(ValueError, match=r"num_heads is 4, num_kv_heads 3: .*multiple"):
-        make_linen(num_kv_heads=3).init(jax.random.key(0), X, POSITIONS)
+        make_linen(num_kv_heads=3).init(key, X, POSITIONS)
     with pytest.raises(ValueError, match=r"x has shape \(32, 24\): it needs \[B, T, features\]"):
-        layer.apply(variables, X[0], POSITIONS)
+        apply(layer, variables, X[0])
     zigzag = make_linen(make_mesh(seq=4), layout="zigzag", is_causal=True)
     with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 4\)"):
-        zigzag.apply(variables, X, POSITIONS)
-    variables["params"]["query"]["kernel"] = jnp.zeros((D + 1, N, H))
+        apply(zigzag, variables, X)
+    variables["params"]["query"]["kernel"] = jax.ShapeDtypeStruct((D + 1, N, H), jnp.float32)
     with pytest.raises(Exception, match="query"):
-        layer.apply(variables, X, POSITIONS)
+        apply(layer, variables, X)
