@@ -159,9 +159,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, accuracy
     def planned(remat: Remat, count: int | None) -> int:
         strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)
         of_device = device_sizes(config, params, strategy, length=2 * tokens, batch=1)
-        memory = step_memory(
-            of_device, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
-        )
+        memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
         return memory.activations + memory.gradients + memory.work
 
     found = compiled.temp_bytes(program)

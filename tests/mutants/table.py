@@ -137,7 +137,7 @@ MUTANTS = [
      f"{LOCAL} {FUZZ}"),
     (SCORE, "{\"alibi_slopes\": -ds * _distance", "{\"alibi_slopes\": ds * _distance", f"{LOCAL} {FUZZ}"),
     (SCORE, "jnp.where(lse == -jnp.inf, 0, lse))\n    return", "lse)\n    return", f"{INTERFACE} -k sink"),
-    (XLA, "beyond=jnp.inf", "beyond=0", f"{LOCAL} {FUZZ}"),
+    (XLA, "beyond=jnp.inf", "beyond=0", f"{INTERFACE} -k outside_of_the"),
     (XLA, "if self.padded != self.length:", "if False:", f"{LOCAL} {FUZZ}"),
     (XLA, "p = jnp.exp(keys.logits(queries, raw, j) - queries[\"lse\"][..., None])",
      "p = jnp.exp(keys.spec.score.modified(raw, keys.places(queries, j)) - queries[\"lse\"][..., None])",
@@ -307,7 +307,7 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "np.uint8) == ord(\"\\n\")) + at", "np.uint8) == ord(\"\\n\"))",
      "tests/data/test_data.py -k json"),
     ("burst_jax/plan/cost_model.py", "kv = self._kv * 4 if copied else kv", "pass", PLAN),
-    ("burst_jax/plan/training_search.py", "mesh.seq > 1 and mesh.layout == \"contiguous\"", "False",
+    ("burst_jax/plan/training_search.py", "self.mesh.seq > 1 and self.mesh.layout == \"contiguous\"", "False",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
     # --- benchmarks and examples
