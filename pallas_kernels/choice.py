@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80
+from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80, fitting_sm80
 from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
@@ -87,10 +87,10 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is not None:
-        chosen = _variant(chosen, deterministic)
+        chosen = _variant(chosen, deterministic, compute_capability)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]
+        candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]
         reasons = [_reason_against(candidate, *where) for candidate in candidates]
         chosen = candidates[reasons.index(None)]
         if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
@@ -107,8 +107,12 @@ def resolve(
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
 
 
-def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
-    """What runs of an implementation: its reproducible variant, if wanted and if there is one."""
+def _variant(
+    implementation: Implementation, deterministic: bool, compute_capability: float | None
+) -> Implementation:
+    """What runs of an implementation: its tiles for the GPU, and its reproducible variant."""
+    if implementation is MOSAIC_SM80:
+        implementation = fitting_sm80(compute_capability)
     variant = implementation.deterministic_variant if deterministic else None
     return implementation if variant is None else variant
 
@@ -154,9 +158,13 @@ def _reason_against(
     """Why ``implementation=None`` skips a candidate: it cannot run or is slower; None if not."""
     where = platform, compute_capability, inputs, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
-    if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:
-        return (
-            f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
-            "(pip install 'burst-jax[cuda13]' does)"
-        )
+    linked = jax.__version_info__ >= LINKED_SINCE
+    if obstacle is None and linked and compute_capability == 9.0:
+        if candidate is MOSAIC_SM90:
+            return (
+                f"JAX {jax.__version__} compiles them so that they spill registers; install JAX "
+                "0.11.2 (pip install 'burst-jax[cuda13]' does)"
+            )
+        if candidate.name == "mosaic_sm80" and _obstacle(MOSAIC_SM90, *where) is None:
+            return "Triton uses Hopper's instructions"
     return obstacle

@@ -27,7 +27,12 @@ from pallas_kernels.mosaic.fragments import along_rows, i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
-from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
+from pallas_kernels.mosaic.sm80.configs import (
+    SHARED_MEMORY,
+    WARPS,
+    ForwardConfig,
+    forward_config,
+)
 from pallas_kernels.mosaic.sm80.inputs import (
     AttentionArrays,
     Static,
@@ -73,9 +78,10 @@ def forward(
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: ForwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
-    config = config or forward_config(inputs.head_dim, inputs.value_dim)
+    config = config or forward_config(inputs.head_dim, inputs.value_dim, shared_memory)
     static = Static.of(inputs, spec, config)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     length = static.padded_q_length
@@ -115,10 +121,14 @@ def forward(
 
 
 def forward_bounds(
-    inputs: AttentionInputs, *, spec: AttentionSpec, config: ForwardConfig | None = None
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: ForwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
 ) -> jax.Array:
-    """The tile bounds that :func:`forward` reads with the same config."""
-    tiles = (config or forward_config(inputs.head_dim, inputs.value_dim)).tiles
+    """The tile bounds that :func:`forward` reads with the same options."""
+    tiles = (config or forward_config(inputs.head_dim, inputs.value_dim, shared_memory)).tiles
     return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
 
 
