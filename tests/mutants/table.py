@@ -279,7 +279,7 @@ MUTANTS = [
     ("burst_jax/data/corpus.py", "min(max(1, round(len(self) * held_out)), len(self) - 1)",
      "max(1, round(len(self) * held_out))", "tests/data/test_data.py"),
     ("burst_jax/data/loader.py", "self._iterators += self._start()\n        self._ended = [False] * len(self._iterators)\n",
-     "self._iterators += self._start()\n", "tests/data/test_data.py -k resumes"),
+     "self._iterators += self._start()\n", "tests/data/test_data.py -k resume"),
     ("burst_jax/data/packing.py", "range(0, len(tokens) - 1, length - 1)",
      "range(0, len(tokens), length - 1)", "tests/data/test_data.py"),
     ("burst_jax/parallel/collectives.py", "part, (me - distance) % n * size, dim)",

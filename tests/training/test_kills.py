@@ -74,8 +74,7 @@ class Training:
     def kill(self, draw: random.Random, delay: float, *, while_writing: bool) -> bool:
         """Kills a process some steps after its first one, or while it writes a checkpoint.
 
-        Returns:
-          Whether a partial checkpoint is left.
+        Returns whether a partial checkpoint is left.
         """
         # Not before two checkpoints are complete.
         count = EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9)
@@ -175,11 +174,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
         assert (step, extra["loader"]) == (3, "its state")
         assert jnp.array_equal(restored["x"], state["x"])
         for changed, abstract, message in (
-            (
-                {"seed": 1},
-                state,
-                "--seed is 1: the run of the checkpoints in here has 0; use the s",
-            ),
+            ({"seed": 1}, state, "--seed is 1: the run of the checkpoints in here has 0; use the"),
             ({"model": "there"}, state, r"--model is there: .* has None"),
             ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
             ({"moment_dtype": "bfloat16"}, *half),
