@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
 from run_options import SAMPLE_CONTEXT, RunConfig, flag, one_device, parse_args, prepare
 
-from burst_jax.data import Corpus, Loader, TokenSequences, gather_state
+from burst_jax.data import Corpus, Loader, Rows, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.parallel.target import peak_flops
@@ -109,11 +109,9 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
     )
 
 
-def place(
-    args: argparse.Namespace, run: RunConfig, sequences: TokenSequences, mesh: Mesh
-) -> Batch[jax.Array]:
+def place(args: argparse.Namespace, run: RunConfig, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
     """Makes a batch of this process' sequences and shards it over the mesh."""
-    batch = make_batch(**sequences, layout=args.layout, num_shards=mesh.shape["seq"])
+    batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
     return place_batch(batch, mesh, rules=run.rules, process_local=True)
 
 
@@ -227,8 +225,8 @@ def train(
 
         def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
             """Each batch with the loader's state after it."""
-            for sequences in loader:
-                yield place(args, run, sequences, run.mesh), loader.get_state()
+            for rows in loader:
+                yield place(args, run, rows, run.mesh), loader.get_state()
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
@@ -293,7 +291,7 @@ def show_sample(args: argparse.Namespace, run: RunConfig, mesh: Mesh, params: nn
     """Samples a continuation of the held-out text's beginning, on one device."""
     context = min(SAMPLE_CONTEXT, args.seq_len)
     with make_loader(args, run, run.held_out) as loader:
-        prompt = next(loader)["tokens"][0, :context]
+        prompt = next(loader)["rows"][0, :context]
     drawn = sample(
         sampler(args, run, mesh),
         params,

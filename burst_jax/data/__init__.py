@@ -15,7 +15,7 @@ from burst_jax.data.corpus import Corpus as Corpus
 from burst_jax.data.corpus import open_corpus as open_corpus
 from burst_jax.data.corpus import python_source as python_source
 from burst_jax.data.loader import Loader as Loader
-from burst_jax.data.loader import TokenSequences as TokenSequences
+from burst_jax.data.loader import Rows as Rows
 from burst_jax.data.loader import gather_state as gather_state
 from burst_jax.data.loader import merge_states as merge_states
 from burst_jax.data.loader import rows_of_process as rows_of_process

@@ -35,27 +35,27 @@ VERSION = 1
 _THREADS = 4
 
 
-class TokenSequences(TypedDict):
+class Rows(TypedDict):
     """Sequences of a batch, the arguments of :func:`burst_jax.training.make_batch`.
 
     Attributes:
-      tokens: int32 ``[B, seq_len + 1]``, token ids.
+      rows: int32 ``[B, seq_len + 1]``, token ids.
       segment_ids: int32 ``[B, seq_len + 1]``, counted from 1 in each sequence, 0 for padding; None
         if each sequence is full and one segment.
     """
 
-    tokens: np.ndarray
+    rows: np.ndarray
     segment_ids: np.ndarray | None
 
 
-class Loader(Iterator[TokenSequences]):
+class Loader(Iterator[Rows]):
     """Token sequences of every batch; each process makes only its own.
 
     ::
 
         with Loader(corpus, seq_len=1024, batch=8) as loader:
-            for sequences in loader:
-                batch = make_batch(**sequences, layout="zigzag", num_shards=4)
+            for rows in loader:
+                batch = make_batch(**rows, layout="zigzag", num_shards=4)
 
     **Order.** Documents are cut into chunks, see below. An epoch has each chunk once, in an order
     that depends on ``seed`` and the epoch. Each batch index is a stream of its own, of every
@@ -158,7 +158,7 @@ class Loader(Iterator[TokenSequences]):
         # Also without close(): at interpreter shutdown grain prints errors.
         self._finalize = weakref.finalize(self, _close, self._iterators)
 
-    def __next__(self) -> TokenSequences:
+    def __next__(self) -> Rows:
         self._check_open()
         if self.step == self._steps:
             raise StopIteration
@@ -171,10 +171,10 @@ class Loader(Iterator[TokenSequences]):
             for name in ("tokens", "tokens_segment_ids")
         )
         if self._packing != "none":
-            return {"tokens": tokens, "segment_ids": segment_ids}
+            return {"rows": tokens, "segment_ids": segment_ids}
         # An endless stream has no padding.
         ends = self._epochs is not None
-        return {"tokens": tokens, "segment_ids": np.minimum(segment_ids, 1) if ends else None}
+        return {"rows": tokens, "segment_ids": np.minimum(segment_ids, 1) if ends else None}
 
     def get_state(self) -> State:
         """State after the last batch, from which a loader continues.

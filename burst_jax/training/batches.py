@@ -50,7 +50,7 @@ _COMPARED: set[tuple[Mesh, bool]] = set()
 
 
 def make_batch(
-    tokens: np.ndarray,
+    rows: np.ndarray,
     *,
     layout: Layout = "contiguous",
     num_shards: int = 1,
@@ -62,11 +62,11 @@ def make_batch(
     Targets are shifted first, in natural order. Then all arrays are padded to a length that the
     layout supports, and permuted together::
 
-        tokens    a b c d e          inputs   a b c d     targets  b c d e
+        rows      a b c d e          inputs   a b c d     targets  b c d e
         zigzag, 2 shards             inputs   a d b c     targets  b e c d
 
     Args:
-      tokens: integers ``[B, T + 1]``, the ids of each sequence.
+      rows: integers ``[B, T + 1]``, the sequences.
       layout: sequence permutation, see :func:`burst_jax.to_layout`.
       num_shards: number of shards on the ring: the devices of ``seq_axis``, without those of a
         ``ulysses_axis`` or of batch axes.
@@ -88,35 +88,34 @@ def make_batch(
         else 0.
 
     Raises:
-      ValueError: ``tokens`` has another rank or dtype, fewer than 2 ids, or ids that are negative
+      ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
         or exceed int32; ``segment_ids`` has another shape or dtype; the layout is unknown.
     """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(f"tokens has shape {tokens.shape}: it needs [B, T + 1] with T at least 1")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens has dtype {tokens.dtype}: token ids are integers")
-    tokens = as_int32("tokens", tokens)
-    if tokens.min(initial=0) < 0:
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or rows.shape[1] < 2:
+        raise ValueError(f"rows has shape {rows.shape}: it needs [B, T + 1] with T at least 1")
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"rows has dtype {rows.dtype}: token ids are integers")
+    rows = as_int32("rows", rows)
+    if rows.min(initial=0) < 0:
         raise ValueError(
-            f"tokens holds id {tokens.min()}: ids count from 0; for padding use any id and "
+            f"rows holds token id {rows.min()}: ids count from 0; for padding use any id and "
             "segment id 0"
         )
-    batch_size, length = tokens.shape[0], tokens.shape[1] - 1
+    batch_size, length = rows.shape[0], rows.shape[1] - 1
     weights, segments = np.ones((batch_size, length), np.float32), None
     if segment_ids is not None:
         segment_ids = np.asarray(segment_ids)
-        if segment_ids.shape != tokens.shape:
+        if segment_ids.shape != rows.shape:
             raise ValueError(
-                f"segment_ids has shape {segment_ids.shape}, tokens {tokens.shape}: they must be "
-                "equal"
+                f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
             )
         segment_ids = as_int32("segment_ids", segment_ids)
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
     arrays: dict[str, np.ndarray] = {
-        "inputs": tokens[:, :-1].astype(np.int32),
-        "targets": tokens[:, 1:].astype(np.int32),
+        "inputs": rows[:, :-1].astype(np.int32),
+        "targets": rows[:, 1:].astype(np.int32),
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (batch_size, length)),
         "weights": weights,
     }

@@ -22,7 +22,7 @@ from burst_jax.errors import check_integer
 from burst_jax.parallel.processes import another_may_be_gone, barrier, gather_json
 from burst_jax.training import checkpoint_files as files
 
-# How many of the newest checkpoints are tried when several are unreadable.
+# How many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
 _SHARED = ".all-processes-see-this"
 # Part of the name of a folder that orbax has not completed.
@@ -39,14 +39,14 @@ class Restored(NamedTuple):
       step: the step that was saved.
       state: the pytree of arrays, on the requested shardings.
       extra: the JSON value saved with it.
-      unreadable: step -> reason, for each newer checkpoint that cannot be read: a file is missing
-        or not as written. The next :meth:`Checkpoints.save` renames it to ``<step>.unreadable``.
+      refused: step -> reason, for each newer checkpoint that is damaged: a file is missing or not
+        as written. The next :meth:`Checkpoints.save` renames it to ``<step>.refused``.
     """
 
     step: int
     state: Any
     extra: Any
-    unreadable: dict[int, str]
+    refused: dict[int, str]
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +58,7 @@ class Checkpoints:
 
     A checkpoint is written to a temporary folder and renamed when it is complete, so a killed
     process leaves the earlier checkpoints intact. Every file is hashed when it is written and
-    verified when it is read: a corrupted checkpoint is never restored.
+    verified when it is read: a damaged checkpoint is never restored.
 
     With several processes all of them call every method except :meth:`latest`, and the folder must
     be on a shared file system.
@@ -87,7 +87,7 @@ class Checkpoints:
         self._keep, self._timeout = keep, timeout
         self._writer: ocp.AsyncCheckpointer | None = None
         self._writing: int | None = None
-        self._unreadable: list[int] = []
+        self._refused: list[int] = []
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +122,7 @@ class Checkpoints:
         arrays = _by_name(state)
         record = files.Record(_shapes(arrays), _json(extra))
         self.wait()
-        self._set_unreadable_aside()
+        self._set_refused_aside()
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -182,12 +182,13 @@ class Checkpoints:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
         Mesh, shardings and number of processes may differ from those of the run that saved it.
-        Every file is verified first. If the newest checkpoint is unreadable, the one before it is
-        restored and a line on stderr reports both; see :class:`Restored`.
+        Every file is verified first. If the newest checkpoint is damaged, the one before it is
+        restored and a line on stderr reports both; the next :meth:`save` renames the damaged one to
+        ``<step>.refused``.
 
         Args:
           abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays.
-          step: the checkpoint; None is the newest that is readable.
+          step: the checkpoint; None is the newest that is not damaged.
           partial: whether ``abstract_state`` may be a part of what was saved, like the weights
             without the optimizer state: ``{"params": ...}`` of ``{"params": ..., "opt_state":
             ...}``, or ``[params]`` of ``[params, opt_state]``. The rest uses no memory.
@@ -195,14 +196,14 @@ class Checkpoints:
             propagates.
 
         Returns:
-          Step, state, ``extra``, and newer checkpoints that are unreadable; None if ``step`` is
-          None and there is no checkpoint.
+          Step, state, ``extra`` and rejected checkpoints; None if ``step`` is None and there is no
+          checkpoint.
 
         Raises:
           ValueError: the checkpoint has other arrays than ``abstract_state``; the message lists
             every difference.
           FileNotFoundError: there is no checkpoint ``step``.
-          CheckpointError: checkpoint ``step`` is unreadable, or all are.
+          CheckpointError: checkpoint ``step`` is damaged, or all are.
         """
         wanted = {name: _abstract(name, leaf) for name, leaf in _by_name(abstract_state).items()}
         # Newest first; all processes use the listing of process 0.
@@ -213,56 +214,54 @@ class Checkpoints:
                     f"{self.folder} has no checkpoint {step}; there are {sorted(steps) or 'none'}"
                 )
             steps = [step]
-        unreadable: dict[int, str] = {}
+        refused: dict[int, str] = {}
         for candidate in steps:
             folder = self.folder / str(candidate)
             reason = _damage(folder)
             if reason is not None:
-                unreadable[candidate] = reason
+                refused[candidate] = reason
                 continue
             record = files.read_record(folder)
             if check is not None:
                 check(record.extra)
             _compare(folder, record, _shapes(wanted), partial)
-            self._report(unreadable, candidate)
+            self._report(refused, candidate)
             arrays = files.restore_arrays(folder, wanted)
             leaves = [arrays[name] for name in wanted]
             state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-            return Restored(candidate, state, record.extra, unreadable)
-        if unreadable:
-            reasons = (
-                f"checkpoint {self.folder / str(s)} is unreadable: {r}"
-                for s, r in unreadable.items()
-            )
+            return Restored(candidate, state, record.extra, refused)
+        if refused:
             raise CheckpointError(
-                "; ".join(reasons)
+                "; ".join(
+                    f"checkpoint {self.folder / str(s)} is damaged: {refused[s]}" for s in refused
+                )
                 + ". Nothing is restored: pass another step, or start over in another folder"
             )
         return None
 
-    def _report(self, unreadable: dict[int, str], restored: int) -> None:
-        self._unreadable = list(unreadable)
+    def _report(self, refused: dict[int, str], restored: int) -> None:
+        self._refused = list(refused)
         if jax.process_index() == 0:
-            for step, reason in unreadable.items():
+            for step, reason in refused.items():
                 print(
-                    f"checkpoint {self.folder / str(step)} is unreadable: {reason}; "
+                    f"checkpoint {self.folder / str(step)} is damaged: {reason}; "
                     f"restoring {self.folder / str(restored)} instead",
                     file=sys.stderr,
                     flush=True,
                 )
 
-    def _set_unreadable_aside(self) -> None:
-        if not self._unreadable:
+    def _set_refused_aside(self) -> None:
+        if not self._refused:
             return
         if jax.process_index() == 0:
-            for step in self._unreadable:
+            for step in self._refused:
                 place = self.folder / str(step)
                 if place.exists():
-                    aside = self.folder / f"{step}.unreadable"
+                    aside = self.folder / f"{step}.refused"
                     shutil.rmtree(aside, ignore_errors=True)
                     place.rename(aside)
-        self._unreadable = []
-        barrier("burst_jax unreadable checkpoints")
+        self._refused = []
+        barrier("burst_jax refused checkpoints")
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():

@@ -177,7 +177,7 @@ def test_what_is_offloaded_is_sent_to_the_host_during_kernels():
     lanes = config.embed_dim + config.num_heads * config.head_dim
     per_token = 2 * lanes + 4 * config.num_heads
     assert memory.host_temp_size_in_bytes == config.num_layers * TOKENS * per_token
-    copies = [compiled.host_copies(program, name) for name in compiled.computations(program)]
+    copies = compiled.host_copies(program)
     (forward,) = (found for found in copies if any("update" in name for name, _ in found))
     assert len(forward) == 3
     # A layer's input leaves while its ring runs, out and lse during the matrix products after it.

@@ -58,7 +58,7 @@ def bpe(tmp_path_factory, text):
 def assert_same(got, want, rows: Any = slice(None)):
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
-        for name in ("tokens", "segment_ids"):
+        for name in ("rows", "segment_ids"):
             assert (one[name] is None) == (other[name] is None)
             if one[name] is not None:
                 np.testing.assert_array_equal(one[name], other[name][rows])
@@ -66,9 +66,9 @@ def assert_same(got, want, rows: Any = slice(None)):
 
 def segments(batches):
     """Every segment's tokens, stream by stream, in order."""
-    for stream in range(len(batches[0]["tokens"])):
+    for stream in range(len(batches[0]["rows"])):
         for batch in batches:
-            row, ids = batch["tokens"][stream], batch["segment_ids"][stream]
+            row, ids = batch["rows"][stream], batch["segment_ids"][stream]
             for segment in range(1, ids.max() + 1):
                 yield row[ids == segment]
 
@@ -80,8 +80,8 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
     batches = taken(loader_of(open_corpus(arrays), epochs=2))
     predicted = Counter()
     for batch in batches:
-        assert batch["tokens"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
-        assert batch["tokens"].dtype == batch["segment_ids"].dtype == np.int32
+        assert batch["rows"].shape == batch["segment_ids"].shape == (4, SEQ_LEN + 1)
+        assert batch["rows"].dtype == batch["segment_ids"].dtype == np.int32
         made = make_batch(**batch)
         counts = made["weights"] > 0
         predicted.update(made["targets"][counts].tolist())
@@ -135,7 +135,7 @@ def test_every_epoch_and_seed_has_its_own_order(arrays):
 def test_long_documents_are_spread(tmp_path):
     np.save(tmp_path / "one.npy", np.arange(64 * SEQ_LEN + 1, dtype="i4"))
     batches = taken(loader_of(open_corpus(tmp_path / "one.npy")), 16)
-    starts = np.concatenate([batch["tokens"][:, 0] for batch in batches])
+    starts = np.concatenate([batch["rows"][:, 0] for batch in batches])
     assert sorted(starts.tolist()) == list(range(0, 64 * SEQ_LEN, SEQ_LEN))
     assert (np.diff(starts) != SEQ_LEN).mean() > 0.9
 
@@ -226,14 +226,14 @@ def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, mon
         taken(loader_of(corpus, tokens=tokens, **options)),
         taken(loader_of(saved, **options)),
     )
-    for name in ("tokens", "segment_ids"):
+    for name in ("rows", "segment_ids"):
         np.testing.assert_array_equal(encoded[name], loaded[name])
     # A large file is encoded in chunks, which are one document.
     monkeypatch.setattr(chunks, "_SAVE_CHUNK", 100)
     (tmp_path / "long.txt").write_text(text[:1000])
     saved = save_tokens(open_corpus(tmp_path / "long.txt"), tokens, tmp_path / "long.npy")
     assert len(saved) == 1
-    ((one,),) = (batch["tokens"] for batch in taken(loader_of(saved, **options)))
+    ((one,),) = (batch["rows"] for batch in taken(loader_of(saved, **options)))
     assert tokens.decode(one[: saved.size - 1]) == text[:1000]
 
 

@@ -230,7 +230,7 @@ def test_bad_states_raise(arrays):
             with pytest.raises(ValueError, match=f"state was saved with {name} 'other', this load"):
                 loader.set_state(state | {"options": state["options"] | {name: "other"}})
         assert loader.step == 1  # The loader is unchanged.
-        assert (next(loader)["tokens"] != first["tokens"]).any()
+        assert (next(loader)["rows"] != first["rows"]).any()
 
 
 def test_states_of_changed_documents_and_other_runs_raise(arrays):

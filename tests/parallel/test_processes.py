@@ -176,17 +176,17 @@ def test_loaders_place_the_batches_of_one_and_resume_from_a_gathered_state(seen,
 def test_checkpoints_are_restored_by_another_number_of_processes(seen, folder):
     for each in seen:
         assert (each["step"], each["extra"]) == (3, {"loader": [1, 2]})
-        assert list(each["unreadable"]) == ["5"]
-        assert "manifest.ocdbt: has 20 bytes" in each["unreadable"]["5"]
+        assert list(each["refused"]) == ["5"]
+        assert "manifest.ocdbt: has 20 bytes" in each["refused"]["5"]
         assert each["same"] == {"x": True, "mean": True, "keys": True}
         assert "state has x only on this process' devices: put it onto the mesh" in each["local"]
         assert "extra differs between processes: one copy of it is saved" in each["extra differs"]
         assert "y: not in the checkpoint" in each["other state"]
-        assert each["there"] == ["5.unreadable", "6", "7"]
+        assert each["there"] == ["5.refused", "6", "7"]
     want = one_process_state(5)
     restored = Checkpoints(folder / "checkpoints").restore(want)
     assert restored is not None
-    assert (restored.step, restored.extra, restored.unreadable) == (7, {"step": 7}, {})
+    assert (restored.step, restored.extra, restored.refused) == (7, {"step": 7}, {})
     for name, value in want.items():
         assert jnp.all(restored.state[name] == value), name
 

@@ -153,7 +153,7 @@ def use_checkpoints(folder: Path, process: int) -> dict:
         seen = {
             "step": restored.step,
             "extra": restored.extra,
-            "unreadable": restored.unreadable,
+            "refused": restored.refused,
             "same": jax.tree.map(bool, same(restored.state, make_state(seed=1))),
             "local": error_of(lambda: checkpoints.save(9, {"x": jnp.zeros(3)})),
             "extra differs": error_of(lambda: checkpoints.save(9, state, {"p": process})),

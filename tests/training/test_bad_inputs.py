@@ -134,7 +134,7 @@ TABLE = [
      "seq_axis is None in addition to rules, which define it: leave it out"),
     (lambda: place(FSDP, rules=RULES, batch_axis="fsdp"), "batch_axis is 'fsdp' in addition to r"),
     (lambda: here(FSDP, 4, rules=RULES, batch_axis="fsdp"), "batch_axis is 'fsdp' in addition"),
-    (lambda: batch_of(ROWS + 2**40), "tokens holds 1099511627776: int32 cannot"),
+    (lambda: batch_of(ROWS + 2**40), "rows holds 1099511627776: int32 cannot"),
     (lambda: batch_of(ROWS, num_shards=SEQ), "num_shards is Mesh.*: it must"),
     (lambda: place(None), "mesh is a NoneType: it must be a jax.sharding.Mesh, wh"),
     (lambda: place(SEQ.abstract_mesh),

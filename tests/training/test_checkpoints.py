@@ -93,7 +93,7 @@ def test_a_state_is_restored_bitwise_on_any_mesh(saved, data, seq, spec):
     folder, states = saved
     wanted = abstract(states[3], mesh_of(data=data, seq=seq), spec)
     restored = restore(folder, wanted)
-    assert (restored.step, restored.extra, restored.unreadable) == (3, {"loader": {"next": 30}}, {})
+    assert (restored.step, restored.extra, restored.refused) == (3, {"loader": {"next": 30}}, {})
     assert_same(restored.state, states[3])
     for leaf, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
@@ -186,13 +186,13 @@ def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_restored(own
             path.write_bytes(data)
     flip(paths[-1], 7919)
     restored = restore(reader, states[1])
-    assert (restored.step, restored.unreadable.keys()) == (2, {3})
+    assert (restored.step, restored.refused.keys()) == (2, {3})
     assert_same(restored.state, states[2])
     assert (
-        f"checkpoint {folder / '3'} is unreadable: {restored.unreadable[3]}; restoring "
-        f"{folder / '2'} instead\n"
+        f"checkpoint {folder / '3'} is damaged: {restored.refused[3]}; restoring {folder / '2'} "
+        "instead\n"
     ) in capfd.readouterr().err
-    with pytest.raises(CheckpointError, match=r"run/3 is unreadable: .*Nothing is restored"):
+    with pytest.raises(CheckpointError, match=r"run/3 is damaged: .*Nothing is restored"):
         restore(reader, states[1], step=3)
 
 
@@ -211,17 +211,13 @@ def test_records_of_other_versions_and_damage_to_all_checkpoints_raise(own):
     for text in ('{"version": 7}\n', "[]\n", '{"arrays": {"x": 1}, "files": {}}\n'):
         digest = hashlib.blake2b(text.encode()).hexdigest()
         (folder / "3" / "record.json").write_text(f"{text}{digest}\n")
-        with pytest.raises(
-            CheckpointError, match=r"3 is unreadable: record.json: written by another"
-        ):
+        with pytest.raises(CheckpointError, match=r"3 is damaged: record.json: written by another"):
             restore(folder, states[1], step=3)
     for step in states:
         (folder / str(step) / "record.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"run/3 is unreadable: record.json: No such"
-    ) as error:
+    with pytest.raises(CheckpointError, match=r"run/3 is damaged: record.json: No such") as error:
         restore(folder, states[1])
-    assert all(f"run/{step} is unreadable" in str(error.value) for step in states)
+    assert all(f"run/{step} is damaged" in str(error.value) for step in states)
     assert "start over in another folder" in str(error.value)
 
 
@@ -239,9 +235,9 @@ def test_a_save_sets_damaged_and_partial_checkpoints_aside(own):
         writer.save(3, states[3])
         writer.wait()
         restored = restore(writer, states[1])
-    assert (restored.step, restored.unreadable) == (3, {})
+    assert (restored.step, restored.refused) == (3, {})
     assert_same(restored.state, states[3])
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "3.unreadable"]
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "3.refused"]
 
 
 # --- a full disk, and programs that end early ----------------------------------------------------

@@ -145,8 +145,8 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
     before = newest.with_name(str(int(newest.name) - EVERY))
     assert f"resuming from step {before.name}, " in moved.printed
     assert (
-        f"checkpoint {newest} is unreadable: {file.relative_to(newest)}: has {size - 5} bytes, "
-        f"{size} were written; restoring {before} instead"
+        f"checkpoint {newest} is damaged: {file.relative_to(newest)}: has {size - 5} bytes, {size} "
+        f"were written; restoring {before} instead"
     ) in moved.printed
     np.testing.assert_allclose(moved.losses(), whole.losses(), rtol=1e-5)
 
