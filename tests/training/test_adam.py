@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -13,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import split_runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, mesh_of, relative_rms
-from trainings import trained
+from split_runs import SMALL, rules_of, trained
 
 import burst_jax
 from benchmarks import train as bench_train
@@ -173,16 +171,10 @@ def test_offloaded_moments_train_with_the_same_bits():
     same_bits((offloaded.params, offloaded.opt_state), (want.params, want.opt_state))
 
 
-SMALL = dataclasses.replace(
-    split_runs.CONFIG, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, mlp_dim=24
-)
-
-
 def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):
     def state_on(mesh, moments):
         optimizer = make_optimizer(1e-3, 10, moment_dtype=jnp.bfloat16, moments=moments)
-        rules = split_runs.rules_of(mesh)
-        return abstract_train_state(SMALL, optimizer, mesh, rules=rules, layout="zigzag")[1:]
+        return abstract_train_state(SMALL, optimizer, mesh, rules=rules_of(mesh))[1:]
 
     here = state_on(mesh_of(fsdp=2, seq=2), "host")
     values = jax.tree.map(lambda x: RNG.standard_normal(x.shape).astype(x.dtype), here)
@@ -247,7 +239,7 @@ def test_a_gpu_holds_at_most_a_layer_of_offloaded_moments():
     optimizer = make_optimizer(1e-4, 10, moments="host")
     config = bench_train.SHAPES["llama-3-8b"]
     state: Any = abstract_train_state(
-        config, optimizer, mesh, rules=split_runs.rules_of(mesh), layout="zigzag"
+        config, optimizer, mesh, rules=rules_of(mesh), layout="zigzag"
     )[1:]
     shardings: Any = jax.tree.map(lambda x: x.sharding, state)
     transform = optax.with_extra_args_support(optimizer.transform)

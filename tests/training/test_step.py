@@ -13,7 +13,7 @@ from flax import nnx
 from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, mesh_of
-from trainings import CONFIG, ROWS, SEGMENTS, STEPS, batch_on, optimizer_of, trained
+from split_runs import ROWS, SEGMENTS, SMALL, SMALL_STEPS, batch_on, optimizer_of, trained
 
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.training import (
@@ -59,14 +59,13 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
     """Loss, gradient norm and Adam's direction, against gradients in float64."""
     run = trained()
     initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
-    weights = ((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)).astype(np.float64)
-    keep = np.tril(np.ones((2, 30, 30), bool))
-    keep &= (SEGMENTS[:, :-1, None] != 0) & (SEGMENTS[:, None, :-1] != 0)
+    weights = np.float64((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0))
+    keep = plain_model.causal(SEGMENTS[:, :-1])
     assert weights.sum() == run.before.tokens == 19 + 30
 
     def mean_loss(params):
         pos = np.tile(np.arange(30), (2, 1))
-        hidden = plain_model.decoder(params, ROWS[:, :-1], pos, keep, CONFIG.rope_theta)
+        hidden = plain_model.decoder(params, ROWS[:, :-1], pos, keep, SMALL.rope_theta)
         logits = hidden @ params["head"]["kernel"]
         return plain_model.cross_entropy(logits, ROWS[:, 1:], weights) / weights.sum()
 
@@ -99,13 +98,13 @@ def test_steps_reduce_the_loss_in_donated_replicated_state():
         assert leaf.sharding.is_fully_replicated
         assert leaf.sharding.mesh.shape == {"data": 2, "seq": 2, "model": 1}
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {jnp.dtype(jnp.float32)}
-    assert run.before.nll == pytest.approx(np.log(20), abs=0.2)
+    assert run.before.nll == pytest.approx(np.log(48), abs=0.2)
     assert run.after.nll < run.before.nll - 0.5
     assert run.after.perplexity == pytest.approx(np.exp(run.after.nll))
     assert run.after.tokens == 2 * run.before.tokens
     assert (run.empty["loss"], run.empty["grad_norm"]) == (0, 0)  # A batch without targets.
     schedule: Any = jax.jit(optimizer_of().schedule)
-    rates = [float(schedule(jnp.int32(index))) for index in range(STEPS)]
+    rates = [float(schedule(jnp.int32(index))) for index in range(SMALL_STEPS)]
     assert [m["learning_rate"] for m in run.history] == pytest.approx(rates)
 
 
@@ -119,7 +118,7 @@ def test_a_step_over_explicit_axes_is_that_over_auto_axes_and_keeps_shardings():
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
 
     options = {"batch_axis": "data", "layout": "zigzag"}
-    graphdef, *states = init_train_state(CONFIG, optimizer_of(), mesh, 0, **options)
+    graphdef, *states = init_train_state(SMALL, optimizer_of(), mesh, 0, **options)
     params, opt_state = jax.tree.map(split, states)
     before = jax.tree.map(lambda x: x.sharding, params)
     train_step = make_train_step(graphdef, optimizer_of(), chunk_size=7, compiler_options=QUICK)
@@ -136,7 +135,7 @@ def test_a_step_over_explicit_axes_is_that_over_auto_axes_and_keeps_shardings():
 
 def test_the_dimension_of_the_layers_must_not_be_sharded():
     mesh = make_mesh(2, 2, kind=AxisType.Explicit)
-    graphdef, params = abstract_decoder(CONFIG, mesh=mesh)
+    graphdef, params = abstract_decoder(SMALL, mesh=mesh)
 
     def split(path, x):
         spec = jax.P("data") if path[0].key == "layers" else jax.P()
@@ -175,7 +174,7 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
     weighed = lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2  # noqa: E731
     monkeypatch.setattr(Decoder, "reject_sharded_weights", check)
     monkeypatch.setattr(step, "next_token_loss", weighed)
-    graphdef, params = abstract_decoder(CONFIG, mesh=make_mesh(), layout="zigzag")
+    graphdef, params = abstract_decoder(SMALL, mesh=make_mesh(), layout="zigzag")
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     eval_step = make_eval_step(graphdef)
     batch = place_batch(make_batch(ROWS, layout="zigzag"), make_mesh())
