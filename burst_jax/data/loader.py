@@ -15,10 +15,8 @@ from burst_jax.data.chunks import ChunkLengths, Chunks
 from burst_jax.data.corpus import Corpus
 from burst_jax.data.packing import (
     MAX_CHUNKS,
-    Packed,
     Packing,
     chunk_sizes,
-    padding,
     prefetched,
     sequence_stream,
     set_stream_states,
@@ -154,7 +152,6 @@ class Loader(Iterator[Rows]):
         if epochs is not None and len(self._indices) < self._batch:
             self._steps = self._count_steps()
         self._iterators = self._start()
-        self._ended = [False] * len(self._iterators)
         # Also without close(): at interpreter shutdown grain prints errors.
         self._finalize = weakref.finalize(self, _close, self._iterators)
 
@@ -162,14 +159,14 @@ class Loader(Iterator[Rows]):
         self._check_open()
         if self.step == self._steps:
             raise StopIteration
-        parts = [self._next_of(group) for group in range(len(self._iterators))]
-        if self._steps is None and all(self._ended):
-            raise StopIteration
-        self.step += 1
+        parts = [next(iterator) for iterator in self._iterators]
         tokens, segment_ids = (
             np.concatenate([part[name] for part in parts])
             for name in ("tokens", "tokens_segment_ids")
         )
+        if self._steps is None and not segment_ids.any():
+            raise StopIteration  # All streams have ended.
+        self.step += 1
         if self._packing != "none":
             return {"rows": tokens, "segment_ids": segment_ids}
         # An endless stream has no padding.
@@ -216,7 +213,6 @@ class Loader(Iterator[Rows]):
             )
         _close(self._iterators)
         self._iterators += self._start()
-        self._ended = [False] * len(self._iterators)
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
             set_stream_states(iterator, [state["rows"][str(index)] for index in group])
         self.step = state["step"]
@@ -234,15 +230,6 @@ class Loader(Iterator[Rows]):
     def _check_open(self) -> None:
         if not self._finalize.alive:
             raise ValueError("the loader is closed: make another one, and give it the state")
-
-    def _next_of(self, group: int) -> Packed:
-        """The next sequences of a group; padding if all of its streams have ended."""
-        if not self._ended[group]:
-            try:
-                return next(self._iterators[group])
-            except StopIteration:
-                self._ended[group] = True
-        return padding(len(self._groups()[group]), self._length)
 
     def _groups(self) -> list[list[int]]:
         """The batch indices in groups, each with a thread."""
