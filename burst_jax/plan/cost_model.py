@@ -455,8 +455,8 @@ def temp_bytes(
     """Bytes per device of everything but arguments and results.
 
     ``passes`` and ``steps`` are the route's numbers of inner-ring passes (1 on a ring of one level)
-    and of ring steps, ``q`` and ``kv`` the bytes of a ring shard of Q, and of K and V together, with
-    the heads of one device.
+    and of ring steps, ``q`` and ``kv`` the bytes of a ring shard of Q, and of K and V together,
+    with the heads of one device.
     """
     if steps == 1:
         factors = _ULYSSES[kernels] if ulysses else _ONE_DEVICE
