@@ -241,7 +241,7 @@ def test_logits_are_float32():
     logits = model.unembed(hidden)
     assert logits.dtype == jnp.float32
     kernel = model.head_kernel().astype(jnp.bfloat16)
-    assert relative_rms(logits, np.float64(hidden) @ np.float64(kernel)) < 1e-6
+    assert relative_rms(logits, np.matmul(np.float64(hidden), np.float64(kernel))) < 1e-6
 
 
 @pytest.mark.parametrize("axes", [(), ("model",)])

@@ -62,7 +62,7 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     ("index", "message"),
     [
         ("{", "index.json is not JSON"),
-        ("[]", "index.json lacks weight_map, which"),
+        ("[]", r"index.json is \[\]: it must be a JSON object"),
         ('{"weight_map": {}}', "index.json lacks weight_map, which"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "must be a file name in the same folder"),
         ('{"weight_map": {"a": "/model.safetensors"}}', "must be a file name in the same folder"),

@@ -24,7 +24,7 @@ from burst_jax.models.config import DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import Family
-from burst_jax.models.hf.files import TensorFiles
+from burst_jax.models.hf.files import TensorFiles, read_object
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
 from burst_jax.models.hf.tensors import Weight
@@ -196,12 +196,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """``adapter_config.json``, checked for unsupported keys."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} lacks {CONFIG}: pass the folder of a PEFT adapter")
-    try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
+    given = read_object(path)
     kind = given.get("peft_type")
     if kind != "LORA":
         raise NotImplementedError(f"{path} has peft_type {kind!r}: only 'LORA' is supported")
