@@ -208,13 +208,6 @@ def test_configs_check_themselves(make, message):
         make()
 
 
-def test_layer_kinds_repeat_with_the_rope_of_the_config():
-    pattern = (LayerKind(3), LayerKind(None, Rope(7.0)))
-    config = dataclasses.replace(CONFIG, num_layers=3, layer_pattern=pattern, rope_theta=5.0)
-    assert [kind.window for kind in config.layer_kinds] == [3, None, 3]
-    assert config.layer_ropes == (Rope(5.0), Rope(7.0), Rope(5.0))
-
-
 def test_flops_count_weights_and_the_keys_in_windows():
     length, window = 2048, 300
     flops = [
