@@ -142,12 +142,6 @@ class TokenPosition(NamedTuple):
     longest: Any
 
 
-def empty_slots(capacity: CacheCapacity, batch: int) -> SlotMetadata:
-    """Metadata of one device's slots, all empty."""
-    cache_positions = jnp.full((capacity.slots,), EMPTY, jnp.int32)
-    return SlotMetadata(cache_positions, jnp.zeros((batch, capacity.slots), jnp.int32))
-
-
 def write_token(array: jax.Array, token: jax.Array, slot: jax.Array, mine: jax.Array) -> jax.Array:
     """``array [B, C, ...]`` with ``token [B, ...]`` written to a slot, if the slot is ``mine``."""
     axis = min(1, token.ndim)

@@ -28,7 +28,7 @@ from burst_jax.models.hf.files import TensorFiles, read_object
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
 from burst_jax.models.hf.tensors import Weight
-from burst_jax.models.lora import abstract_like
+from burst_jax.models.lora import abstract_like, reject_adapters
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 
@@ -128,10 +128,7 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
         damaged file.
     """
     folder = Path(folder)
-    if model.config.lora is not None:
-        raise ValueError(
-            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
-        )
+    reject_adapters(model)
     given = _read_config(folder / CONFIG)
     files = TensorFiles(folder, single=TENSORS)
     targets = tuple(
