@@ -38,11 +38,8 @@ class FeedForward(nnx.Module):
 
     It runs inside a ``shard_map``, on one device's tokens. Its weights are gathered over the axes
     of "embed"; dimensions named "mlp" stay sharded over ``hidden_axis``, over which ``__call__``
-    must sum its result (``lax.psum``). It cannot return an auxiliary loss. docs/flax.md has an
-    example.
-
-    An auxiliary loss, like one that balances the load of experts, cannot be returned: layers pass
-    on one array.
+    must sum its result (``lax.psum``), and over no axis by name: serving uses other axes. It cannot
+    return an auxiliary loss, like one that balances experts. docs/flax.md has an example.
 
     Args:
       config: sizes and dtypes.
