@@ -55,10 +55,10 @@ class LocalArguments:
         ``lax.scan`` runs layers with different windows. Its value is not checked, and a ring skips
         no steps because of it.
       attention_chunk_size: C of chunked attention (Llama 4): the query at position p attends to
-        keys at positions with ``p_k // C == p // C``, combined with all other masks. None is no
-        chunks. A ring skips hops between chunks.
+        keys at positions with ``p_k // C == p // C``, combined with all other masks. A Python
+        integer, static, so a ring skips hops between chunks. None is no chunks.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
-      query_segment_ids: integers ``[B, T]`` that int32 can hold. A query attends to keys of its own
+      query_segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1. A query attends to keys of its own
         segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
         the ids of both sides or of neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
