@@ -87,7 +87,7 @@ MUTANTS = [
     ("burst_jax/attention/api.py", "    check_one_device(call.arrays)\n", "", f"{ONE_DEVICE} -k several"),
     ("burst_jax/attention/padding.py", "jnp.ones(arrays[side].shape[:2], jnp.int32)",
      "jnp.ones(arrays[\"query\"].shape[:2], jnp.int32)", PADDING),
-    ("burst_jax/attention/padding.py", "return result[:, :length]", "return result", PADDING),
+    ("burst_jax/attention/padding.py", "else result[:, : query.shape[1]]", "else result", PADDING),
     ("burst_jax/attention/padding.py", "= 0, -x.shape[axis] % multiple", "= -x.shape[axis] % multiple, 0",
      PADDING),
     ("burst_jax/attention/merging.py", "more.astype(jnp.float32), more_lse)", "more, more_lse)",

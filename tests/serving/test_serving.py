@@ -38,7 +38,6 @@ from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata, TokenPosition
 from burst_jax.serving.decode_attention import (
     PartialAttention,
-    ScoreOptions,
     attend_by_matmuls,
     decode_attention,
 )
@@ -245,13 +244,14 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     slots = SlotMetadata(
         jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, jnp.int32)
     )
-    last, scores = jnp.int32(capacity - 10), ScoreOptions(scale, soft_cap, window)
+    last = jnp.int32(capacity - 10)
+    scores: Any = {"scale": scale, "logits_soft_cap": soft_cap, "window": window}
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, scores)
+    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
     with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
         got = partial_attention(
             q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
-            scale=scale, logits_soft_cap=soft_cap, window=window, splits=splits, config=config,
+            splits=splits, config=config, **scores,
         )  # fmt: skip
     assert len(got[0]) == splits
     got = PartialAttention(*got).merged()
