@@ -120,7 +120,7 @@ class Loader(Iterator[Rows]):
         self._length = check_integer("seq_len", seq_len, 1) + 1
         self._batch = check_integer("batch", batch, 1)
         self._indices = _check_rows(rows, self._batch)
-        self._prefetch = check_integer("prefetch", prefetch, 0)
+        prefetch = check_integer("prefetch", prefetch, 0)
         self._seed = check_integer("seed", seed, 0)
         self._epochs = None if epochs is None else check_integer("epochs", epochs, 1)
         if packing not in get_args(Packing):
@@ -151,7 +151,12 @@ class Loader(Iterator[Rows]):
         self._steps = None
         if epochs is not None and len(self._indices) < self._batch:
             self._steps = self._count_steps()
-        self._iterators = self._start()
+        self._iterators = [
+            prefetched(
+                [self._stream(self._chunks, index) for index in group], self._length, prefetch
+            )
+            for group in self._groups()
+        ]
         # Also without close(): at interpreter shutdown grain prints errors.
         self._finalize = weakref.finalize(self, _close, self._iterators)
 
@@ -211,8 +216,6 @@ class Loader(Iterator[Rows]):
                 f"state has rows {', '.join(state['rows'])} of the batch, this loader also needs "
                 f"{missing}: save the result of gather_state or merge_states over all processes"
             )
-        _close(self._iterators)
-        self._iterators += self._start()
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
             set_stream_states(iterator, [state["rows"][str(index)] for index in group])
         self.step = state["step"]
@@ -235,15 +238,6 @@ class Loader(Iterator[Rows]):
         """The batch indices in groups, each with a thread."""
         threads = min(_THREADS, len(self._indices))
         return [part.tolist() for part in np.array_split(np.array(self._indices), threads)]
-
-    def _start(self) -> list[grain.DatasetIterator]:
-        """An iterator per group, from the first batch on."""
-        return [
-            prefetched(
-                [self._stream(self._chunks, index) for index in group], self._length, self._prefetch
-            )
-            for group in self._groups()
-        ]
 
     def _count_steps(self) -> int:
         """Number of batches: the length of the longest stream of all processes."""
