@@ -74,13 +74,14 @@ def decode_attention(
     sink_logits: jax.Array | None = None,
     implementation: Any = None,
 ) -> jax.Array:
-    r"""Attention over the keys of all devices: one local pass and one all-gather of (out, lse).
+    r"""Attention over the keys of all devices: a local pass and an all-gather of partial results.
 
     .. math::
-        lse = log \sum_i exp(lse_i)    out = \sum_i exp(lse_i - lse) \cdot out_i
+        m = \max_i m_i    out = \sum_i exp(m_i - m) \cdot out_i / \sum_i exp(m_i - m) \cdot total_i
 
-    over the devices i. Each device sends ``N (Hv + 2)`` float32 values per query, for any number of
-    keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
+    over the devices i: ``out_i`` is not normalized, ``m_i`` is the largest logit, and ``total_i``
+    the sum of weights. A device sends these ``N (Hv + 2)`` float32 values per query, for any number
+    of keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
 
     On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32
     and head dims that it does not support, and with the implementation "xla", it is two matmuls.
