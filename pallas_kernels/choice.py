@@ -16,11 +16,12 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, TRITON, MOSAIC_SM80, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
 # relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
-# warpgroups spill, and the Triton kernels are faster. Mosaic kernels can still be chosen by name.
+# warpgroups of the sm90 kernels spill, and the Triton kernels are faster. Everywhere else Triton is
+# slower than the others.
 LINKED_SINCE = (0, 12)
 
 
@@ -93,7 +94,7 @@ def resolve(
         candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]
         reasons = [_reason_against(candidate, *where) for candidate in candidates]
         chosen = candidates[reasons.index(None)]
-        if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
+        if _obstacle(MOSAIC_SM90, *where) is None and chosen.name != MOSAIC_SM90.name:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
                 f"kernels, 'mosaic_sm90': {reasons[0]}; implementation={chosen.name!r} takes the "
@@ -135,7 +136,7 @@ def _obstacle(
     if backward and deterministic and not candidate.deterministic:
         return (
             "deterministic is True, and it adds up gradients in an order that differs from run to "
-            "run; use None or 'triton', or leave deterministic out"
+            "run; use None, or leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
         unsupported = candidate.backward_unsupported(inputs)
@@ -158,13 +159,14 @@ def _reason_against(
     """Why ``implementation=None`` skips a candidate: it cannot run or is slower; None if not."""
     where = platform, compute_capability, inputs, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
-    linked = jax.__version_info__ >= LINKED_SINCE
-    if obstacle is None and linked and compute_capability == 9.0:
-        if candidate is MOSAIC_SM90:
-            return (
-                f"JAX {jax.__version__} compiles them so that they spill registers; install JAX "
-                "0.11.2 (pip install 'burst-jax[cuda13]' does)"
-            )
-        if candidate.name == "mosaic_sm80" and _obstacle(MOSAIC_SM90, *where) is None:
-            return "Triton uses Hopper's instructions"
+    # The reproducible backward of sm90 is Triton's.
+    linked = jax.__version_info__ >= LINKED_SINCE and not (backward and deterministic)
+    if obstacle is None and candidate.name == MOSAIC_SM90.name and linked:
+        return (
+            f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
+            "(pip install 'burst-jax[cuda13]' does)"
+        )
+    if obstacle is None and candidate is TRITON:
+        instead_of_sm90 = linked and _obstacle(MOSAIC_SM90, *where) is None
+        return None if instead_of_sm90 else "the others are faster"
     return obstacle

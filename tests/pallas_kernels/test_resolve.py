@@ -54,9 +54,12 @@ def choose(
 INTERPRETED = triton(interpret=True)
 SMALL = sm80.fitting_sm80(8.6)  # 99 KiB of shared memory
 REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
+REPRODUCIBLE_SM90 = MOSAIC_SM90.deterministic_variant
 assert REPRODUCIBLE is not None
+assert REPRODUCIBLE_SM90 is not None
 # JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
 ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
+REPRODUCIBLE_ON_HOPPER = REPRODUCIBLE_SM90 if ON_HOPPER is MOSAIC_SM90 else TRITON
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
@@ -68,7 +71,7 @@ def test_resolve():
         (None, 8.7, {"backward": True}, MOSAIC_SM80),
         (None, 8.6, {}, SMALL),
         (None, 8.9, {"backward": True, "dim": 192, "value_dim": 128}, SMALL),
-        (None, 12.0, {"backward": True, "dim": 256}, TRITON),
+        (None, 12.0, {"backward": True, "dim": 256}, XLA),
         ("mosaic_sm80", 8.9, {}, SMALL),
         (None, 9.0, {}, ON_HOPPER),
         (None, 9.0, {"dtype": "float16"}, ON_HOPPER),
@@ -82,15 +85,17 @@ def test_resolve():
         (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
         ("mosaic_sm80", 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
-        (None, 8.0, {"dtype": "float32"}, TRITON),
+        (None, 8.0, {"dtype": "float32"}, XLA),
         (None, 8.0, {"dim": 40}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
         (None, 9.0, {"backward": True, "dim": 128}, ON_HOPPER),
         (None, 9.0, {"backward": True, "dim": 256}, MOSAIC_SM80),
         (None, 9.0, {"dim": 40, "backward": True}, ON_HOPPER),
         (None, 9.0, {"lengths": (63, 65)}, ON_HOPPER),
-        (None, 9.0, {"deterministic": True}, ON_HOPPER),
-        (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
+        (None, 9.0, {"deterministic": True}, REPRODUCIBLE_ON_HOPPER),
+        (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
+        ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
+        (None, 9.0, {"backward": True, "deterministic": True, "dim": 256}, REPRODUCIBLE),
         ("triton", 9.0, {}, TRITON),
         ("mosaic_sm90", 9.0, {"backward": True}, MOSAIC_SM90),
         ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
@@ -138,7 +143,7 @@ def test_nothing_else_warns(jax_version):
     with warnings.catch_warnings(action="error"):
         assert choose(None, 9.0, dim=256, backward=True) is MOSAIC_SM80
         assert choose(None, 9.0, dim=192, value_dim=128, backward=True) is MOSAIC_SM80
-        assert choose(None, 9.0, dtype="float32").name == "triton"
+        assert choose(None, 9.0, dtype="float32") is XLA
         assert choose(None, 9.0, dtype="float64") is XLA
         for name in ("triton", "mosaic_sm90", "xla"):
             assert choose(name, 9.0).name == name
@@ -161,11 +166,9 @@ def test_nothing_else_warns(jax_version):
         ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
         ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "dim is 256; it supports 128 at"),
         ("mosaic_sm90", 9.0, {"dim": 192, "value_dim": 128, "backward": True}, "head dim is 192"),
-        ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True},
-         "deterministic is True, .* use None or 'triton', or leave"),
         ("mosaic_sm90", None, {"platform": "cpu"}, r"9.0 \(Hopper\), the arrays are on 'cpu'; use"),
-        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'triton' or"),
-        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'triton' or"),
+        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'mosaic_sm80'"),
+        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'mosaic_sm80'"),
         ("mosaic_sm80", 7.5, {}, r"8.0 \(Ampere\) or newer, .* of compute capability 7.5; use"),
         ("mosaic_sm80", 8.6, {"dim": 192, "backward": True},
          r"values are \(192, 192\), for .* needs 115200 bytes .* per CTA; this GPU has 101376"),
@@ -186,7 +189,7 @@ def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hoppe
     where["inputs"] = AttentionInputs(QuerySide(x), KVSide(x, x))
     with pytest.raises(NotImplementedError, match="compiled for a GPU that this process does not"):
         resolve("mosaic_sm80", **where)
-    assert resolve(None, **where).name == "triton"
+    assert resolve(None, **where) is XLA
 
 
 def test_a_name_that_does_not_exist():
@@ -216,7 +219,9 @@ def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
         return chosen.pop(False), chosen.pop(True)
 
     forward, backward = trace(deterministic=True)
-    assert (forward.name, backward) == (ON_HOPPER.name, REPRODUCIBLE)
+    assert (forward.name, backward) == (ON_HOPPER.name, REPRODUCIBLE_SM90)
     assert trace(implementation="mosaic_sm90") == (MOSAIC_SM90, MOSAIC_SM90)
-    with pytest.raises(NotImplementedError, match="'mosaic_sm90' cannot run: deterministic is"):
-        trace(implementation="mosaic_sm90", deterministic=True)
+    unordered = dataclasses.replace(MOSAIC_SM90, deterministic_variant=None)
+    message = "'mosaic_sm90' cannot run: deterministic is True, .* use None, or leave"
+    with pytest.raises(NotImplementedError, match=message):
+        trace(implementation=unordered, deterministic=True)
