@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from burst_jax.attention.validation import to_int32
 from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import Layout, pad_to_layout, to_layout
 from burst_jax.parallel.mesh import (
@@ -110,7 +111,7 @@ def make_batch(
             raise ValueError(
                 f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
             )
-        segment_ids = as_int32("segment_ids", segment_ids)
+        segment_ids = to_int32("segment_ids", segment_ids, "id")
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
     arrays: dict[str, np.ndarray] = {

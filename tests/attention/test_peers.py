@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 from typing import Any, get_args
 
-import dense
 import jax
 import numpy as np
 import pytest
@@ -47,26 +46,25 @@ def case_id(value):
 # (20, 0). Its own tolerance, 0.039, would pass a gradient of zeros.
 
 AXES = {"batch_axis": "data", "tensor_axis": "model"}
-CAUSAL, WINDOW = {"is_causal": True}, {"window": (20, 0)}
-PACKED = {"segments": True}
+CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (20, 0)}
 
 
-def bfloat16_problem(sizes, groups, mask):
+def bfloat16_problem(sizes, groups, mask, packed):
     batch, length, heads, dim = sizes
     shapes = sizes, (batch, length, heads // groups, dim)
-    return PeerCase(*shapes, dense.Mask(**mask), "bfloat16")
+    return PeerCase(*shapes, tuple(mask.items()), packed, "bfloat16")
 
 
-# (data, seq, model), layout, groups, mask.
+# (data, seq, model), layout, groups, mask; packed.
 SMALL = [
-    pytest.param((1, 2, 2), "zigzag", 8, CAUSAL | PACKED),
-    pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW | PACKED, marks=pytest.mark.slow),
+    pytest.param((1, 2, 2), "zigzag", 8, CAUSAL),
+    pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "layout", "groups", "mask"), SMALL, ids=case_id)
 def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
-    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask)
+    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask, packed=True)
     assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES)
 
 
@@ -79,16 +77,16 @@ def whole_matrix():
     """Every case, consecutive ones with one reference: ``(problem, mesh, layout, options)``."""
     cases = []
     for seq, (batch, each, heads, dim), groups, packed, mask in itertools.product(
-        (2, 4, 8), SIZES, (1, 8), ({}, PACKED), ({}, CAUSAL, WINDOW)
+        (2, 4, 8), SIZES, (1, 8), (False, True), ({}, CAUSAL, WINDOW)
     ):
-        problem = bfloat16_problem((batch, each * seq, heads, dim), groups, mask | packed)
+        problem = bfloat16_problem((batch, each * seq, heads, dim), groups, mask, packed)
         # A window of (20, 0) hides what is ahead, whether the call is causal or not.
         calls = [mask, mask | CAUSAL] if mask is WINDOW else [mask]
         # The balanced order is two chunks a device for whole rows, stripes for packed ones.
         layouts = "contiguous", "striped" if packed else "zigzag"
         for mesh, layout, call in itertools.product(MESHES, layouts, calls):
             if mesh[1] == seq and problem.key[2] % mesh[2] == 0:
-                cases.append((problem, mesh, layout, call | packed))
+                cases.append((problem, mesh, layout, call))
     return cases
 
 
@@ -98,8 +96,7 @@ def whole_matrix():
     [pytest.param(*case, id="-".join(map(case_id, case))) for case in whole_matrix()],
 )
 def test_transformer_engine_s_whole_distributed_matrix(problem, mesh, layout, mask):
-    options = dense.Mask(**mask).options
-    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **options)
+    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **mask)
 
 
 def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
@@ -128,7 +125,7 @@ def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
 def test_jondeaton_s_lengths(q_length, kv_length, head_dim, is_causal):
     """Lengths of query and key, on four devices."""
     shapes = (1, q_length, 2, head_dim), (1, kv_length, 2, head_dim)
-    problem = PeerCase(*shapes, dense.Mask(is_causal=is_causal), "float32")
+    problem = PeerCase(*shapes, (("is_causal", is_causal),), False, "float32")
     assert_as_good_as_dense(make_mesh(1, 4, 1), problem, "striped")
 
 
@@ -141,7 +138,7 @@ def burst_cases():
     cases = []
     for n, is_causal in itertools.product(rings, (False, True)):
         shape = 2, 256 * n, 32, 128
-        problem = PeerCase(shape, shape, dense.Mask(is_causal=is_causal), "float16")
+        problem = PeerCase(shape, shape, (("is_causal", is_causal),), False, "float16")
         layouts = LAYOUTS if is_causal else ("contiguous",)
         cases += [(problem, *case) for case in itertools.product(rings[n], layouts, ROTATIONS)]
     return cases

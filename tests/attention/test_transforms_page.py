@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from implementations import quick_jit
 from jax.sharding import PartitionSpec as P
-from rings import CAUSAL, B, H, K, N, make_inputs, make_mesh
+from rings import B, H, K, N, make_inputs, make_mesh
 
 import burst_jax
 from pallas_kernels import triton
@@ -44,7 +44,7 @@ RING = make_mesh(1, 2, 1)
 def dense_out(q, k, v, check_vma=True):
     del check_vma
     k, v = (dense.repeat_heads(x, N) for x in (k, v))
-    return dense.attention(q, k, v, CAUSAL.dense(None, None, 16, 16))[0]
+    return dense.attention(q, k, v, dense.kept(16, 16, is_causal=True))[0]
 
 
 def pulled_back(run, *arrays, do=SMALL_DO):

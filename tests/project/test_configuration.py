@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import valid_calls as valid
 from flax import nnx
 from implementations import QUICK
 from meshes import assert_close, make_mesh
-from ring_cases import a_case, make_inputs, ring_results
+from ring_cases import a_case, program_of
 
 import burst_jax
 from burst_jax.models import DecoderConfig
@@ -28,11 +28,11 @@ def assert_same(got, want):
 
 def test_switches_change_no_bit_of_a_ring():
     """64-bit types on, and arrays of different ranks refused by every jnp function."""
-    case = a_case("2", "zigzag", "packed_causal")
-    results = functools.partial(ring_results, case, *make_inputs(case))
+    program = program_of(a_case("2", "zigzag", "packed_causal"))
+    inputs = valid.draw(program, 0)
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
-        strict = results()
-    assert_same(strict, results())
+        strict = valid.compiled(program, inputs[0])(*inputs)
+    assert_same(strict, valid.compiled(program, inputs[0])(*inputs))
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
 
 
 def test_any_integers_are_segment_ids():
-    arrays, _, (segments, _) = make_inputs(a_case("2", "zigzag", "packed_causal"))
-    assert segments is not None
+    arrays, _ = valid.draw(program_of(a_case("2", "zigzag", "packed")), 0)
+    *arrays, segments, _ = arrays.values()
 
     def attend(ids):
         given = {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -76,7 +76,8 @@ def test_any_integers_are_segment_ids():
         )
 
     want = np.asarray(attend(segments))
-    for kind, array in ((np.int64, np.asarray), (np.int64, jnp.asarray), (np.uint8, jnp.asarray)):
+    kinds = (np.int64, np.asarray), (np.int64, jnp.asarray), (np.uint8, jnp.asarray)
+    for kind, array in (*kinds, (">i4", np.asarray), (np.uint64, np.asarray)):
         with jax.enable_x64(True):
             ids = array(segments.astype(kind))
             assert ids.dtype == kind

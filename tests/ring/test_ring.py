@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import valid_calls as valid
 from cases import all_pairs, few_of, in_tiers
 from implementations import IMPLEMENTATIONS
 from meshes import mesh_of
-from ring_cases import a_case, assert_exact, case_id, make_inputs, oracle, ring_results
+from ring_cases import a_case, assert_exact, case_id, program_of
 
 import burst_jax
 
@@ -45,8 +46,9 @@ def test_ring_is_as_exact_as_one_device(case):
 def test_zero_gradients_fail():
     """The guard: a comparison that all-zero gradients pass would prove nothing."""
     case = a_case(3, "zigzag", "packed_window_cap", shard="63") | {"dtype": "bfloat16"}
-    truth, one_device, keep = oracle(case, *make_inputs(case))
-    assert not keep.any(2).all()  # Some queries see nothing: their zeros are asserted above.
+    program = program_of(case)
+    truth, one_device, keep, _ = valid.reference(program, *valid.draw(program, 0))
+    assert not keep.any(3).all()  # Some queries see nothing: their zeros are asserted above.
     for name in ("dq", "dk", "dv"):
         broken = [x * 0 if n == name else x for n, x in zip(compare.NAMES, truth, strict=True)]
         with pytest.raises(AssertionError, match=name):
@@ -56,10 +58,12 @@ def test_zero_gradients_fail():
 def test_error_does_not_grow_with_the_ring():
     """With large logits, of 16-bit inputs; a second run gives the same bits."""
     case = a_case(8, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}
-    inputs = make_inputs(case, scale=6.0)
-    truth, _, _ = oracle(case, *inputs)
-    eight, again = ring_results(case, *inputs), ring_results(case, *inputs)
-    one = ring_results({**case, "ring": 1, "layout": "contiguous"}, *inputs)
+    programs = [program_of(case | {"ring": n}, scale=36 * 32**-0.5) for n in (8, 1)]
+    programs[1] = dataclasses.replace(programs[1], sizes=programs[0].sizes)
+    inputs = valid.draw(programs[0], 0)
+    truth = valid.reference(programs[0], *inputs).truth
+    eight, again = (valid.compiled(programs[0], inputs[0])(*inputs) for _ in range(2))
+    one = valid.compiled(programs[1], inputs[0])(*inputs)
     for name, got, same, single, exact in zip(compare.NAMES, eight, again, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)
