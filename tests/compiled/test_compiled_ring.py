@@ -80,7 +80,7 @@ def assert_sends(program, wire):
 
 
 RINGS = (
-    Ring("a100", "mosaic_sm80", "rotate_kv", packed=True, mib=1),
+    Ring("a100", "mosaic_sm80", "rotate_kv", packed=True, mib=84),
     Ring("a100", "mosaic_sm80", "rotate_query", packed=True, mib=137),
     Ring("h100", "mosaic_sm90", "rotate_kv", packed=False, mib=49),
     Ring("h100", "mosaic_sm90", "rotate_query", packed=True, mib=118),
