@@ -32,12 +32,8 @@ def check_options(
 ) -> None:
     """Raises unless ``owner`` can pass every option on to :func:`burst_attention`.
 
-    ``rejected`` has the reason and the remedy for arguments that ``owner`` does not accept, ``own``
-    the names of its own arguments, for the spelling suggestion.
-
-    Raises:
-      TypeError: an unknown option.
-      ValueError: an option in ``rejected``.
+    ``rejected`` has the remedy for each argument that ``owner`` does not accept, ``own`` the names
+    of its own arguments, for the spelling suggestion.
     """
     allowed = [name for name in AttentionArguments.names() if name not in rejected]
     for name in options:
