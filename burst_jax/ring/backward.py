@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -24,16 +23,8 @@ def backward(
     """``(dq, (dk, dv), per_head)``, float32, each with the shape of its primal.
 
     Runs :func:`burst_jax.ring.schedule.backward_schedule`, whose module lists it for four devices.
-    With one kernel for both gradients, a step is:
-
-    1. The block is sent to the next step. The sum of the previous step is sent to the step after
-       the next one.
-    2. Meanwhile the kernel runs on the current block. It adds to the gradient of the
-       stationary side, and to the sum that was received during the previous step.
-    3. A barrier: the next step starts when the kernel is done and both sends have been received.
-
-    With two kernels, the sum is sent to the next step during the first kernel. The second kernel
-    waits for it and adds to it, while the block is sent.
+    A barrier ends each step: the next one starts when the kernels are done and all that was sent
+    has been received.
 
     Args:
       request: the static part of the call. Its spec names the per-head parameters to differentiate.
@@ -177,8 +168,4 @@ class _BackwardState:
         """Adds up sums on this device; the result has the first name."""
         if names:
             sums = [self.sums.pop(name) for name in names]
-            self.sums[names[0]] = jax.tree.map(_sum, *sums)
-
-
-def _sum(*parts: jax.Array) -> jax.Array:
-    return functools.reduce(operator.add, parts)
+            self.sums[names[0]] = jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)

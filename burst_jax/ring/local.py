@@ -77,13 +77,9 @@ class LocalForward:
         self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
 
     def __call__(self, offset: Offset, kv: KVSide, carry: Carry | None, *, last: bool) -> Carry:
-        """``(out, lse)`` over these keys and those of the earlier steps.
+        """``(out, lse)`` over these keys and the ``carry`` of earlier steps, in float32.
 
-        Args:
-          offset: of the ring step.
-          kv: the keys and values that this device holds.
-          carry: float32 ``(out, lse)`` of the earlier steps; None at the first step.
-          last: whether it is the last step, whose out has the query's dtype.
+        In the ``last`` step ``out`` has the query's dtype.
         """
         return self._forward(
             self._inputs_at(offset, kv),
@@ -155,19 +151,10 @@ class LocalBackward:
         return self._bounds_at(offset, block)
 
     def __call__(self, kernel: Kernel, offset: Offset, bounds: Any, block: Side, *sums: Any) -> Any:
-        """Runs a backward kernel.
+        """The sums with a ring step's gradients; for "both" a pair, the stationary side's first.
 
-        Args:
-          kernel: the side whose gradient it computes: "stationary", "rotating" or "both".
-          offset: of the ring step.
-          bounds: :meth:`bounds` of the step.
-          block: the block of the rotating side that this device holds.
-          *sums: the float32 gradients that it adds to; for "both" the stationary side's first. None
-            starts from zero.
-
-        Returns:
-          The sums with this step's gradients; a pair for "both". Float32, or in the query's dtype
-          where nothing is added to them later.
+        They are float32, or in the query's dtype where nothing is added to them later. A sum of
+        None starts from zero.
         """
         result, per_head = self._gradients(kernel, self._inputs_at(offset, block), bounds, *sums)
         for name, part in per_head.items():
@@ -213,20 +200,14 @@ def _gradients(
 def _bounds_at(
     route: Route, block: Side, bounds_of: Callable[[Any, Any], Any], per_step: bool
 ) -> Callable[[Offset, Any], Any]:
-    """``(offset, block) -> bounds``, which computes all ring steps' bounds at once if possible.
+    """``bounds_of``, or a lookup in the bounds of all ring steps, computed at once if possible.
 
-    Tables that depend on the layout's positions and the stationary side are computed for all steps
-    at once, by one small kernel instead of several per step. This also saves memory: XLA allocates
-    tables that are computed step by step between the blocks, and a program for 12 or more A100 then
-    needs one more block of memory. Segment ids, KV bounds and positions given as arrays are
-    received with their block, so tables that depend on them are computed at their step. So are the
-    tile lists of a block-sparse mask: those of all steps would use too much memory.
-
-    Args:
-      route: the route of the rotating side.
-      block: the local block; others have the same shapes.
-      bounds_of: ``(offset, block) -> bounds``; reads the block's shapes and token arrays.
-      per_step: whether to compute them step by step in any case.
+    At once they take one small kernel instead of several per step. This also saves memory: XLA
+    allocates tables that are computed step by step between the blocks, and a program for 12 or more
+    A100 then needs one more block of memory. Segment ids, KV bounds and positions given as arrays
+    are received with their block, so tables that depend on them are computed at their step. So are
+    the tile lists of a block-sparse mask (``per_step``): those of all steps would use too much
+    memory.
     """
     if per_step or block.token_arrays or len(route.offsets) == 1:
         return bounds_of

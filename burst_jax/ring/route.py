@@ -114,35 +114,23 @@ class Route:
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 
-def split_chunks[Tree](tree: Tree, count: int) -> list[Tree]:
-    """Splits every array of a pytree into flat chunks, as equal as possible: a list of pytrees."""
-    if count == 1:
-        return [tree]
-
-    def chunk(x: jax.Array, index: int) -> jax.Array:
-        ends = (x.size * index // count, x.size * (index + 1) // count)
-        return lax.slice(x.reshape(-1), ends[:1], ends[1:])
-
-    return [jax.tree.map(lambda x, i=i: chunk(x, i), tree) for i in range(count)]
-
-
-def join_chunks[Tree](chunks: list[Tree], like: Tree) -> Tree:
-    """The inverse of :func:`split_chunks`; ``like`` has the shapes of the result."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return jax.tree.map(lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), like, *chunks)
-
-
 class ChunkedSend[Tree]:
-    """A pytree that is sent in chunks, one after the other.
+    """A pytree that is sent in flat chunks, as equal as possible, one after the other.
 
     Attributes:
       arrays: the chunks that are still to be sent, and those that have been received.
     """
 
     def __init__(self, tree: Tree, count: int):
+        def chunk(x: jax.Array, index: int) -> jax.Array:
+            ends = (x.size * index // count, x.size * (index + 1) // count)
+            return lax.slice(x.reshape(-1), ends[:1], ends[1:])
+
+        chunks = [tree]
+        if count > 1:
+            chunks = [jax.tree.map(lambda x, i=i: chunk(x, i), tree) for i in range(count)]
         self._like = tree
-        self.arrays: tuple[list[Any], list[Any]] = split_chunks(tree, count), []
+        self.arrays: tuple[list[Any], list[Any]] = chunks, []
 
     def send(self, route: Route, start: Offset, end: Offset) -> None:
         """Sends the next chunk."""
@@ -153,7 +141,11 @@ class ChunkedSend[Tree]:
         """The pytree, once all chunks have been received."""
         waiting, received = self.arrays
         assert not waiting
-        return join_chunks(received, self._like)
+        if len(received) == 1:
+            return received[0]
+        return jax.tree.map(
+            lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), self._like, *received
+        )
 
 
 class AllowedScores(NamedTuple):

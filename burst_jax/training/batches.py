@@ -69,7 +69,8 @@ def make_batch(
     Args:
       rows: integers ``[B, T + 1]``, the sequences.
       layout: sequence permutation, see :func:`burst_jax.to_layout`.
-      num_shards: number of shards on the ring, see :func:`burst_jax.positions`.
+      num_shards: number of shards on the ring: the devices of ``seq_axis``, without those of a
+        ``ulysses_axis`` or of batch axes.
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
         padding. Count documents from 1. If another library counts them from 0, add 1; otherwise
         each sequence's first document is padding, which nothing attends to and no loss counts.

@@ -330,8 +330,8 @@ def test_the_command_line_and_json(tmp_path, capsys):
 
 def test_bad_input():
     errors: list[tuple[dict[str, Any], str]] = [
-        ({"length": 0}, "length is 0: it must be a positive integer"),
-        ({"hosts": 1.5}, "hosts is 1.5: it must be a positive integer"),
+        ({"length": 0}, "length is 0: it must be an integer, at least 1"),
+        ({"hosts": 1.5}, "hosts is 1.5: it must be an integer, at least 1"),
         ({"num_kv_heads": 5}, "num_kv_heads is 5, num_heads 32: .* a multiple of it"),
         ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
         ({"host_link": 0.0}, "host_link is 0.0: it must be a positive number of GB/s"),

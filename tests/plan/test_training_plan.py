@@ -90,9 +90,7 @@ def test_the_backward_pass_holds_the_gradients_of_all_layers(remat):
         config = dataclasses.replace(LLAMA, num_layers=layers)
         _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
         sizes = device_sizes(config, shapes, strategy, length=2**20, batch=1)
-        memories[layers] = step_memory(
-            sizes, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
-        )
+        memories[layers] = step_memory(sizes, strategy, "rotate_kv", kernels="fused", moment_size=4)
     few, many = memories[16], memories[32]
     assert few.phase in ("attention", "feed-forward")
     assert (few.phase, few.work) == (many.phase, many.work)
@@ -296,8 +294,8 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
 def test_bad_input():
     errors: list[tuple[dict[str, Any], str]] = [
         ({"config": 7}, "config is a int: it must be a DecoderConfig"),
-        ({"length": 0}, "length is 0: it must be a positive integer"),
-        ({"batch": 1.5}, "batch is 1.5: it must be a positive integer"),
+        ({"length": 0}, "length is 0: it must be an integer, at least 1"),
+        ({"batch": 1.5}, "batch is 1.5: it must be an integer, at least 1"),
         ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
         ({"moments": "disk"}, "moments is 'disk': use 'device', 'host', or None"),
         ({"moment_dtype": "int8"}, "moment_dtype is 'int8': use float32 or bfloat16"),

@@ -16,12 +16,10 @@ import pytest
 import valid_calls as valid
 from cases import all_pairs, few_of, in_tiers
 from implementations import IMPLEMENTATIONS
-from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id, program_of
 
 import burst_jax
-from pallas_kernels import varying_axes
 
 # Rings, two levels, Ulysses within a node, and all of them together.
 FACTORS = {
@@ -93,26 +91,19 @@ def test_zero_gradients_fail():
 
 
 def test_error_does_not_grow_with_the_ring():
-    """With large logits, of 16-bit inputs."""
+    """With large logits, of 16-bit inputs; a second run gives the same bits."""
     case = a_case(8, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}
     programs = [program_of(case | {"ring": n}, scale=36 * 32**-0.5) for n in (8, 1)]
     programs[1] = dataclasses.replace(programs[1], sizes=programs[0].sizes)
     inputs = valid.draw(programs[0], 0)
     truth = valid.reference(programs[0], *inputs).truth
-    eight, one = (valid.compiled(program, inputs[0])(*inputs) for program in programs)
-    for name, got, single, exact in zip(compare.NAMES, eight, one, truth, strict=True):
+    run, run_on_one = (valid.compiled(program, inputs[0]) for program in programs)
+    eight, again, one = run(*inputs), run(*inputs), run_on_one(*inputs)
+    for name, got, same, single, exact in zip(compare.NAMES, eight, again, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)
         assert rms <= 1.5 * single_rms + 1e-6, name
-
-
-def test_same_bits_twice():
-    case = a_case(3, "zigzag", "packed_causal", "rotate_query") | {"dtype": "bfloat16"}
-    program = program_of(case)
-    inputs = valid.draw(program, 0)
-    first, second = (valid.compiled(program, inputs[0])(*inputs) for _ in range(2))
-    for name, a, b in zip(compare.NAMES, first, second, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
+        np.testing.assert_array_equal(same, got, err_msg=name)
 
 
 def events(jaxpr, stack=""):
@@ -164,24 +155,3 @@ def test_every_step_ends_with_a_barrier_unless_nothing_is_sent(case):
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
     steps = itertools.groupby(events(jaxpr.jaxpr), lambda event: event[0])
     assert " ".join("".join(kind for _, kind in step) for _, step in steps) == SEQUENCES[case]
-
-
-def test_results_vary_over_the_ring_even_if_a_kernel_does_not_mark_them():
-    """Unmarked, the transpose of whatever reads them would sum its gradient over the ring."""
-
-    def unmarked(inputs, bounds, carry=None, **options):
-        q = inputs.query.q
-        return jnp.zeros(q.shape, q.dtype), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
-
-    found = []
-
-    def attend(x):
-        implementation = dataclasses.replace(IMPLEMENTATIONS["xla"], forward=unmarked)
-        options: Any = {"implementation": implementation, "return_residual": True}
-        found.extend(burst_jax.ring_attention(x, x, x, "seq", **options))
-        return found[0]
-
-    specs: Any = {"in_specs": P(None, "seq"), "out_specs": P(None, "seq")}
-    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
-    jax.eval_shape(jax.shard_map(attend, mesh=mesh_of(seq=2), **specs), x)
-    assert [varying_axes(array) for array in found] == [{"seq"}, {"seq"}]

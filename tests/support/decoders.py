@@ -10,6 +10,7 @@ from flax import nnx
 from implementations import quick_jit
 
 import burst_jax
+from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh import axes_size
 
 
@@ -73,3 +74,14 @@ def adapters_of(part):
 def without_head(gradients):
     """Hidden states do not depend on the output projection."""
     return {name: gradient for name, gradient in gradients.items() if name != "head"}
+
+
+def traced_gradient(config, mesh, batch, length, **options):
+    """The jaxpr of the gradient of a decoder's weights, in the zigzag layout."""
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, layout="zigzag", **options)
+
+    def gradient(params, tokens, positions):
+        return jax.grad(lambda params: nnx.merge(graphdef, params)(tokens, positions).sum())(params)
+
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jax.make_jaxpr(gradient)(shapes, tokens, tokens).jaxpr
