@@ -21,6 +21,7 @@ from pallas_kernels import (
     Tiles,
     mosaic_sm90,
 )
+from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90 import configs as sm90
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
@@ -175,7 +176,10 @@ def test_sm80_tiles_fit():
             # Two CTAs of the forward share an SM, each with a KiB of the system's own.
             assert 2 * (forward.shared_memory(*dims) + 1024) <= sm80.SHARED_MEMORY + 1024
         queries, lanes = backward.dq_part(dims[0])
-        assert 2 * queries * lanes == backward.block_q * dims[0]
+        parts = backward.dq_parts(dims[0])
+        assert parts * queries * lanes == backward.block_q * dims[0]
+        assert parts % 2 == 0
+        assert lanes % swizzle_lanes(dims[0], 2) == 0
 
 
 # --- Triton --------------------------------------------------------------------------------------

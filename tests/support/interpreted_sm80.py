@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import launch
+from pallas_kernels.mosaic import launch, scores
 from pallas_kernels.mosaic.sm80 import instructions, online_softmax, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
@@ -195,8 +195,8 @@ def interpreted():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
         for name, replacement in _WARP_OPERATIONS.items():
             stack.enter_context(mock.patch.object(warp_operations, name, replacement))
-        rescale = mock.patch.object(online_softmax, "rescale_rows", _rescale_rows)
-        stack.enter_context(rescale)
+        stack.enter_context(mock.patch.object(online_softmax, "rescale_rows", _rescale_rows))
+        stack.enter_context(mock.patch.object(scores, "fma", lambda x, y, z, layout: x * y + z))
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
         stack.enter_context(mock.patch.object(launch.plgpu, "kernel", _kernel))

@@ -19,6 +19,7 @@ BACKWARD_WARPGROUPS = 2
 BACKWARD_M_WARPS = 2
 
 _ITEMSIZE = 2
+_WIDEST_DQ_PART = 96
 
 
 def _multiple(name: str, size: int, of: int) -> None:
@@ -99,15 +100,21 @@ class BackwardConfig:
         return self.block_kv * both * _ITEMSIZE + walked + weights
 
     def dq_part(self, head_dim: int) -> tuple[int, int]:
-        """``(queries, lanes)`` of the part of a query tile's dQ that one warpgroup computes.
+        """``(queries, lanes)`` of the parts of a query tile's dQ that a warpgroup computes in turn.
 
-        It is half of the lanes, so that the warps share more of their operands, or half of the
-        queries if half of the lanes is not a multiple of the swizzled tile's width.
+        A warpgroup has half of the lanes, so that the warps share more of their operands, or half
+        of the queries if half of the lanes is not a multiple of the swizzled tile's width.
         """
-        half = head_dim // BACKWARD_WARPGROUPS
-        if half % swizzle_lanes(head_dim, _ITEMSIZE) == 0:
-            return self.block_q, half
-        return self.block_q // BACKWARD_WARPGROUPS, head_dim
+        width, half = swizzle_lanes(head_dim, _ITEMSIZE), head_dim // BACKWARD_WARPGROUPS
+        if half % width:
+            return self.block_q // BACKWARD_WARPGROUPS, head_dim
+        # More lanes at once would spill registers.
+        return self.block_q, half // 2 if half > _WIDEST_DQ_PART else half
+
+    def dq_parts(self, head_dim: int) -> int:
+        """Number of those parts, of both warpgroups."""
+        queries, lanes = self.dq_part(head_dim)
+        return self.block_q * head_dim // (queries * lanes)
 
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:

@@ -167,6 +167,7 @@ class _Cta(NamedTuple):
       kv_head: key/value head.
       tile: query tile.
       tiles: KV tiles to visit.
+      line: the affine bias of the tile (:meth:`ScoreTile.affine_bias`).
     """
 
     static: Static[ForwardConfig]
@@ -180,6 +181,7 @@ class _Cta(NamedTuple):
     kv_head: Any
     tile: Any
     tiles: TileIterator
+    line: tuple[Any, Any] | None = None
 
     @classmethod
     def of(
@@ -199,7 +201,8 @@ class _Cta(NamedTuple):
         tiles = TileIterator(bounds, batch, head, tile, static.kv_tiles - 1)
         fragments = instructions.Fragments.of(static.dtype, WARPS)
         places = warpgroup, batch, head, kv_head, tile, tiles
-        return cls(static, arrays, results, memory, fragments, *places)
+        cta = cls(static, arrays, results, memory, fragments, *places)
+        return cta._replace(line=cta._score_tile(i32(0)).affine_bias())
 
     def wait(self) -> None:
         """Waits for all copies and all threads of the CTA."""
@@ -249,14 +252,14 @@ class _Cta(NamedTuple):
                 m = m + excess
         return OnlineSoftmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
 
-    def _products(self) -> jax.Array:
-        """``q k^T`` of a tile, float32 ``[rows, block_kv]``."""
+    def _products(self, start: jax.Array) -> jax.Array:
+        """``start + q k^T`` of a tile, float32 ``[rows, block_kv]``."""
         config, queries = self.static.config, self.memory["q"]
         if config.warpgroups > 1:
             queries = queries.at[pl.ds(self.warpgroup * config.rows, config.rows)]
         return instructions.transposed_product(
             self.fragments,
-            self.fragments.zeros((config.rows, config.block_kv)),
+            start,
             queries,
             self.memory["k"],
             swizzle_lanes(self.static.head_dim, 2),
@@ -274,10 +277,11 @@ class _Cta(NamedTuple):
           masked: whether some of the tile's scores may be masked.
         """
         static, fragments = self.static, self.fragments
+        of_tile = self._score_tile(tile)
+        start = of_tile.accumulator()
         self.wait()
         self.copy_values(tile)
-        products = self._products()
-        of_tile = self._score_tile(tile)
+        products = self._products(start)
         scores = of_tile.scores(of_tile.raw(products), masked=masked)
         self.wait()
         self.copy_keys(upcoming)
@@ -300,6 +304,7 @@ class _Cta(NamedTuple):
             self.head,
             self.tile * config.block_q + self.warpgroup * config.rows,
             tile * config.block_kv,
+            self.line,
         )
 
     def finish(self, state: OnlineSoftmax) -> None:

@@ -78,7 +78,7 @@ class BackwardResults(NamedTuple):
     """What the kernel writes.
 
     Attributes:
-      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
+      dq: float32 ``[B, N, query tiles, parts, registers, 128]``, accumulated by atomics; in
         fixed point int32 with two more elements each, the low and the high half.
       dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
@@ -94,12 +94,13 @@ class BackwardResults(NamedTuple):
 
 def attention_arrays(static: Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
     """The arrays of a call."""
+    scores = ScoreInputs.of(inputs, static.spec, static.config.tiles)
     return AttentionArrays(
         bounds,
         rows_of_heads(inputs.query.q, static.padded_q_length),
         rows_of_heads(inputs.kv.k, static.padded_kv_length),
         rows_of_heads(inputs.kv.v, static.padded_kv_length),
-        ScoreInputs.of(inputs, static.spec, static.config.tiles),
+        scores.with_line() if static.bias_is_affine else scores,
     )
 
 
