@@ -20,6 +20,7 @@ from pallas_kernels.mosaic.fragments import along_columns, along_rows, fma, i32,
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs, token_mask
 from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
+from pallas_kernels.score import LOG2_E
 
 
 class ScoreTile(NamedTuple):
@@ -28,7 +29,7 @@ class ScoreTile(NamedTuple):
     Attributes:
       static: static parameters of the call.
       inputs: references to the inputs of scores.
-      layouts: object with the register layouts ``tile``, ``rows`` and ``columns``, and ``zeros``.
+      layouts: object with the register layouts ``tile``, ``rows`` and ``columns``.
       shape: ``(M, N)``.
       batch: batch index.
       head: query head.
@@ -46,22 +47,6 @@ class ScoreTile(NamedTuple):
     first_query: Any
     first_key: Any
     line: tuple[Any, Any] | None = None
-
-    def accumulator(self) -> jax.Array:
-        """float32 ``[M, N]``, what the accumulator of ``q k^T`` starts from: zeros, or the bias.
-
-        The tensor cores then add the bias. It is divided by the products' factor.
-        """
-        if self.static.bias_is_affine:
-            _, keys = self._slices()
-            assert self.inputs.line is not None
-            return self._over_columns(self._line(self.inputs.line.kv, keys, self.layouts.columns))
-        if self.static.bias_in_accumulator:
-            score = self.static.spec.score
-            bias = score.bias(*self._positions(), self._per_head(), 1 / score.raw_factor)
-            assert bias is not None
-            return bias
-        return self.layouts.zeros(self.shape)
 
     def raw(self, products: jax.Array) -> jax.Array:
         """:meth:`pallas_kernels.score.Score.raw` of the products ``q k^T``."""
@@ -87,7 +72,12 @@ class ScoreTile(NamedTuple):
                 return (part,)
 
             (scores,) = by_column_chunks(apply, scores)
-        if self.static.has_bias and not self.static.bias_in_accumulator:
+        if self.static.bias_is_affine:
+            _, keys = self._slices()
+            assert self.inputs.line is not None
+            line = self._line(self.inputs.line.kv, keys, self.layouts.columns)
+            scores = scores * score.base_2_factor + self._over_columns(line)
+        elif self.static.has_bias:
             scores, _ = score.with_bias(scores, *self._positions(), self._per_head())
         if not masked:
             return scores
@@ -104,17 +94,15 @@ class ScoreTile(NamedTuple):
             return None
         queries, _ = self._slices()
         assert self.inputs.line is not None
-        line = self._line(self.inputs.line.q, queries, self.layouts.rows)
-        return line * self.static.base_2_factor
+        return self._line(self.inputs.line.q, queries, self.layouts.rows)
 
     def affine_bias(self) -> tuple[Any, Any] | None:
-        """``(slope, intercept)``: :meth:`pallas_kernels.score.Score.affine_bias`, in raw scores."""
+        """``(slope, intercept)``: :meth:`pallas_kernels.score.Score.affine_bias`, in base 2."""
         if not self.static.bias_is_affine:
             return None
-        score = self.static.spec.score
         assert self.inputs.line is not None
         base = self.inputs.line.q[self.first_query]
-        return score.affine_bias(base, self._per_head(), 1 / score.raw_factor)
+        return self.static.spec.score.affine_bias(base, self._per_head(), LOG2_E)
 
     def _line(self, positions: Any, tokens: Any, layout: Any) -> jax.Array:
         """The affine bias at ``positions[tokens]``."""

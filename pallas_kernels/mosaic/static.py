@@ -118,23 +118,14 @@ class KernelStatic[Config: TileConfig]:
         return self.masks_by_tokens or self.has_block_mask
 
     @property
-    def bias_in_accumulator(self) -> bool:
-        """Whether the accumulator of ``q k^T`` starts from the bias instead of zero."""
-        return self.has_bias and self.spec.score.bias_can_start_products
-
-    @property
     def bias_is_affine(self) -> bool:
         """Whether the bias is computed as an affine function of key positions.
 
-        It is if it is in the accumulator, and no unmasked key is after its query.
+        It is if no unmasked key is after its query.
         """
-        return self.bias_in_accumulator and self.spec.mask.hides_later_keys
+        return self.has_bias and self.spec.mask.hides_later_keys
 
     @property
     def base_2_factor(self) -> float:
-        """Factor that takes a tile's scores to logits in base 2.
-
-        A bias that is added to scores is added in base 2.
-        """
-        adds_bias = self.has_bias and not self.bias_in_accumulator
-        return 1.0 if adds_bias else self.spec.score.base_2_factor
+        """Factor that takes a tile's scores to logits in base 2; with a bias they are already."""
+        return 1.0 if self.has_bias else self.spec.score.base_2_factor

@@ -20,9 +20,9 @@ from pallas_kernels.mosaic.sm80 import fixed_point
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
 
-# The smallest tiles there are, one warpgroup and two.
+# The smallest tiles there are, of the backward with two stages and one.
 SMALL = mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64))
-TWO = mosaic_sm80(ForwardConfig(128, 64, 2), BackwardConfig(64, 64, stages=1))
+ONE = mosaic_sm80(ForwardConfig(128, 64), BackwardConfig(64, 64, stages=1))
 DETERMINISTIC = mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64), deterministic=True)
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 CASES: list[dict[str, Any]] = [
@@ -47,12 +47,21 @@ CASES[7] |= {"lengths": (128, 192), "order": "contiguous", "table": (64, 64, Tru
 QUICK = 0, 2, 5
 
 
+def run(inputs, kernels, **options):
+    """Results of interpreted kernels; ``options`` of :func:`interpreted_sm80.interpreted`."""
+    call = functools.partial(attend, kernels, inputs.spec)
+    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
+    with interpreted_sm80.interpreted(**options):
+        got = jax.jit(lambda *a: call(*a))(*arrays, inputs.numbers, inputs.seeds, inputs.blocks)
+        return jax.tree.map(np.asarray, got)
+
+
 @pytest.mark.parametrize(
     ("case", "kernels"),
     [
         pytest.param(
             case,
-            (DETERMINISTIC, SMALL, TWO, DETERMINISTIC)[index % 4],
+            (DETERMINISTIC, SMALL, ONE, DETERMINISTIC)[index % 4],
             id=case_id(case),
             marks=() if index in QUICK else pytest.mark.slow,
         )
@@ -61,14 +70,18 @@ QUICK = 0, 2, 5
 )
 def test_as_exact_as_dense(case, kernels):
     inputs = local_cases.make_inputs(case, seed=7, batch=1)
-    run = functools.partial(attend, kernels, inputs.spec)
-    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    with interpreted_sm80.interpreted():
-        got = jax.jit(lambda *a: run(*a))(*arrays, inputs.numbers, inputs.seeds, inputs.blocks)
-    got = jax.tree.map(np.asarray, got)
+    got = run(inputs, kernels)
     truth, one_device = local_cases.oracle(inputs)
     compare.assert_as_good_as(got, one_device, truth, case["dtype"])
     assert_zero_where_blind(got, inputs)
+
+
+@pytest.mark.parametrize("barrier", [0, 1, 2])
+def test_a_missing_barrier_is_a_race(barrier):
+    """Of a step of the backward pass with one stage: before, between and after its products."""
+    inputs = local_cases.make_inputs(CASES[0], seed=7, batch=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run(inputs, ONE, without_barrier=barrier)
 
 
 def test_fixed_point_holds_small_and_negative_sums():

@@ -94,8 +94,7 @@ def backward(
     arrays = BackwardArrays(attention, do, stats, scale)
     queries, lanes = config.dq_part(static.head_dim)
     by_head = static.batch, static.heads
-    parts = config.dq_parts(static.head_dim)
-    shape = *by_head, static.q_tiles, parts, queries * lanes // _THREADS, _THREADS
+    shape = *by_head, static.q_tiles, BACKWARD_WARPGROUPS, queries * lanes // _THREADS, _THREADS
     if deterministic:
         registers = jnp.full((*shape, 2), zero.astype(jnp.int32))
     else:
@@ -161,7 +160,7 @@ def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
     config = static.config
     part = config.dq_part(static.head_dim)
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
-    # [B, N, query tiles, parts, queries, lanes]
+    # [B, N, query tiles, warpgroups, queries, lanes]
     order = (0, 2, 3, 4, 1, 5) if part[0] < config.block_q else (0, 2, 4, 1, 3, 5)
     x = x.transpose(order)
     x = x.reshape(static.batch, static.padded_q_length, static.heads, static.head_dim)
@@ -390,6 +389,13 @@ class _Cta(NamedTuple):
         static, fragments, memory = self.static, self.fragments, self.memory
         config = static.config
         shape = config.block_q, config.keys
+        products = instructions.transposed_product(
+            fragments,
+            fragments.zeros(shape),
+            memory["q"].at[stage],
+            memory["k"].at[self.own_keys],
+            swizzle_lanes(static.head_dim, 2),
+        )
         tile = ScoreTile(
             static,
             self.arrays.attention.scores,
@@ -399,13 +405,6 @@ class _Cta(NamedTuple):
             self.head(q_tile),
             q_tile.index * config.block_q,
             self.kv_tile * config.block_kv + self.warpgroup * config.keys,
-        )
-        products = instructions.transposed_product(
-            fragments,
-            tile.accumulator(),
-            memory["q"].at[stage],
-            memory["k"].at[self.own_keys],
-            swizzle_lanes(static.head_dim, 2),
         )
         raw = tile.raw(products)
         scores = tile.scores(raw, masked=masked)
@@ -441,36 +440,27 @@ class _Cta(NamedTuple):
         memory["ds"].at[self.warpgroup][...] = ds.astype(static.dtype)
 
     def _add_dq(self, q_tile: _QueryTile, scale: Any) -> None:
-        """Adds the warpgroup's share of a tile's dQ, over all keys of the CTA, to global memory.
+        """Adds the warpgroup's part of a tile's dQ, over all keys of the CTA, to global memory.
 
         ``scale``: of dQ in fixed point; None if it is float32.
         """
-        parts = self.static.config.dq_parts(self.static.head_dim) // BACKWARD_WARPGROUPS
-        add = instructions.add_in_register_order
-        if scale is not None:
-            add = instructions.add_in_fixed_point
-        for index in range(parts):
-            part = self.warpgroup * parts + index
-            dq = self._dq_part(part)
-            place = self.batch, self.head(q_tile), q_tile.index, part
-            add(self.results.dq.at[place], dq if scale is None else dq * scale, self.fragments)
-
-    def _dq_part(self, part: Any) -> jax.Array:
-        """A part of a tile's dQ; see :meth:`BackwardConfig.dq_part`."""
         config, fragments, memory = self.static.config, self.fragments, self.memory
         queries, lanes = config.dq_part(self.static.head_dim)
         dq = fragments.zeros((queries, lanes))
-        for half in range(BACKWARD_WARPGROUPS):
-            keys = pl.ds(half * config.keys, config.keys)
+        for part in range(BACKWARD_WARPGROUPS):
+            ds, k = memory["ds"].at[part], memory["k"].at[pl.ds(part * config.keys, config.keys)]
             if queries < config.block_q:
-                ds = memory["ds"].at[half, pl.ds(part * queries, queries)]
-                k = memory["k"].at[keys]
+                ds = memory["ds"].at[part, pl.ds(self.warpgroup * queries, queries)]
             else:
-                ds = memory["ds"].at[half]
-                k = memory["k"].at[keys, pl.ds(part * lanes, lanes)]
+                keys = pl.ds(part * config.keys, config.keys)
+                k = memory["k"].at[keys, pl.ds(self.warpgroup * lanes, lanes)]
             ds = instructions.load_matrix(ds, fragments.lhs)
             dq = plgpu.mma(dq, ds, instructions.load_matrix(k, fragments.rhs))
-        return dq
+        place = self.batch, self.head(q_tile), q_tile.index, self.warpgroup
+        add = instructions.add_in_register_order
+        if scale is not None:
+            dq, add = dq * scale, instructions.add_in_fixed_point
+        add(self.results.dq.at[place], dq, fragments)
 
     def write(self, sums: _Sums, *, adds: bool) -> None:
         """Writes the warpgroup's dK and dV, or adds them to those in the results."""

@@ -10,6 +10,7 @@ from pallas_kernels.spec import Tiles
 # Maximum shared memory of one CTA on an A100, in bytes (163 KiB). An SM has 164 KiB, and each
 # resident CTA uses 1 KiB more than it requests.
 SHARED_MEMORY = 166_912
+_RESERVED = 1024
 # Rows of the accumulator of one mma.sync instruction (m16n8k16).
 MMA_ROWS = 16
 WARPS = 4
@@ -19,7 +20,6 @@ BACKWARD_WARPGROUPS = 2
 BACKWARD_M_WARPS = 2
 
 _ITEMSIZE = 2
-_WIDEST_DQ_PART = 96
 
 
 def _multiple(name: str, size: int, of: int) -> None:
@@ -29,32 +29,25 @@ def _multiple(name: str, size: int, of: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """How the forward kernel is tiled.
+    """How the forward kernel, of one warpgroup, is tiled.
 
     Attributes:
       block_q: queries per CTA, split evenly over its warps, a multiple of 16 for each.
       block_kv: keys per KV tile.
-      warpgroups: warpgroups per CTA.
     """
 
     block_q: int
     block_kv: int
-    warpgroups: int = 1
 
     def __post_init__(self):
-        _multiple("block_q", self.block_q, MMA_ROWS * WARPS * self.warpgroups)
+        _multiple("block_q", self.block_q, MMA_ROWS * WARPS)
         # Each warp copies at least 8 rows.
-        _multiple("block_kv", self.block_kv, 8 * WARPS * self.warpgroups)
+        _multiple("block_kv", self.block_kv, 8 * WARPS)
 
     @property
     def tiles(self) -> Tiles:
         """What bounds depend on."""
         return Tiles(self.block_q, self.block_kv)
-
-    @property
-    def rows(self) -> int:
-        """Queries per warpgroup."""
-        return self.block_q // self.warpgroups
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
         """Bytes per CTA: one tile each of queries, keys and values."""
@@ -100,30 +93,32 @@ class BackwardConfig:
         return self.block_kv * both * _ITEMSIZE + walked + weights
 
     def dq_part(self, head_dim: int) -> tuple[int, int]:
-        """``(queries, lanes)`` of the parts of a query tile's dQ that a warpgroup computes in turn.
+        """``(queries, lanes)`` of the part of a query tile's dQ that one warpgroup computes.
 
-        A warpgroup has half of the lanes, so that the warps share more of their operands, or half
-        of the queries if half of the lanes is not a multiple of the swizzled tile's width.
+        It is half of the lanes, so that the warps share more of their operands, or half of the
+        queries if half of the lanes is not a multiple of the swizzled tile's width.
         """
-        width, half = swizzle_lanes(head_dim, _ITEMSIZE), head_dim // BACKWARD_WARPGROUPS
-        if half % width:
-            return self.block_q // BACKWARD_WARPGROUPS, head_dim
-        # More lanes at once would spill registers.
-        return self.block_q, half // 2 if half > _WIDEST_DQ_PART else half
+        half = head_dim // BACKWARD_WARPGROUPS
+        if half % swizzle_lanes(head_dim, _ITEMSIZE) == 0:
+            return self.block_q, half
+        return self.block_q // BACKWARD_WARPGROUPS, head_dim
 
-    def dq_parts(self, head_dim: int) -> int:
-        """Number of those parts, of both warpgroups."""
-        queries, lanes = self.dq_part(head_dim)
-        return self.block_q * head_dim // (queries * lanes)
+
+# Forward tiles by the widest value head dim for which a warpgroup has registers.
+_FORWARD = (
+    (96, ForwardConfig(128, 64)),
+    (128, ForwardConfig(128, 32)),
+    (256, ForwardConfig(64, 32)),
+)
 
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
-    """The forward kernel's default tiles."""
-    widest = max(head_dim, value_dim)
-    if widest <= 128:
-        return ForwardConfig(128, 64 if widest <= 64 else 32)
-    # One warpgroup lacks registers for 128 queries and more than 128 lanes of the output.
-    return ForwardConfig(128, 64, warpgroups=2)
+    """The forward kernel's default tiles: the first of which an A100's SM holds two CTAs."""
+    for widest, config in _FORWARD:
+        needed = 2 * (config.shared_memory(head_dim, value_dim) + _RESERVED)
+        if value_dim <= widest and needed <= SHARED_MEMORY + _RESERVED:
+            break
+    return config
 
 
 def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:

@@ -78,7 +78,7 @@ class BackwardResults(NamedTuple):
     """What the kernel writes.
 
     Attributes:
-      dq: float32 ``[B, N, query tiles, parts, registers, 128]``, accumulated by atomics; in
+      dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
         fixed point int32 with two more elements each, the low and the high half.
       dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
