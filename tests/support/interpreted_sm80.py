@@ -1,8 +1,8 @@
 """The sm80 kernels on a CPU: Pallas's interpreter, with what it has no rules for replaced.
 
 Copies, matrix products, barriers and atomic additions are replaced by plain operations, so this
-shows the kernels' data flow and numerics. A race between the warpgroups of a CTA, or between CTAs,
-is an error with JAX 0.12: the interpreter's vector clocks order accesses by barriers alone. A copy is a write by
+shows the kernels' data flow and numerics. With JAX 0.12 a race between the warpgroups of a CTA, or
+between CTAs, is an error: vector clocks order accesses by barriers alone. A copy is a write by
 its warpgroup when it is started, so a read that does not wait for its own warpgroup's copy is not
 found. Register layouts are not shown: every array is whole.
 """
