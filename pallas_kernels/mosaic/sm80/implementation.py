@@ -44,16 +44,15 @@ def mosaic_sm80(
       forward_config: tiles of the forward kernel; None is the default config.
       backward_config: tiles of the backward kernel; None is the default config.
       deterministic: whether the backward pass is bitwise reproducible.
-      shared_memory: bytes of shared memory of one CTA that default configs may use.
+      shared_memory: bytes per CTA that the backward kernel's default tiles may use.
     """
-    forward_options: Any = {"config": forward_config, "shared_memory": shared_memory}
     backward_options: Any = {"config": backward_config, "shared_memory": shared_memory}
     tiles = forward_config, backward_config
     implementation = Implementation(
         name="mosaic_sm80",
-        forward=functools.partial(forward, **forward_options),
+        forward=functools.partial(forward, config=forward_config),
         backward=functools.partial(backward, deterministic=deterministic, **backward_options),
-        forward_bounds=functools.partial(forward_bounds, **forward_options),
+        forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **backward_options),
         split_backward=split_tiles,
         unsupported=_unsupported,
