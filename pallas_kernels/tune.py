@@ -1,7 +1,7 @@
 """Finds the fastest tile configs for this GPU: ``python -m pallas_kernels.tune``.
 
 Every candidate is compiled, compared with the ``xla`` implementation, and then timed. Prints a
-table, fastest first, and the entry for ``configs.py`` of ``pallas_triton`` or ``mosaic/sm90``.
+table, fastest first, and the entry for ``configs.py`` of ``mosaic/sm80`` or ``mosaic/sm90``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from pallas_kernels import (
     Implementation,
     KVSide,
     QuerySide,
+    mosaic_sm80,
     mosaic_sm90,
     resolve,
-    triton,
 )
+from pallas_kernels.mosaic.sm80 import configs as sm80
+from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
-from pallas_kernels.pallas_triton.configs import TritonConfig
 from pallas_kernels.timing import median_time, relative_error
 
 
@@ -39,49 +40,36 @@ class Backend:
     """One implementation's search.
 
     Attributes:
-      config: type of its tile configs.
-      make: returns the implementation with a config.
+      config: type of each kernel's tile configs.
+      make: returns the implementation with ``forward_config`` or ``backward_config``.
       space: ``(kernel, head_dim, value_dim) -> candidates``.
-      matmuls: per kernel, number of matrix products with 2 T S H and with 2 T S Hv operations.
       syntax: of a config on the command line.
       entry: format of the line for ``configs.py``, with the fields ``kernel``, ``dims`` (H, and Hv
-        if it differs), ``dim`` (the larger one) and ``tiles``.
-      options: XLA's compiler options for a candidate.
+        if it differs), ``dim`` (the larger one), ``name`` of the config's type, and ``tiles``.
     """
 
-    config: Callable[..., Any]
-    make: Callable[[Any], Implementation]
+    config: Mapping[str, Callable[..., Any]]
+    make: Callable[..., Implementation]
     space: Callable[[str, int, int], Iterable[Any]]
-    matmuls: Mapping[str, tuple[int, int]]
     syntax: str
     entry: str
-    options: Mapping[str, bool]
 
-    def parse(self, text: str) -> Any:
-        """A config from the command line: numbers in the order of its fields, then NAME=NUMBER.
-
-        A fifth number is 0 or 1, for a boolean field.
-        """
+    def parse(self, kernel: str, text: str) -> Any:
+        """A config from the command line: numbers in the order of its fields, then NAME=NUMBER."""
         parts = [part.partition("=") for part in text.split(",")]
         numbers = [int(number) for number, equals, _ in parts if not equals]
         named = {name: int(number) for name, equals, number in parts if equals}
-        return self.config(*numbers[:4], *map(bool, numbers[4:]), **named)
+        return self.config[kernel](*numbers, **named)
 
 
-def triton_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[TritonConfig]:
-    """Candidates with 16 to 64 scores per thread, and rows for every warp.
-
-    Warps of "dkv" are along its queries, too, so 8 of its keys are enough for one.
-    """
-    del head_dim, value_dim
-    least_rows = 8 if kernel == "dkv" else 16
-    registers = (False,) if kernel == "dkv" else (False, True)
-    for block_q, block_kv in itertools.product((32, 64, 128), repeat=2):
-        for warps, stages, rows in itertools.product((4, 8), (2, 3, 4), registers):
-            rows_per_warp = (block_kv if kernel == "dkv" else block_q) / warps
-            scores_per_thread = block_q * block_kv / (32 * warps)
-            if rows_per_warp >= least_rows and 16 <= scores_per_thread <= 64:
-                yield TritonConfig(block_q, block_kv, warps, stages, rows)
+def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
+    """Candidates that fit in an A100's shared memory."""
+    if kernel == "forward":
+        configs = (ForwardConfig(*x) for x in itertools.product((64, 128), (32, 64, 128)))
+    else:
+        sizes = itertools.product((64, 128), (64, 128), (1, 2))
+        configs = (BackwardConfig(*x) for x in sizes)
+    return (x for x in configs if x.shared_memory(head_dim, value_dim) <= sm80.SHARED_MEMORY)
 
 
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
@@ -104,28 +92,25 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
                 yield config
 
 
+# Number of matrix products with 2 T S H and with 2 T S Hv operations.
+MATMULS = {"forward": (1, 1), "backward": (3, 2)}
+# Kernels that spill registers run slowly; no compiler option rejects them.
 BACKENDS = {
-    "triton": Backend(
-        config=TritonConfig,
-        make=lambda config: triton(config=config),
-        space=triton_space,
-        matmuls={"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)},
-        syntax="Q,KV,WARPS,STAGES[,1], 1: rows in registers",
-        entry="{dims}: {tiles}",
-        options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True},
+    "mosaic_sm80": Backend(
+        config={"forward": ForwardConfig, "backward": BackwardConfig},
+        make=mosaic_sm80,
+        space=sm80_space,
+        syntax="Q,KV[,STAGES of backward]",
+        entry="{kernel}_config({dims}): {name}{tiles}",
     ),
     # One kernel computes all gradients. It sums dQ in the order in which CTAs arrive, so results
     # differ from run to run, and from xla's, in the order of float32 sums only.
     "mosaic_sm90": Backend(
-        config=MosaicConfig,
-        make=lambda config: mosaic_sm90(forward_config=config, backward_config=config),
+        config={"forward": MosaicConfig, "backward": MosaicConfig},
+        make=mosaic_sm90,
         space=mosaic_space,
-        matmuls={"forward": (1, 1), "backward": (3, 2)},
         syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
-        entry="{kernel}_config({dim}): MosaicConfig{tiles}",
-        # Mosaic assembles its kernels itself, so XLA's option against spills has no effect: kernels
-        # that spill run slowly.
-        options={},
+        entry="{kernel}_config({dim}): {name}{tiles}",
     ),
 }
 
@@ -162,20 +147,16 @@ class Measurement:
         self.inputs = self.inputs._replace(query=query)
         self.want: dict[str, Any] = {"forward": (o, lse)}
         if set(args.kernels) != {"forward"}:
-            dq, dkv, _ = self._compile(XLA, "backward")()
-            self.want |= {"dq": dq, "dkv": dkv, "backward": (dq, dkv)}
+            self.want["backward"] = self._compile(XLA, "backward")()[:2]
 
-    def _compile(
-        self, implementation: Implementation, what: str, **options: bool
-    ) -> Callable[[], Any]:
+    def _compile(self, implementation: Implementation, what: str) -> Callable[[], Any]:
         """A call of one kernel, compiled."""
         forward = what == "forward"
         bounds_of = implementation.forward_bounds if forward else implementation.backward_bounds
         bounds = jax.jit(functools.partial(bounds_of, spec=self.spec))(self.inputs)
         arrays = self.inputs, bounds
-        name = what if what in ("forward", "backward") else f"backward_{what}"
-        run = jax.jit(functools.partial(getattr(implementation, name), spec=self.spec))
-        return functools.partial(run.lower(*arrays).compile(compiler_options=options), *arrays)
+        run = jax.jit(functools.partial(getattr(implementation, what), spec=self.spec))
+        return functools.partial(run.lower(*arrays).compile(), *arrays)
 
     def measure(self, kernel: str, config: Any, limit: float) -> float:
         """Seconds a call.
@@ -183,8 +164,8 @@ class Measurement:
         Raises:
           ArithmeticError: the result is wrong.
         """
-        call = self._compile(self.backend.make(config), kernel, **self.backend.options)
-        results, wanted = jax.tree.leaves(call()), jax.tree.leaves(self.want[kernel])
+        call = self._compile(self.backend.make(**{f"{kernel}_config": config}), kernel)
+        results, wanted = jax.tree.leaves(call()[:2]), jax.tree.leaves(self.want[kernel])
         # Each on its own: an error in o would vanish in a joint norm dominated by lse.
         error = max(relative_error(*pair) for pair in zip(results, wanted, strict=True))
         if error > limit:
@@ -194,21 +175,23 @@ class Measurement:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    kernels = (f"{name}: {', '.join(b.matmuls)}; TILES {b.syntax}" for name, b in BACKENDS.items())
+    tiles = (f"{name}: TILES {backend.syntax}" for name, backend in BACKENDS.items())
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=f"Kernels and tiles of {'. '.join(kernels)}."
+        description=__doc__.splitlines()[0], epilog=f"Tiles of {'. '.join(tiles)}."
     )
     parser.add_argument(
         "--implementation", choices=sorted(BACKENDS),
-        help="default: mosaic_sm90 where it runs, else triton",
+        help="default: mosaic_sm90 where it runs, else mosaic_sm80",
     )  # fmt: skip
     parser.add_argument(
         "--shape", type=int, nargs=5, default=(1, 16384, 32, 32, 128),
         metavar=("B", "T", "N", "K", "H"), help="batch, tokens, heads, key heads, head dim",
     )  # fmt: skip
     parser.add_argument("--value-dim", type=int, metavar="HV", help="of values (default: H)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--kernels", nargs="+", help="default: all of the implementation's")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument(
+        "--kernels", nargs="+", choices=list(MATMULS), default=list(MATMULS), help="default: both"
+    )  # fmt: skip
     parser.add_argument("--causal", action="store_true", help="mask the future")
     parser.add_argument("--window", type=int, help="keys a query sees back, and ahead")
     parser.add_argument("--seed", type=int, default=0)
@@ -230,15 +213,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--top is {args.top}, --window {args.window}: at least 1 and 0")
     if args.implementation is None:
         hopper = mosaic_sm90().unavailable(jax.default_backend(), compute_capability()) is None
-        args.implementation = "mosaic_sm90" if hopper else "triton"
+        args.implementation = "mosaic_sm90" if hopper else "mosaic_sm80"
     backend = BACKENDS[args.implementation]
-    args.kernels = args.kernels or list(backend.matmuls)
-    for kernel in args.kernels:
-        if kernel not in backend.matmuls:
-            names = ", ".join(backend.matmuls)
-            parser.error(f"{args.implementation} has no kernel {kernel!r}; it has {names}")
     try:
-        args.configs = [backend.parse(text) for text in args.configs or ()]
+        args.configs = {
+            kernel: [backend.parse(kernel, text) for text in args.configs or ()]
+            for kernel in args.kernels
+        }
     except (TypeError, ValueError) as error:
         parser.error(f"--configs of {args.implementation} are {backend.syntax} ({error})")
     return args
@@ -266,27 +247,27 @@ def main() -> None:
         )  # fmt: skip
     except NotImplementedError as error:
         raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error
-    limit = 2e-5 if args.dtype == "float32" else 1e-2
     print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", end=" ")
     print(*args.shape, end=f"{value}\n")
     for kernel in args.kernels:
         rows, failed = [], {}
-        for config in args.configs or backend.space(kernel, *dims):
+        for config in args.configs[kernel] or backend.space(kernel, *dims):
             try:
-                rows.append((problem.measure(kernel, config, limit), config))
+                rows.append((problem.measure(kernel, config, limit=1e-2), config))
             except Exception as error:
                 failed[config] = " ".join(str(error).split())[:100]
         rows.sort(key=lambda entry: entry[0])
         print(f"{kernel}: {len(rows)} configs run, {len(failed)} failed")
-        if args.configs or not rows:
+        if args.configs[kernel] or not rows:
             for config, reason in failed.items():
                 print(f"  failed {written(config)}: {reason}")
         for seconds, config in rows[: args.top]:
-            lanes = sum(n * x for n, x in zip(backend.matmuls[kernel], dims, strict=True))
+            lanes = sum(n * x for n, x in zip(MATMULS[kernel], dims, strict=True))
             rate = 2 * problem.scores * lanes / seconds / 1e12
             print(f"  {written(config):28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
             of = {"kernel": kernel, "dims": f"{dims[0]}{value}", "dim": max(dims)}
+            of["name"] = type(rows[0][1]).__name__
             entry = backend.entry.format(**of, tiles=written(rows[0][1]))
             print(f"  entry: {entry}", flush=True)
 
@@ -297,7 +278,7 @@ def as_entry(config: Any) -> tuple:
     A keyword-only field is text, "cluster=2", and is omitted if it has its default.
     """
     values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    given = [x for field, x in values if not field.kw_only and x is not False and x is not None]
+    given = [x for field, x in values if not field.kw_only and x is not None]
     named = [f"{f.name}={x}" for f, x in values if f.kw_only and x != f.default]
     return (*given, *named)
 

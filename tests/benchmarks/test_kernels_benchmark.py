@@ -171,7 +171,7 @@ def test_results_are_saved_and_drawn(on_hopper, tmp_path, capsys):
     files = ["--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
     main(["kernels", "--cases", "0", "2", "6", *files])
     rows = Results.load(tmp_path / "a.json").rows
-    names = ["cuDNN", "Pallas example", "mosaic_sm90", "triton"]
+    names = ["cuDNN", "Pallas example", "mosaic_sm90", "mosaic_sm80"]
     full, causal, window = "full", "causal, 32/8 heads", "window 4096 of 64K, 32/8 heads"
     measured = [(row.case, row.peer) for row in rows]
     assert measured == [(case, name) for case in (full, causal, window) for name in names]
@@ -182,9 +182,9 @@ def test_results_are_saved_and_drawn(on_hopper, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "a large matmul: 685 TFLOP/s" in printed
     assert "400 ( 58 %)" in printed
-    assert "triton: with the carry 1.100 times as long" in printed
-    assert "triton: forward 1.250 times the same tiles unmasked" in printed
-    assert "triton: backward 1.500 times the same tiles unmasked" in printed
+    assert "mosaic_sm80: with the carry 1.100 times as long" in printed
+    assert "mosaic_sm80: forward 1.250 times the same tiles unmasked" in printed
+    assert "mosaic_sm80: backward 1.500 times the same tiles unmasked" in printed
 
 
 def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
@@ -196,10 +196,10 @@ def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
         return measure(inputs, *rest)
 
     monkeypatch.setattr(kernels, "measure", interrupted)
-    options = ["--cases", "0", "2", "--implementations", "triton"]
+    options = ["--cases", "0", "2", "--implementations", "mosaic_sm80"]
     with pytest.raises(KeyboardInterrupt):
         main(["kernels", *options, "--json", str(tmp_path / "a.json")])
     rows = Results.load(tmp_path / "a.json").rows
     assert [(row.case, row.peer) for row in rows] == [
-        ("full", peer) for peer in ("cuDNN", "Pallas example", "triton")
+        ("full", peer) for peer in ("cuDNN", "Pallas example", "mosaic_sm80")
     ]

@@ -195,7 +195,7 @@ MUTANTS = [
      "tests/pallas_kernels/test_sm80_interpreted.py -k fixed_point"),
     ("pallas_kernels/mosaic/sm80/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
      "tests/pallas_kernels/test_sm80_interpreted.py -k bound"),
-    ("pallas_kernels/choice.py", "candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]",
+    ("pallas_kernels/choice.py", "candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]",
      "candidates = _CANDIDATES", "tests/pallas_kernels/test_resolve.py"),
     # --- layers, models, serving
     ("burst_jax/layers/rope.py", "slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)",

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide, triton, tune
+from pallas_kernels import XLA, AttentionInputs, KVSide, QuerySide, tune
+from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90 import configs as mosaic_configs
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
-from pallas_kernels.pallas_triton.configs import TritonConfig, triton_configs
 from pallas_kernels.timing import median_time, relative_error
 
 
@@ -29,13 +29,10 @@ def entries(space):
 
 def test_spaces_hold_what_ships():
     """What was fastest is among what is tried."""
-    spec = AttentionSpec.of(1.0, right=0)
-    for capability in (8.0, 9.0):
-        shipped = triton_configs(capability, 128, "bfloat16", 4096, 4096, spec, False)
-        for kernel, config in shipped._asdict().items():
-            space = entries(tune.triton_space(kernel, 128, 128))
-            assert len(space) >= 20
-            assert tune.as_entry(config) in space
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for kernel in ("forward", "backward"):
+            config = getattr(sm80, f"{kernel}_config")(*dims)
+            assert tune.as_entry(config) in entries(tune.sm80_space(kernel, *dims))
     for dims in ((32, 32), (64, 256), (128, 128), (192, 128)):
         for kernel in ("forward", "backward"):
             if kernel == "forward" or max(dims) <= 128:
@@ -61,36 +58,38 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
 
 
 def test_entries_are_read_as_they_are_printed():
-    for name, config in (
-        ("triton", TritonConfig(64, 64, 4, 3, True)),
-        ("mosaic_sm90", MosaicConfig(64, 128, 3, 2)),
-        ("mosaic_sm90", MosaicConfig(128, 128, 2, cluster=2)),
+    for name, kernel, config in (
+        ("mosaic_sm80", "forward", sm80.ForwardConfig(64, 32)),
+        ("mosaic_sm80", "backward", sm80.BackwardConfig(64, 64, stages=1)),
+        ("mosaic_sm90", "backward", MosaicConfig(64, 128, 3, 2)),
+        ("mosaic_sm90", "forward", MosaicConfig(128, 128, 2, cluster=2)),
     ):
-        entry = tune.as_entry(config)
-        printed = ",".join(x if isinstance(x, str) else str(int(x)) for x in entry)
-        assert tune.BACKENDS[name].parse(printed) == config
+        printed = ",".join(map(str, tune.as_entry(config)))
+        assert tune.BACKENDS[name].parse(kernel, printed) == config
 
 
 def test_the_gpu_decides_what_is_tuned(monkeypatch):
-    for capability, name, kernels in (
-        (None, "triton", ["forward", "dq", "dkv"]),
-        ("8.0", "triton", ["forward", "dq", "dkv"]),
-        ("9.0", "mosaic_sm90", ["forward", "backward"]),
-    ):
+    nothing = {"forward": [], "backward": []}
+    for capability, name in ((None, "mosaic_sm80"), ("8.0", "mosaic_sm80"), ("9.0", "mosaic_sm90")):
         if capability is not None:
             device = types.SimpleNamespace(compute_capability=capability)
             monkeypatch.setattr(jax, "devices", lambda device=device: [device])
             monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         args = tune.arguments([])
-        assert (args.implementation, args.kernels, args.configs) == (name, kernels, [])
-    other = tune.arguments(["--implementation", "triton", "--configs", "64,64,4,3"])
-    assert (other.implementation, other.configs) == ("triton", [TritonConfig(64, 64, 4, 3)])
+        assert (args.implementation, args.kernels, args.configs) == (name, list(nothing), nothing)
+    other = tune.arguments(["--implementation", "mosaic_sm80", "--configs", "64,64"])
+    of_kernels = {
+        "forward": [sm80.ForwardConfig(64, 64)],
+        "backward": [sm80.BackwardConfig(64, 64)],
+    }
+    assert (other.implementation, other.configs) == ("mosaic_sm80", of_kernels)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--kernels", "dq"], "mosaic_sm90 has no kernel 'dq'; it has forward, backward"),
+        (["--kernels", "dq"], "invalid choice: 'dq'"),
+        (["--dtype", "float32"], "invalid choice: 'float32'"),
         (["--configs", "64,128,8,3,1"], "--configs of mosaic_sm90 are Q,KV,STAGES"),
         (["--configs", "128,x,2"], "--configs of mosaic_sm90 are Q,KV,STAGES"),
         (["--configs", "128,100,2"], "block_kv is 100: it must be a multiple of 64"),
@@ -112,25 +111,22 @@ def test_the_tuner_says_that_it_needs_a_gpu(monkeypatch):
         tune.main()
 
 
-@pytest.mark.slow
 def test_the_tuner_times_what_is_right_and_nothing_else():
     """Each result counts alone: a large one does not hide a small one's error of a tenth."""
     shape = ["--shape", "1", "64", "2", "1", "16", "--value-dim", "24", "--causal"]
-    given = ["--implementation", "triton", *shape, "--dtype", "float32"]
-    small, config = tune.Measurement(tune.arguments(given)), TritonConfig(16, 32, 4, 1)
-    interpreted = lambda config: triton(interpret=True, config=config)  # noqa: E731
-    small.backend = dataclasses.replace(small.backend, make=interpreted, options={})
+    small = tune.Measurement(tune.arguments(["--implementation", "mosaic_sm90", *shape]))
+    # XLA in place of the kernels, which need a GPU.
+    small.backend = dataclasses.replace(small.backend, make=lambda **_: XLA)
     assert small.inputs.kv.v.shape == (1, 64, 1, 24)
     assert small.scores == 2 * 64 * 65 // 2
-    # "backward": Triton's two kernels together are what Mosaic's one kernel is.
     for kernel, changed in (("forward", (0, 1)), ("backward", (2,))):
-        assert small.measure(kernel, config, limit=1e-5) > 0
+        assert small.measure(kernel, None, limit=1e-5) > 0
         right, tree = jax.tree.flatten(small.want[kernel])
         for i in changed:
             wrong = [x * 1.1 if i == j else x for j, x in enumerate(right)]
             small.want[kernel] = jax.tree.unflatten(tree, wrong)
             with pytest.raises(ArithmeticError, match=r"relative error 0\.09"):
-                small.measure(kernel, config, limit=1e-5)
+                small.measure(kernel, None, limit=1e-5)
 
 
 class TestSearch:
@@ -175,14 +171,14 @@ class TestSearch:
                 "entry: forward_config(192): MosaicConfig(128, 64, 2)\n",
                 "20.000 ms    125 TFLOP/s",  # a matmul over H, and one over Hv
             ]),
-            ("--implementation triton --shape 1 64 2 2 192 --value-dim 128 --kernels dkv",
-             ["entry: 192, Hv = 128: ("]),
+            ("--implementation mosaic_sm80 --shape 1 64 2 2 192 --value-dim 128 --kernels backward",
+             ["entry: backward_config(192, Hv = 128): BackwardConfig(64, 128, 1)"]),
             ("--kernels forward --configs 128,64,3 128,64,2",
              ["forward: 1 configs run, 1 failed\n  failed (128, 64, 3): it is wrong"]),
             ("--shape 1 64 2 2 256 --kernels forward",  # without a backward kernel
              ["entry: forward_config(256): MosaicConfig(128, 64, 2)"]),
         ],
-        ids=["default", "value_dim", "triton", "configs", "wide"],
+        ids=["default", "value_dim", "sm80", "configs", "wide"],
     )  # fmt: skip
     def test_it_prints_the_fastest_and_its_entry(self, given, printed, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["tune", *given.split()])
@@ -195,8 +191,11 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            ("--dtype float32", "it supports bfloat16 or float16; or see --implementation"),
             ("--shape 1 64 2 2 256", "the head dim is 256"),
+            (
+                "--shape 1 64 2 2 320 --kernels forward",
+                "it supports 256 at most; or see --implementation",
+            ),
         ],
     )
     def test_what_cannot_run_is_said_before_the_search(self, given, reason, monkeypatch):
