@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80
+from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80, fitting_sm80
 from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
 from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
@@ -16,11 +16,12 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
+_CANDIDATES = (MOSAIC_SM90, TRITON, MOSAIC_SM80, XLA)
 
 # From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
 # relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
-# warpgroups spill, and the Triton kernels are faster. Mosaic kernels can still be chosen by name.
+# warpgroups of the sm90 kernels spill, and the Triton kernels are faster. Everywhere else Triton is
+# slower than the others.
 LINKED_SINCE = (0, 12)
 
 
@@ -87,13 +88,13 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is not None:
-        chosen = _variant(chosen, deterministic)
+        chosen = _variant(chosen, deterministic, compute_capability)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]
+        candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]
         reasons = [_reason_against(candidate, *where) for candidate in candidates]
         chosen = candidates[reasons.index(None)]
-        if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
+        if _obstacle(MOSAIC_SM90, *where) is None and chosen.name != MOSAIC_SM90.name:
             warnings.warn(
                 f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
                 f"kernels, 'mosaic_sm90': {reasons[0]}; implementation={chosen.name!r} takes the "
@@ -107,8 +108,12 @@ def resolve(
     return tuned_triton(compute_capability) if chosen is TRITON else chosen
 
 
-def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
-    """The deterministic variant of an implementation if required and if it has one, else itself."""
+def _variant(
+    implementation: Implementation, deterministic: bool, compute_capability: float | None
+) -> Implementation:
+    """What runs of an implementation: its tiles for the GPU, and its reproducible variant."""
+    if implementation is MOSAIC_SM80:
+        implementation = fitting_sm80(compute_capability)
     variant = implementation.deterministic_variant if deterministic else None
     return implementation if variant is None else variant
 
@@ -131,7 +136,7 @@ def _obstacle(
     if backward and deterministic and not candidate.deterministic:
         return (
             "deterministic is True, and it adds up gradients in an order that differs from run to "
-            "run; use None or 'triton', or leave deterministic out"
+            "run; use None, or leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
         unsupported = candidate.backward_unsupported(inputs)
@@ -154,9 +159,14 @@ def _reason_against(
     """Why ``implementation=None`` skips a candidate: it cannot run or is slower; None if not."""
     where = platform, compute_capability, inputs, backward, deterministic, spec
     obstacle = _obstacle(candidate, *where)
-    if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:
+    # The reproducible backward of sm90 is Triton's.
+    linked = jax.__version_info__ >= LINKED_SINCE and not (backward and deterministic)
+    if obstacle is None and candidate.name == MOSAIC_SM90.name and linked:
         return (
             f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
             "(pip install 'burst-jax[cuda13]' does)"
         )
+    if obstacle is None and candidate is TRITON:
+        instead_of_sm90 = linked and _obstacle(MOSAIC_SM90, *where) is None
+        return None if instead_of_sm90 else "the others are faster"
     return obstacle

@@ -8,12 +8,16 @@ from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.spec import Tiles
 
 # Maximum shared memory of one CTA on an A100, in bytes (163 KiB). An SM has 164 KiB, and each
-# resident CTA uses 1 KiB more than it requests.
-SHARED_MEMORY = 166_912
-_RESERVED = 1024
-# Rows of the accumulator of one mma.sync instruction (m16n8k16).
-MMA_ROWS = 16
+# resident CTA uses 1 KiB more than it requests. Later data-center GPUs have more.
+SHARED_MEMORY, _RESERVED = 166_912, 1024
+# The same of smaller GPUs (99 KiB), and their compute capabilities: A10, A40 and RTX 30, L4, L40
+# and RTX 40, RTX 50.
+SMALL_SHARED_MEMORY = 101_376
+_SMALL = (8.6, 8.9, 12.0, 12.1)
+# Rows of the accumulator of one mma.sync instruction (m16n8k16), and the depth of its products.
+MMA_ROWS, MMA_DEPTH = 16, 16
 WARPS = 4
+WIDEST_HEAD_DIM = 256
 # Warpgroups of a backward CTA. Each owns half of the tile's keys.
 BACKWARD_WARPGROUPS = 2
 # Number of a warpgroup's warps along the rows of every product; the others are along its columns.
@@ -104,6 +108,11 @@ class BackwardConfig:
         return self.block_q // BACKWARD_WARPGROUPS, head_dim
 
 
+def shared_memory_of(compute_capability: float) -> int:
+    """Maximum shared memory of one CTA, in bytes, that the kernels may use."""
+    return SMALL_SHARED_MEMORY if compute_capability in _SMALL else SHARED_MEMORY
+
+
 # Forward tiles by the widest value head dim for which a warpgroup has registers.
 _FORWARD = (
     (96, ForwardConfig(128, 64)),
@@ -121,13 +130,16 @@ def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
     return config
 
 
-def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:
-    """The backward kernel's default tiles."""
+def backward_config(
+    head_dim: int, value_dim: int, shared_memory: int = SHARED_MEMORY
+) -> BackwardConfig:
+    """The backward kernel's default tiles: the largest that fit, or else the smallest."""
     widest = max(head_dim, value_dim)
-    if widest <= 64:
-        return BackwardConfig(128, 128)
+    smallest = BackwardConfig(64, 64, stages=1)
+    tiles = [BackwardConfig(64, 64)]
     if widest <= 128:
-        return BackwardConfig(64, 128)
-    if head_dim + value_dim <= 384:
-        return BackwardConfig(64, 64)
-    return BackwardConfig(64, 64, stages=1)
+        tiles = [BackwardConfig(64, 128), *tiles]
+    if widest <= 64:
+        tiles = [BackwardConfig(128, 128), *tiles]
+    fitting = (x for x in tiles if x.shared_memory(head_dim, value_dim) <= shared_memory)
+    return next(fitting, smallest)
