@@ -39,8 +39,7 @@ def unsupported_block_mask(inputs: AttentionInputs) -> str | None:
         return None
     return (
         f"blocks of block_mask hold {mask.q_run} queries and {mask.kv_run} keys side by side on a "
-        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, or None, 'triton' or "
-        "'xla')"
+        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, None or 'xla')"
     )
 
 

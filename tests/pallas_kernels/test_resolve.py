@@ -22,13 +22,11 @@ from pallas_kernels import (
     MOSAIC_SM80,
     MOSAIC_SM90,
     REFERENCE,
-    TRITON,
     XLA,
     AttentionInputs,
     KVSide,
     QuerySide,
     SlowerKernelsWarning,
-    choice,
     resolve,
     triton,
     xla,
@@ -57,9 +55,6 @@ REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
 REPRODUCIBLE_SM90 = MOSAIC_SM90.deterministic_variant
 assert REPRODUCIBLE is not None
 assert REPRODUCIBLE_SM90 is not None
-# JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
-ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
-REPRODUCIBLE_ON_HOPPER = REPRODUCIBLE_SM90 if ON_HOPPER is MOSAIC_SM90 else TRITON
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
@@ -73,9 +68,9 @@ def test_resolve():
         (None, 8.9, {"backward": True, "dim": 192, "value_dim": 128}, SMALL),
         (None, 12.0, {"backward": True, "dim": 256}, XLA),
         ("mosaic_sm80", 8.9, {}, SMALL),
-        (None, 9.0, {}, ON_HOPPER),
-        (None, 9.0, {"dtype": "float16"}, ON_HOPPER),
-        (None, 9.0, {"dim": 256}, ON_HOPPER),
+        (None, 9.0, {}, MOSAIC_SM90),
+        (None, 9.0, {"dtype": "float16"}, MOSAIC_SM90),
+        (None, 9.0, {"dim": 256}, MOSAIC_SM90),
         (None, 10.0, {}, MOSAIC_SM80),
         (None, 7.5, {}, XLA),
         (None, None, {}, XLA),
@@ -88,80 +83,29 @@ def test_resolve():
         (None, 8.0, {"dtype": "float32"}, XLA),
         (None, 8.0, {"dim": 40}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
-        (None, 9.0, {"backward": True, "dim": 128}, ON_HOPPER),
+        (None, 9.0, {"backward": True, "dim": 128}, MOSAIC_SM90),
         (None, 9.0, {"backward": True, "dim": 256}, MOSAIC_SM80),
-        (None, 9.0, {"dim": 40, "backward": True}, ON_HOPPER),
-        (None, 9.0, {"lengths": (63, 65)}, ON_HOPPER),
-        (None, 9.0, {"deterministic": True}, REPRODUCIBLE_ON_HOPPER),
+        (None, 9.0, {"dim": 40, "backward": True}, MOSAIC_SM90),
+        (None, 9.0, {"lengths": (63, 65)}, MOSAIC_SM90),
+        (None, 9.0, {"deterministic": True}, REPRODUCIBLE_SM90),
         (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
         ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
         (None, 9.0, {"backward": True, "deterministic": True, "dim": 256}, REPRODUCIBLE),
-        ("triton", 9.0, {}, TRITON),
         ("mosaic_sm90", 9.0, {"backward": True}, MOSAIC_SM90),
         ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
         ("xla", 8.0, {"backward": True}, XLA),
-        ("triton", 8.0, {}, TRITON),
         ("reference", None, {"platform": "cpu"}, REFERENCE),
         (INTERPRETED, None, {"platform": "cpu"}, INTERPRETED),
     ):
-        got = choose(name, capability, **options)
-        # Triton's configs are the GPU's; everything else is one object.
-        assert got.name == chosen.name, (name, capability, options)
-        assert got is choose(name, capability, **options)
-        assert (got is chosen) == (chosen is not TRITON)
-
-
-@pytest.fixture(params=[(0, 11, 2), (0, 12, 0, 1)], ids=["jax0.11", "jax0.12"])
-def jax_version(request, monkeypatch):
-    version = ".".join(map(str, request.param))
-    monkeypatch.setattr(choice.jax, "__version_info__", request.param)
-    monkeypatch.setattr(choice.jax, "__version__", version)
-    return request.param
-
-
-def test_hopper_kernels_are_passed_over_with_one_warning(jax_version):
-    if jax_version < (0, 12):
-        with warnings.catch_warnings(action="error"):
-            assert choose(None, 9.0) is MOSAIC_SM90
-        return
-    with pytest.warns(
-        SlowerKernelsWarning,
-        match=r"'triton' here, .* 'mosaic_sm90': JAX 0.12.0.1 .* spill registers; install "
-        r"JAX 0.11.2 \(pip install 'burst-jax\[cuda13\]' does\); implementation='triton' ",
-    ) as caught:
-        assert choose(None, 9.0).name == "triton"
-    assert len(caught) == 1
-    # Once for a loop over layers or traces: Python shows an equal warning of one place once.
-    with warnings.catch_warnings(record=True, action="default") as shown:
-        for backward in (False, True, True):
-            choose(None, 9.0, backward=backward)
-    assert len(shown) == 1
-
-
-def test_nothing_else_warns(jax_version):
-    """Inputs that Hopper's kernels do not support, a choice by name, and other devices."""
-    with warnings.catch_warnings(action="error"):
-        assert choose(None, 9.0, dim=256, backward=True) is MOSAIC_SM80
-        assert choose(None, 9.0, dim=192, value_dim=128, backward=True) is MOSAIC_SM80
-        assert choose(None, 9.0, dtype="float32") is XLA
-        assert choose(None, 9.0, dtype="float64") is XLA
-        for name in ("triton", "mosaic_sm90", "xla"):
-            assert choose(name, 9.0).name == name
-        for platform, capability in (("gpu", 8.0), ("gpu", 10.0), ("gpu", None), ("cpu", None)):
-            assert choose(None, capability, platform).name != "mosaic_sm90"
+        assert choose(name, capability, **options) is chosen, (name, capability, options)
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
 @pytest.mark.parametrize(
     ("name", "capability", "options", "message"),
     [
-        ("triton", None, {"platform": "cpu"}, "an NVIDIA GPU, .* are on 'cpu'; use None or 'xla'"),
-        ("triton", 7.5, {}, r"8.0 \(Ampere\) or newer, this GPU has 7.5; use None or 'xla'"),
         (dataclasses.replace(XLA, backward=None), 8.0, {"backward": True},
          "'xla' .* no backward pass; use None or 'xla' where gradients"),
-        ("triton", 8.0, {"dim": 320}, "the head dim is 320; it supports 256 at most"),
-        ("triton", 8.0, {"dim": 192, "value_dim": 320}, "of values is 320; it supports 256"),
-        ("triton", 8.0, {"dtype": "float64"}, "query is float64 .* bfloat16, float16 or float32"),
         ("mosaic_sm90", 9.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
         ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
         ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "dim is 256; it supports 128 at"),
@@ -187,9 +131,15 @@ def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hoppe
     x: Any = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     where: Any = {"platform": "gpu", "compute_capability": 8.0}
     where["inputs"] = AttentionInputs(QuerySide(x), KVSide(x, x))
-    with pytest.raises(NotImplementedError, match="compiled for a GPU that this process does not"):
+    reason = "the program is compiled for a GPU that this process does not have"
+    with pytest.raises(NotImplementedError, match=reason):
         resolve("mosaic_sm80", **where)
-    assert resolve(None, **where) is XLA
+    with pytest.warns(SlowerKernelsWarning, match=f"'xla' here, and not 'mosaic_sm80': {reason}"):
+        assert resolve(None, **where) is XLA
+    with warnings.catch_warnings(action="error"):
+        resolve("xla", **where)
+        choose(None, 8.0, dtype="float32")
+        choose(None, None, platform="cpu")
 
 
 def test_a_name_that_does_not_exist():
@@ -219,7 +169,7 @@ def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
         return chosen.pop(False), chosen.pop(True)
 
     forward, backward = trace(deterministic=True)
-    assert (forward.name, backward) == (ON_HOPPER.name, REPRODUCIBLE_SM90)
+    assert forward is backward is REPRODUCIBLE_SM90
     assert trace(implementation="mosaic_sm90") == (MOSAIC_SM90, MOSAIC_SM90)
     unordered = dataclasses.replace(MOSAIC_SM90, deterministic_variant=None)
     message = "'mosaic_sm90' cannot run: deterministic is True, .* use None, or leave"

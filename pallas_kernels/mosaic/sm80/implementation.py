@@ -43,7 +43,7 @@ def mosaic_sm80(
       forward_config: tiles of the forward kernel; None is the default config.
       backward_config: tiles of the backward kernel; None is the default config.
       deterministic: whether the backward pass is bitwise reproducible.
-      shared_memory: bytes of shared memory of one CTA that the default backward config may use.
+      shared_memory: bytes per CTA that the backward kernel's default tiles may use.
     """
     backward_options: Any = {"config": backward_config, "shared_memory": shared_memory}
     tiles = forward_config, backward_config
@@ -112,7 +112,7 @@ def _needs_ampere(platform: str, compute_capability: float | None) -> str | None
     if compute_capability < 9.0 and compiles_for() >= (9, 0):
         return (
             "the program is compiled for a GPU that this process does not have, and Mosaic GPU "
-            "then compiles for compute capability 9.0; use None or 'xla'"
+            "then compiles for compute capability 9.0; use 'xla'"
         )
     return None
 
