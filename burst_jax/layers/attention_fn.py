@@ -87,7 +87,7 @@ def nnx_attention_fn(
                          NotImplementedError
     ``mask``, ``bias``   rejected: a dense [T, S] array does not fit on a device
     ``module``           rejected (``sow_weights=True``): weights are never materialized
-    ``input_positions``  rejected: Flax's layer applies no RoPE, ``BurstAttention`` does
+    ``input_positions``  rejected: no RoPE is applied here, ``BurstAttention`` applies it
     ==================== ==============================================================
 
     Args:

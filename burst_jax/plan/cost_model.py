@@ -430,14 +430,9 @@ def temp_bytes(
 ) -> float:
     """Bytes per device of everything but arguments and results.
 
-    Args:
-      kernels: "fused" or "reordered".
-      rotation: "rotate_kv" or "rotate_query".
-      passes: number of inner-ring passes of the route, 1 for a ring of one level.
-      steps: number of ring steps.
-      ulysses: whether there are all-to-alls on a Ulysses axis.
-      q: bytes of a ring shard of Q, with the heads of one device.
-      kv: bytes of a ring shard of K and V together, with the heads of one device.
+    ``passes`` and ``steps`` are the route's numbers of inner-ring passes (1 on a ring of one level)
+    and of ring steps, ``q`` and ``kv`` the bytes of a ring shard of Q, and of K and V together,
+    with the heads of one device.
     """
     if steps == 1:
         factors = _ULYSSES[kernels] if ulysses else _ONE_DEVICE

@@ -11,7 +11,9 @@ import threading
 from collections import Counter
 from typing import Any
 
+import chex
 import data_files
+import jax
 import numpy as np
 import pytest
 from data_files import LENGTHS, SEQ_LEN, loader_of, taken
@@ -56,12 +58,7 @@ def bpe(tmp_path_factory, text):
 
 
 def assert_same(got, want, rows: Any = slice(None)):
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        for name in ("rows", "segment_ids"):
-            assert (one[name] is None) == (other[name] is None)
-            if one[name] is not None:
-                np.testing.assert_array_equal(one[name], other[name][rows])
+    chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x[rows], want), strict=True)
 
 
 def segments(batches):
@@ -222,12 +219,8 @@ def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, mon
     names = sorted(file.name for file in tmp_path.glob("tokens*"))
     assert names == ["tokens.npy", "tokens.offsets.npy"]
     options: Any = {"epochs": 1, "seq_len": 2000, "batch": 1}
-    (encoded,), (loaded,) = (
-        taken(loader_of(corpus, tokens=tokens, **options)),
-        taken(loader_of(saved, **options)),
-    )
-    for name in ("rows", "segment_ids"):
-        np.testing.assert_array_equal(encoded[name], loaded[name])
+    encoded = taken(loader_of(corpus, tokens=tokens, **options))
+    assert_same(taken(loader_of(saved, **options)), encoded)
     # A large file is encoded in chunks, which are one document.
     monkeypatch.setattr(chunks, "_SAVE_CHUNK", 100)
     (tmp_path / "long.txt").write_text(text[:1000])

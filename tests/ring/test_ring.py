@@ -63,8 +63,8 @@ def test_error_does_not_grow_with_the_ring():
     programs[1] = dataclasses.replace(programs[1], sizes=programs[0].sizes)
     inputs = valid.draw(programs[0], 0)
     truth = valid.reference(programs[0], *inputs).truth
-    eight, again = (valid.compiled(programs[0], inputs[0])(*inputs) for _ in range(2))
-    one = valid.compiled(programs[1], inputs[0])(*inputs)
+    run, run_on_one = (valid.compiled(program, inputs[0]) for program in programs)
+    eight, again, one = run(*inputs), run(*inputs), run_on_one(*inputs)
     for name, got, same, single, exact in zip(compare.NAMES, eight, again, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)

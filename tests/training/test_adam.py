@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+import chex
 import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from burst_jax.training import Checkpoints, abstract_train_state, adam, make_opt
 from burst_jax.training.adam import random_words, stochastic_round
 
 RNG = np.random.default_rng(0)
+assert_same_bits = functools.partial(chex.assert_trees_all_equal, strict=True)
 SPECS = {"layers": P("stage", ("fsdp", "seq"), None), "head": P(None, "fsdp"), "norm": P()}
 # 7 cannot be cut into equal chunks.
 SHAPES = {"layers": (4, 16, 12), "head": (7, 10), "norm": (5,)}
@@ -61,12 +63,6 @@ def steps_of(transform_of, clip_norms, shardings=None):
     return results
 
 
-def same_bits(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
 def memories(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
@@ -101,10 +97,10 @@ def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
     # The norm that clips is a sum, in another order on another mesh.
     with jax.set_mesh(mesh):
         offloaded, clipped = run("host", split, 1e9, 1.0)
-    same_bits(offloaded, want)
-    same_bits([clipped], run("device", split, 1.0))
+    assert_same_bits(offloaded, want)
+    assert_same_bits([clipped], run("device", split, 1.0))
     if dtype == jnp.bfloat16:
-        same_bits(run("host", None, 1e9), [want])
+        assert_same_bits(run("host", None, 1e9), [want])
 
 
 def test_stochastic_rounding_has_the_mean_of_its_argument_and_bits_by_index():
@@ -163,12 +159,12 @@ def test_a_second_moment_in_bfloat16_decays_slowly():
 
 
 @pytest.mark.slow
-def test_offloaded_moments_train_with_the_same_bits():
+def test_offloaded_moments_train_with_the_assert_same_bits():
     offloaded, want = trained("host"), trained()
     assert memories(offloaded.opt_state) == {"pinned_host"}
     assert memories(offloaded.params) == {"device"}
     assert offloaded.history == want.history
-    same_bits((offloaded.params, offloaded.opt_state), (want.params, want.opt_state))
+    assert_same_bits((offloaded.params, offloaded.opt_state), (want.params, want.opt_state))
 
 
 def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +52,11 @@ def abstract(state, mesh, spec):
 
 def assert_same(actual, expected):
     """Bit for bit, random keys too."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+    def bits(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    chex.assert_trees_all_equal(*(jax.tree.map(bits, x) for x in (actual, expected)), strict=True)
 
 
 def restore(folder: Checkpoints | Path, state, step: Any = None, **options) -> Restored:
