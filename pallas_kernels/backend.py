@@ -122,11 +122,6 @@ class Implementation:
       name: the public name.
       forward: see :class:`ForwardFunction`.
       backward: see :class:`BackwardFunction`; None if it has none.
-      backward_dq: ``(inputs, bounds, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
-        ``backward`` that computes dQ. An implementation has the two halves if different kernels
-        compute dQ and dK, dV: a ring then sends one gradient while the other's kernel runs. None
-        if one kernel computes all gradients.
-      backward_dkv: ``(inputs, bounds, dkv, *, spec, out_dtype) -> dkv``, the other half.
       forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
@@ -158,8 +153,6 @@ class Implementation:
     unsupported: Callable[[AttentionInputs], str | None]
     unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
-    backward_dq: Callable[..., tuple[jax.Array, PerHead]] | None = None
-    backward_dkv: Callable[..., Dkv] | None = None
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True

@@ -97,7 +97,7 @@ def backward(
     """See :class:`pallas_kernels.backend.BackwardFunction`.
 
     ``tiles``: None is :func:`even_tiles`. One pass with five matmuls per tile: dQ is complete after
-    each query tile, dK and dV are accumulated in place, in float32 whatever ``out_dtype`` is.
+    each query tile, dK and dV are accumulated in place. All are float32, for any ``out_dtype``.
     """
     del out_dtype
     tiles = tiles or even_tiles(inputs)
@@ -239,7 +239,7 @@ class _KeyTiles:
         )
 
     def coordinates(self, queries: dict[str, jax.Array], j: jax.Array) -> ScoreCoordinates | None:
-        """Where the scores of a query tile and key tile j are; None if no function reads that."""
+        """Coordinates of the scores of a query tile and KV tile j; None without user functions."""
         return self._coordinates(*self.positions_of(queries, j))
 
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:

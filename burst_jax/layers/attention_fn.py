@@ -32,12 +32,8 @@ def check_options(
 ) -> None:
     """Raises unless ``owner`` can pass every option on to :func:`burst_attention`.
 
-    ``rejected`` has the reason and the remedy for arguments that ``owner`` does not accept, ``own``
-    the names of its own arguments, for the spelling suggestion.
-
-    Raises:
-      TypeError: an unknown option.
-      ValueError: an option in ``rejected``.
+    ``rejected`` has the remedy for each argument that ``owner`` does not accept, ``own`` the names
+    of its own arguments, for the spelling suggestion.
     """
     allowed = [name for name in AttentionArguments.names() if name not in rejected]
     for name in options:
@@ -91,7 +87,7 @@ def nnx_attention_fn(
                          NotImplementedError
     ``mask``, ``bias``   rejected: a dense [T, S] array does not fit on a device
     ``module``           rejected (``sow_weights=True``): weights are never materialized
-    ``input_positions``  rejected: Flax's layer applies no RoPE, ``BurstAttention`` does
+    ``input_positions``  rejected: no RoPE is applied here, ``BurstAttention`` applies it
     ==================== ==============================================================
 
     Args:

@@ -255,12 +255,7 @@ class RingMask:
 
 @functools.lru_cache
 def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
-    """The route on a ring over ``axes``, without the steps at which no query attends to a key.
-
-    Args:
-      axes: one mesh axis or two, outermost first; none for one device.
-      mask: the mask, with the shards of the devices on these axes.
-    """
+    """The route on a ring over ``axes``, without the steps at which no query attends to a key."""
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
     passes = []

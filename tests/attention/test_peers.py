@@ -3,31 +3,22 @@
 Small ones in the quick and slow tiers; all of them at the other projects' sizes in the tier
 ``replay``. All must meet this project's error bounds.
 
-Two more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a kernel)
-in tests/compiled/test_compiled_ring.py, and Flax's layers with another ``attention_fn`` in
-tests/layers/test_attention_fn.py.
+Three more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a
+kernel) in tests/compiled/test_compiled_ring.py, Flax's layers with another ``attention_fn`` in
+tests/layers/test_attention_fn.py, and MaxText's permutes in a decoder's gradient in
+tests/models/test_decoder.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, get_args
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
-from jaxprs import count
 from meshes import make_mesh, mesh_of
 from peers import PeerCase, assert_as_good_as_dense
 
-import burst_jax
-from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import LAYOUTS
-from burst_jax.models import DecoderConfig, abstract_decoder
-from burst_jax.models.remat import Remat
 from burst_jax.ring.rotation import ROTATIONS
 
 replay = pytest.mark.replay
@@ -154,43 +145,3 @@ def test_burst_s_sizes(problem, ring, layout, rotation):
     mesh = mesh_of(AxisType.Auto, **dict(zip(names, ring, strict=True)))
     axes = names if len(names) > 1 else names[0]
     assert_as_good_as_dense(mesh, problem, layout, seq_axis=axes, backward=rotation)
-
-
-# --- MaxText -------------------------------------------------------------------------------------
-
-DECODER = DecoderConfig(
-    vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=16
-)
-
-
-@pytest.mark.parametrize("remat", [x for x in get_args(Remat) if x in ("none", "full", "half")])
-def test_maxtext_s_permutes_in_the_gradient(remat):
-    """Only where attention is recomputed, or a half of it, does the ring run forward again.
-
-    Weights are split and gathered a layer ahead. Each of the scans forward and backward over the
-    layers has the program of one layer.
-    """
-    mesh, rules = mesh_of(fsdp=2, seq=4), ShardingRules(data=None, tensor=None)
-    config = dataclasses.replace(DECODER, remat=remat)
-    options: Any = {"layout": "zigzag", "backward": "rotate_kv"}
-    graphdef, params = abstract_decoder(config, mesh=mesh, rules=rules, **options)
-    tokens = jax.ShapeDtypeStruct((2, 64), "int32")
-    positions = np.asarray(burst_jax.positions("zigzag", 64, 4), np.int32)
-
-    def hidden(params, tokens):
-        return nnx.merge(graphdef, params)(tokens, positions)
-
-    def gradient(params, tokens):
-        out, vjp = jax.vjp(lambda params: hidden(params, tokens), params)
-        return vjp(out)
-
-    def permutes(function):
-        return count(jax.make_jaxpr(function)(params, tokens).jaxpr, "ppermute")
-
-    # K and V make three hops, and as many blocks and sums as they hold make them backward.
-    forward, backward = 2 * 3, 4 * 3
-    assert permutes(hidden) == forward
-    # "half" deals the first half's tokens out for its ring, Q, K and V in two permutes each, and
-    # its out and lse come back so.
-    again = {"full": forward, "half": forward + 2 * (3 + 2)}.get(remat, 0)
-    assert permutes(gradient) == forward + again + backward

@@ -228,6 +228,13 @@ def traced(mesh, batch, **options):
     return jax.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh, **options)(*tokens))
 
 
+def traced_step(**options):
+    mesh = sized(ONE)
+    graphdef, params, state = abstract_train_state(SMALL, OPTIMIZERS["sgd"], mesh)
+    batch = place_batch(make_batch(rows(0)), mesh)
+    return make_train_step(graphdef, OPTIMIZERS["sgd"], **options).trace(params, state, batch)
+
+
 def without_rules(**options):
     return traced(mesh_of(seq=2, data=2), (2, 8), **options)
 
@@ -276,7 +283,7 @@ MISTAKES = [
      r"4 sequences per device, which 3 microbatches do not divide: .* of 3"),
     (lambda: make_train_step(nnx.graphdef(nnx.Dict()), OPTIMIZERS["sgd"], accumulate=0),
      r"accumulate is 0: it must be an integer, at least 1"),
-    (lambda: losses((1, 1, 1, 2, 1), steps=1, accumulate=3, config=SMALL),
+    (lambda: traced_step(accumulate=3),
      r"accumulate is 3, the batch has 4 .*: use a multiple"),
 ]  # fmt: skip
 

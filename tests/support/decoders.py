@@ -14,8 +14,11 @@ from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh import axes_size
 
 
-def on_its_mesh(model, tokens, segments, cotangent):
-    """Hidden states in natural order, and the gradients of the weights that are trained."""
+def on_its_mesh(model, tokens, segments, cotangent, **masks):
+    """Hidden states in natural order, and the gradients of the weights that are trained.
+
+    ``masks``: further arguments of the decoder's call.
+    """
     options = dict(model.options)
     mesh, layout = options["mesh"], options["layout"]
     shards = axes_size(mesh, options.get("seq_axis", "seq"))
@@ -29,7 +32,7 @@ def on_its_mesh(model, tokens, segments, cotangent):
     @quick_jit
     def run(weights, others, cotangent):
         def hidden(weights):
-            return nnx.merge(graphdef, weights, others)(tokens, positions, segments)
+            return nnx.merge(graphdef, weights, others)(tokens, positions, segments, **masks)
 
         out, vjp = jax.vjp(hidden, weights)
         if mesh.explicit_axes:
