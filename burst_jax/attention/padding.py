@@ -31,7 +31,7 @@ def check_pad(pad: object, layout: str) -> None:
 def padded(request: Request, shardings: ArrayShardings, arrays: dict[str, Any]) -> dict[str, Any]:
     """A call's arrays with T and S padded by zeros to the next lengths that the mesh divides.
 
-    The padding is in segment 0. If the mesh divides their lengths, arrays are only sharded by it.
+    The padding is segment 0. If the mesh divides both lengths, the arrays are only sharded.
 
     Args:
       request: the static part of the call.
@@ -73,7 +73,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 def cut(result: jax.Array, shardings: ArrayShardings, query: jax.Array) -> jax.Array:
     """out or lse ``[B, T_padded, N, ...]`` of a padded call, without the padding.
 
-    Over Explicit mesh axes it is split as the query was: over those that divide its length.
+    Over Explicit mesh axes its tokens are sharded like the query's: over axes that divide T.
     """
     explicit = shardings.mesh.explicit_axes
     if flat_names(*jax.typeof(result).sharding.spec):

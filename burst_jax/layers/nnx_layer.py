@@ -243,7 +243,7 @@ class BurstAttention(nnx.Module):
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> tuple[jax.Array, Any]:
-        """The call with a RoPE table that layers can share; the order of positions is not checked.
+        """The call, given a RoPE table that layers can share. It does not check positions.
 
         Args:
           x: ``[B, T, D]``, tokens in the order of the option ``layout``.
@@ -252,8 +252,8 @@ class BurstAttention(nnx.Module):
           local_window_size: this call's window, for layers that run in one scan with different
             windows; None is the option.
           attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
-            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, ``aux``
-            being anything else that it computes, like an updated cache. None is that function.
+            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, where
+            ``aux`` is anything else that it computes, like an updated cache. None calls those.
           dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None disables dropout.
           **masks: as in the call.
 

@@ -145,14 +145,7 @@ def check_rules(rules: Any) -> ShardingRules:
 def check_divides(
     what: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises ValueError if a sharded dimension is not divisible by its number of devices.
-
-    Args:
-      what: the name of the array, for the message.
-      shape: its shape.
-      spec: how it is sharded.
-      mesh: the devices.
-    """
+    """Raises ValueError if a sharded dimension is not divisible by its number of devices."""
     for dimension, entry in enumerate(spec):
         names = flat_names(entry)
         count = axes_size(mesh, names)

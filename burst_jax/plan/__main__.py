@@ -16,34 +16,21 @@ from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, trainin
 from burst_jax.training.adam import Moments
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
-_LLAMA_3: dict[str, Any] = {
-    "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
-    "norm_epsilon": 1e-5, "qk_norm": False,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": _LLAMA_3
-    | {"num_layers": 32, "embed_dim": 4096, "num_heads": 32, "mlp_dim": 14336},
-    "llama-3-70b": _LLAMA_3
-    | {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "mlp_dim": 28672},
-    "llama-3.2-1b": _LLAMA_3
-    | {
-        "num_layers": 16, "embed_dim": 2048, "num_heads": 32, "head_dim": 64, "mlp_dim": 8192,
-        "tie_embeddings": True,
-    },
-    "mistral-7b": {
-        "vocab_size": 32768, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
-        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 14336, "rope_theta": 1_000_000.0,
-        "norm_epsilon": 1e-5, "qk_norm": False,
-    },
-    "qwen-2.5-7b": {
-        "vocab_size": 152064, "num_layers": 28, "embed_dim": 3584, "num_heads": 28,
-        "num_kv_heads": 4, "head_dim": 128, "mlp_dim": 18944, "rope_theta": 1_000_000.0,
-        "qkv_bias": True, "qk_norm": False,
-    },
-    "qwen-3-8b": {
-        "vocab_size": 151936, "num_layers": 36, "embed_dim": 4096, "num_heads": 32,
-        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 12288, "rope_theta": 1_000_000.0,
-    },
+_SIZES = (
+    "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
+    "rope_theta",
+)  # fmt: skip
+_LLAMA: dict[str, Any] = {"norm_epsilon": 1e-5, "qk_norm": False}
+# Sizes, and what differs from DecoderConfig's defaults.
+SHAPES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256, 5e5), _LLAMA),
+    "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256, 5e5), _LLAMA),
+    "llama-3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256, 5e5), _LLAMA | {"tie_embeddings": True}),
+    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6), _LLAMA),
+    "qwen-2.5-7b": (
+        (28, 3584, 28, 4, 128, 18944, 152064, 1e6), {"qkv_bias": True, "qk_norm": False}
+    ),
+    "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936, 1e6), {}),
 }  # fmt: skip
 
 
@@ -55,7 +42,9 @@ def config_of(name: str) -> DecoderConfig:
     """
     if name not in SHAPES:
         raise ValueError(f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder")
-    return DecoderConfig(**SHAPES[name], dtype=jnp.bfloat16)
+    sizes, variant = SHAPES[name]
+    config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | variant
+    return DecoderConfig(**config, dtype=jnp.bfloat16)
 
 
 def tokens(text: str) -> int:

@@ -22,8 +22,8 @@ class Gpu:
       launch: fixed cost of a kernel in seconds: launch, prologue and epilogue, tile tables.
       bandwidth: GB/s of device memory, reads and writes together.
       link: GB/s sent to a GPU of the same host by an NCCL permute while a kernel runs.
-      kernels: of the backward pass: "separate" if one computes dQ and another one dK and dV,
-        "fused" if one computes all three, "reordered" if it has its own order of dQ's elements.
+      kernels: of the backward pass: "fused", or "reordered" if it has its own order of dQ's
+        elements.
       source: where the rates come from.
       peer_link: GB/s of a permute by the copy engines, where one process has all GPUs; None is
         ``link``.
@@ -42,18 +42,13 @@ class Gpu:
     launch: float
     bandwidth: float
     link: float
-    kernels: Literal["separate", "fused", "reordered"]
+    kernels: Literal["fused", "reordered"]
     source: str
     peer_link: float | None = None
     exchange_link: float | None = None
     matmul: float | None = None
     peak: float | None = None
     host_copy: float = 50.0
-
-    @property
-    def fused(self) -> bool:
-        """Whether one kernel computes dQ, dK and dV."""
-        return self.kernels != "separate"
 
 
 _H200 = Gpu(

@@ -78,12 +78,8 @@ def step_memory(
 ) -> StepMemory:
     """The memory of one step.
 
-    Args:
-      sizes: one device's sizes.
-      strategy: how the step is sharded.
-      rotation: of the ring's backward pass.
-      kernels: of attention's backward pass, as in :class:`burst_jax.plan.Gpu`.
-      moment_size: bytes of one optimizer moment of a weight.
+    ``rotation`` is that of the ring's backward pass, ``kernels`` as in :class:`burst_jax.plan.Gpu`,
+    ``moment_size`` the bytes of one optimizer moment of a weight.
     """
     s, p = sizes, sizes.param
     remats = strategy.remats(s.layers)

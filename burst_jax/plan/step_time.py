@@ -99,13 +99,8 @@ def step_seconds(
 ) -> StepSeconds:
     """The time of one step.
 
-    Args:
-      sizes: one device's sizes.
-      strategy: how the step is sharded.
-      cluster: the devices.
-      attentions: the attention of each layer.
-      first_half: forward seconds of all layers' attention over the first half of each sequence.
-      moment_size: bytes of one optimizer moment of a weight.
+    ``attentions`` are those of all layers, ``first_half`` is the forward time of them all over the
+    first half of each sequence, ``moment_size`` the bytes of one optimizer moment of a weight.
     """
     s, gpu, remats = sizes, cluster.gpu, strategy.remats(sizes.layers)
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)

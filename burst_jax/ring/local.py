@@ -15,7 +15,7 @@ from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Offset, Route
-from burst_jax.ring.schedule import Kernel, Part
+from burst_jax.ring.schedule import Part
 from pallas_kernels import AttentionInputs, Implementation, KVSide, resolve
 from pallas_kernels.inputs import Carry, PerHead, Side
 
@@ -91,15 +91,14 @@ class LocalForward:
 
 
 class LocalBackward:
-    """The backward kernels, on this device's stationary side and the rotating block that it holds.
+    """The backward kernel, on this device's stationary side and the rotating block that it holds.
 
     Attributes:
       route: the route of the rotating side.
       rotating: the local block of the rotating side.
-      fused: whether one kernel computes the gradients of both sides.
       splits_local: whether the local block's work is done in two halves.
       per_head: this device's partial gradients of the per-head parameters that the request's spec
-        differentiates, summed over the kernels that have run.
+        differentiates, summed over the steps that have run.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class LocalBackward:
         if split is not None and self.splits_local:
             first, second = split(whole)
             self._local_bounds |= {"first": first, "second": second}
-        self.fused = implementation.backward_dq is None
         self.rotating = rotating
         self.per_head: PerHead = {}
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
@@ -140,26 +138,26 @@ class LocalBackward:
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
         options: Any = {"spec": request.spec, "out_dtype": out_dtype}
+        assert implementation.backward is not None  # resolve(backward=True) checks it
         # Traced and lowered once for all steps with equal shapes, not once per step.
-        gradients = functools.partial(_gradients, implementation, options, rotate_kv)
-        self._gradients = jax.jit(gradients, static_argnums=0)
+        self._gradients = jax.jit(functools.partial(implementation.backward, **options))
 
-    def bounds(self, offset: Offset, part: Part, block: Side) -> Any:
-        """The tile bounds of a ring step's kernels."""
-        if offset == self.route.local:
-            return self._local_bounds[part]
-        return self._bounds_at(offset, block)
+    def __call__(
+        self, offset: Offset, part: Part, block: Side, stationary: Any, rotating: Any
+    ) -> tuple[Any, Any]:
+        """The gradients of the two sides so far, with those of a ring step added.
 
-    def __call__(self, kernel: Kernel, offset: Offset, bounds: Any, block: Side, *sums: Any) -> Any:
-        """The sums with a ring step's gradients; for "both" a pair, the stationary side's first.
-
-        They are float32, or in the query's dtype where nothing is added to them later. A sum of
-        None starts from zero.
+        They are float32, or in the query's dtype where nothing is added to them later. None starts
+        from zero.
         """
-        result, per_head = self._gradients(kernel, self._inputs_at(offset, block), bounds, *sums)
-        for name, part in per_head.items():
-            self.per_head[name] = self.per_head[name] + part if name in self.per_head else part
-        return result
+        local = offset == self.route.local
+        bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
+        inputs = self._inputs_at(offset, block)
+        dq, dkv, per_head = self._gradients(inputs, bounds, *self.by_side(stationary, rotating))
+        for name, addend in per_head.items():
+            before = self.per_head.get(name)
+            self.per_head[name] = addend if before is None else before + addend
+        return _swap(self._rotate_kv, dq, dkv)
 
     def by_side(self, stationary: Any, rotating: Any) -> tuple[Any, Any]:
         """``(dq, (dk, dv))`` from the gradients of the two sides."""
@@ -169,32 +167,6 @@ class LocalBackward:
 def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     """(query's, KV's) from (stationary, rotating), and the inverse: a swap if queries rotate."""
     return (first, second) if rotate_kv else (second, first)
-
-
-def _gradients(
-    implementation: Implementation,
-    options: dict[str, Any],
-    rotate_kv: bool,
-    kernel: Kernel,
-    inputs: AttentionInputs,
-    bounds: Any,
-    *sums: Any,
-) -> tuple[Any, PerHead]:
-    """The local backward pass in terms of the stationary and the rotating side.
-
-    The kernel that computes dQ also computes the gradients of per-head parameters.
-    """
-    if kernel == "both":
-        assert implementation.backward is not None  # resolve(backward=True) checks it
-        dq, dkv, per_head = implementation.backward(
-            inputs, bounds, *_swap(rotate_kv, *sums), **options
-        )
-        return _swap(rotate_kv, dq, dkv), per_head
-    if (kernel == "stationary") == rotate_kv:
-        assert implementation.backward_dq is not None
-        return implementation.backward_dq(inputs, bounds, *sums, **options)
-    assert implementation.backward_dkv is not None
-    return implementation.backward_dkv(inputs, bounds, *sums, **options), {}
 
 
 def _bounds_at(

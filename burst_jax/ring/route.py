@@ -26,8 +26,8 @@ makes that pass, and is added to the sum there. After the last step it returns t
 the outer interconnect carries one block and one gradient per pass, independent of the inner ring's
 size. :mod:`burst_jax.ring.schedule` lists every step.
 
-A step at which no query attends to a key of the block, on any device, is skipped (a window makes
-such steps). One permute sends the block to the next step that is needed.
+A step at which no query attends to a key of the block, on any device, is skipped (with a sliding
+window, for example). One permute sends the block directly to the next step that is needed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Route:
     """The offsets of the ring steps of a block, by inner-ring passes.
 
     Attributes:
-      axes: the mesh axes, outermost first. Devices count row-major over them, like the shards of a
-        sequence that is sharded over ``P(axes)``. No axes: one device.
+      axes: the mesh axes, outermost first. Devices are numbered row-major over them, like the
+        shards of a sequence that is sharded over ``P(axes)``. Empty for one device.
       sizes: number of devices on each axis.
       passes: the offsets of each pass. The first offset of all is the local block's.
     """
@@ -255,12 +255,7 @@ class RingMask:
 
 @functools.lru_cache
 def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
-    """The route on a ring over ``axes``, without the steps at which no query attends to a key.
-
-    Args:
-      axes: one mesh axis or two, outermost first; none for one device.
-      mask: the mask, with the shards of the devices on these axes.
-    """
+    """The route on a ring over ``axes``, without the steps at which no query attends to a key."""
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
     passes = []

@@ -15,12 +15,12 @@ from burst_jax.attention.api import ring_attention
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.cache import (
+    EMPTY,
     Cache,
     CacheCapacity,
     PromptPosition,
     SlotMetadata,
     TokenPosition,
-    empty_slots,
     write_ring_buffer,
     write_token,
 )
@@ -75,23 +75,24 @@ class Steps:
 
     def allocate(self) -> Cache:
         """An empty cache."""
-        config, model = self.model.config, self.model
-        batch = self.batch // axes_size(self.mesh, model.shardings.batch_axes)
-        heads = model.heads // axes_size(self.mesh, model.shardings.tensor_axes)
+        config, batch, model = self.model.config, self.batch, self.model
 
-        def local() -> Cache:
-            def arrays() -> tuple[jax.Array, ...]:
-                return tuple(
-                    jnp.zeros(
-                        (batch, self.capacities[i].slots, heads, config.head_dim), config.dtype
-                    )
-                    for i in self.capacity_of
-                )
+        def zeros(number: int) -> jax.Array:
+            slots = self.capacities[number].slots * self.devices
+            return jnp.zeros((batch, slots, model.heads, config.head_dim), config.dtype)
 
-            slots = tuple(empty_slots(capacity, batch) for capacity in self.capacities)
-            return Cache(arrays(), arrays(), slots, jnp.zeros((batch,), jnp.int32))
+        def empty_slots(capacity: CacheCapacity) -> SlotMetadata:
+            slots = capacity.slots * self.devices
+            positions = jnp.full((slots,), EMPTY, jnp.int32)
+            return SlotMetadata(positions, jnp.zeros((batch, slots), jnp.int32))
 
-        return jax.jit(self._mapped(local, (), self.specs))()
+        def empty() -> Cache:
+            keys, values = (tuple(map(zeros, self.capacity_of)) for _ in range(2))
+            slots = tuple(map(empty_slots, self.capacities))
+            return Cache(keys, values, slots, jnp.zeros((batch,), jnp.int32))
+
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
+        return jax.jit(empty, out_shardings=shardings)()
 
     def _mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic.fragments import i32
+from pallas_kernels.mosaic.fragments import i32, optimization_barrier
 
 
 class TileIterator:
@@ -44,12 +45,22 @@ class TileIterator:
             first, full_end = i32(0), end
         else:
             first, full_first, full_end, end = (bounds[(batch, tile, i32(c))] for c in range(4))
-        self._first, self._full_first, self._full_end = first, full_first, full_end
-        self._before = full_first - first
-        self.full = full_end - full_first
+        self._derive((first, full_first, full_end, end), rotate)
+
+    def _derive(self, ranges: tuple[Any, Any, Any, Any], rotate: Any) -> None:
+        self._ranges, self._unreduced_rotate = ranges, rotate
+        self._first, self._full_first, self._full_end, end = ranges
+        self._before = self._full_first - self._first
+        self.full = self._full_end - self._full_first
         self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(self.full, 1))
-        self.masked = self._before + (end - full_end)
-        self.total = end - first
+        self.masked = self._before + (end - self._full_end)
+        self.total = end - self._first
+
+    def recompute(self) -> TileIterator:
+        """The same; what follows from the ranges is computed again, not kept in registers."""
+        again, rotate = copy.copy(self), self._unreduced_rotate
+        again._derive(optimization_barrier(*self._ranges), rotate)
+        return again
 
     def tile(self, step: Any) -> jax.Array:
         """The tile of a loop step; past the last step any valid tile."""

@@ -1,10 +1,11 @@
 """Dynamic tile scheduler of the persistent kernels: work tiles, their order, and how CTAs get them.
 
-There is one CTA per SM. Its first work tile has the CTA's own index. The producer warpgroup fetches
-the index of the next one from an atomic counter in global memory as soon as it has started all
-copies for the current one. So no SM idles while another has much left to do, even if another
-kernel, like one of NCCL's, occupies some SMs. A work tile's first copies overlap with the epilogue
-of the previous one.
+There is one CTA per SM. Its first work tile has the CTA's own index. The producer fetches the index
+of the next one from an atomic counter in global memory as soon as it has started all copies for the
+current one. So no SM idles while another has much left to do, even if another kernel, like one of
+NCCL's, occupies some SMs. A work tile's first copies overlap with the epilogue of the previous one.
+
+The producer is a warpgroup of its own, or the first consumer warpgroup.
 
 Where CTAs form thread-block clusters, read "cluster" for "CTA" here, and "neighboring tiles, one
 per CTA of the cluster" for "tile".
@@ -143,6 +144,10 @@ class WorkTile(NamedTuple):
       steps_before: number of steps of the CTA's earlier work tiles.
       recompute: returns ``batch``, ``head`` and ``tile`` computed again, for kernels without
         registers to keep them in.
+      fetch_next: fetches the index of the next work tile. A consumer that is the producer calls it
+        once, when it has started all copies of this one.
+      start_next: waits for that index, and starts the next work tile's first copies. Without a
+        producer warpgroup every consumer calls it once, after its last step.
     """
 
     batch: Any
@@ -152,13 +157,15 @@ class WorkTile(NamedTuple):
     steps: Any
     steps_before: Any
     recompute: Callable[[], TileCoordinates]
+    fetch_next: Callable[[], None]
+    start_next: Callable[[], None]
 
 
 class TileScheduler(NamedTuple):
     """Fetches work-tile indices from a global atomic counter for the warpgroups of a CTA.
 
-    The producer warpgroup of a CTA fetches an index into one of SLOTS slots in shared memory, where
-    every consumer warpgroup of the CTA reads it.
+    The producer of a CTA fetches an index into one of SLOTS slots in shared memory, where every
+    consumer warpgroup of the CTA reads it.
 
     The CTAs of a cluster get the same indices. The first CTA fetches them into the slots of all.
     Barriers then belong to the cluster: ``fetched`` waits for the producers of all CTAs, and
@@ -184,9 +191,9 @@ class TileScheduler(NamedTuple):
     cluster: int = 1
 
     def release_slots(self, is_producer: bool) -> None:
-        """Marks all slots as free; called before the first :meth:`read`."""
+        """Marks all slots as free; called before the first :meth:`wait`."""
         for slot in range(SLOTS):
-            self._release(slot, is_producer)
+            self.release(slot, is_producer)
 
     def fetch(self, slot: Any) -> None:
         """Fetches the next index into a slot. The producer does not wait for it here."""
@@ -202,12 +209,13 @@ class TileScheduler(NamedTuple):
         for _ in range(self.arrivals):
             plgpu.barrier_arrive(self.fetched.at[slot])
 
-    def read(self, slot: Any, is_producer: bool) -> Any:
-        """The index in a slot."""
+    def wait(self, slot: Any) -> None:
+        """Waits until a slot holds an index."""
         plgpu.barrier_wait(self.fetched.at[slot])
-        index = self.slots[self.first + slot].astype(jnp.int32)
-        self._release(slot, is_producer)
-        return index
+
+    def read(self, slot: Any) -> Any:
+        """The index in a slot, after :meth:`wait`."""
+        return self.slots[self.first + slot].astype(jnp.int32)
 
     def drain(self) -> None:
         """Waits until every CTA of the cluster has read the last indices.
@@ -217,12 +225,25 @@ class TileScheduler(NamedTuple):
         for slot in range(SLOTS):
             plgpu.barrier_wait(self.free.at[slot])
 
-    def _release(self, slot: Any, is_producer: bool) -> None:
+    def release(self, slot: Any, is_producer: bool) -> None:
+        """Marks a slot as read by this warpgroup."""
         if self.cluster > 1:
             warpgroup_barrier()
         elif is_producer:
             return  # The producer reads an index before it fetches the next one into the slot.
         plgpu.barrier_arrive(self.free.at[slot])
+
+
+class InlineProducer(NamedTuple):
+    """A consumer warpgroup that also starts the copies, where there is no producer warpgroup.
+
+    Attributes:
+      is_here: whether it is this warpgroup.
+      start: starts a work tile's first copies.
+    """
+
+    is_here: Any
+    start: Callable[[WorkTile], None]
 
 
 def for_each_work_tile(
@@ -232,6 +253,7 @@ def for_each_work_tile(
     run: Callable[[WorkTile], None],
     *,
     is_producer: bool,
+    inline: InlineProducer | None = None,
     steps_per_tile: int = 1,
     skip_empty: bool,
     run_empty: Callable[[WorkTile], None] | None = None,
@@ -243,7 +265,8 @@ def for_each_work_tile(
       scheduler: source of the next ones.
       iterator_of: ``(batch, head, tile) -> iterator``.
       run: processes one work tile.
-      is_producer: whether this is the warpgroup that fetches indices; one warpgroup must.
+      is_producer: whether this is the producer warpgroup.
+      inline: the producer, if there is no producer warpgroup.
       steps_per_tile: loop steps per tile of the iterator.
       skip_empty: skip work tiles whose iterator has no tile. Otherwise they run one step, in which
         every score is masked.
@@ -252,37 +275,75 @@ def for_each_work_tile(
 
     # Registers are scarce: index_and_slot is the work-tile index times SLOTS, plus the slot of the
     # next index.
-    def run_one(index_and_slot, steps_before):
+    def work_tile(index_and_slot, steps_before):
         coordinates = work_tiles.coordinates(lax.div(index_and_slot, i32(SLOTS)))
         iterator = iterator_of(*coordinates)
         batch, head, tile = _of_own_cta(work_tiles, coordinates)
         visited = iterator.total if skip_empty else jnp.maximum(iterator.total, 1)
         steps = visited * steps_per_tile
 
+        def fetch_next():
+            if not work_tiles.one_per_cta:
+                scheduler.fetch(lax.rem(index_and_slot, i32(SLOTS)))
+
+        def start_next():
+            if inline is None or work_tiles.one_per_cta:
+                return
+            slot = lax.rem(index_and_slot, i32(SLOTS))
+            scheduler.wait(slot)
+            following = next_index_and_slot(slot, scheduler.read(slot))
+            may_start = inline.is_here & (following < end)
+            pl.when(may_start)(lambda: start(following, steps_before + steps))
+
         recompute = functools.partial(_recompute_coordinates, work_tiles, index_and_slot)
-        work = WorkTile(batch, head, tile, iterator, steps, steps_before, recompute)
-        pl.when(steps > 0)(lambda: run(work))
+        position = steps, steps_before, recompute
+        return WorkTile(batch, head, tile, iterator, *position, fetch_next, start_next)
+
+    def next_index_and_slot(slot, fetched):
+        return (work_tiles.ctas + fetched) * SLOTS + lax.rem(slot + 1, i32(SLOTS))
+
+    def start(index_and_slot, steps_before):
+        assert inline is not None
+        work = work_tile(index_and_slot, steps_before)
+        pl.when(work.steps > 0)(functools.partial(inline.start, work))
+
+    def run_one(index_and_slot, steps_before):
+        work = work_tile(index_and_slot, steps_before)
+        pl.when(work.steps > 0)(lambda: run(work))
         if run_empty is not None:
-            pl.when(steps == 0)(lambda: run_empty(work))
-        return steps
+            pl.when(work.steps == 0)(lambda: run_empty(work))
+        return work
 
     def body(state):
         index_and_slot, steps_before = state
         slot = lax.rem(index_and_slot, i32(SLOTS))
-        steps = run_one(index_and_slot, steps_before)
-        if is_producer:
+        work = run_one(index_and_slot, steps_before)
+        if inline is not None:
+            pl.when(inline.is_here & (work.steps == 0))(work.fetch_next)
+            pl.when(work.steps == 0)(work.start_next)
+        elif is_producer:
             scheduler.fetch(slot)
-        index = work_tiles.ctas + scheduler.read(slot, is_producer)
-        return index * SLOTS + lax.rem(slot + 1, i32(SLOTS)), steps_before + steps
+        if inline is None:
+            scheduler.wait(slot)
+        fetched = scheduler.read(slot)
+        scheduler.release(slot, is_producer)
+        return next_index_and_slot(slot, fetched), steps_before + work.steps
 
+    end = work_tiles.count * SLOTS
     first = lax.axis_index(CTA_AXIS) * SLOTS, i32(0)
+    if inline is not None:
+        pl.when(inline.is_here)(lambda: start(*first))
     if work_tiles.one_per_cta:
-        return run_one(*first)  # Without a loop the state is constant and needs no registers.
+        # Without a loop the state is constant and needs no registers.
+        return run_one(*first).steps
     if not is_producer or work_tiles.cluster > 1:
         scheduler.release_slots(is_producer)
-    _, steps = lax.while_loop(lambda state: state[0] < work_tiles.count * SLOTS, body, first)
-    if is_producer and work_tiles.cluster > 1:
-        scheduler.drain()
+    _, steps = lax.while_loop(lambda state: state[0] < end, body, first)
+    if work_tiles.cluster > 1:
+        if inline is not None:
+            pl.when(inline.is_here)(scheduler.drain)
+        elif is_producer:
+            scheduler.drain()
     return steps
 
 

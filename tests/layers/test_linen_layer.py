@@ -120,7 +120,7 @@ def test_kernels_keep_their_axis_names():
 
 
 def test_mistakes_raise():
-    with pytest.raises(TypeError, match="LinenBurstAttention got .*'qk_norms': .* 'qk_norm'"):
+    with pytest.raises(TypeError, match=r"LinenBurstAttention got .*'qk_norms': .* 'qk_norm'"):
         make_linen(qk_norms=True)
     with pytest.raises(ValueError, match="not accept sink_logits: sinks=True makes it"):
         make_linen(sink_logits=None)

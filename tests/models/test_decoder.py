@@ -208,13 +208,6 @@ def test_configs_check_themselves(make, message):
         make()
 
 
-def test_layer_kinds_repeat_with_the_rope_of_the_config():
-    pattern = (LayerKind(3), LayerKind(None, Rope(7.0)))
-    config = dataclasses.replace(CONFIG, num_layers=3, layer_pattern=pattern, rope_theta=5.0)
-    assert [kind.window for kind in config.layer_kinds] == [3, None, 3]
-    assert config.layer_ropes == (Rope(5.0), Rope(7.0), Rope(5.0))
-
-
 def test_flops_count_weights_and_the_keys_in_windows():
     length, window = 2048, 300
     flops = [
@@ -241,7 +234,7 @@ def test_logits_are_float32():
     logits = model.unembed(hidden)
     assert logits.dtype == jnp.float32
     kernel = model.head_kernel().astype(jnp.bfloat16)
-    assert relative_rms(logits, np.float64(hidden) @ np.float64(kernel)) < 1e-6
+    assert relative_rms(logits, np.matmul(np.float64(hidden), np.float64(kernel))) < 1e-6
 
 
 @pytest.mark.parametrize("axes", [(), ("model",)])

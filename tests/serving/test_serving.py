@@ -33,12 +33,11 @@ from served_models import (
 )
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, YarnRope, add_lora, load
+from burst_jax.models import Decoder, Lora, YarnRope, abstract_decoder, load
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata, TokenPosition
 from burst_jax.serving.decode_attention import (
     PartialAttention,
-    ScoreOptions,
     attend_by_matmuls,
     decode_attention,
 )
@@ -56,7 +55,7 @@ def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, *
 
 
 CASES = [
-    case({"seq": 3}, "zigzag", [61, 33], 14, chunk=31, extend=31, layer_pattern=WINDOWS),
+    case({"seq": 3}, "zigzag", [59, 33], 6, chunk=30, extend=30, layer_pattern=WINDOWS),
     case({"seq": 1}, "contiguous", [21], 3, rope=YarnRope(10000.0, factor=4.0, old_positions=16)),
     case({"data": 2, "seq": 2, "tensor": 2}, "striped", [37, 9], 20, extend=11, **LIKE_GEMMA),
     # Three devices divide neither 4 heads nor 50 hidden features.
@@ -245,13 +244,14 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     slots = SlotMetadata(
         jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, jnp.int32)
     )
-    last, scores = jnp.int32(capacity - 10), ScoreOptions(scale, soft_cap, window)
+    last = jnp.int32(capacity - 10)
+    scores: Any = {"scale": scale, "logits_soft_cap": soft_cap, "window": window}
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, scores)
+    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
     with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
         got = partial_attention(
             q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
-            scale=scale, logits_soft_cap=soft_cap, window=window, splits=splits, config=config,
+            splits=splits, config=config, **scores,
         )  # fmt: skip
     assert len(got[0]) == splits
     got = PartialAttention(*got).merged()
@@ -340,7 +340,7 @@ MISTAKES = [
      "batch is 3, and it is sharded over 2 devices along ('data',): use a multiple of 2"),
     (lambda: Generator(without_rules(), max_length=8, split_weights=True),
      "split_weights is True, and the model has no rules to shard weights by: load it with rules"),
-    (lambda: Generator(add_lora(server_model(), 2), max_length=8),
+    (lambda: Generator(with_adapters(), max_length=8),
      "the model has LoRA adapters: merge them first, by burst_jax.models.merge_lora(model)"),
 ]  # fmt: skip
 UNSUPPORTED = [
@@ -349,6 +349,11 @@ UNSUPPORTED = [
     (lambda: Generator(models(CONFIG, {"stage": 2, "seq": 1}, "zigzag")[1], max_length=8),
      "have a stage axis, 'stage': serving does not"),
 ]  # fmt: skip
+
+
+def with_adapters():
+    config = dataclasses.replace(ONE_LAYER, lora=Lora(2))
+    return nnx.merge(*abstract_decoder(config, mesh=mesh_of(seq=1)))
 
 
 def without_rules(**options):

@@ -37,14 +37,17 @@ from pallas_kernels.mosaic.sm90.configs import (
     WARPGROUP_ROWS,
     MosaicConfig,
     backward_config,
+    for_this_jax,
 )
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
 from pallas_kernels.mosaic.sm90.instructions import specialize_warpgroups
+from pallas_kernels.mosaic.sm90.producer import Copies, Producer
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardBarriers, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import (
     CTA_AXIS,
+    InlineProducer,
     TileCoordinates,
     TileScheduler,
     WorkTile,
@@ -79,7 +82,7 @@ def backward(
 
     dQ is summed in global memory, so it is float32 whatever ``out_dtype`` is.
     """
-    config = config or _shipped_config(inputs)
+    config = config or for_this_jax(_shipped_config(inputs))
     static = BackwardStatic.of(
         inputs, spec, config, adds_dkv=dkv is not None,
         dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)),
@@ -89,6 +92,8 @@ def backward(
     keys = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
     if config.block_kv != keys:
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {keys}")
+    if config.stages == 2 and not config.producer_warpgroup:
+        raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
     if config.cluster != 1:
         raise ValueError(f"cluster is {config.cluster}: the backward kernel supports 1")
     q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
@@ -122,7 +127,7 @@ def backward(
     scores = ScoreInputs.of(inputs, spec, config.tiles)
     results = launch(
         functools.partial(_kernel, static), "burst_backward", grid={CTA_AXIS: work_tiles.ctas},
-        warpgroups=static.consumers + 1,
+        warpgroups=static.warpgroups,
         inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases),
         results=BackwardResults(dq, dk, dv, per_head_sums), memory=static.memory, counter=counter,
     )  # fmt: skip
@@ -188,14 +193,18 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
         run_empty = None
         if not static.adds_dkv:
             run_empty = functools.partial(backward_epilogue.write_zeros, static, refs, warpgroup)
+        inline = None
+        if not static.config.producer_warpgroup:
+            inline = InlineProducer(warpgroup == 0, lambda w: _producer(static, refs, w).start())
         run = functools.partial(_consume, static, refs, warpgroup)
-        run_all(run, is_producer=False, run_empty=run_empty)
+        run_all(run, is_producer=False, inline=inline, run_empty=run_empty)
         plgpu.wait_smem_to_gmem(0)
 
+    def produce():
+        run_all(functools.partial(_produce, static, refs), is_producer=True)
+
     specialize_warpgroups(
-        static.consumers,
-        consume=consume,
-        produce=lambda: run_all(functools.partial(_produce, static, refs), is_producer=True),
+        static.consumers, consume, produce if static.config.producer_warpgroup else None
     )
 
 
@@ -207,8 +216,15 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
     masked_end = work.steps_before + work.iterator.masked * static.groups
+
+    def copy_ahead(step):
+        if not static.config.producer_warpgroup:
+            advance = _producer(static, refs, work).advance
+            pl.when(warpgroup == 0)(lambda: advance(step - work.steps_before))
+
     masked_step, full_step = (
-        functools.partial(backward_step.step, consumer, masked) for masked in (True, False)
+        functools.partial(backward_step.step, consumer, masked, copy_ahead)
+        for masked in (True, False)
     )
     state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
@@ -220,6 +236,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     # The other warpgroup may still read dS of the last two steps, but not of the one before these.
     buffer = backward_epilogue.ds_buffer(consumer.end)
     backward_epilogue.write_dkv(static, refs, warpgroup, kv_tile, buffer, state.dk, state.dv)
+    work.start_next()
     backward_epilogue.add_dq(static, refs, warpgroup, q_tile, lanes, dq)
 
 
@@ -228,6 +245,40 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
 
 def _produce(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None:
     """Starts the copies of a work tile's keys and values, then of each step's queries and dO."""
+    _copy_keys_and_values(static, refs, work)
+
+    @pl.loop(i32(0), work.steps)
+    def _(step):
+        tile_and_head = _tile_and_head(static, work, step)
+        _copy_queries(static, refs, work, step, tile_and_head)
+        _copy_do(static, refs, work, step, tile_and_head)
+
+
+def _producer(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> Producer:
+    """Starts the same copies in a consumer warpgroup.
+
+    While it accumulates the gradients of a step, it has read what the step before needed.
+    """
+    layout = ScratchLayout.of(static.config)
+
+    def copy_queries(step):
+        # Kept from step to step, what follows from the bounds would take registers.
+        at = work._replace(iterator=work.iterator.recompute())
+        _copy_queries(static, refs, at, step, _tile_and_head(static, at, step))
+
+    def copy_do(step):
+        # The queries of that step have been copied before.
+        stage = lax.rem(work.steps_before + step, i32(static.stages))
+        indices = (refs.memory.scratch[index] for index in layout.tile_and_head(stage))
+        q_tile, head = (index.astype(jnp.int32) for index in indices)
+        _copy_do(static, refs, work, step, (q_tile, head))
+
+    operands = Copies(copy_queries, static.stages - 1), Copies(copy_do, static.do_stages - 1)
+    return Producer(work, operands, functools.partial(_copy_keys_and_values, static, refs, work))
+
+
+def _copy_keys_and_values(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None:
+    """Starts the copies of a work tile's keys and values."""
     inputs, memory, barriers = refs.inputs, refs.memory, refs.barriers
     keys = pl.ds(work.tile * static.config.block_kv, static.config.block_kv)
 
@@ -240,36 +291,43 @@ def _produce(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None
     v = inputs.v.at[work.batch, keys, work.head]
     plgpu.copy_gmem_to_smem(v, memory.v, barriers.kv_arrived)
 
-    @pl.loop(i32(0), work.steps)
-    def _(step):
-        _copy_step(static, refs, work, step)
 
-
-def _copy_step(static: BackwardStatic, refs: BackwardRefs, work: WorkTile, step: Any) -> None:
-    """Starts the copies of a step: queries with their lse, and dO with delta."""
+def _copy_queries(
+    static: BackwardStatic, refs: BackwardRefs, work: WorkTile, step: Any, tile_and_head: Any
+) -> None:
+    """Starts the copies of a step's queries and their lse."""
     inputs, memory, barriers = refs.inputs, refs.memory, refs.barriers
     layout, block_q = ScratchLayout.of(static.config), static.config.block_q
-    q_tile, head = _tile_and_head(static, work, step)
+    q_tile, head = tile_and_head
     queries = pl.ds(q_tile * block_q, block_q)
-    q = inputs.q.at[work.batch, queries, head]
-    do = inputs.do.at[work.batch, queries, head]
     lse = _lse(static, inputs.lse, work, step).at[work.batch, head, queries]
-    delta = inputs.delta.at[work.batch, head, queries]
     cta_step = work.steps_before + step
-
     stage = lax.rem(cta_step, i32(static.stages))
     _wait_until_free(cta_step, static.stages, barriers.q_free, stage)
     # The consumers wait for these queries, and then read in scratch memory which they are.
-    for index, value in zip(layout.tile_and_head(stage), (q_tile, head), strict=True):
+    for index, value in zip(layout.tile_and_head(stage), tile_and_head, strict=True):
         memory.scratch[index] = value.astype(jnp.float32)
     plgpu.commit_smem()
+    q = inputs.q.at[work.batch, queries, head]
     plgpu.copy_gmem_to_smem(q, memory.q.at[stage], barriers.q_arrived.at[stage])
     _copy_stats(lse, memory.scratch.at[layout.lse(stage)], barriers.q_arrived.at[stage])
 
-    do_stage = lax.rem(cta_step, i32(static.do_stages))
-    _wait_until_free(cta_step, static.do_stages, barriers.do_free, do_stage)
-    plgpu.copy_gmem_to_smem(do, memory.do.at[do_stage], barriers.do_arrived.at[do_stage])
-    _copy_stats(delta, memory.scratch.at[layout.delta(do_stage)], barriers.do_arrived.at[do_stage])
+
+def _copy_do(
+    static: BackwardStatic, refs: BackwardRefs, work: WorkTile, step: Any, tile_and_head: Any
+) -> None:
+    """Starts the copies of a step's dO and delta."""
+    inputs, memory, barriers = refs.inputs, refs.memory, refs.barriers
+    layout, block_q = ScratchLayout.of(static.config), static.config.block_q
+    q_tile, head = tile_and_head
+    queries = pl.ds(q_tile * block_q, block_q)
+    cta_step = work.steps_before + step
+    stage = lax.rem(cta_step, i32(static.do_stages))
+    _wait_until_free(cta_step, static.do_stages, barriers.do_free, stage)
+    do = inputs.do.at[work.batch, queries, head]
+    plgpu.copy_gmem_to_smem(do, memory.do.at[stage], barriers.do_arrived.at[stage])
+    delta = inputs.delta.at[work.batch, head, queries]
+    _copy_stats(delta, memory.scratch.at[layout.delta(stage)], barriers.do_arrived.at[stage])
 
 
 def _lse(static: BackwardStatic, lse: Any, work: WorkTile, step: Any) -> Any:

@@ -9,6 +9,7 @@ the exponentials of one overlap with the products of the other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,12 +98,15 @@ class _StepData(NamedTuple):
         return cls(stage, do_stage, ds, earlier_ds, at, keys, lanes)
 
 
-def step(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+def step(
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[Any], None], step: Any, state: State
+) -> State:
     """One query tile of one head.
 
     Args:
       consumer: the keys.
       masked: whether any of the step's scores may be masked.
+      copy_ahead: called with the step while its last products run.
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
@@ -123,7 +127,8 @@ def step(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
     refs.memory.ds[data.ds, data.keys] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
-    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds)
+    copy_ahead = functools.partial(copy_ahead, step)
+    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_ahead)
 
 
 def _weights_and_gradients(
@@ -250,8 +255,9 @@ def _gradients_with_derivative(
 
 
 def _add_products(
-    consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array
-) -> State:
+    consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array,
+    copy_ahead: Callable[[], None],
+) -> State:  # fmt: skip
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
 
@@ -261,6 +267,7 @@ def _add_products(
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.lanes)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
+        copy_ahead()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         has_earlier_step = state.q_tile >= 0
         earlier = TileCoordinates(consumer.work.recompute().batch, state.head, state.q_tile)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.spec import Tiles
 
@@ -19,6 +21,9 @@ SHARED_MEMORY = 227 * 1024
 # (registers of a consumer thread, of a producer thread), by number of consumer warpgroups. A CTA
 # has 64 K registers. The producer only starts copies, and gives most of its share to the consumers.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
+# Since this version JAX assembles Mosaic kernels with nvJitLink, as relocatable code, in which
+# ``setmaxnreg`` has no effect: all warpgroups of a kernel get the same number of registers.
+EQUAL_REGISTERS_SINCE = (0, 12)
 # Buffers for dS of the backward kernel: with three, either consumer warpgroup may run almost a
 # whole step ahead of the other.
 DS_BUFFERS = 3
@@ -39,6 +44,9 @@ class MosaicConfig:
         in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
         of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
         causal mask the earlier one visits a few that are fully masked.
+      producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
+        registers to the consumers. If not, the first consumer warpgroup starts them while its
+        products run, and all warpgroups have the same number of registers.
     """
 
     block_q: int
@@ -46,6 +54,7 @@ class MosaicConfig:
     stages: int
     do_stages: int | None = None
     cluster: int = dataclasses.field(default=1, kw_only=True)
+    producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
@@ -63,6 +72,13 @@ class MosaicConfig:
     def tiles(self) -> Tiles:
         """The tile sizes that bounds depend on; the queries are those of a whole cluster."""
         return Tiles(self.block_q * self.cluster, self.block_kv)
+
+
+def for_this_jax(config: MosaicConfig) -> MosaicConfig:
+    """The config without a producer warpgroup, if the installed JAX moves no registers."""
+    if jax.__version_info__ < EQUAL_REGISTERS_SINCE:
+        return config
+    return dataclasses.replace(config, producer_warpgroup=False)
 
 
 def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:

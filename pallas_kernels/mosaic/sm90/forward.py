@@ -42,16 +42,19 @@ from pallas_kernels.mosaic.sm90.configs import (
     REGISTERS,
     WARPGROUP_ROWS,
     MosaicConfig,
+    for_this_jax,
     forward_cluster,
     forward_config,
 )
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, specialize_warpgroups
+from pallas_kernels.mosaic.sm90.producer import Copies, Producer
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import (
     CTA_AXIS,
+    InlineProducer,
     TileScheduler,
     WorkTile,
     for_each_work_tile,
@@ -69,7 +72,7 @@ def forward(
     config: MosaicConfig | None = None,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
-    config = config or _shipped_config(inputs, spec)
+    config = config or for_this_jax(_shipped_config(inputs, spec))
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
     static = ForwardStatic.of(inputs, spec, config, out_dtype=out_dtype, has_carry=has_carry)
@@ -100,7 +103,7 @@ def forward(
         counter = depending_on(jnp.zeros((1,), jnp.int32), q)
     o, lse = launch(
         functools.partial(_kernel, static), "burst_forward", grid={CTA_AXIS: work_tiles.ctas},
-        warpgroups=static.consumers + 1, cluster=work_tiles.cluster, inputs=arrays,
+        warpgroups=static.warpgroups, cluster=work_tiles.cluster, inputs=arrays,
         results=results, memory=static.memory, counter=counter,
     )  # fmt: skip
     return o, lse[..., : static.q_length]
@@ -154,60 +157,89 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
             _drain_stages(static, refs, steps)
 
     def consume(warpgroup):
-        run_all(functools.partial(_consume, static, refs, warpgroup), is_producer=False)
+        inline = None
+        if not static.config.producer_warpgroup:
+            inline = InlineProducer(warpgroup == 0, lambda w: _producer(static, refs, w).start())
+        run = functools.partial(_consume, static, refs, warpgroup)
+        steps = run_all(run, is_producer=False, inline=inline)
         plgpu.wait_smem_to_gmem(0)
+        if inline is not None and static.config.cluster > 1:
+            pl.when(inline.is_here)(lambda: _drain_stages(static, refs, steps))
 
-    specialize_warpgroups(static.consumers, consume=consume, produce=produce)
+    specialize_warpgroups(
+        static.consumers, consume, produce if static.config.producer_warpgroup else None
+    )
 
 
 # --- producer -------------------------------------------------------------------------------------
 
 
 def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
-    """Starts the copies of a work tile's queries, keys and values, each when its memory is free.
-
-    Stages are used in turn across all work tiles of a CTA.
-    """
-    inputs, memory, block_kv = refs.inputs, refs.memory, static.config.block_kv
-    kv_head = lax.div(work.head, i32(static.groups))
+    """Starts the copies of a work tile's queries, keys and values, each when its memory is free."""
 
     @pl.loop(i32(0), work.steps)
     def _(step):
-        cta_step = work.steps_before + step
-        stage = lax.rem(cta_step, i32(static.config.stages))
-        tokens = pl.ds(work.iterator.tile(step) * block_kv, block_kv)
-        keys = inputs.k.at[work.batch, tokens, kv_head]
-        values = inputs.v.at[work.batch, tokens, kv_head]
-        was_used = cta_step >= static.config.stages
-        tile = static, stage, was_used
-        _copy_kv_tile(*tile, keys, memory.k, memory.k_arrived, memory.k_free)
-        if static.bias_in_accumulator:
-            # The stage of the positions is free when that of the keys is.
-            positions = inputs.k_positions.at[tokens]
-            target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
-            plgpu.copy_gmem_to_smem(positions, target, arrived)
+        _copy_keys(static, refs, work, step)
         # The queries come after the first keys, whose stage is free earlier: the previous work tile
         # frees its queries only with its last scores.
         pl.when(step == 0)(functools.partial(_copy_queries, static, refs, work))
-        _copy_kv_tile(*tile, values, memory.v, memory.v_arrived, memory.v_free)
+        _copy_values(static, refs, work, step)
+
+
+def _producer(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> Producer:
+    """Starts the same copies in a consumer warpgroup.
+
+    While it computes the scores of a step, it has read the keys of the step before, and the values
+    of the one before that.
+    """
+    call, stages = (static, refs, work), static.config.stages
+    keys = Copies(functools.partial(_copy_keys, *call), ahead=stages - 1)
+    values = Copies(functools.partial(_copy_values, *call), ahead=stages - 2)
+    return Producer(work, (keys, values), functools.partial(_copy_queries, *call))
+
+
+def _copy_keys(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any) -> None:
+    """Starts the copy of a step's keys, and of their positions if they are needed."""
+    inputs, memory = refs.inputs, refs.memory
+    stage, tokens = _copy_kv_tile(
+        static, work, step, inputs.k, memory.k, memory.k_arrived, memory.k_free
+    )
+    if static.bias_in_accumulator:
+        # The stage of the positions is free when that of the keys is.
+        target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
+        plgpu.copy_gmem_to_smem(inputs.k_positions.at[tokens], target, arrived)
+
+
+def _copy_values(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any) -> None:
+    """Starts the copy of a step's values."""
+    memory = refs.memory
+    _copy_kv_tile(static, work, step, refs.inputs.v, memory.v, memory.v_arrived, memory.v_free)
 
 
 def _copy_kv_tile(
-    static: ForwardStatic, stage: Any, was_used: Any,
+    static: ForwardStatic, work: WorkTile, step: Any,
     source: Any, target: Any, arrived: Any, free: Any,
-) -> None:  # fmt: skip
-    """Starts the copy of a tile of keys or values, once the stage's previous tile has been read.
+) -> tuple[Any, Any]:  # fmt: skip
+    """Starts the copy of a step's keys or values, once the stage's previous tile has been read.
 
-    Each CTA of a cluster multicasts its part to the shared memory of all; ``arrived`` waits for the
-    whole tile.
+    Stages are used in turn across all work tiles of a CTA. Each CTA of a cluster multicasts its
+    part to the shared memory of all; ``arrived`` waits for the whole tile.
+
+    Returns:
+      The stage and the slice of the key axis.
     """
+    cta_step, block_kv = work.steps_before + step, static.config.block_kv
+    stage = lax.rem(cta_step, i32(static.config.stages))
+    tokens = pl.ds(work.iterator.tile(step) * block_kv, block_kv)
 
-    @pl.when(was_used)
+    @pl.when(cta_step >= static.config.stages)
     def _():
         plgpu.barrier_wait(free.at[stage])
 
+    source = source.at[work.batch, tokens, lax.div(work.head, i32(static.groups))]
     axes = None if static.config.cluster == 1 else CLUSTER_AXIS
     plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage], collective_axes=axes)
+    return stage, tokens
 
 
 def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
@@ -289,6 +321,7 @@ def _first_step(consumer: Consumer) -> _State:
 
     def products(scores_ref):
         _issue_scores(consumer, scores_ref, consumer.stage(i32(0)))
+        _copy_ahead(consumer, i32(0))
         return scores_ref[...]
 
     scores = pl.run_scoped(products, _accumulators(static)[0])
@@ -312,6 +345,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         _issue_scores(consumer, scores_ref, stage)
         plgpu.barrier_wait(memory.v_arrived.at[earlier_stage])
         plgpu.wgmma(acc_ref, state.weights, memory.v.at[earlier_stage])
+        _copy_ahead(consumer, step)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
@@ -339,12 +373,20 @@ def _last_product(consumer: Consumer, state: _State) -> jax.Array:
         acc_ref[...] = state.acc
         plgpu.barrier_wait(memory.v_arrived.at[stage])
         plgpu.wgmma(acc_ref, state.weights, memory.v.at[stage])
+        consumer.work.start_next()
         return acc_ref[...]
 
     acc = pl.run_scoped(product, _accumulators(consumer.static)[1])
     # The copies of the next work tile's keys need not wait for the epilogue.
     consumer.free_stage(memory.v_free, stage)
     return acc
+
+
+def _copy_ahead(consumer: Consumer, step: Any) -> None:
+    """Starts copies of later steps, if this warpgroup is the producer as well."""
+    static, refs, warpgroup, work = consumer[:4]
+    if not static.config.producer_warpgroup:
+        pl.when(warpgroup == 0)(lambda: _producer(static, refs, work).advance(step))
 
 
 def _accumulators(static: ForwardStatic) -> tuple[Any, Any]:

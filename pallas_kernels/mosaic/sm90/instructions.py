@@ -19,13 +19,17 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def specialize_warpgroups(
-    consumers: int, consume: Callable[[Any], None], produce: Callable[[], None]
+    consumers: int, consume: Callable[[Any], None], produce: Callable[[], None] | None
 ) -> None:
     """Runs ``consume(warpgroup)`` on the first ``consumers`` warpgroups, ``produce()`` on the last.
 
-    Registers move from the producer warpgroup to the consumers (``setmaxnreg``).
+    Registers move from the producer warpgroup to the consumers (``setmaxnreg``). With ``produce``
+    None, all warpgroups are consumers.
     """
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
+    if produce is None:
+        consume(warpgroup)
+        return
     consumer_registers, producer_registers = REGISTERS[consumers]
 
     @pl.when(warpgroup == consumers)

@@ -26,6 +26,16 @@ class Sm90Static(KernelStatic[MosaicConfig]):
     """Static parameters of both sm90 kernels."""
 
     @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        raise NotImplementedError
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA."""
+        return self.consumers + self.config.producer_warpgroup
+
+    @property
     def masks_by_arrays(self) -> bool:
         """Whether masks read more than positions, which takes registers."""
         return self.has_segments or self.has_kv_bounds or self.has_block_mask
