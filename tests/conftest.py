@@ -42,7 +42,7 @@ TIERS = {
         else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
     ),
     "mosaic_interpreter": (
-        "interprets the Hopper kernels, which needs JAX 0.12 or newer",
+        "interprets the Hopper kernels, or finds races, which needs JAX 0.12 or newer",
         ".ci/run runs them with the newest JAX",
     ),
     "hopper_kernels": (

@@ -93,12 +93,11 @@ class LocalArguments:
         depends on key, batch index, head and positions, not on mesh, layout or implementation. In
         ``ring_attention``, devices with different sequences or heads must pass different keys
         (``jax.random.fold_in`` of the axis index), and devices along the ring the same key.
-      implementation: "mosaic_sm90", "mosaic_sm80", "triton", "xla", a
+      implementation: "mosaic_sm90", "mosaic_sm80", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
-      deterministic: whether gradients must be bitwise reproducible. "mosaic_sm90" accumulates dQ in
-        varying order: with True it raises, and None picks another implementation for the gradient.
-        "mosaic_sm80" then accumulates dQ in fixed point. out and lse are always bitwise
-        reproducible. Default False.
+      deterministic: whether gradients must be bitwise reproducible. The kernels accumulate dQ in
+        varying order: with True "mosaic_sm90" computes it in a kernel of its own, and "mosaic_sm80"
+        in fixed point, both slower. out and lse are always bitwise reproducible. Default False.
     """
 
     query_offset: int | jax.Array = 0

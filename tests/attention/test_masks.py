@@ -360,4 +360,4 @@ def test_sm90_kernels_name_the_blocks_that_they_support():
     message = r"64 queries and 32 keys side by side .*use larg"
     with pytest.raises(NotImplementedError, match=message):
         named(32)
-    assert named(32, None) == "triton"
+    assert named(32, None) == "xla"

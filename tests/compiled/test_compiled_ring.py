@@ -17,7 +17,7 @@ from routes import hops_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve, triton
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -28,6 +28,8 @@ SHAPE = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, DIM, 2, value_dim=VALUE_DIM)
 
 def attend(mesh, **options):
     options = {"is_causal": True, "layout": "zigzag", **options}
+    if options.get("implementation") == "triton":
+        options["implementation"] = triton(compute_capability=8.0)
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
 
 
@@ -227,5 +229,6 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
     inputs = AttentionInputs(QuerySide(query), KVSide(query, query))
     where = {"platform": "gpu", "compute_capability": capability, "inputs": inputs}
-    hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
-    assert resolve(None, **where).name == ("mosaic_sm90" if hopper else "triton")
+    with compiled.mosaic_compiles_for(mesh):
+        name = resolve(None, **where).name
+    assert name == ("mosaic_sm90" if capability == 9.0 else "mosaic_sm80")
