@@ -46,7 +46,8 @@ class Ring(NamedTuple):
         """The gradient on ``n`` devices: the forward's hops, then the backward's."""
         mesh = compiled.gpu_mesh(self.gpu, n)
         arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-        ids = (compiled.segment_ids(mesh, TOKENS),) if self.packed else ()
+        shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
+        ids = (shape,) * self.packed
 
         def run(query, key, value, *ids):
             segments = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), *ids)
@@ -159,14 +160,14 @@ def test_two_level_ring(gpu, kernels, rotation):
 
 def test_memory_does_not_grow_with_the_number_of_nodes():
     temp = []
-    for hosts in (3, 6):  # With two, no block is sent in chunks while a gradient is.
+    for hosts in (3, 5):  # With two, no block is sent in chunks while a gradient is.
         mesh = compiled.gpu_mesh("h100", hosts, 2)
         attention = attend(
             mesh, seq_axis=("outer", "inner"), layout="contiguous", implementation="mosaic_sm90"
         )
         program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, TOKENS, 8, 8))
         temp.append(compiled.temp_bytes(program) / 2**20)
-    # Chunks leave gaps: for six more steps less than one K/V block's 16 MiB.
+    # Chunks leave gaps: for four more steps less than one K/V block's 16 MiB.
     assert temp[1] - temp[0] < 16, temp
 
 
@@ -207,21 +208,6 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
     ]
     assert sorted(compiled.sent_bytes(program, "all-to-all")) == sorted(exchanged)
     assert all(compiled.overlapped(compiled.schedule(program)))
-
-
-def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do():
-    """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""
-    mesh = compiled.gpu_mesh("h100", 2)
-    arrays = compiled.inputs(mesh, 256, 4, 2)
-    numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
-
-    def loss(query, key, value, sinks, slopes):
-        numbers = {"sink_logits": sinks, "alibi_slopes": slopes}
-        out = attend(mesh, implementation="mosaic_sm90", **numbers)(query, key, value)
-        return out.astype(jnp.float32).sum()
-
-    traced = jax.jit(jax.grad(loss, (3, 4))).trace(*arrays, numbers, numbers)
-    assert [x.shape for x in jax.tree.leaves(traced.out_info)] == [(4,), (4,)]
 
 
 @pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])

@@ -15,9 +15,9 @@ SPILLS = (
     ("forward", (128,), FRESH | EVERYTHING, 0),
     ("forward", (192, 128), FRESH, 0),
     ("forward", (256,), FRESH | EVERYTHING, 0),
-    ("backward", (64,), FRESH, 136),
-    ("backward", (128,), CARRIED, 192),
-    ("backward", (128,), FRESH | {"deterministic": True}, 240),
+    ("backward", (64,), FRESH, 200),
+    ("backward", (128,), CARRIED, 208),
+    ("backward", (128,), FRESH | {"deterministic": True}, 272),
     ("backward", (192, 128), FRESH, 0),
 )
 

@@ -9,15 +9,15 @@ from pallas_kernels.spec import Tiles
 
 # Maximum shared memory of one CTA on an A100, in bytes (163 KiB). An SM has 164 KiB, and each
 # resident CTA uses 1 KiB more than it requests. Later data-center GPUs have more.
-SHARED_MEMORY = 166_912
+SHARED_MEMORY, _RESERVED = 166_912, 1024
 # The same of smaller GPUs (99 KiB), and their compute capabilities: A10, A40 and RTX 30, L4, L40
 # and RTX 40, RTX 50.
 SMALL_SHARED_MEMORY = 101_376
 _SMALL = (8.6, 8.9, 12.0, 12.1)
-_RESERVED = 1024
 # Rows of the accumulator of one mma.sync instruction (m16n8k16), and the depth of its products.
 MMA_ROWS, MMA_DEPTH = 16, 16
 WARPS = 4
+WIDEST_HEAD_DIM = 256
 # Warpgroups of a backward CTA. Each owns half of the tile's keys.
 BACKWARD_WARPGROUPS = 2
 # Number of a warpgroup's warps along the rows of every product; the others are along its columns.

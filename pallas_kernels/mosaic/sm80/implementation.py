@@ -19,6 +19,7 @@ from pallas_kernels.mosaic.sm80.configs import (
     MMA_DEPTH,
     SHARED_MEMORY,
     SMALL_SHARED_MEMORY,
+    WIDEST_HEAD_DIM,
     BackwardConfig,
     ForwardConfig,
     shared_memory_of,
@@ -26,8 +27,6 @@ from pallas_kernels.mosaic.sm80.configs import (
 from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
-
-_WIDEST = 256
 
 
 def mosaic_sm80(
@@ -77,8 +76,8 @@ def _unsupported(inputs: AttentionInputs) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
-        if dim > _WIDEST:
-            return f"the head dim{what} is {dim}; it supports {_WIDEST} at most"
+        if dim > WIDEST_HEAD_DIM:
+            return f"the head dim{what} is {dim}; it supports {WIDEST_HEAD_DIM} at most"
     return unsupported_block_mask(inputs)
 
 
