@@ -107,14 +107,19 @@ def step(
     Args:
       consumer: the keys.
       masked: whether any of the step's scores may be masked.
-      copy_ahead: called with 1 and the step while its first products run, with 0 while its last
-        ones run.
+      copy_ahead: called with 0 and the step while its last products run, and with 1 while its first
+        ones run. A mask and much else leave no registers for that: then it is called later.
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
     refs, data = consumer.refs, _StepData.of(consumer, step)
-    copy_do = functools.partial(copy_ahead, 1, step)
-    p, ds = _weights_and_gradients(consumer, masked, step, data, copy_do)
+    late = masked or consumer.static.needs_registers
+
+    def copy_do(when_late):
+        if when_late == late:
+            copy_ahead(1, step)
+
+    p, ds = _weights_and_gradients(consumer, masked, step, data, lambda: copy_do(False))
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
@@ -130,8 +135,12 @@ def step(
     refs.memory.ds[data.ds, data.keys] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
-    copy_queries = functools.partial(copy_ahead, 0, step)
-    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_queries)
+
+    def copy_late():
+        copy_ahead(0, step)
+        copy_do(True)
+
+    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_late)
 
 
 def _weights_and_gradients(
@@ -261,7 +270,7 @@ def _gradients_with_derivative(
 
 def _add_products(
     consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array,
-    copy_queries: Callable[[], None],
+    copy_late: Callable[[], None],
 ) -> State:  # fmt: skip
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
@@ -272,7 +281,7 @@ def _add_products(
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.lanes)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
-        copy_queries()
+        copy_late()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         has_earlier_step = state.q_tile >= 0
         earlier = TileCoordinates(consumer.work.recompute().batch, state.head, state.q_tile)
