@@ -20,7 +20,7 @@ from jax import lax
 
 from benchmarks.command_line import positive, require_gpus
 from burst_jax.serving.cache import SlotMetadata
-from burst_jax.serving.decode_attention import PartialAttention, ScoreOptions, attend_by_matmuls
+from burst_jax.serving.decode_attention import PartialAttention, attend_by_matmuls
 from pallas_kernels.mosaic.sm80.decode import DecodeConfig, decode_config, partial_attention
 from pallas_kernels.timing import median_time, relative_error
 
@@ -56,9 +56,7 @@ def _attend(
 
     def attend(query: jax.Array) -> jax.Array:
         if kernel is None:
-            partial = attend_by_matmuls(
-                query, keys, values, slots, last, ScoreOptions(scale, None, None)
-            )
+            partial = attend_by_matmuls(query, keys, values, slots, last, scale=scale)
         else:
             partial = PartialAttention(
                 *partial_attention(

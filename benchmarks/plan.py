@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -140,6 +141,7 @@ def load_steps() -> list[Step]:
     return [Step(**row) for row in json.loads(text)]
 
 
+@functools.cache
 def step_estimate(step: Step) -> StepEstimate:
     """The estimate for a step."""
     parallel = step.strategy == "tensor parallel"

@@ -94,7 +94,7 @@ def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
         (here,) = step.offset
         block = (device - here) % N
         sends = []
-        for send in sorted(step.all_sends, key=lambda send: send.what):
+        for send in sorted(step.sends, key=lambda send: send.what):
             (start,), (end,) = send.start, send.end
             sent, to = (device - start) % N, (device + end - start) % N
             names = f"K{sent} V{sent}" if send.what == "block" else f"dK{sent} dV{sent}"
@@ -111,7 +111,7 @@ def forward_steps(device: int) -> list[tuple[str, list[str]]]:
 
 def backward_steps(device: int) -> list[tuple[str, list[str]]]:
     """What one device does in the backward pass, with one kernel for all gradients."""
-    return drawn(device, backward_schedule(ROUTE, fused=True))
+    return drawn(device, backward_schedule(ROUTE))
 
 
 def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]]]) -> None:

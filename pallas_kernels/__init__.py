@@ -1,7 +1,8 @@
-"""Local attention on one device: a reference, a plain-JAX and two Pallas implementations.
+"""Local attention on one device: Pallas kernels (Mosaic GPU, Triton) and plain JAX.
 
-One interface (:class:`Implementation`) for all; no mesh, no ring, no layout names. Positions and
-segment ids say what may attend to what, tile bounds say which tiles to visit.
+All implementations have one interface (:class:`Implementation`), independent of meshes, rings and
+layouts. Positions and segment ids define which keys a query attends to, tile bounds which tiles a
+kernel visits. A dense reference is for tests.
 """
 
 from pallas_kernels.arrays import vary as vary

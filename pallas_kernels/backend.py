@@ -64,8 +64,8 @@ class BackwardFunction(Protocol):
       dkv: dK ``[B, S, K, H]`` and dV ``[B, S, K, Hv]``, float32, to add to, or None to start from
         zero.
       spec: the mask and the score.
-      out_dtype: the caller will cast ``dq``, ``dk`` and ``dv`` to this dtype, and add nothing to
-        them before; None is float32.
+      out_dtype: dtype to which the caller will cast ``dq``, ``dk`` and ``dv`` without adding to
+        them first; None is float32.
 
     Returns:
       ``(dq, (dk, dv), per_head)``, float32, or ``out_dtype`` where a kernel rounds as it writes,
@@ -93,7 +93,7 @@ def runs_anywhere(platform: str, compute_capability: float | None) -> None:
 
 
 def needs_gpu(what: str, platform: str, compute_capability: float | None) -> str:
-    """The reason of an implementation that needs ``what``, a compute capability, elsewhere."""
+    """Why an implementation that needs ``what``, a compute capability, cannot run elsewhere."""
     others = "None, 'triton' or 'xla'" if platform == "gpu" else "None or 'xla'"
     has = "" if compute_capability is None else f" of compute capability {compute_capability}"
     return f"it needs {what}, the arrays are on {platform!r}{has}; use {others}"
@@ -122,11 +122,6 @@ class Implementation:
       name: the public name.
       forward: see :class:`ForwardFunction`.
       backward: see :class:`BackwardFunction`; None if it has none.
-      backward_dq: ``(inputs, bounds, dq, *, spec, out_dtype) -> (dq, per_head)``, the half of
-        ``backward`` that computes dQ. An implementation has the two halves if different kernels
-        compute dQ and dK, dV: a ring then sends one gradient while the other's kernel runs. None
-        if one kernel computes all gradients.
-      backward_dkv: ``(inputs, bounds, dkv, *, spec, out_dtype) -> dkv``, the other half.
       forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
@@ -134,11 +129,12 @@ class Implementation:
         gradients add up to those of one call with ``bounds``. A ring defers one of the calls to
         overlap the rotating gradient's final send. None if the work cannot be split.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
-        if it does. Nothing else is read, so the leaves may be ``jax.ShapeDtypeStruct``.
+        if it does. Values are not read, so the leaves may be ``jax.ShapeDtypeStruct``.
       backward_unsupported: the same for the backward pass; None uses ``unsupported`` for both.
       unsupported_functions: ``(spec, inputs, *, backward) -> reason``: why it cannot run the spec's
         ``score_mod`` or ``mask_mod``, or None if it can.
-      unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None.
+      unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None if
+        it can.
       deterministic: whether ``backward`` is bitwise reproducible; False if CTAs accumulate with
         atomics in varying order. (``forward`` must be bitwise reproducible.)
       deterministic_variant: what to use instead where gradients must be bitwise reproducible; None
@@ -157,8 +153,6 @@ class Implementation:
     unsupported: Callable[[AttentionInputs], str | None]
     unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
-    backward_dq: Callable[..., tuple[jax.Array, PerHead]] | None = None
-    backward_dkv: Callable[..., Dkv] | None = None
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True

@@ -4,9 +4,9 @@ The table is in the sequence's natural order, so a score's entry follows from it
 
     table[head, q_position // q_block, kv_position // kv_block]
 
-It is an array, whose values are usually not known at trace time. Kernels visit only the tiles of
-scores in which it allows something (:mod:`pallas_kernels.bounds` lists them), and test scores by it
-only in tiles that it allows in part.
+It is an array, whose values are usually not known at trace time. Kernels visit only tiles with an
+allowed score (:mod:`pallas_kernels.bounds` lists them), and apply the mask to single scores only in
+tiles that are partly masked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class BlockMask:
         a column. With a leading 1, all heads share it.
       q_block: query positions per row.
       kv_block: key positions per column.
-      q_run: every ``q_run`` consecutive queries of a device, from a multiple of it on, are in one
-        row; 1 assumes nothing.
+      q_run: queries ``i * q_run`` to ``(i + 1) * q_run - 1`` of a device are in one row, for every
+        i; 1 assumes nothing.
       kv_run: the same for keys and columns.
     """
 
@@ -89,10 +89,10 @@ class BlockMask:
         return seen > 0, seen == entries[None]
 
     def tests_scores(self, block_q: int, block_kv: int, together: int = 1) -> bool:
-        """Whether scores of visited tiles of this size must be tested.
+        """Whether kernels must apply the mask to single scores in visited tiles of this size.
 
         If not, every tile is within one entry of the table, which decides whether it is visited.
-        ``together``: query heads that visit the same tiles.
+        ``together``: number of query heads that visit the same tiles.
         """
         splits = self.q_run % block_q or self.kv_run % block_kv
         return bool(splits) or (together > 1 and self.heads > 1)

@@ -83,7 +83,7 @@ def key_bounds(
 def lists_for_all(
     mask: Mask, query: QuerySide, kv: KVSide, tiles: Tiles, block_mask: BlockMask
 ) -> jax.Array:
-    """Lists of the KV tiles that any head of any sequence visits, for every query tile.
+    """Lists of the KV tiles that some head of some sequence visits, for every query tile.
 
     Returns:
       int32 ``[1, 1, query tiles, 2 + KV tiles]``.

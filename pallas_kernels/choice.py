@@ -66,7 +66,7 @@ def resolve(
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
-    Decided before anything is traced for the device: kernels of a newer GPU abort when they are
+    The decision does not try to lower kernels, because those of a newer GPU abort when they are
     lowered for an older one. If None does not choose the Hopper kernels although they could run, a
     :class:`SlowerKernelsWarning` gives the reason and the remedy.
 
@@ -78,7 +78,7 @@ def resolve(
         ``jax.ShapeDtypeStruct``, and positions may be None.
       backward: whether to choose for the backward pass.
       deterministic: whether the gradient must be bitwise reproducible.
-      spec: what the call computes; None has no ``score_mod`` and no ``mask_mod``.
+      spec: mask and score of the call; None is one without ``score_mod`` and ``mask_mod``.
 
     Raises:
       ValueError: there is no such implementation.
@@ -108,7 +108,7 @@ def resolve(
 
 
 def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
-    """What runs of an implementation: its reproducible variant, if wanted and if there is one."""
+    """The deterministic variant of an implementation if required and if it has one, else itself."""
     variant = implementation.deterministic_variant if deterministic else None
     return implementation if variant is None else variant
 

@@ -3,9 +3,9 @@
     score_mod(score, batch, head, q_position, kv_position) -> score
     mask_mod(batch, head, q_position, kv_position) -> bool
 
-They are traced with scalars. Plain JAX then runs them on every score of a tile by
-``jnp.vectorize``, whatever they do. A kernel runs the traced operations one by one on whole tiles,
-so it supports elementwise operations only, and not all of them
+They are traced with scalars. Plain JAX then runs any such function on every score of a tile by
+``jnp.vectorize``. A kernel runs the traced operations one by one on whole tiles, so it supports
+elementwise operations only, and not all of them
 (:func:`pallas_kernels.spec.unsupported_functions`).
 """
 
@@ -130,7 +130,7 @@ def derivative(score_mod: Callable[..., Any], score: Any, *place: Any) -> Any:
 
 
 def with_derivative(score_mod: Callable[..., Any], score: Any, *place: Any) -> tuple[Any, Any]:
-    """:func:`modified` and :func:`slope`."""
+    """:func:`modified` and :func:`derivative`."""
     return jax.jvp(
         lambda score: modified(score_mod, score, *place), (score,), (jnp.ones_like(score),)
     )

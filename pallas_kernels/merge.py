@@ -30,7 +30,7 @@ def merge(
     """Attention over the union of two key sets from the attention over each.
 
     Args:
-      o_a: float32 ``[..., Hv]``, softmax-normalised over the first keys; 0 where there are none.
+      o_a: float32 ``[..., Hv]``, softmax-normalized over the first keys; 0 where there are none.
       lse_a: float32 ``[...]``, natural log of the softmax's denominator; -inf where there are none.
       o_b: as ``o_a``, over the second keys.
       lse_b: as ``lse_a``, over the second keys.

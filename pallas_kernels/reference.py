@@ -99,7 +99,7 @@ class _Scores:
 
     @property
     def coordinates(self) -> ScoreCoordinates | None:
-        """Where the scores are, for functions of the caller's."""
+        """Coordinates of the scores; None without user functions."""
         return self._inputs.coordinates(*self.positions)
 
     def of_heads(self, per_head: jax.Array) -> jax.Array:

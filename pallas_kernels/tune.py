@@ -44,9 +44,9 @@ class Backend:
       space: ``(kernel, head_dim, value_dim) -> candidates``.
       matmuls: per kernel, number of matrix products with 2 T S H and with 2 T S Hv operations.
       syntax: of a config on the command line.
-      entry: format of the best config in its module, with ``kernel``, ``dims`` (H, and Hv if it
-        differs), ``dim``, the larger one of them, and ``tiles``.
-      options: XLA's for compiling a candidate.
+      entry: format of the line for ``configs.py``, with the fields ``kernel``, ``dims`` (H, and Hv
+        if it differs), ``dim`` (the larger one) and ``tiles``.
+      options: XLA's compiler options for a candidate.
     """
 
     config: Callable[..., Any]
@@ -58,7 +58,10 @@ class Backend:
     options: Mapping[str, bool]
 
     def parse(self, text: str) -> Any:
-        """A config from the command line; a fifth number is a flag."""
+        """A config from the command line: numbers in the order of its fields, then NAME=NUMBER.
+
+        A fifth number is 0 or 1, for a boolean field.
+        """
         parts = [part.partition("=") for part in text.split(",")]
         numbers = [int(number) for number, equals, _ in parts if not equals]
         named = {name: int(number) for name, equals, number in parts if equals}
@@ -289,9 +292,9 @@ def main() -> None:
 
 
 def as_entry(config: Any) -> tuple:
-    """A config as in the tables: without flags that are off and numbers that are None.
+    """A config's fields as in ``configs.py``, without those that are False or None.
 
-    A keyword-only field is text, "cluster=2", and omitted if it has its default.
+    A keyword-only field is text, "cluster=2", and is omitted if it has its default.
     """
     values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     given = [x for field, x in values if not field.kw_only and x is not False and x is not None]
@@ -300,7 +303,7 @@ def as_entry(config: Any) -> tuple:
 
 
 def written(config: Any) -> str:
-    """The same in parentheses, as code."""
+    """:func:`as_entry` in parentheses, as code."""
     return f"({', '.join(map(str, as_entry(config)))})"
 
 

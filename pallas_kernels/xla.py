@@ -26,13 +26,13 @@ from pallas_kernels.mask import both
 from pallas_kernels.merge import merge
 from pallas_kernels.spec import AttentionSpec, Tiles
 
-# Empirical, on CPU: large enough that the matmuls dominate, small enough that a causal diagonal
-# wastes little. Equal tiles instead of a partial last one keep the padding below one row per tile.
+# Measured on CPU: large enough that the matmuls dominate, small enough that little is computed
+# above a causal diagonal.
 _BLOCK_Q, _BLOCK_KV = 256, 512
 
 
 def even_tiles(inputs: AttentionInputs) -> Tiles:
-    """Tiles of at most 256 x 512 that need little padding."""
+    """Tiles of equal size, at most 256 x 512: fewer padded tokens than there are tiles."""
 
     def even(length, most):
         count = -(-length // most)
@@ -41,7 +41,7 @@ def even_tiles(inputs: AttentionInputs) -> Tiles:
     return Tiles(even(inputs.q_length, _BLOCK_Q), even(inputs.kv_length, _BLOCK_KV))
 
 
-# The names of the GPU kernels, in profiles.
+# In profiles it has the name of the GPU kernels.
 @jax.named_scope("burst_forward")
 def forward(
     inputs: AttentionInputs,
@@ -97,7 +97,7 @@ def backward(
     """See :class:`pallas_kernels.backend.BackwardFunction`.
 
     ``tiles``: None is :func:`even_tiles`. One pass with five matmuls per tile: dQ is complete after
-    each query tile, dK and dV are accumulated in place, in float32 whatever ``out_dtype`` is.
+    each query tile, dK and dV are accumulated in place. All are float32, for any ``out_dtype``.
     """
     del out_dtype
     tiles = tiles or even_tiles(inputs)
@@ -239,7 +239,7 @@ class _KeyTiles:
         )
 
     def coordinates(self, queries: dict[str, jax.Array], j: jax.Array) -> ScoreCoordinates | None:
-        """Where the scores of a query tile and key tile j are; None if no function reads that."""
+        """Coordinates of the scores of a query tile and KV tile j; None without user functions."""
         return self._coordinates(*self.positions_of(queries, j))
 
     def dropped(self, queries: dict[str, jax.Array], x: jax.Array, j: jax.Array) -> jax.Array:

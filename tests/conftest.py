@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import pathlib
+import re
 import sys
 
 import compiled_programs as compiled
@@ -63,7 +64,7 @@ collect_ignore = [] if ON_GPU else ["pallas_kernels/test_local_drawn.py"]
 # An implicit bfloat16 + float32 is a precision bug.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Why ``make test`` leaves a test out, and what runs it. Of several markers the last one counts.
+# Why ``make test`` leaves a test out, and what runs it.
 TIERS = {
     "slow": (
         "further cases of what quick tests show, or seconds of compiling and training",
@@ -88,7 +89,6 @@ TIERS = {
         "make replay runs them",
     ),
 }
-_NOT_RUN = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser):
@@ -146,13 +146,8 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 50, 100)
 
 
-@pytest.hookimpl(trylast=True)  # After -m and -k, to count the cases that they leave.
-def pytest_collection_modifyitems(config, items):
-    elsewhere = {item.path.name for item in items if not item.path.name.startswith("test_local_")}
-    if ON_GPU and elsewhere:
-        raise pytest.UsageError(
-            f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
-        )
+def absent_tiers(config):
+    """The tiers that cannot run here."""
     present = {
         "cuda_compiler": compiled.cuda_compiler_present(),
         "mosaic_interpreter": jax.__version_info__ >= (0, 12),
@@ -161,63 +156,40 @@ def pytest_collection_modifyitems(config, items):
         # Too long unless the tier is asked for by name.
         "replay": "replay" in config.option.markexpr,
     }
-    missing = [marker for marker, is_there in present.items() if not is_there]
-    away = [item for item in items if any(item.get_closest_marker(m) for m in missing)]
-    if config.getoption("--require-cuda-compiler") and not present["cuda_compiler"]:
+    return {marker for marker, is_there in present.items() if not is_there}
+
+
+@pytest.hookimpl(trylast=True)  # After -m and -k, to count the cases that they leave.
+def pytest_collection_modifyitems(config, items):
+    elsewhere = {item.path.name for item in items if not item.path.name.startswith("test_local_")}
+    if ON_GPU and elsewhere:
+        raise pytest.UsageError(
+            f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
+        )
+    absent, most = absent_tiers(config), config.getoption("--cases")
+    if config.getoption("--require-cuda-compiler") and "cuda_compiler" in absent:
         raise pytest.UsageError("tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'")
-    config.hook.pytest_deselected(items=away)
-    items[:] = [item for item in items if item not in away]
-    most = config.getoption("--cases")
-    if most is not None:
-        kept = list(few_cases(items, most))
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-
-
-def few_cases(items, most):
-    """The first so many cases of each test; of some tests all."""
-    counts = collections.Counter()
+    kept, counts = [], collections.Counter()
     for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
         counts[item.originalname, item.path] += 1
-        hopper = item.get_closest_marker("hopper_kernels") is not None
-        if hopper or counts[item.originalname, item.path] <= most:
-            yield item
-
-
-# Deselected tests are counted where tests are collected, with pytest-xdist in every worker, and
-# reported at the end of the run.
-
-
-def pytest_deselected(items):
-    for item in items:
-        counts = item.config.stash.setdefault(_NOT_RUN, dict.fromkeys(TIERS, 0))
-        marker = next((name for name in reversed(TIERS) if item.get_closest_marker(name)), None)
-        if marker is not None:
-            counts[marker] += 1
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["not_run"] = session.config.stash.get(_NOT_RUN, {})
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    if counts := getattr(node, "workeroutput", {}).get("not_run"):
-        node.config.stash[_NOT_RUN] = counts
+        few = most is None or counts[item.originalname, item.path] <= most
+        if markers.isdisjoint(absent) and (few or "hopper_kernels" in markers):
+            kept.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    counts, most = config.stash.get(_NOT_RUN, {}), config.getoption("--cases")
-    if not any(counts.values()) and most is None:
-        return
+    """Lists the tiers that the run left out."""
+    most, expression = config.getoption("--cases"), config.option.markexpr
     terminalreporter.section("not run")
     if most is not None:
         terminalreporter.write_line(f"all but {most} cases of every test: --cases {most}.")
-    for marker, count in counts.items():
-        if count:
-            reason, remedy = TIERS[marker]
-            terminalreporter.write_line(f"{count} tests marked {marker} ({reason}): {remedy}.")
+    for marker, (reason, remedy) in TIERS.items():
+        excluded = re.search(rf"not {marker}\b|not \(.*{marker}\b", expression)
+        if excluded or marker in absent_tiers(config):
+            terminalreporter.write_line(f"tests marked {marker} ({reason}): {remedy}.")
 
 
 _MAPPINGS = pathlib.Path("/proc/self/maps")

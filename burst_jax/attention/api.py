@@ -113,7 +113,8 @@ def burst_attention(
       ValueError: an argument is wrong; the message names argument, value and remedy.
       TypeError: more than query, key and value by position, or an unknown keyword.
       NotImplementedError: a combination that the chosen implementation does not support,
-        forward-mode differentiation, or a symbolic size (``jax.export``).
+        forward-mode differentiation, or in ``jax.export`` a symbolic length, or a symbolic batch
+        size on several devices.
     """
     no_more_positional(burst_attention, positional)
     arguments = AttentionArguments.of(burst_attention, options)

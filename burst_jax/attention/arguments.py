@@ -2,9 +2,9 @@
 
 ``local_attention`` has the fields of :class:`LocalArguments`, ``ring_attention`` those of
 :class:`RingArguments`, ``burst_attention`` those of :class:`AttentionArguments`. Signatures, the
-"Args" sections of their docstrings, and the options of layers, adapters and the Generator are
-derived from these classes. The TypedDicts at the end mirror them for static type checkers, which
-cannot derive one from a dataclass; a test holds the two equal.
+"Args" sections of their docstrings, and the options of layers, ``attention_fn`` and the Generator
+are derived from these classes. The TypedDicts at the end mirror them for static type checkers,
+which cannot derive one from a dataclass; a test compares the two.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class LocalArguments:
       local_window_size: ``(left, right)``: the query at position p attends to keys at positions
         ``p - left .. p + right``. One number sets both sides; a side of None is unlimited. Under
         ``is_causal`` the right side is 0. A side may be a JAX integer scalar, so that one
-        ``lax.scan`` runs layers with different windows; its value is not checked, and lets a ring
-        skip no hops.
+        ``lax.scan`` runs layers with different windows. Its value is not checked, and a ring skips
+        no steps because of it.
       attention_chunk_size: C of chunked attention (Llama 4): the query at position p attends to
-        keys at positions with ``p_k // C == p // C``, combined with all other masks. None is no
-        chunks. A ring skips hops between chunks.
+        keys at positions with ``p_k // C == p // C``, combined with all other masks. A Python
+        integer, static, so a ring skips hops between chunks. None is no chunks.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
-      query_segment_ids: integers ``[B, T]`` that int32 can hold. A query attends to keys of its own
+      query_segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1. A query attends to keys of its own
         segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
         the ids of both sides or of neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
@@ -95,10 +95,10 @@ class LocalArguments:
         (``jax.random.fold_in`` of the axis index), and devices along the ring the same key.
       implementation: "mosaic_sm90", "mosaic_sm80", "triton", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
-      deterministic: whether gradients have the same bits in every run. "mosaic_sm90" accumulates dQ
-        in varying order: with True, None picks another implementation for the gradient.
-        "mosaic_sm80" then accumulates in fixed point. out and lse always have the same bits.
-        Default False.
+      deterministic: whether gradients must be bitwise reproducible. "mosaic_sm90" accumulates dQ in
+        varying order: with True it raises, and None picks another implementation for the gradient.
+        "mosaic_sm80" then accumulates dQ in fixed point. out and lse are always bitwise
+        reproducible. Default False.
     """
 
     query_offset: int | jax.Array = 0

@@ -1,4 +1,4 @@
-"""The argument ``block_mask``, a block-sparse mask, and how to make one of a ``mask_mod``."""
+"""The argument ``block_mask``, a block-sparse mask, and its computation from a ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def block_mask_of(
 ) -> np.ndarray:
     """The ``block_mask`` of a ``mask_mod``: which blocks contain an allowed score.
 
-    Pass both to :func:`burst_jax.burst_attention`. The table lets kernels skip tiles and a ring
-    skip hops; inside of the remaining blocks the function decides::
+    Pass both to :func:`burst_jax.burst_attention`. Kernels skip tiles, and a ring skips steps, in
+    which the table has no True block. In the other blocks ``mask_mod`` masks single scores::
 
         table = burst_jax.block_mask_of(mask_mod, length, length, 128, 128)
         burst_attention(query, key, value, mask_mod=mask_mod, block_mask=table)
@@ -104,12 +104,13 @@ def block_mask_of(
         :func:`burst_jax.burst_attention`.
       q_length: T, of whole sequences.
       kv_length: S.
-      block_q: queries per block, a divisor of T. The Hopper kernels need multiples of 64 that
-        divide a device's shard.
+      block_q: queries per block, a divisor of T. The Mosaic kernels (A100, H100) need blocks in
+        which a device has a multiple of 64 neighboring queries and of 64 neighboring keys; others
+        run by Triton or XLA.
       block_kv: keys per block, a divisor of S.
       num_heads: N, for one table per query head; required if the function reads the head.
-      batch: B, required if the function reads the batch index. The table is shared: a block is True
-        that contains an allowed score in any sequence.
+      batch: B, required if the function reads the batch index. All sequences share the table: a
+        block is True if it contains an allowed score in any sequence.
 
     Returns:
       bool ``[T / block_q, S / block_kv]``, with ``num_heads`` ``[N, T / block_q, S / block_kv]``.

@@ -150,6 +150,11 @@ def make_request(
         # Per-query KV bounds then include the window and causality.
         spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
     chunk_size = arguments.attention_chunk_size
+    if isinstance(chunk_size, jax.Array):
+        raise ValueError(
+            f"attention_chunk_size is {chunk_size!r}, a JAX array: it must be a Python integer, "
+            "known while the call is traced; pass it as a static argument of jax.jit"
+        )
     if chunk_size is not None:
         # At most 2^30, so that the end of every chunk fits int32: positions are below 2^30.
         chunk_size = min(check_integer("attention_chunk_size", chunk_size, 1), 2**30)

@@ -80,7 +80,7 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Global positions of this device's queries, int32 ``[B or 1, T]``; None if the layout's."""
+    """Global positions of this device's queries, int32 ``[B or 1, T]``; None: the layout's."""
     if "query_positions" in arrays:
         return _per_sequence(arrays["query_positions"])
     offset = arrays.get("query_offset", request.query_offset)

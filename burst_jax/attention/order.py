@@ -2,8 +2,8 @@
 
 RoPE takes positions from the caller; the ring's masks and ALiBi slopes take them from the layout.
 If a caller permutes the tokens and passes an ``arange``, or does not permute them at all, the loss
-still falls, but the model never sees the order of its text. In the zigzag and striped layouts
-positions descend at least once between shards::
+still falls, but the model is trained on text in the wrong order. In the zigzag and striped layouts
+right positions descend at least once between shards::
 
     zigzag, 2 shards     token order     0 1 6 7 | 2 3 4 5
     positions            right           0 1 6 7 | 2 3 4 5
@@ -11,8 +11,9 @@ positions descend at least once between shards::
 
 Two rules detect wrong positions:
 
-- Positions ascend along the array within every segment, although the layout goes back to an earlier
-  token inside one of the segments. There a later token of the segment has the smaller position.
+- Positions ascend along the array within every segment, although inside one of the segments the
+  layout goes back to an earlier token (from 7 to 2 in the example). Then an earlier token of the
+  segment has a larger position than a later one.
 - In a sequence with segment ids, a token's position is smaller than that of the preceding token of
   its segment in the text, and larger by exactly one than that of the preceding token in the array.
   Such positions were counted along the array. This rule also detects an ``arange`` in packed

@@ -31,7 +31,7 @@ def check_pad(pad: object, layout: str) -> None:
 def padded(request: Request, shardings: ArrayShardings, arrays: dict[str, Any]) -> dict[str, Any]:
     """A call's arrays with T and S padded by zeros to the next lengths that the mesh divides.
 
-    The padding is in segment 0. The arrays themselves if the mesh divides their lengths.
+    The padding is segment 0. If the mesh divides both lengths, the arrays are only sharded.
 
     Args:
       request: the static part of the call.
@@ -44,28 +44,27 @@ def padded(request: Request, shardings: ArrayShardings, arrays: dict[str, Any]) 
     check_devices(shardings.mesh, arrays)
     devices = request.token_devices
     lengths = {side: arrays[side].shape[1] for side in _IDS}
-    if not any(length % devices for length in lengths.values()):
-        return arrays
-    if "block_mask" in arrays:
+    grown, fits = dict(arrays), not any(length % devices for length in lengths.values())
+    if "block_mask" in arrays and not fits:
         raise ValueError(
             f"block_mask is given, and lengths {lengths['query']} and {lengths['key']} are padded "
             f"to multiples of {devices}, which changes the size of its blocks: pad outside of the "
             "call, with pad_to_layout, and make the table for the padded lengths"
         )
-    grown = dict(arrays)
     for side, name in _IDS.items():
-        if name not in grown:
-            ids = jnp.ones(arrays[side].shape[:2], jnp.int32)
-            grown[name] = shardings.reshard(name, _pad(ids, 1, devices))
-    for name, array in arrays.items():
+        if name not in grown and not fits:
+            grown[name] = jnp.ones(arrays[side].shape[:2], jnp.int32)
+    for name, array in grown.items():
         axis = shardings.tokens_axis(name, array.ndim)
         if axis is not None:
-            grown[name] = shardings.reshard(name, _pad(jnp.asarray(array), axis, devices))
+            grown[name] = shardings.reshard(name, _pad(array, axis, devices))
     return grown
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """``x`` with zeros at the end of an axis, up to the next multiple of a length."""
+    if x.shape[axis] % multiple == 0:
+        return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, -x.shape[axis] % multiple
     return jnp.pad(x, widths)
@@ -74,14 +73,11 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 def cut(result: jax.Array, shardings: ArrayShardings, query: jax.Array) -> jax.Array:
     """out or lse ``[B, T_padded, N, ...]`` of a padded call, without the padding.
 
-    Over Explicit mesh axes it is split as the query was: over those that divide its length.
+    Over Explicit mesh axes its tokens are sharded like the query's: over axes that divide T.
     """
-    length = query.shape[1]
-    if result.shape[1] == length:
-        return result
     explicit = shardings.mesh.explicit_axes
     if flat_names(*jax.typeof(result).sharding.spec):
         batch, _, heads, _ = shardings.spec("out")
         spec = P(*explicit_spec(query, P(batch, None, heads, None))[: result.ndim])
         result = jax.reshard(result, NamedSharding(shardings.mesh, restrict_spec(spec, explicit)))
-    return result[:, :length]
+    return result if result.shape[1] == query.shape[1] else result[:, : query.shape[1]]

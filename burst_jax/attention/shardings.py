@@ -1,4 +1,4 @@
-"""How a call's global arrays are sharded over a mesh, and whether they can be."""
+"""How a call's global arrays are sharded over a mesh, and checks of their sharding and shapes."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class ArrayShardings:
     def check(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The caller's arrays, checked against :meth:`spec` on the mesh's Explicit axes.
 
-        An array's type has its sharding over Explicit axes. An array that is on no mesh yet is
-        sharded here. Resharding any other array communicates, so it is left to the caller.
+        The type of an array includes its sharding over Explicit axes. An array that is on no mesh
+        yet is sharded here. Resharding any other array communicates, so it is left to the caller.
 
         Raises:
           ValueError: an array is sharded otherwise over Explicit axes.

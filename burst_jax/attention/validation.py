@@ -35,8 +35,8 @@ class Rule:
     Attributes:
       shapes: the allowed shapes, as letters: "B T N H".
       dtype: "float" (one of :data:`FLOAT_DTYPES`), "float32", "bool", or how integers become int32:
-        "id" (a NumPy value outside of int32 raises), "position" (a NumPy value of 2^30 or more
-        raises), "bound" (values outside of int32 are clipped to it).
+        "id" (a NumPy value outside of int32 or below 0 raises), "position" (a NumPy value of 2^30
+        or more raises), "bound" (values outside of int32 are clipped to it).
     """
 
     shapes: tuple[str, ...]
@@ -130,7 +130,11 @@ def to_int32(name: str, x: Any, kind: str) -> Any:
         if limits.min < _INT32.min:
             x = xp.maximum(x, xp.asarray(_INT32.min, x.dtype))
     x = as_int32(name, x)
-    if kind == "position" and isinstance(x, np.ndarray) and x.size:
+    if not isinstance(x, np.ndarray) or not x.size:
+        return x
+    if kind == "id" and x.min() < 0:
+        raise ValueError(f"{name} holds {x.min()}: count documents from 1; 0 is padding")
+    if kind == "position":
         for value in (x.min(), x.max()):
             if not -_MAX_POSITION < int(value) < _MAX_POSITION:
                 raise ValueError(
@@ -185,7 +189,9 @@ def check_is_array(name: str, value: Any, what: str) -> None:
             f"{name} is a {type(value).__name__}: pass the array in it, {name}=the_variable[...]"
         )
     # A test for dtype and shape would also accept a jax.ShapeDtypeStruct or the class np.ndarray.
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    # JAX rejects masked arrays in each function, without the argument's name.
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    if not is_array or isinstance(value, np.ma.MaskedArray):
         raise ValueError(f"{name} is a {type(value).__name__}: it must be {what}")
 
 

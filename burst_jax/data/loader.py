@@ -15,10 +15,8 @@ from burst_jax.data.chunks import ChunkLengths, Chunks
 from burst_jax.data.corpus import Corpus
 from burst_jax.data.packing import (
     MAX_CHUNKS,
-    Packed,
     Packing,
     chunk_sizes,
-    padding,
     prefetched,
     sequence_stream,
     set_stream_states,
@@ -122,7 +120,7 @@ class Loader(Iterator[Rows]):
         self._length = check_integer("seq_len", seq_len, 1) + 1
         self._batch = check_integer("batch", batch, 1)
         self._indices = _check_rows(rows, self._batch)
-        self._prefetch = check_integer("prefetch", prefetch, 0)
+        prefetch = check_integer("prefetch", prefetch, 0)
         self._seed = check_integer("seed", seed, 0)
         self._epochs = None if epochs is None else check_integer("epochs", epochs, 1)
         if packing not in get_args(Packing):
@@ -153,8 +151,12 @@ class Loader(Iterator[Rows]):
         self._steps = None
         if epochs is not None and len(self._indices) < self._batch:
             self._steps = self._count_steps()
-        self._iterators = self._start()
-        self._ended = [False] * len(self._iterators)
+        self._iterators = [
+            prefetched(
+                [self._stream(self._chunks, index) for index in group], self._length, prefetch
+            )
+            for group in self._groups()
+        ]
         # Also without close(): at interpreter shutdown grain prints errors.
         self._finalize = weakref.finalize(self, _close, self._iterators)
 
@@ -162,14 +164,14 @@ class Loader(Iterator[Rows]):
         self._check_open()
         if self.step == self._steps:
             raise StopIteration
-        parts = [self._next_of(group) for group in range(len(self._iterators))]
-        if self._steps is None and all(self._ended):
-            raise StopIteration
-        self.step += 1
+        parts = [next(iterator) for iterator in self._iterators]
         tokens, segment_ids = (
             np.concatenate([part[name] for part in parts])
             for name in ("tokens", "tokens_segment_ids")
         )
+        if self._steps is None and not segment_ids.any():
+            raise StopIteration  # All streams have ended.
+        self.step += 1
         if self._packing != "none":
             return {"rows": tokens, "segment_ids": segment_ids}
         # An endless stream has no padding.
@@ -214,9 +216,6 @@ class Loader(Iterator[Rows]):
                 f"state has rows {', '.join(state['rows'])} of the batch, this loader also needs "
                 f"{missing}: save the result of gather_state or merge_states over all processes"
             )
-        _close(self._iterators)
-        self._iterators += self._start()
-        self._ended = [False] * len(self._iterators)
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
             set_stream_states(iterator, [state["rows"][str(index)] for index in group])
         self.step = state["step"]
@@ -235,28 +234,10 @@ class Loader(Iterator[Rows]):
         if not self._finalize.alive:
             raise ValueError("the loader is closed: make another one, and give it the state")
 
-    def _next_of(self, group: int) -> Packed:
-        """The next sequences of a group; padding if all of its streams have ended."""
-        if not self._ended[group]:
-            try:
-                return next(self._iterators[group])
-            except StopIteration:
-                self._ended[group] = True
-        return padding(len(self._groups()[group]), self._length)
-
     def _groups(self) -> list[list[int]]:
         """The batch indices in groups, each with a thread."""
         threads = min(_THREADS, len(self._indices))
         return [part.tolist() for part in np.array_split(np.array(self._indices), threads)]
-
-    def _start(self) -> list[grain.DatasetIterator]:
-        """An iterator per group, from the first batch on."""
-        return [
-            prefetched(
-                [self._stream(self._chunks, index) for index in group], self._length, self._prefetch
-            )
-            for group in self._groups()
-        ]
 
     def _count_steps(self) -> int:
         """Number of batches: the length of the longest stream of all processes."""

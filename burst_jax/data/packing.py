@@ -62,14 +62,7 @@ def sequence_stream(
     ``batch``-th. So streams share no chunk, together they have each chunk once per epoch, and they
     are independent of each other.
 
-    Args:
-      chunks: chunks of the documents.
-      stream: batch index.
-      length: tokens per sequence, including the last target.
-      batch: number of streams.
-      packing: see :class:`burst_jax.data.Loader`.
-      seed: seed of the order.
-      epochs: number of epochs, or None for endless.
+    Arguments are those of :class:`burst_jax.data.Loader`; ``length`` includes the last target.
 
     Returns:
       A dataset of :data:`Packed`, with ``tokens`` and ``tokens_segment_ids``, int32 ``[length]``.
@@ -132,7 +125,7 @@ class _Cut(FlatMapTransform):
 class _StackedStreams(grain.IterDataset):
     """Sequences of several streams, stacked: ``[streams, length]``.
 
-    A stream that has ended yields padding until all have ended.
+    A stream that has ended yields padding, without an end.
     """
 
     def __init__(self, streams: Sequence[grain.IterDataset], length: int):
@@ -150,7 +143,8 @@ class _StackedIterator(grain.DatasetIterator):
         self._ended = [False] * len(streams)
 
     def __next__(self) -> Packed:
-        stacked = padding(len(self._parents), self._length)
+        shape = len(self._parents), self._length
+        stacked = {name: np.zeros(shape, np.int32) for name in ("tokens", "tokens_segment_ids")}
         for index, stream in enumerate(self._parents):
             if self._ended[index]:
                 continue
@@ -161,8 +155,6 @@ class _StackedIterator(grain.DatasetIterator):
             else:
                 for name, array in stacked.items():
                     array[index] = one[name]
-        if all(self._ended):
-            raise StopIteration
         return stacked
 
     def get_state(self) -> dict[str, Any]:
@@ -181,11 +173,6 @@ def prefetched(
     return iter(
         ThreadPrefetchIterDataset(_StackedStreams(streams, length), prefetch_buffer_size=ahead)
     )
-
-
-def padding(count: int, length: int) -> Packed:
-    """Sequences of padding, ``[count, length]``."""
-    return {name: np.zeros((count, length), np.int32) for name in ("tokens", "tokens_segment_ids")}
 
 
 def stream_states(iterator: grain.DatasetIterator) -> list[Any]:

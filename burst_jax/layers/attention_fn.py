@@ -32,12 +32,8 @@ def check_options(
 ) -> None:
     """Raises unless ``owner`` can pass every option on to :func:`burst_attention`.
 
-    ``rejected`` has the reason and the remedy for arguments that ``owner`` does not accept, ``own``
-    the names of its own arguments, for the spelling suggestion.
-
-    Raises:
-      TypeError: an unknown option.
-      ValueError: an option in ``rejected``.
+    ``rejected`` has the remedy for each argument that ``owner`` does not accept, ``own`` the names
+    of its own arguments, for the spelling suggestion.
     """
     allowed = [name for name in AttentionArguments.names() if name not in rejected]
     for name in options:
@@ -90,8 +86,8 @@ def nnx_attention_fn(
     ``precision``        None or an equivalent (``Precision.DEFAULT``, "default"), otherwise
                          NotImplementedError
     ``mask``, ``bias``   rejected: a dense [T, S] array does not fit on a device
-    ``module``           rejected (``sow_weights=True``): no array holds the weights
-    ``input_positions``  rejected: Flax's layer applies no RoPE, ``BurstAttention`` does
+    ``module``           rejected (``sow_weights=True``): weights are never materialized
+    ``input_positions``  rejected: no RoPE is applied here, ``BurstAttention`` applies it
     ==================== ==============================================================
 
     Args:
@@ -108,7 +104,7 @@ def nnx_attention_fn(
       ValueError: immediately, for an option that is not accepted, or for ``pad`` with a layout
         other than contiguous; in the call, for an argument that the table rejects, and without
         ``pad`` for lengths that the mesh does not divide.
-      NotImplementedError: in the call, for a precision.
+      NotImplementedError: in the call, for a precision other than the default.
     """
     return _attention_fn("nnx_attention_fn", options)
 
@@ -149,7 +145,7 @@ def linen_attention_fn(
     Raises:
       TypeError: as :func:`nnx_attention_fn`.
       ValueError: as :func:`nnx_attention_fn`.
-      NotImplementedError: in the call, for a precision or a custom einsum.
+      NotImplementedError: in the call, for a custom einsum or a precision other than the default.
     """
     return _attention_fn("linen_attention_fn", options)
 

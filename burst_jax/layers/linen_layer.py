@@ -35,14 +35,14 @@ class LinenBurstAttention(linen.Module):
 
     ::
 
-        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,H]
+        q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,Hv]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
         out = burst_attention(q, k, v, sink_logits=sinks, **options) Wo
 
-    :class:`burst_jax.BurstAttention` for models in linen: it runs that layer on weights that linen
-    holds. As in linen's layers the number of features comes from the input, and the random numbers
-    from the stream "params". Parameters have the names and shapes of the nnx layer's, so weights
-    can be exchanged::
+    :class:`burst_jax.BurstAttention` for linen models: it runs that layer with parameters of linen.
+    As in linen's own layers, the number of features is that of the input, and initializers use the
+    stream "params". Parameters have the same names and shapes as in the nnx layer, so weights can
+    be exchanged::
 
         params = nnx.to_pure_dict(nnx.state(nnx_layer, nnx.Param))
         out = LinenBurstAttention(num_heads=8, mesh=mesh).apply({"params": params}, x, positions)
@@ -50,8 +50,8 @@ class LinenBurstAttention(linen.Module):
     The attributes are the arguments of :class:`burst_jax.BurstAttention`, and its options of
     :func:`burst_attention`, with the same defaults. The initializers may be of
     ``linen.with_partitioning``, naming the three axes of a kernel: ``[D, N, H]``, ``[D, K, H]`` and
-    ``[D, K, Hv]``, or ``[N, Hv, out_features]`` for the output kernel. As for linen's
-    ``DenseGeneral`` they get kernels as matrices.
+    ``[D, K, Hv]``, or ``[N, Hv, out_features]`` for the output kernel. As in linen's
+    ``DenseGeneral`` they are called with the shape of a matrix.
 
     Raises:
       TypeError: immediately, for an unknown argument.
@@ -93,7 +93,7 @@ class LinenBurstAttention(linen.Module):
           x: ``[B, T, D]``, tokens in the order of ``layout``.
           positions: as in the call of :class:`burst_jax.BurstAttention`, like all that follow.
           segment_ids: integers ``[B, T]``.
-          deterministic: whether dropout is disabled. Otherwise it draws from the stream "dropout".
+          deterministic: whether dropout is disabled; enabled, it uses the stream "dropout".
           **masks: masks given as arrays.
 
         Returns:

@@ -119,7 +119,7 @@ def init_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs)
 
 
 def _initial_adapter(linear: Linear, lora: Lora, rngs: nnx.Rngs) -> tuple[jax.Array, jax.Array]:
-    """A and B, float32 whatever the dtype of the weights."""
+    """A and B, float32 for weights of any dtype."""
     qwix = optional("qwix", user="a low-rank adapter", extra="lora")
     # qwix gives an adapter the dtype of its kernel, and traces the projection to find it.
     stand_in = nnx.clone(linear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -136,7 +137,12 @@ class BurstAttention(nnx.Module):
             )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None:
-            head_dim = _default_head_dim(in_features, num_heads)
+            if num_heads < 1 or in_features % num_heads:
+                raise ValueError(
+                    f"in_features is {in_features}, num_heads {num_heads}: pass head_dim, or "
+                    "features that the heads divide"
+                )
+            head_dim = in_features // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         _check_sizes(num_heads, num_kv_heads, head_dim, value_head_dim, rope_theta)
         self.head_dim = head_dim
@@ -146,33 +152,21 @@ class BurstAttention(nnx.Module):
         # Set by nnx's train() and eval().
         self.deterministic = False
 
-        def linear(
-            features: int | tuple[int, ...],
-            out: int | tuple[int, ...],
-            init: nnx.Initializer,
-            axis: int | tuple[int, ...] = -1,
-            bias: bool = use_bias,
-        ) -> nnx.LinearGeneral:
-            return nnx.LinearGeneral(
-                features,
-                out,
-                axis=axis,
-                use_bias=bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
-        self.query = linear(in_features, (num_heads, head_dim), kernel_init)
-        self.key = linear(in_features, (num_kv_heads, head_dim), kernel_init)
-        self.value = linear(in_features, (num_kv_heads, value_head_dim), kernel_init)
+        linear = functools.partial(
+            nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        to_heads = functools.partial(
+            linear, in_features, use_bias=use_bias, kernel_init=kernel_init
+        )
+        self.query = to_heads((num_heads, head_dim))
+        self.key = to_heads((num_kv_heads, head_dim))
+        self.value = to_heads((num_kv_heads, value_head_dim))
         self.out = linear(
             (num_heads, value_head_dim),
             in_features if out_features is None else out_features,
-            kernel_init if out_kernel_init is None else out_kernel_init,
             axis=(-2, -1),
-            bias=use_bias if out_bias is None else out_bias,
+            use_bias=use_bias if out_bias is None else out_bias,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
 
         def norm() -> RMSNorm | None:
@@ -249,7 +243,7 @@ class BurstAttention(nnx.Module):
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> tuple[jax.Array, Any]:
-        """The call with a RoPE table that layers can share; the order of positions is not checked.
+        """The call, given a RoPE table that layers can share. It does not check positions.
 
         Args:
           x: ``[B, T, D]``, tokens in the order of the option ``layout``.
@@ -258,8 +252,8 @@ class BurstAttention(nnx.Module):
           local_window_size: this call's window, for layers that run in one scan with different
             windows; None is the option.
           attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
-            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, ``aux``
-            being anything else that it computes, like an updated cache. None is that function.
+            of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, where
+            ``aux`` is anything else that it computes, like an updated cache. None calls those.
           dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None disables dropout.
           **masks: as in the call.
 
@@ -373,20 +367,6 @@ class BurstAttention(nnx.Module):
                 "gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
-
-
-def _default_head_dim(in_features: int, num_heads: int) -> int:
-    """``in_features / num_heads``.
-
-    Raises:
-      ValueError: the heads do not divide the features.
-    """
-    if num_heads < 1 or in_features % num_heads:
-        raise ValueError(
-            f"in_features is {in_features}, num_heads {num_heads}: pass head_dim, or features that "
-            "the heads divide"
-        )
-    return in_features // num_heads
 
 
 def _check_sizes(

@@ -1,4 +1,4 @@
-"""Root mean square normalization, computed in float32 whatever the dtype of the activations."""
+"""Root mean square normalization, computed in float32 for activations of any dtype."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ class FeedForward(nnx.Module):
 
     It runs inside a ``shard_map``, on one device's tokens. Its weights are gathered over the axes
     of "embed"; dimensions named "mlp" stay sharded over ``hidden_axis``, over which ``__call__``
-    must sum its result (``lax.psum``). It cannot return an auxiliary loss. docs/flax.md has an
-    example.
+    must sum its result (``lax.psum``), and over no axis by name: serving uses other axes.
+    docs/flax.md has an example.
 
-    An auxiliary loss, like one that balances the load of experts, cannot be returned: layers pass
-    on one array.
+    It cannot return an auxiliary loss, like one that balances the load of experts: layers return
+    one array.
 
     Args:
       config: sizes and dtypes.
@@ -79,9 +79,9 @@ class FeedForward(nnx.Module):
 
         Args:
           x: ``[B, T, D]``, the normalized residual stream.
-          keeps_products: whether the gradient reads large intermediates from the forward pass,
-            which are then named :data:`burst_jax.models.remat.MLP_PRODUCTS`, or recomputes them
-            (:func:`burst_jax.models.remat.keeps_mlp_products`).
+          keeps_products: whether the backward pass reads large intermediates from the forward pass
+            or recomputes them (:func:`burst_jax.models.remat.keeps_mlp_products`). If True, name
+            them :data:`burst_jax.models.remat.MLP_PRODUCTS` with ``checkpoint_name``.
         """
         raise NotImplementedError
 

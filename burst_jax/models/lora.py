@@ -62,10 +62,7 @@ def add_lora(
       ValueError: the decoder already has adapters; a rank below 1, an alpha that is not positive,
         or targets that match no projection.
     """
-    if model.config.lora is not None:
-        raise ValueError(
-            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
-        )
+    reject_adapters(model)
     check_seed(seed)
     lora = Lora(rank, alpha, targets if isinstance(targets, str) else tuple(targets))
     graphdef, shapes = abstract_like(model, lora=lora)
@@ -143,6 +140,14 @@ def _merged(
         return lax.map(layer, weights)
 
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])(kernel, a, b)
+
+
+def reject_adapters(model: Decoder) -> None:
+    """Raises ValueError if a decoder already has adapters."""
+    if model.config.lora is not None:
+        raise ValueError(
+            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
+        )
 
 
 def abstract_like(model: Decoder, **changes: Any) -> tuple[nnx.GraphDef, nnx.State]:

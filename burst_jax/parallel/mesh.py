@@ -68,7 +68,7 @@ def axis_names(argument: str, axes: AxisNames) -> tuple[str, ...]:
       ValueError: it is neither a name, nor a tuple of names, nor None.
     """
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+    if not isinstance(names, tuple) or not all(isinstance(axis, str) and axis for axis in names):
         raise ValueError(
             f"{argument} is {axes!r}: it must be a mesh axis, a tuple of them, or None"
         )

@@ -124,7 +124,13 @@ def initialize(
         range; the coordinator is not ``"host:port"``.
       RuntimeError: JAX's backends have started.
     """
-    _check(coordinator, num_processes, process_id, heartbeat_timeout, start_timeout)
+    _check(
+        coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        heartbeat_timeout=heartbeat_timeout,
+        start_timeout=start_timeout,
+    )
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -238,32 +244,20 @@ def gather_json(value: Any) -> list[Any]:
     ]
 
 
-def _check(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    heartbeat_timeout: int,
-    start_timeout: int,
-) -> None:
+def _check(coordinator: str | None, **numbers: int | None) -> None:
     if coordinator is not None:
         host, _, port = coordinator.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"coordinator is {coordinator!r}: write it like host0:1234")
-    for name, value in (
-        ("num_processes", num_processes),
-        ("heartbeat_timeout", heartbeat_timeout),
-        ("start_timeout", start_timeout),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
-    if process_id is not None:
-        if process_id < 0:
-            raise ValueError(f"process_id is {process_id}: it must be at least 0")
-        if num_processes is not None and process_id >= num_processes:
-            raise ValueError(
-                f"process_id is {process_id}: with num_processes {num_processes} it must be in "
-                f"0 ... {num_processes - 1}"
-            )
+    for name, value in numbers.items():
+        least = 0 if name == "process_id" else 1
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}: it must be at least {least}")
+    index, count = numbers["process_id"], numbers["num_processes"]
+    if index is not None and count is not None and index >= count:
+        raise ValueError(
+            f"process_id is {index}: with num_processes {count} it must be in 0 ... {count - 1}"
+        )
 
 
 def _launcher() -> tuple[str | None, str | None]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names, resolve_mesh
+from burst_jax.parallel.mesh import AxisNames, axes_size, axis_names, flat_names, resolve_mesh
 
 # The logical name of each dimension of an array; None is a dimension that is never sharded.
 LogicalAxes = tuple[str | None, ...]
@@ -54,16 +54,7 @@ class ShardingRules:
     def __post_init__(self) -> None:
         owner: dict[str, str] = {}
         for field, axes in self._fields().items():
-            names = (axes,) if isinstance(axes, str) else axes
-            strings = isinstance(names, tuple) and all(
-                isinstance(name, str) and name for name in names
-            )
-            if axes is not None and not strings:
-                raise ValueError(
-                    f"ShardingRules' {field} is {axes!r}: it must be a mesh axis, a tuple of them, "
-                    "or None"
-                )
-            for name in flat_names(axes):
+            for name in axis_names(f"ShardingRules' {field}", axes):
                 if name in owner:
                     raise ValueError(
                         f"ShardingRules' {field} is {axes!r}, and {owner[name]} names {name!r} "
@@ -154,14 +145,7 @@ def check_rules(rules: Any) -> ShardingRules:
 def check_divides(
     what: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises ValueError if a sharded dimension is not divisible by its number of devices.
-
-    Args:
-      what: the name of the array, for the message.
-      shape: its shape.
-      spec: how it is sharded.
-      mesh: the devices.
-    """
+    """Raises ValueError if a sharded dimension is not divisible by its number of devices."""
     for dimension, entry in enumerate(spec):
         names = flat_names(entry)
         count = axes_size(mesh, names)

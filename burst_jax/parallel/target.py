@@ -43,13 +43,12 @@ def compute_capability() -> float | None:
         return None
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    capability = listed_capability(kind)
-    if capability is not None:
+    if (capability := listed_capability(kind)) is not None:
         return capability
-    for present in jax.devices():
-        if present.device_kind == kind and hasattr(present, "compute_capability"):
-            return float(present.compute_capability)
-    return None
+    present = (
+        getattr(x, "compute_capability", None) for x in jax.devices() if x.device_kind == kind
+    )
+    return next((float(capability) for capability in present if capability), None)
 
 
 class Target(NamedTuple):

@@ -6,56 +6,32 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.models import DecoderConfig, load_config
 from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, training
+from burst_jax.training.adam import Moments
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
-_LLAMA_3: dict[str, Any] = {
-    "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
-    "norm_epsilon": 1e-5, "qk_norm": False,
+_SIZES = (
+    "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
+    "rope_theta",
+)  # fmt: skip
+_LLAMA: dict[str, Any] = {"norm_epsilon": 1e-5, "qk_norm": False}
+# Sizes, and what differs from DecoderConfig's defaults.
+SHAPES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256, 5e5), _LLAMA),
+    "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256, 5e5), _LLAMA),
+    "llama-3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256, 5e5), _LLAMA | {"tie_embeddings": True}),
+    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6), _LLAMA),
+    "qwen-2.5-7b": (
+        (28, 3584, 28, 4, 128, 18944, 152064, 1e6), {"qkv_bias": True, "qk_norm": False}
+    ),
+    "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936, 1e6), {}),
 }  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": _LLAMA_3
-    | {"num_layers": 32, "embed_dim": 4096, "num_heads": 32, "mlp_dim": 14336},
-    "llama-3-70b": _LLAMA_3
-    | {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "mlp_dim": 28672},
-    "llama-3.2-1b": _LLAMA_3
-    | {
-        "num_layers": 16, "embed_dim": 2048, "num_heads": 32, "head_dim": 64, "mlp_dim": 8192,
-        "tie_embeddings": True,
-    },
-    "mistral-7b": {
-        "vocab_size": 32768, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
-        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 14336, "rope_theta": 1_000_000.0,
-        "norm_epsilon": 1e-5, "qk_norm": False,
-    },
-    "qwen-2.5-7b": {
-        "vocab_size": 152064, "num_layers": 28, "embed_dim": 3584, "num_heads": 28,
-        "num_kv_heads": 4, "head_dim": 128, "mlp_dim": 18944, "rope_theta": 1_000_000.0,
-        "qkv_bias": True, "qk_norm": False,
-    },
-    "qwen-3-8b": {
-        "vocab_size": 151936, "num_layers": 36, "embed_dim": 4096, "num_heads": 32,
-        "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 12288, "rope_theta": 1_000_000.0,
-    },
-}  # fmt: skip
-# Flags of an attention plan, and flags of a training plan; None is not given.
-_ATTENTION = (
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "value_head_dim",
-    "full",
-    "window",
-    "chunk",
-    "block_mask",
-)
-_TRAINING = ("moments", "moment_dtype", "all")
 
 
 def config_of(name: str) -> DecoderConfig:
@@ -66,7 +42,9 @@ def config_of(name: str) -> DecoderConfig:
     """
     if name not in SHAPES:
         raise ValueError(f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder")
-    return DecoderConfig(**SHAPES[name], dtype=jnp.bfloat16)
+    sizes, variant = SHAPES[name]
+    config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | variant
+    return DecoderConfig(**config, dtype=jnp.bfloat16)
 
 
 def tokens(text: str) -> int:
@@ -77,7 +55,8 @@ def tokens(text: str) -> int:
     return int(found.group(1)) * _UNITS[found.group(2)]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action], list[argparse.Action]]:
+    """The parser, its options for one attention, and those for a training step."""
     parser = argparse.ArgumentParser(
         prog="python -m burst_jax.plan",
         description="Compares strategies to shard one attention, or with --model to train.",
@@ -95,42 +74,55 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the plan here, with the recommended mesh and arguments; - is stdout",
     )  # fmt: skip
     add = parser.add_argument_group("one attention").add_argument
-    add("--heads", type=int, help="query heads (default: 32)")
-    add("--kv-heads", type=int, help="key/value heads (default: as many as heads)")
-    add("--head-dim", type=int, help="head dim of queries and keys (default: 128)")
-    add("--value-head-dim", type=int, help="head dim of values (default: that of keys)")
-    add("--full", action="store_true", default=None, help="no causal mask")
-    add("--window", type=tokens, help="local_window_size, to the left")
-    add("--chunk", type=tokens, help="attention_chunk_size")
-    add("--block-mask", type=Path, metavar="FILE.npy", help="block-sparse mask, by numpy.save")
-    add = parser.add_argument_group("a training step").add_argument
-    add("--model", help=f"a checkpoint folder, or {', '.join(SHAPES)}")
-    add(
-        "--moments",
-        choices=("device", "host"),
-        help="where AdamW's moments are (default: both)",
-    )
-    add(
-        "--moment-dtype",
-        choices=("float32", "bfloat16"),
-        help="of AdamW's (default: float32)",
-    )
-    add("--all", action="store_true", default=None, help="print every strategy")
-    return parser
+    of_attention = [
+        add("--heads", type=int, dest="num_heads", help="query heads (default: 32)"),
+        add(
+            "--kv-heads", type=int, dest="num_kv_heads",
+            help="key/value heads (default: as many as heads)",
+        ),
+        add("--head-dim", type=int, help="head dim of queries and keys (default: 128)"),
+        add("--value-head-dim", type=int, help="head dim of values (default: that of keys)"),
+        add("--full", action="store_false", default=None, dest="is_causal", help="no causal mask"),
+        add("--window", type=tokens, help="local_window_size, to the left"),
+        add("--chunk", type=tokens, dest="attention_chunk_size", help="attention_chunk_size"),
+        add("--block-mask", type=Path, metavar="FILE.npy", help="block-sparse mask, by numpy.save"),
+    ]  # fmt: skip
+    parser.add_argument("--model", help=f"a checkpoint folder, or {', '.join(SHAPES)}")
+    add = parser.add_argument_group("a training step, of --model").add_argument
+    of_training = [
+        add(
+            "--moments", choices=get_args(Moments), help="memory of AdamW's moments (default: both)"
+        ),
+        add(
+            "--moment-dtype", choices=("float32", "bfloat16"), help="their dtype (default: float32)"
+        ),
+        add("--all", action="store_true", default=None, help="print every strategy"),
+    ]
+    return parser, of_attention, of_training
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the plan."""
-    parser = _parser()
+    parser, of_attention, of_training = _parser()
     args = parser.parse_args(arguments)
-    wrong, why = (_TRAINING, "needs --model") if args.model is None else (
-        _ATTENTION, "is given with --model, which defines it: leave it out"
+    wrong, why = (of_training, "needs --model") if args.model is None else (
+        of_attention, "is given with --model, which defines it: leave it out"
     )  # fmt: skip
-    for name in wrong:
-        if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} {why}")
+    for action in wrong:
+        if getattr(args, action.dest) is not None:
+            parser.error(f"{action.option_strings[0]} {why}")
+    names = ("length", "batch", "gpu", "hosts", "gpus_per_host", "host_link")
+    cluster = {name: getattr(args, name) for name in names}
     try:
-        found = _attention(args) if args.model is None else _training(args)
+        if args.model is None:
+            names = (action.dest for action in of_attention)
+            given = {name: getattr(args, name) for name in names}
+            found = _attention(cluster, {k: v for k, v in given.items() if v is not None})
+        else:
+            found = training(
+                _config(args.model), **cluster, moments=args.moments,
+                moment_dtype=args.moment_dtype or "float32",
+            )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
         raise SystemExit(str(error)) from error
     text = json.dumps(found.record(), indent=1, allow_nan=False)
@@ -149,23 +141,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(found)
 
 
-def _cluster(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("length", "batch", "gpu", "hosts", "gpus_per_host", "host_link")
-    return {name: getattr(args, name) for name in names}
-
-
-def _attention(args: argparse.Namespace) -> AttentionPlan:
-    return attention(
-        **_cluster(args),
-        num_heads=32 if args.heads is None else args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=128 if args.head_dim is None else args.head_dim,
-        value_head_dim=args.value_head_dim,
-        is_causal=not args.full,
-        local_window_size=None if args.window is None else (args.window, 0),
-        attention_chunk_size=args.chunk,
-        block_mask=None if args.block_mask is None else _load_array(args.block_mask),
-    )
+def _attention(cluster: dict[str, Any], given: dict[str, Any]) -> AttentionPlan:
+    if "window" in given:
+        given["local_window_size"] = given.pop("window"), 0
+    if "block_mask" in given:
+        given["block_mask"] = _load_array(given["block_mask"])
+    return attention(**cluster | {"num_heads": 32} | given)
 
 
 def _load_array(path: Path) -> np.ndarray:
@@ -179,14 +160,11 @@ def _load_array(path: Path) -> np.ndarray:
     return found
 
 
-def _training(args: argparse.Namespace) -> TrainingPlan:
-    if Path(args.model).is_dir():
+def _config(model: str) -> DecoderConfig:
+    if Path(model).is_dir():
         # As examples/train_lm.py loads it.
-        config = load_config(args.model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    else:
-        config = config_of(args.model)
-    dtype = args.moment_dtype or "float32"
-    return training(config, **_cluster(args), moments=args.moments, moment_dtype=dtype)
+        return load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    return config_of(model)
 
 
 if __name__ == "__main__":

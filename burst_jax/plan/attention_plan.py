@@ -13,12 +13,11 @@ import numpy as np
 from burst_jax.attention.arguments import StaticMasks
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.shardings import check_lengths
-from burst_jax.errors import did_you_mean
+from burst_jax.errors import check_integer, did_you_mean
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate, Strategy
-from burst_jax.plan.hardware import Cluster, Gpu, check_sizes, cluster_of
+from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
 from burst_jax.ring.block_mask import Blocks
-from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import ROTATIONS
 from burst_jax.ring.ulysses import check_heads
 
@@ -62,12 +61,8 @@ class AttentionPlan:
         attention = dataclasses.asdict(dataclasses.replace(self.attention, blocks=None))
         attention |= dict(attention.pop("masks"))
         if blocks is not None:
-            attention["blocks"] = {
-                "q_block": blocks.q_block,
-                "kv_block": blocks.kv_block,
-                "shape": blocks.shape,
-                "seen": blocks.seen,
-            }
+            names = ("q_block", "kv_block", "shape", "seen")
+            attention["blocks"] = {name: getattr(blocks, name) for name in names}
         return {
             "attention": attention,
             "cluster": dataclasses.asdict(self.cluster),
@@ -94,6 +89,8 @@ class AttentionPlan:
             f"{cluster.host_link:g} to another host; rates: {gpu.source}",
             f"{shape.batch} x {shape.length:,} tokens, {shape.heads}/{shape.kv_heads} heads x "
             f"{head_dims}, {mask}; one attention, per device",
+            "overlap: share of the communication time that kernels overlap; to hosts: MiB sent to "
+            "other hosts",
             "",
             f"{'strategy':28}{'layout':12}{'backward':14}{'fwd ms':>9}{'bwd ms':>9}{'TFLOP/s':>9}"
             f"{'overlap':>9}{'GiB':>8}{'fwd MiB':>10}{'bwd MiB':>10}{'to hosts':>10}",
@@ -207,11 +204,15 @@ def attention(
       ValueError: a size that is not a positive integer, incompatible numbers of heads, an unknown
         GPU, a ``block_mask`` of another dtype or shape, or no possible strategy for this length.
     """
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_sizes(
-        length=length, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, batch=batch,
-        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+    length, num_heads, head_dim, batch, kv_heads = (
+        check_integer(name, size, 1)
+        for name, size in {
+            "length": length, "num_heads": num_heads, "head_dim": head_dim, "batch": batch,
+            "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
+        }.items()
     )  # fmt: skip
+    if value_head_dim is not None:
+        value_head_dim = check_integer("value_head_dim", value_head_dim, 1)
     if num_heads % kv_heads:
         raise ValueError(
             f"num_kv_heads is {kv_heads}, num_heads {num_heads}: num_heads must be a multiple of it"
@@ -232,7 +233,9 @@ def attention(
             requests = requests[:1]
         for request in requests:
             try:
-                _check(shape, request)
+                # As burst_attention checks them.
+                check_lengths(request, {"length": length})
+                check_heads(num_heads, kv_heads, request.ulysses_size, "the Ulysses axis")
             except ValueError as error:
                 left_out.append((f"{strategy.name}, {request.layout}", str(error)))
                 continue
@@ -279,9 +282,3 @@ def _strategies(cluster: Cluster) -> list[Strategy]:
             name = f"ring of {n // ulysses}, ulysses of {ulysses}"
             strategies.append(Strategy(name, (n // ulysses,), ulysses))
     return [*strategies, Strategy("ulysses", (), n)]
-
-
-def _check(shape: AttentionShape, request: Request) -> None:
-    """Raises ValueError if ``burst_attention`` would reject the request."""
-    check_lengths(request, {"length": shape.length})
-    check_heads(shape.heads, shape.kv_heads, request.ulysses_size, "the Ulysses axis")

@@ -21,7 +21,7 @@ from burst_jax.ring.rotation import (
     hop_bytes,
 )
 from burst_jax.ring.route import scores_per_step
-from burst_jax.ring.schedule import Send, Step, backward_schedule, count_hops, forward_schedule
+from burst_jax.ring.schedule import Send, backward_schedule, count_hops, forward_schedule
 
 _GIB = 2**30
 # Fraction of the local block's work that is deferred to the last step, to overlap the gradient's
@@ -30,8 +30,6 @@ _DEFERRED, _DEFERRED_CAUSAL = 1 / 2, 1 / 4
 # FLOPs per score and feature of H, and per score and feature of Hv. The forward pass has one matmul
 # over each; the backward pass has three over H and two over Hv.
 _FORWARD, _BACKWARD = (2, 2), (6, 4)
-# Two backward kernels have three and four matmuls, of seven in total.
-_SHARES = {"stationary": 3 / 7, "rotating": 4 / 7, "both": 1.0}
 # Temporary memory, ``(factor of Q, factor of K and V)`` by kernels and rotation, in units of the
 # bytes of a ring shard of Q, or of K and V together, with the heads of one device. XLA lets buffers
 # share memory, so array sizes alone do not determine it: these factors were read from programs
@@ -39,25 +37,19 @@ _SHARES = {"stationary": 3 / 7, "rotating": 4 / 7, "both": 1.0}
 # them with other programs. The kernels are those of :class:`burst_jax.plan.Gpu`.
 _ONE_DEVICE = (2.0, 2.0)
 _RING = {
-    ("separate", "rotate_kv"): (2.0, 7.6),
-    ("separate", "rotate_query"): (10.6, 1.0),
     ("fused", "rotate_kv"): (2.0, 9.0),
     ("fused", "rotate_query"): (12.6, 1.0),
     ("reordered", "rotate_kv"): (6.3, 9.0),
     ("reordered", "rotate_query"): (16.1, 1.0),
 }
 _TWO_LEVEL_RING = {
-    ("separate", "rotate_kv"): (2.0, 10.5),
-    ("separate", "rotate_query"): (15.7, 1.0),
     ("fused", "rotate_kv"): (2.0, 14.2),
     ("fused", "rotate_query"): (16.8, 1.7),
     ("reordered", "rotate_kv"): (5.6, 14.2),
     ("reordered", "rotate_query"): (17.2, 1.7),
 }
-_ULYSSES = {"separate": (2.7, 1.8), "fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
+_ULYSSES = {"fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
 _RING_AND_ULYSSES = {
-    ("separate", "rotate_kv"): (3.7, 6.3),
-    ("separate", "rotate_query"): (9.3, 1.9),
     ("fused", "rotate_kv"): (3.0, 9.0),
     ("fused", "rotate_query"): (11.2, 1.9),
     ("reordered", "rotate_kv"): (7.0, 9.0),
@@ -228,17 +220,6 @@ class _Seconds:
         self.exposed += max(0.0, longest - work)
 
 
-def _phases(step: Step) -> list[tuple[float, list[Send]]]:
-    """The phases of a backward step in order: fractions of its work, and the sends of each.
-
-    Two kernels are two phases if both have sends of their own, which must complete before the next
-    kernel starts; otherwise they are one phase.
-    """
-    if all(launch.sends for launch in step.launches):
-        return [(_SHARES[launch.kernel], list(launch.sends)) for launch in step.launches]
-    return [(1.0, [send for launch in step.launches for send in launch.sends])]
-
-
 class CostModel:
     """Costs of one attention on a cluster, per device, for one strategy and layout.
 
@@ -340,7 +321,7 @@ class CostModel:
         for step in forward_schedule(self._routes[False]):
             scores = self._scores[False][step.offset][0]
             work = self._per_score(_FORWARD) * scores / rate + self._cluster.gpu.launch
-            spent.add(work, self._sending(step.all_sends, sizes))
+            spent.add(work, self._sending(step.sends, sizes))
         return spent
 
     def _backward(self, rotation: Rotation) -> _Seconds:
@@ -350,19 +331,14 @@ class CostModel:
         sizes = self._send_bytes(rotation)
         deferred = _DEFERRED_CAUSAL if attention.is_causal else _DEFERRED
         spent = _Seconds()
-        for step in backward_schedule(route, fused=gpu.fused):
+        for step in backward_schedule(route):
             scores = self._scores[rotates_query][step.offset][0]
             if step.part == "second":
                 scores *= deferred
             elif step.part == "first":
                 scores -= scores * deferred
-            launches = gpu.launch * len(step.launches)
-            work = self._per_score(_BACKWARD) * scores / rate + launches
-            throughout = self._sending(step.sends, sizes)
-            phases = _phases(step)
-            for share, sends in phases:
-                links = zip(self._sending(sends, sizes), throughout, strict=True)
-                spent.add(share * work, tuple(own + rest / len(phases) for own, rest in links))
+            work = self._per_score(_BACKWARD) * scores / rate + gpu.launch
+            spent.add(work, self._sending(step.sends, sizes))
         spent.total += 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth
         return spent
 
@@ -373,7 +349,7 @@ class CostModel:
         the rotating side, the local sum and one or two received ones are added.
         """
         itemsize = self._attention.itemsize
-        sums = min(steps, 3 if self._cluster.gpu.fused else 2)
+        sums = min(steps, 3)
         q_sums, kv_sums = (sums, 1) if rotates_query else (1, sums)
         q = self._q * (8 * q_sums + itemsize) + self._out * 2 * itemsize
         return q + self._kv * (4 * kv_sums + itemsize)
@@ -454,14 +430,9 @@ def temp_bytes(
 ) -> float:
     """Bytes per device of everything but arguments and results.
 
-    Args:
-      kernels: "separate", "fused" or "reordered".
-      rotation: "rotate_kv" or "rotate_query".
-      passes: number of inner-ring passes of the route, 1 for a ring of one level.
-      steps: number of ring steps.
-      ulysses: whether there are all-to-alls on a Ulysses axis.
-      q: bytes of a ring shard of Q, with the heads of one device.
-      kv: bytes of a ring shard of K and V together, with the heads of one device.
+    ``passes`` and ``steps`` are the route's numbers of inner-ring passes (1 on a ring of one level)
+    and of ring steps, ``q`` and ``kv`` the bytes of a ring shard of Q, and of K and V together,
+    with the heads of one device.
     """
     if steps == 1:
         factors = _ULYSSES[kernels] if ulysses else _ONE_DEVICE

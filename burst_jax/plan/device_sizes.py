@@ -87,12 +87,7 @@ def device_sizes(
 ) -> DeviceSizes:
     """The share of one device.
 
-    Args:
-      config: the decoder's config.
-      shapes: its state as shapes.
-      strategy: how it is sharded.
-      length: sequence length.
-      batch: batch size.
+    ``shapes`` is the decoder's state as shapes.
 
     Raises:
       ValueError: a weight or the batch is not divisible by the mesh.

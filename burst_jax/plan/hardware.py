@@ -6,13 +6,15 @@ import dataclasses
 import math
 from typing import Literal
 
+from burst_jax.errors import check_integer
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """Rates and sizes of one GPU.
 
     Attributes:
-      name: name for :func:`find_gpu`.
+      name: like its key in :data:`GPUS`.
       memory: GiB.
       forward: TFLOP/s of the forward kernel on a long causal shard, head dim 128, 16-bit.
       backward: TFLOP/s of the backward kernel on such a shard.
@@ -20,8 +22,8 @@ class Gpu:
       launch: fixed cost of a kernel in seconds: launch, prologue and epilogue, tile tables.
       bandwidth: GB/s of device memory, reads and writes together.
       link: GB/s sent to a GPU of the same host by an NCCL permute while a kernel runs.
-      kernels: of the backward pass: "separate" if one computes dQ and another one dK and dV,
-        "fused" if one computes all three, "reordered" if it has its own order of dQ's elements.
+      kernels: of the backward pass: "fused", or "reordered" if it has its own order of dQ's
+        elements.
       source: where the rates come from.
       peer_link: GB/s of a permute by the copy engines, where one process has all GPUs; None is
         ``link``.
@@ -40,18 +42,13 @@ class Gpu:
     launch: float
     bandwidth: float
     link: float
-    kernels: Literal["separate", "fused", "reordered"]
+    kernels: Literal["fused", "reordered"]
     source: str
     peer_link: float | None = None
     exchange_link: float | None = None
     matmul: float | None = None
     peak: float | None = None
     host_copy: float = 50.0
-
-    @property
-    def fused(self) -> bool:
-        """Whether one kernel computes dQ, dK and dV."""
-        return self.kernels != "separate"
 
 
 _H200 = Gpu(
@@ -75,17 +72,6 @@ GPUS = {
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
     ),
 }  # fmt: skip
-
-
-def find_gpu(name: str) -> Gpu:
-    """The GPU of that name.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    if name not in GPUS:
-        raise ValueError(f"gpu is {name!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")
-    return GPUS[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,15 +114,12 @@ def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float)
     Raises:
       ValueError: an unknown GPU, or a number that is not positive.
     """
-    check_sizes(hosts=hosts, gpus_per_host=gpus_per_host)
+    hosts = check_integer("hosts", hosts, 1)
+    gpus_per_host = check_integer("gpus_per_host", gpus_per_host, 1)
     if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
         raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
-    found = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    return Cluster(found, hosts, gpus_per_host, float(host_link))
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size that is not a positive integer."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is {size!r}: it must be a positive integer")
+    if isinstance(gpu, str) and gpu not in GPUS:
+        raise ValueError(f"gpu is {gpu!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")
+    return Cluster(
+        GPUS[gpu] if isinstance(gpu, str) else gpu, hosts, gpus_per_host, float(host_link)
+    )

@@ -13,6 +13,7 @@ from burst_jax.models.remat import Remat
 from burst_jax.plan.cost_model import temp_bytes
 from burst_jax.plan.device_sizes import DeviceSizes
 from burst_jax.plan.training_strategy import TrainingStrategy
+from burst_jax.training.loss import CHUNK_SIZE
 
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
@@ -73,18 +74,12 @@ def step_memory(
     rotation: str,
     *,
     kernels: str,
-    chunk_size: int,
     moment_size: int,
 ) -> StepMemory:
     """The memory of one step.
 
-    Args:
-      sizes: one device's sizes.
-      strategy: how the step is sharded.
-      rotation: of the ring's backward pass.
-      kernels: of attention's backward pass, as in :class:`burst_jax.plan.Gpu`.
-      chunk_size: tokens per chunk of the loss.
-      moment_size: bytes of one optimizer moment of a weight.
+    ``rotation`` is that of the ring's backward pass, ``kernels`` as in :class:`burst_jax.plan.Gpu`,
+    ``moment_size`` the bytes of one optimizer moment of a weight.
     """
     s, p = sizes, sizes.param
     remats = strategy.remats(s.layers)
@@ -100,10 +95,10 @@ def step_memory(
         on_device += saved.get(remat, 0)
         for name, work in _backward(sizes, strategy, remat, rotation, kernels).items():
             phases[name] = max(phases.get(name, 0), work + on_device + gradients)
-    phases["loss"] = on_device + _loss(sizes, strategy, chunk_size)
-    phases["optimizer"] = gradients + _optimizer(sizes)
+    phases["loss"] = on_device + _loss(sizes)
+    # The embedding's gradient, in two memory layouts.
+    phases["optimizer"] = gradients + 8 * s.embedding.whole + s.tokens * s.width * s.itemsize
     phase = max(phases, key=phases.__getitem__)
-    on_host = offloaded + (moments if strategy.moments == "host" else 0)
     return StepMemory(
         weights=p * s.parts,
         moments=moments if strategy.moments == "device" else 0,
@@ -112,7 +107,7 @@ def step_memory(
         gradients=gradients,
         work=int(phases[phase]) - on_device - gradients,
         phase=phase,
-        host=on_host,
+        host=offloaded + (moments if strategy.moments == "host" else 0),
     )
 
 
@@ -156,14 +151,8 @@ def _backward(
     }
 
 
-def _loss(s: DeviceSizes, strategy: TrainingStrategy, chunk_size: int) -> float:
+def _loss(s: DeviceSizes) -> float:
     """Bytes of the loss: the head and its gradient, hidden states and theirs, logits of a chunk."""
-    chunk = min(chunk_size, s.tokens)
-    logits = chunk * s.vocab * (s.itemsize + 4 * _FLOAT32_PART)
+    logits = min(CHUNK_SIZE, s.tokens) * s.vocab * (s.itemsize + 4 * _FLOAT32_PART)
     states = 3 * s.tokens * s.width * s.itemsize
     return s.head.whole * (4 + s.itemsize) + logits + states + s.itemsize * s.layer.whole
-
-
-def _optimizer(s: DeviceSizes) -> float:
-    """Bytes on top of the layers' gradients: the embedding's gradient, in two memory layouts."""
-    return 2 * 4 * s.embedding.whole + s.tokens * s.width * s.itemsize

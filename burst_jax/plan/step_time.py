@@ -17,6 +17,7 @@ from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.step_memory import saved_bytes
 from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.ring.rotation import ROTATIONS
+from burst_jax.training.loss import CHUNK_SIZE
 
 # Bytes per token and feature of the residual stream that the memory-bound operations of a layer
 # read and write (norms, RoPE, gates, sums, casts): forward, and backward with its recomputation.
@@ -94,19 +95,12 @@ def step_seconds(
     attentions: list[Estimate],
     *,
     first_half: float,
-    chunk_size: int,
     moment_size: int,
 ) -> StepSeconds:
     """The time of one step.
 
-    Args:
-      sizes: one device's sizes.
-      strategy: how the step is sharded.
-      cluster: the devices.
-      attentions: the attention of each layer.
-      first_half: forward seconds of all layers' attention over the first half of each sequence.
-      chunk_size: tokens per chunk of the loss.
-      moment_size: bytes of one optimizer moment of a weight.
+    ``attentions`` are those of all layers, ``first_half`` is the forward time of them all over the
+    first half of each sequence, ``moment_size`` the bytes of one optimizer moment of a weight.
     """
     s, gpu, remats = sizes, cluster.gpu, strategy.remats(sizes.layers)
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
@@ -119,7 +113,7 @@ def step_seconds(
     weights_again = sum(count * _recomputed_weights(s, remat) for remat, count in remats.items())
     matmuls_again = 2 * s.tokens * weights_again / rate
     head = 3 * 2 * s.tokens * s.width * s.vocab / rate
-    chunks = -(-s.tokens // chunk_size)
+    chunks = -(-s.tokens // CHUNK_SIZE)
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
 
     features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
@@ -131,16 +125,14 @@ def step_seconds(
 
     ahead = forward + matmuls + passes["forward"]
     back = backward + 2 * matmuls + matmuls_again + again + passes["backward"]
-    exposed = _exposed_weights(s, strategy, cluster, ahead, back) + _tensor_sums(
-        s, strategy, cluster
-    )
+    exposed = _exposed_weights(s, strategy, cluster, ahead, back)
     return StepSeconds(
         attention=forward + backward,
         matmuls=3 * matmuls,
         recomputed=matmuls_again + again,
         loss=head + logits,
         memory=sum(passes.values()) + sums + update,
-        communication=exposed,
+        communication=exposed + _tensor_sums(s, strategy, cluster),
         host=_exposed_host_copies(s, strategy, cluster, ahead, rate, moment_size),
     )
 

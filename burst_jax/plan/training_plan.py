@@ -147,13 +147,14 @@ class TrainingPlan:
         cluster, config, best = self.cluster, self.config, self.best
         gpu = cluster.gpu
         heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"
-        meshes = _firsts(self.estimates, _mesh_of)
+        meshes = _firsts(self.estimates, lambda each: each.strategy.name)
         fit = [each for each in meshes if self.fits(each)]
         shown = list(self.estimates) if show_all else fit or meshes[:5]
         rows = [self._cells(each) for each in shown]
         if not show_all:
             first = self.estimates[0] if best is None else best
-            same = [each for each in self.estimates if _mesh_of(each) == _mesh_of(first)]
+            name = first.strategy.name
+            same = [each for each in self.estimates if each.strategy.name == name]
             layout = first.strategy.layout
             same_layout = [each for each in same if each.strategy.layout == layout]
             others = [each for each in same if each.strategy.layout != layout]
@@ -270,10 +271,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
     heading = line(list(_HEADING))
     return [heading, "-" * len(heading), *(line(row) if row else "" for row in rows)]
-
-
-def _mesh_of(estimate: StepEstimate) -> Hashable:
-    return estimate.strategy.name
 
 
 def _firsts(

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import LAYOUTS, check_length
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.plan.cost_model import Estimate
 from burst_jax.plan.device_sizes import DeviceSizes, device_sizes
-from burst_jax.plan.hardware import Cluster, Gpu, check_sizes, cluster_of
+from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
 from burst_jax.plan.step_memory import StepMemory, step_memory
 from burst_jax.plan.step_time import attention_of, step_seconds
 from burst_jax.plan.training_plan import StepEstimate, TrainingPlan, fits
 from burst_jax.plan.training_strategy import TrainingStrategy, Weights
 from burst_jax.training.adam import Moments
-from burst_jax.training.loss import CHUNK_SIZE
 
 _MLP_CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -79,7 +80,7 @@ def training(
             f"config.lora is {config.lora}: the planner assumes that all weights are trained; pass "
             "dataclasses.replace(config, lora=None) to plan that"
         )
-    check_sizes(length=length, batch=batch)
+    length, batch = check_integer("length", length, 1), check_integer("batch", batch, 1)
     cluster = cluster_of(gpu, hosts, gpus_per_host, host_link)
     try:
         dtype = jnp.dtype(moment_dtype)
@@ -91,16 +92,16 @@ def training(
         raise ValueError(f"moments is {moments!r}: use 'device', 'host', or None to compare both")
     places = get_args(Moments) if moments is None else (moments,)
 
-    first = next(_meshes(cluster, 1), None)
-    assert first is not None
-    _, shapes = abstract_decoder(config, mesh=first.abstract_mesh)
-    search = _Search(config, shapes, cluster, length, batch, dtype.itemsize)
+    _, shapes = abstract_decoder(config, mesh=next(_meshes(cluster, 1)).abstract_mesh)
     estimates, left_out = [], []
-    for strategy in _meshes(cluster, batch):
+    for mesh in _meshes(cluster, batch):
         try:
-            estimates += search.of_mesh(strategy, places)
+            check_length(mesh.layout, length, mesh.seq)
+            sizes = device_sizes(config, shapes, mesh, length=length, batch=batch)
+            search = _Search(config, cluster, length, batch, dtype.itemsize, mesh, sizes)
+            estimates += search.estimates(places)
         except ValueError as error:
-            left_out.append((f"{strategy.name}, {strategy.layout}", str(error)))
+            left_out.append((f"{mesh.name}, {mesh.layout}", str(error)))
     if not estimates:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
         raise ValueError(
@@ -141,86 +142,75 @@ def _divisors(n: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """The arguments of :func:`training` that all strategies share."""
+    """The strategies of one mesh and layout: every remat, place of the moments, and chunking.
+
+    Attributes:
+      config, cluster, length, batch: as in :func:`training`.
+      moment_size: bytes of one optimizer moment of a weight.
+      mesh: the mesh and the layout.
+      sizes: one device's share of the step.
+    """
 
     config: DecoderConfig
-    shapes: Any
     cluster: Cluster
     length: int
     batch: int
     moment_size: int
+    mesh: TrainingStrategy
+    sizes: DeviceSizes
 
-    def of_mesh(self, mesh: TrainingStrategy, places: tuple[Moments, ...]) -> list[StepEstimate]:
-        """The estimates of one mesh and layout, with every remat and place of the moments.
-
-        Raises:
-          ValueError: the mesh or the layout cannot shard the step.
-        """
-        config, length = self.config, self.length
-        check_length(mesh.layout, length, mesh.seq)
-        sizes = device_sizes(config, self.shapes, mesh, length=length, batch=self.batch)
-        by_kind = {
-            kind: attention_of(config, kind, self.cluster, mesh, length=length, rows=sizes.rows)
-            for kind in dict.fromkeys(config.layer_kinds)
-        }
-        attentions = [by_kind[kind] for kind in config.layer_kinds]
-        # Without a window the first half of the queries attends to a quarter of the keys.
-        first_half = sum(
-            by_kind[kind].forward_seconds / (4 if kind.window is None else 2)
-            for kind in config.layer_kinds
-        )
+    def estimates(self, places: tuple[Moments, ...]) -> list[StepEstimate]:
+        """An estimate for each remat and place of the moments."""
         found = []
         for remat in get_args(Remat):
-            if remat == "half" and mesh.seq > 1 and mesh.layout == "contiguous":
+            if remat == "half" and self.mesh.seq > 1 and self.mesh.layout == "contiguous":
                 continue  # Some devices hold none of the second half.
             for moments in places:
-                strategy = dataclasses.replace(mesh, remat=remat, moments=moments)
-                found.append(self._in_chunks(strategy, sizes, attentions, first_half))
+                strategy = dataclasses.replace(self.mesh, remat=remat, moments=moments)
+                found.append(self._in_chunks(strategy))
                 if remat == "selective" and not fits(found[-1].memory, self.cluster):
-                    found += self._some_selective(strategy, sizes, attentions, first_half)
+                    found += self._some_selective(strategy)
         return found
 
-    def _some_selective(
-        self,
-        strategy: TrainingStrategy,
-        sizes: DeviceSizes,
-        attentions: list[Estimate],
-        first_half: float,
-    ) -> list[StepEstimate]:
+    @functools.cached_property
+    def _attention(self) -> dict[LayerKind, Estimate]:
+        """One layer's attention, by the kind of the layer."""
+        return {
+            kind: attention_of(
+                self.config, kind, self.cluster, self.mesh, length=self.length, rows=self.sizes.rows
+            )
+            for kind in dict.fromkeys(self.config.layer_kinds)
+        }
+
+    def _some_selective(self, strategy: TrainingStrategy) -> list[StepEstimate]:
         """The strategy with as many "selective" layers as fit; empty if not even one does."""
 
         def too_large(count: int) -> bool:
             some = dataclasses.replace(strategy, remat_layers=count)
-            memories = (self._memory(each, sizes, attentions) for each in self._chunked(some))
-            return not any(fits(memory, self.cluster) for memory in memories)
+            return not any(fits(memory, self.cluster) for _, memory in self._chunked(some))
 
         # Memory grows with the number of layers.
-        count = bisect_left(range(1, sizes.layers), True, key=too_large)
+        count = bisect_left(range(1, self.sizes.layers), True, key=too_large)
         if count == 0:
             return []
-        some = dataclasses.replace(strategy, remat_layers=count)
-        return [self._in_chunks(some, sizes, attentions, first_half)]
+        return [self._in_chunks(dataclasses.replace(strategy, remat_layers=count))]
 
-    def _in_chunks(
-        self,
-        strategy: TrainingStrategy,
-        sizes: DeviceSizes,
-        attentions: list[Estimate],
-        first_half: float,
-    ) -> StepEstimate:
+    def _in_chunks(self, strategy: TrainingStrategy) -> StepEstimate:
         """With the fewest chunks of the feed-forward that fit, or else with the least memory."""
-        options = [
-            (each, self._memory(each, sizes, attentions)) for each in self._chunked(strategy)
-        ]
+        options = list(self._chunked(strategy))
         fitting = [option for option in options if fits(option[1], self.cluster)]
         best, memory = fitting[0] if fitting else min(options, key=lambda each: each[1].total)
+        attentions = [self._attention[kind] for kind in self.config.layer_kinds]
         seconds = step_seconds(
-            sizes,
+            self.sizes,
             best,
             self.cluster,
             attentions,
-            first_half=first_half,
-            chunk_size=CHUNK_SIZE,
+            # Without a window the first half of the queries attends to a quarter of the keys.
+            first_half=sum(
+                self._attention[kind].forward_seconds / (4 if kind.window is None else 2)
+                for kind in self.config.layer_kinds
+            ),
             moment_size=self.moment_size,
         )
         rate = self.batch * self.length / seconds.total / self.cluster.size
@@ -235,20 +225,16 @@ class _Search:
             mfu=None if peak is None else flops / peak,
         )
 
-    def _chunked(self, strategy: TrainingStrategy) -> list[TrainingStrategy]:
-        """The strategy with every possible number of chunks of the feed-forward, fewest first."""
+    def _chunked(self, strategy: TrainingStrategy) -> Iterator[tuple[TrainingStrategy, StepMemory]]:
+        """Every possible number of chunks of the feed-forward, fewest first, and its memory."""
         tokens = self.length // strategy.seq
-        counts = [count for count in _MLP_CHUNKS if tokens % count == 0]
-        return [dataclasses.replace(strategy, mlp_chunks=count) for count in counts]
-
-    def _memory(
-        self, strategy: TrainingStrategy, sizes: DeviceSizes, attentions: list[Estimate]
-    ) -> StepMemory:
-        return step_memory(
-            sizes,
-            strategy,
-            attentions[0].backward,
-            kernels=self.cluster.gpu.kernels,
-            chunk_size=CHUNK_SIZE,
-            moment_size=self.moment_size,
-        )
+        rotation = next(iter(self._attention.values())).backward
+        kernels = self.cluster.gpu.kernels
+        for count in [count for count in _MLP_CHUNKS if tokens % count == 0]:
+            each = dataclasses.replace(strategy, mlp_chunks=count)
+            yield (
+                each,
+                step_memory(
+                    self.sizes, each, rotation, kernels=kernels, moment_size=self.moment_size
+                ),
+            )

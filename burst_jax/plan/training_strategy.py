@@ -55,7 +55,7 @@ class TrainingStrategy:
     def mesh(self) -> dict[str, int]:
         """The mesh axes and their sizes, outermost first."""
         rows = {"fsdp" if self.weights == "sharded" else "data": self.rows}
-        ring = dict(zip(self._ring_axes, self.ring, strict=True))
+        ring = self.attention.mesh
         axes = rows | ring | {"tensor": self.tensor}
         return {name: size for name, size in axes.items() if size > 1 or name in ring}
 
@@ -66,14 +66,9 @@ class TrainingStrategy:
         return f"{mesh} with {self.weights} weights"
 
     @property
-    def _ring_axes(self) -> tuple[str, ...]:
-        return ("outer", "inner") if len(self.ring) == 2 else ("seq",)
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``init_train_state``, with ``rules`` if the weights are sharded."""
-        axes = self._ring_axes
-        seq = axes if len(axes) == 2 else axes[0]
+        seq = self.attention.arguments["seq_axis"]
         names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
         if self.weights == "sharded":
             rules = ShardingRules(data=None, fsdp=names["fsdp"], seq=seq, tensor=names["tensor"])

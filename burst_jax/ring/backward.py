@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ from burst_jax.ring.local import LocalBackward
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import ChunkedSend, Offset
-from burst_jax.ring.schedule import Launch, Send, Step, backward_schedule, step_name
+from burst_jax.ring.schedule import Send, Step, backward_schedule, step_name
 from pallas_kernels import AttentionInputs, Implementation
 from pallas_kernels.inputs import PerHead, Side
 
@@ -24,16 +22,8 @@ def backward(
     """``(dq, (dk, dv), per_head)``, float32, each with the shape of its primal.
 
     Runs :func:`burst_jax.ring.schedule.backward_schedule`, whose module lists it for four devices.
-    With one kernel for both gradients, a step is:
-
-    1. The block is sent to the next step. The sum of the previous step is sent to the step after
-       the next one.
-    2. Meanwhile the kernel runs on the current block. It adds to the gradient of the
-       stationary side, and to the sum that was received during the previous step.
-    3. A barrier: the next step starts when the kernel is done and both sends have been received.
-
-    With two kernels, the sum is sent to the next step during the first kernel. The second kernel
-    waits for it and adds to it, while the block is sent.
+    A barrier ends each step: the next one starts when the kernel is done and all that was sent has
+    been received.
 
     Args:
       request: the static part of the call. Its spec names the per-head parameters to differentiate.
@@ -43,9 +33,7 @@ def backward(
       rotation: "rotate_kv" or "rotate_query": the side that rotates.
     """
     kernels = LocalBackward(request, implementation, inputs, rotation)
-    *steps, last = backward_schedule(
-        kernels.route, fused=kernels.fused, splits_local=kernels.splits_local
-    )
+    *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)
     state = _BackwardState(kernels)
     for index, step in enumerate(steps):
         with jax.named_scope(step_name("backward", index)):
@@ -76,11 +64,9 @@ class _BackwardState:
         self._outer: dict[tuple[str, Offset], ChunkedSend] = {}
 
     def step(self, step: Step) -> None:
-        """Sends, launches kernels, waits for both, and adds up the step's ``adds``."""
+        """Sends, launches the kernel, waits for both, and adds up the step's ``adds``."""
         self._send_and_launch(step)
-        # With two kernels, nothing is sent during the last kernel of the last rotating step. That
-        # step needs no barrier: the sum that is sent next is its result.
-        if step.launches[-1].sends or any(send.what == "block" for send in step.sends):
+        if step.sends:
             self._wait(step)
         if self._next_block is not None:
             self.block, self._next_block = self._next_block, None
@@ -104,46 +90,27 @@ class _BackwardState:
         self._add(step.adds)
 
     def _send_and_launch(self, step: Step) -> None:
+        received = None if step.adds_to is None else self.sums.pop(step.adds_to)
         for send in step.sends:
-            self._send_chunk(send)
-        bounds = self._kernels.bounds(step.offset, step.part, self.block)
-        for launch in step.launches:
-            self._launch(launch, step.offset, bounds)
-
-    def _launch(self, launch: Launch, offset: Offset, bounds: Any) -> None:
-        """The sends that overlap with a kernel, then the kernel."""
-        received = None if launch.adds_to is None else self.sums.pop(launch.adds_to)
-        if launch.kernel == "rotating" and received is not None:
-            # The second of two kernels waits for the sum that was sent during the first. The block
-            # waits too, or XLA would combine its permute with the sum's.
-            self.stationary, received, self.block = lax.optimization_barrier(
-                (self.stationary, received, self.block)
-            )
-        for send in launch.sends:
             self._send(send)
-        gradients = functools.partial(self._kernels, launch.kernel, offset, bounds, self.block)
-        if launch.kernel == "both":
-            self.stationary, self.sums[offset] = gradients(self.stationary, received)
-        elif launch.kernel == "stationary":
-            self.stationary = gradients(self.stationary)
-        else:
-            self.sums[offset] = gradients(received)
+        if step.part != "none":
+            self.stationary, self.sums[step.offset] = self._kernels(
+                step.offset, step.part, self.block, self.stationary, received
+            )
 
     def _send(self, send: Send) -> None:
-        """Sends a whole block, for the next step, or a whole sum."""
-        if send.what == "block":
+        """Sends a block or a sum, or its next chunk; it is split before its first chunk."""
+        name, is_block = (send.what, send.start), send.what == "block"
+        if send.is_outer:
+            if send.chunk == 0:
+                whole = self.block if is_block else self.sums.pop(send.start)
+                self._outer[name] = ChunkedSend(whole, send.chunks)
+            self._outer[name].send(self._route, send.start, send.end)
+        elif is_block:
             self._next_block = self._route.send(self.block, send.start, send.end)
         else:
             sent = self._route.send(self.sums[send.start], send.start, send.end)
             self.sums[send.start] = sent
-
-    def _send_chunk(self, send: Send) -> None:
-        """Sends the next chunk of a block or of a sum, which is split before its first chunk."""
-        name = send.what, send.start
-        if send.chunk == 0:
-            whole = self.block if send.what == "block" else self.sums.pop(send.start)
-            self._outer[name] = ChunkedSend(whole, send.chunks)
-        self._outer[name].send(self._route, send.start, send.end)
 
     def _join_chunks(self) -> None:
         """Joins what was received in chunks."""
@@ -155,7 +122,7 @@ class _BackwardState:
         self._outer = {}
 
     def _wait(self, step: Step) -> None:
-        """A barrier over this step's kernels and sends, before the next step.
+        """A barrier over this step's kernel and sends, before the next step.
 
         Unsent chunks pass it too, or XLA would combine the permutes of all chunks.
         """
@@ -170,15 +137,11 @@ class _BackwardState:
 
     def _sent_or_made(self, step: Step) -> list[Offset]:
         """Names of this device's sums that a step sent whole, or that its kernel added to."""
-        sent = [send.start for send in step.all_sends if send.what == "sum"]
+        sent = [send.start for send in step.sends if send.what == "sum"]
         return [name for name in (step.offset, *sent) if name in self.sums]
 
     def _add(self, names: tuple[Offset, ...]) -> None:
         """Adds up sums on this device; the result has the first name."""
         if names:
             sums = [self.sums.pop(name) for name in names]
-            self.sums[names[0]] = jax.tree.map(_sum, *sums)
-
-
-def _sum(*parts: jax.Array) -> jax.Array:
-    return functools.reduce(operator.add, parts)
+            self.sums[names[0]] = jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)

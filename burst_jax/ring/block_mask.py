@@ -87,13 +87,9 @@ class AttentionChunks:
 
 
 def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> Runs:
-    """Splits the runs of all shards (:func:`burst_jax.layouts.permutation.shard_runs`) at blocks.
+    """Splits the runs of all shards at blocks of ``block`` positions; None splits nothing.
 
-    Args:
-      starts: int64 ``[n, runs]``.
-      stride: distance between neighbouring tokens.
-      count: tokens per run.
-      block: positions per block; None splits nothing.
+    The runs are those of :func:`burst_jax.layouts.permutation.shard_runs`.
     """
     if block is None:
         return Runs(starts, np.full_like(starts, count), np.zeros_like(starts))

@@ -1,8 +1,8 @@
 """Clear errors for the derivatives that a ring does not have.
 
-A ring is a ``custom_vjp``: it has reverse mode and no forward mode. JAX's own errors speak of
-custom_vjp functions, loops or kernels, which a caller never wrote. The primitives below return
-their arrays, so they change no program. They only define what happens when JAX differentiates them.
+A ring is a ``custom_vjp``: it has reverse mode and no forward mode. JAX's own errors would mention
+custom_vjp functions, loops or kernels that the caller did not write. The primitives below are
+identities. They only define what happens when JAX differentiates them.
 """
 
 from __future__ import annotations

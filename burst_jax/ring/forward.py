@@ -27,15 +27,17 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         with jax.named_scope(step_name("forward", index)):
             # Invariant: `block` is at `step.offset`, and `carry` is the attention over the blocks
             # of all earlier steps.
-            (launch,) = step.launches
-            arriving = [route.send(block, send.start, send.end) for send in launch.sends]
+            arriving = None
             for send in step.sends:
+                if not send.is_outer:
+                    arriving = route.send(block, send.start, send.end)
+                    continue
                 if send.chunk == 0:
                     outer = ChunkedSend(block, send.chunks)
                 assert outer is not None
                 outer.send(route, send.start, send.end)
             carry = kernel(step.offset, block, carry, last=step is schedule[-1])
-            if launch.sends or step.sends:
+            if step.sends:
                 # Without the barrier XLA hoists every permute ahead of all kernels and keeps every
                 # block alive. With it each permute overlaps with one kernel. The unsent chunks pass
                 # it too: XLA would otherwise combine the permutes of all chunks.
@@ -43,8 +45,8 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
                 arriving, chunks, carry = lax.optimization_barrier((arriving, chunks, carry))
                 if outer is not None:
                     outer.arrays = chunks
-            if arriving:
-                (block,) = arriving
+            if arriving is not None:
+                block = arriving
             elif outer is not None:
                 block, outer = outer.received(), None
     assert carry is not None

@@ -88,13 +88,8 @@ def attend_recomputing_half(
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`burst_jax.ring.vjp.attend_shard`, computing the first half of the sequence only.
 
-    Args:
-      request: that of :func:`attend_saving_half`.
-      inputs: the same arrays again. Their gradients are those of the whole attention.
-      saved: the second half, from :func:`attend_saving_half`. It has no gradient.
-
-    Returns:
-      ``(out, lse)``.
+    ``request`` and ``inputs`` are those of :func:`attend_saving_half`, ``saved`` is what it saved.
+    The gradients of ``inputs`` are those of the whole attention; ``saved`` has none.
     """
     inputs = prepared(request, inputs)
     out, lse = _recompute(request, current_target(), inputs.kv.k.shape[2], inputs, saved)

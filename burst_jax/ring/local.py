@@ -15,7 +15,7 @@ from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Offset, Route
-from burst_jax.ring.schedule import Kernel, Part
+from burst_jax.ring.schedule import Part
 from pallas_kernels import AttentionInputs, Implementation, KVSide, resolve
 from pallas_kernels.inputs import Carry, PerHead, Side
 
@@ -77,13 +77,9 @@ class LocalForward:
         self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
 
     def __call__(self, offset: Offset, kv: KVSide, carry: Carry | None, *, last: bool) -> Carry:
-        """``(out, lse)`` over these keys and those of the earlier steps.
+        """``(out, lse)`` over these keys and the ``carry`` of earlier steps, in float32.
 
-        Args:
-          offset: of the ring step.
-          kv: the keys and values that this device holds.
-          carry: float32 ``(out, lse)`` of the earlier steps; None at the first step.
-          last: whether it is the last step, whose out has the query's dtype.
+        In the ``last`` step ``out`` has the query's dtype.
         """
         return self._forward(
             self._inputs_at(offset, kv),
@@ -95,15 +91,14 @@ class LocalForward:
 
 
 class LocalBackward:
-    """The backward kernels, on this device's stationary side and the rotating block that it holds.
+    """The backward kernel, on this device's stationary side and the rotating block that it holds.
 
     Attributes:
       route: the route of the rotating side.
       rotating: the local block of the rotating side.
-      fused: whether one kernel computes the gradients of both sides.
       splits_local: whether the local block's work is done in two halves.
       per_head: this device's partial gradients of the per-head parameters that the request's spec
-        differentiates, summed over the kernels that have run.
+        differentiates, summed over the steps that have run.
     """
 
     def __init__(
@@ -135,7 +130,6 @@ class LocalBackward:
         if split is not None and self.splits_local:
             first, second = split(whole)
             self._local_bounds |= {"first": first, "second": second}
-        self.fused = implementation.backward_dq is None
         self.rotating = rotating
         self.per_head: PerHead = {}
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
@@ -144,35 +138,26 @@ class LocalBackward:
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
         options: Any = {"spec": request.spec, "out_dtype": out_dtype}
+        assert implementation.backward is not None  # resolve(backward=True) checks it
         # Traced and lowered once for all steps with equal shapes, not once per step.
-        gradients = functools.partial(_gradients, implementation, options, rotate_kv)
-        self._gradients = jax.jit(gradients, static_argnums=0)
+        self._gradients = jax.jit(functools.partial(implementation.backward, **options))
 
-    def bounds(self, offset: Offset, part: Part, block: Side) -> Any:
-        """The tile bounds of a ring step's kernels."""
-        if offset == self.route.local:
-            return self._local_bounds[part]
-        return self._bounds_at(offset, block)
+    def __call__(
+        self, offset: Offset, part: Part, block: Side, stationary: Any, rotating: Any
+    ) -> tuple[Any, Any]:
+        """The gradients of the two sides so far, with those of a ring step added.
 
-    def __call__(self, kernel: Kernel, offset: Offset, bounds: Any, block: Side, *sums: Any) -> Any:
-        """Runs a backward kernel.
-
-        Args:
-          kernel: the side whose gradient it computes: "stationary", "rotating" or "both".
-          offset: of the ring step.
-          bounds: :meth:`bounds` of the step.
-          block: the block of the rotating side that this device holds.
-          *sums: the float32 gradients that it adds to; for "both" the stationary side's first. None
-            starts from zero.
-
-        Returns:
-          The sums with this step's gradients; a pair for "both". Float32, or in the query's dtype
-          where nothing is added to them later.
+        They are float32, or in the query's dtype where nothing is added to them later. None starts
+        from zero.
         """
-        result, per_head = self._gradients(kernel, self._inputs_at(offset, block), bounds, *sums)
-        for name, part in per_head.items():
-            self.per_head[name] = self.per_head[name] + part if name in self.per_head else part
-        return result
+        local = offset == self.route.local
+        bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
+        inputs = self._inputs_at(offset, block)
+        dq, dkv, per_head = self._gradients(inputs, bounds, *self.by_side(stationary, rotating))
+        for name, addend in per_head.items():
+            before = self.per_head.get(name)
+            self.per_head[name] = addend if before is None else before + addend
+        return _swap(self._rotate_kv, dq, dkv)
 
     def by_side(self, stationary: Any, rotating: Any) -> tuple[Any, Any]:
         """``(dq, (dk, dv))`` from the gradients of the two sides."""
@@ -184,49 +169,17 @@ def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     return (first, second) if rotate_kv else (second, first)
 
 
-def _gradients(
-    implementation: Implementation,
-    options: dict[str, Any],
-    rotate_kv: bool,
-    kernel: Kernel,
-    inputs: AttentionInputs,
-    bounds: Any,
-    *sums: Any,
-) -> tuple[Any, PerHead]:
-    """The local backward pass in terms of the stationary and the rotating side.
-
-    The kernel that computes dQ also computes the gradients of per-head parameters.
-    """
-    if kernel == "both":
-        assert implementation.backward is not None  # resolve(backward=True) checks it
-        dq, dkv, per_head = implementation.backward(
-            inputs, bounds, *_swap(rotate_kv, *sums), **options
-        )
-        return _swap(rotate_kv, dq, dkv), per_head
-    if (kernel == "stationary") == rotate_kv:
-        assert implementation.backward_dq is not None
-        return implementation.backward_dq(inputs, bounds, *sums, **options)
-    assert implementation.backward_dkv is not None
-    return implementation.backward_dkv(inputs, bounds, *sums, **options), {}
-
-
 def _bounds_at(
     route: Route, block: Side, bounds_of: Callable[[Any, Any], Any], per_step: bool
 ) -> Callable[[Offset, Any], Any]:
-    """``(offset, block) -> bounds``, which computes all ring steps' bounds at once if possible.
+    """``bounds_of``, or a lookup in the bounds of all ring steps, computed at once if possible.
 
-    Tables that depend on the layout's positions and the stationary side are computed for all steps
-    at once, by one small kernel instead of several per step. This also saves memory: XLA allocates
-    tables that are computed step by step between the blocks, and a program for 12 or more A100 then
-    needs one more block of memory. Segment ids, KV bounds and positions given as arrays are
-    received with their block, so tables that depend on them are computed at their step. So are the
-    tile lists of a block-sparse mask: those of all steps would use too much memory.
-
-    Args:
-      route: the route of the rotating side.
-      block: the local block; others have the same shapes.
-      bounds_of: ``(offset, block) -> bounds``; reads the block's shapes and token arrays.
-      per_step: whether to compute them step by step in any case.
+    At once they take one small kernel instead of several per step. This also saves memory: XLA
+    allocates tables that are computed step by step between the blocks, and a program for 12 or more
+    A100 then needs one more block of memory. Segment ids, KV bounds and positions given as arrays
+    are received with their block, so tables that depend on them are computed at their step. So are
+    the tile lists of a block-sparse mask (``per_step``): those of all steps would use too much
+    memory.
     """
     if per_step or block.token_arrays or len(route.offsets) == 1:
         return bounds_of

@@ -62,12 +62,7 @@ def hop_bytes(rotation: Rotation, shape: ShardShape) -> tuple[int, int]:
 
 
 def forward_bytes(hops: Hops, shape: ShardShape) -> int:
-    """Bytes that one device sends in the forward pass: K and V at every hop.
-
-    Args:
-      hops: of the route of K and V, :func:`burst_jax.ring.schedule.count_hops`.
-      shape: of this device's arrays.
-    """
+    """Bytes that one device sends in the forward pass: K and V at every hop of their route."""
     block, _ = hop_bytes("rotate_kv", shape)
     return hops.blocks * block
 
@@ -75,10 +70,7 @@ def forward_bytes(hops: Hops, shape: ShardShape) -> int:
 def backward_bytes(rotation: Rotation, hops: Hops, shape: ShardShape) -> int:
     """Bytes that one device sends in the backward pass: blocks and the sums of their gradients.
 
-    Args:
-      rotation: which side rotates.
-      hops: of that side's route, :func:`burst_jax.ring.schedule.count_hops`.
-      shape: of this device's arrays.
+    ``hops`` are those of the rotating side's route.
     """
     block, gradient = hop_bytes(rotation, shape)
     return hops.blocks * block + hops.sums * gradient
@@ -90,13 +82,7 @@ def choose_rotation(
     """``choice`` itself, or for "auto" the rotation that sends fewer bytes.
 
     With 16-bit activations that is ``rotate_query`` for N = K, and ``rotate_kv`` if two or more
-    query heads share a key head.
-
-    Args:
-      choice: the argument ``backward`` of a call.
-      shape: of this device's arrays.
-      kv_hops: hops of K and V; with windows they may differ from the queries'.
-      query_hops: hops of the queries.
+    query heads share a key head. With windows K and V may make other hops than the queries.
     """
     if choice != "auto":
         return choice

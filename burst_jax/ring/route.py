@@ -26,8 +26,8 @@ makes that pass, and is added to the sum there. After the last step it returns t
 the outer interconnect carries one block and one gradient per pass, independent of the inner ring's
 size. :mod:`burst_jax.ring.schedule` lists every step.
 
-A step at which no query attends to a key of the block, on any device, is skipped (a window makes
-such steps). One permute sends the block to the next step that is needed.
+A step at which no query attends to a key of the block, on any device, is skipped (with a sliding
+window, for example). One permute sends the block directly to the next step that is needed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Route:
     """The offsets of the ring steps of a block, by inner-ring passes.
 
     Attributes:
-      axes: the mesh axes, outermost first. Devices count row-major over them, like the shards of a
-        sequence that is sharded over ``P(axes)``. No axes: one device.
+      axes: the mesh axes, outermost first. Devices are numbered row-major over them, like the
+        shards of a sequence that is sharded over ``P(axes)``. Empty for one device.
       sizes: number of devices on each axis.
       passes: the offsets of each pass. The first offset of all is the local block's.
     """
@@ -114,35 +114,23 @@ class Route:
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 
-def split_chunks[Tree](tree: Tree, count: int) -> list[Tree]:
-    """Splits every array of a pytree into flat chunks, as equal as possible: a list of pytrees."""
-    if count == 1:
-        return [tree]
-
-    def chunk(x: jax.Array, index: int) -> jax.Array:
-        ends = (x.size * index // count, x.size * (index + 1) // count)
-        return lax.slice(x.reshape(-1), ends[:1], ends[1:])
-
-    return [jax.tree.map(lambda x, i=i: chunk(x, i), tree) for i in range(count)]
-
-
-def join_chunks[Tree](chunks: list[Tree], like: Tree) -> Tree:
-    """The inverse of :func:`split_chunks`; ``like`` has the shapes of the result."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return jax.tree.map(lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), like, *chunks)
-
-
 class ChunkedSend[Tree]:
-    """A pytree that is sent in chunks, one after the other.
+    """A pytree that is sent in flat chunks, as equal as possible, one after the other.
 
     Attributes:
       arrays: the chunks that are still to be sent, and those that have been received.
     """
 
     def __init__(self, tree: Tree, count: int):
+        def chunk(x: jax.Array, index: int) -> jax.Array:
+            ends = (x.size * index // count, x.size * (index + 1) // count)
+            return lax.slice(x.reshape(-1), ends[:1], ends[1:])
+
+        chunks = [tree]
+        if count > 1:
+            chunks = [jax.tree.map(lambda x, i=i: chunk(x, i), tree) for i in range(count)]
         self._like = tree
-        self.arrays: tuple[list[Any], list[Any]] = split_chunks(tree, count), []
+        self.arrays: tuple[list[Any], list[Any]] = chunks, []
 
     def send(self, route: Route, start: Offset, end: Offset) -> None:
         """Sends the next chunk."""
@@ -153,7 +141,11 @@ class ChunkedSend[Tree]:
         """The pytree, once all chunks have been received."""
         waiting, received = self.arrays
         assert not waiting
-        return join_chunks(received, self._like)
+        if len(received) == 1:
+            return received[0]
+        return jax.tree.map(
+            lambda x, *parts: jnp.concatenate(parts).reshape(x.shape), self._like, *received
+        )
 
 
 class AllowedScores(NamedTuple):
@@ -263,12 +255,7 @@ class RingMask:
 
 @functools.lru_cache
 def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
-    """The route on a ring over ``axes``, without the steps at which no query attends to a key.
-
-    Args:
-      axes: one mesh axis or two, outermost first; none for one device.
-      mask: the mask, with the shards of the devices on these axes.
-    """
+    """The route on a ring over ``axes``, without the steps at which no query attends to a key."""
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
     passes = []

@@ -4,10 +4,10 @@ A schedule is a tuple of steps. Every device runs the same steps. :mod:`burst_ja
 :mod:`burst_jax.ring.backward` execute it; byte counts and the planner read it. On four devices, as
 :func:`table` prints it::
 
-    (0,)         forward              block to (1,)
-    (1,)         forward              block to (2,)
-    (2,)         forward              block to (3,)
-    (3,)         forward
+    (0,)         kernel               block to (1,)
+    (1,)         kernel               block to (2,)
+    (2,)         kernel               block to (3,)
+    (3,)         kernel
 
 In the backward pass one side rotates (K and V, or the queries) and the other is stationary, and
 both get a gradient. The gradient of the stationary side never leaves its device: every kernel adds
@@ -20,46 +20,29 @@ every send with a kernel:
 - Each device splits the work on its local block. It does the first half before the ring, during the
   block's first send, and defers the second half to the last step, during the gradient's final send.
 
-Triton has two backward kernels. One computes the stationary side's gradient while the sum is sent.
-When the sum has been received, the other adds the rotating side's gradient to it, while the block
-is sent::
+Each step's sum is sent during the next step and accumulated in the one after, so two sums are in
+flight, those of even and of odd steps::
 
-    (0,) first   stationary
-                 rotating             block to (1,)
-    (1,)         stationary
-                 rotating             block to (2,)
-    (2,)         stationary           sum (1,) to (2,)
-                 rotating + sum (1,)  block to (3,)
-    (3,)         stationary           sum (2,) to (3,)
-                 rotating + sum (2,)
-    (0,) second                       sum (3,) to (0,)
-                 stationary
-                 rotating + sum (0,)
-                 then sum (0,) + sum (3,)
-
-Other backends have one kernel for both gradients. Each step's sum is sent during the next step and
-accumulated in the one after, so two sums are in flight, those of even and of odd steps::
-
-    (0,) first   both                 block to (1,)
-    (1,)         both                 block to (2,)
-    (2,)         both                 sum (1,) to (3,), block to (3,)
-    (3,)         both + sum (1,)      sum (2,) to (0,)
-    (0,) second  both + sum (0,)      sum (3,) to (0,)
+    (0,) first   kernel               block to (1,)
+    (1,)         kernel               block to (2,)
+    (2,)         kernel               sum (1,) to (3,), block to (3,)
+    (3,)         kernel + sum (1,)    sum (2,) to (0,)
+    (0,) second  kernel + sum (0,)    sum (3,) to (0,)
                  then sum (0,) + sum (3,) + sum (2,)
 
 On a two-level ring the block that starts the next inner-ring pass is sent in chunks, one during
 each step of this pass. The sums of a pass's devices are added up at its last step. From there the
 result is sent, also in chunks, to the last step of the next pass. On 2 x 3 devices::
 
-    (0,0) first  both                 block to (1,0) 1/3, block to (0,1)
-    (0,1)        both                 block to (1,0) 2/3, block to (0,2)
-    (0,2)        both                 block to (1,0) 3/3, sum (0,1) to (0,2)
+    (0,0) first  kernel               block to (1,0) 1/3, block to (0,1)
+    (0,1)        kernel               block to (1,0) 2/3, block to (0,2)
+    (0,2)        kernel               block to (1,0) 3/3, sum (0,1) to (0,2)
                  then sum (0,2) + sum (0,1)
-    (1,0)        both                 sum (0,2) to (1,2) 1/2, block to (1,1)
-    (1,1)        both                 sum (0,2) to (1,2) 2/2, sum (1,0) to (1,2), block to (1,2)
-    (1,2)        both + sum (1,0)     sum (1,1) to (1,2)
+    (1,0)        kernel               sum (0,2) to (1,2) 1/2, block to (1,1)
+    (1,1)        kernel               sum (0,2) to (1,2) 2/2, sum (1,0) to (1,2), block to (1,2)
+    (1,2)        kernel + sum (1,0)   sum (1,1) to (1,2)
                  then sum (1,2) + sum (0,2) + sum (1,1)
-    (0,0) second both + sum (0,0)     sum (1,2) to (0,0)
+    (0,0) second kernel + sum (0,0)   sum (1,2) to (0,0)
                  then sum (0,0) + sum (1,2)
 """
 
@@ -72,8 +55,7 @@ from typing import Literal, NamedTuple
 
 from burst_jax.ring.route import Offset, Route
 
-Kernel = Literal["forward", "stationary", "rotating", "both"]
-Part = Literal["whole", "first", "second"]
+Part = Literal["whole", "first", "second", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,46 +88,24 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel, and what is sent while it runs.
-
-    Attributes:
-      kernel: "forward"; or the side whose gradient it computes: "stationary", "rotating" or "both".
-      adds_to: name of the sum on this device that the kernel adds to; None if it starts from zero,
-        or computes no gradient of the rotating side.
-      sends: what is sent during this kernel, and has been received when the next one starts.
-    """
-
-    kernel: Kernel
-    adds_to: Offset | None = None
-    sends: tuple[Send, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Step:
-    """A ring step.
+    """A ring step: a kernel, and what is sent while it runs.
 
     Attributes:
       offset: offset of the block that this device holds.
-      part: "first" or "second" half of the local block's work, where that is split; else "whole".
-      launches: one or two kernels in order; none where the sum is sent back without overlap.
-      sends: what is sent during all kernels of the step.
+      part: of the block's work: "first" or "second" half of the local block's, where that is split;
+        "none" where the sum is sent back without a kernel; else "whole".
+      sends: what is sent during the kernel, and has been received when the next step starts.
+      adds_to: name of the sum on this device that the kernel adds to; None if it starts from zero.
       adds: names of the sums on this device that are added up after the step; the result has the
         first name.
     """
 
     offset: Offset
     part: Part
-    launches: tuple[Launch, ...]
     sends: tuple[Send, ...] = ()
+    adds_to: Offset | None = None
     adds: tuple[Offset, ...] = ()
-
-    @property
-    def all_sends(self) -> Iterator[Send]:
-        """The step's own sends and those of its launches."""
-        yield from self.sends
-        for launch in self.launches:
-            yield from launch.sends
 
 
 Schedule = tuple[Step, ...]
@@ -154,48 +114,46 @@ Schedule = tuple[Step, ...]
 @functools.lru_cache
 def forward_schedule(route: Route) -> Schedule:
     """The forward pass: K and V rotate, and every kernel merges into out and lse."""
-    steps = []
-    for offsets, following in _passes(route):
-        for index, offset in enumerate(offsets):
-            launch = Launch("forward", sends=_next_block(offsets, index))
-            steps.append(Step(offset, "whole", (launch,), _block_chunk(offsets, following, index)))
-    return tuple(steps)
+    return tuple(
+        Step(offset, "whole", _block_chunk(offsets, following, i) + _next_block(offsets, i))
+        for offsets, following in _passes(route)
+        for i, offset in enumerate(offsets)
+    )
 
 
 @functools.lru_cache
-def backward_schedule(route: Route, *, fused: bool, splits_local: bool = True) -> Schedule:
+def backward_schedule(route: Route, *, splits_local: bool = True) -> Schedule:
     """The backward pass. Blocks and the sums of their gradients rotate on ``route``.
 
     After the last step the sum of ``route.local`` is the whole gradient of the rotating side.
 
     Args:
       route: the rotating side's.
-      fused: whether one kernel computes both gradients, or two kernels do.
       splits_local: whether the local block's work can be split. If not, it is done in the first
         step, and the sum's final send overlaps with no kernel.
     """
     if len(route.offsets) == 1:
-        return (Step(route.local, "whole", _launches(fused)),)
+        return (Step(route.local, "whole"),)
     one_pass = len(route.passes) == 1
     steps: list[Step] = []
     gathered: tuple[Offset, ...] = ()  # The name of the sum of all passes so far, if any.
     left_over: tuple[Offset, ...] = ()
     for offsets, following in _passes(route):
-        left_over = _left_over(route, offsets, fused)
+        # The sums that no further kernel of the pass adds to, the last one first.
+        left_over = tuple(offset for offset in offsets[:-3:-1] if offset != route.local)
         for index, offset in enumerate(offsets):
-            sums, adds_to = _sums_inside(route, offsets, index, fused)
-            launches = _launches(fused, adds_to, sums, _next_block(offsets, index))
+            sums, adds_to = _sums_inside(route, offsets, index)
             outer = _block_chunk(offsets, following, index) + _sum_chunk(offsets, gathered, index)
             part: Part = "first" if offset == route.local and splits_local else "whole"
             adds = left_over[:1] + gathered + left_over[1:]
             pass_ends = index == len(offsets) - 1 and not one_pass and len(adds) > 1
-            steps.append(Step(offset, part, launches, outer, adds if pass_ends else ()))
+            sends = outer + sums + _next_block(offsets, index)
+            steps.append(Step(offset, part, sends, adds_to, adds if pass_ends else ()))
         gathered = left_over[:1]
-    launches = _launches(fused, adds_to=route.local) if splits_local else ()
     final_send = Send("sum", route.offsets[-1], route.local)
     adds = (route.local, *(left_over if one_pass else gathered))
-    part = "second" if splits_local else "whole"
-    return (*steps, Step(route.local, part, launches, (final_send,), adds))
+    part, adds_to = ("second", route.local) if splits_local else ("none", None)
+    return (*steps, Step(route.local, part, (final_send,), adds_to, adds))
 
 
 def step_name(direction: Literal["forward", "backward"], index: int) -> str:
@@ -237,51 +195,23 @@ def _sum_chunk(
     return tuple(Send("sum", n, offsets[-1], index, chunks) for n in gathered if index < chunks)
 
 
-def _distance(fused: bool) -> int:
-    """Number of steps from the kernel that added to a sum to the next kernel that does."""
-    return 2 if fused else 1
-
-
 def _sums_inside(
-    route: Route, offsets: tuple[Offset, ...], index: int, fused: bool
+    route: Route, offsets: tuple[Offset, ...], index: int
 ) -> tuple[tuple[Send, ...], Offset | None]:
     """``(sends, adds_to)`` of a step's kernel.
 
-    The sum of the previous step is sent on. The kernel adds to a sum that has been received. The
-    local block's sum is not sent, and no other step adds to it.
+    The sum of the previous step is sent on. The kernel adds to the sum of the step before that,
+    which has been received. The local block's sum is not sent, and no other step adds to it.
     """
-    distance = _distance(fused)
     sends, adds_to = (), None
     if index >= 1 and (start := offsets[index - 1]) != route.local:
         # If no further kernel of the pass adds to it, it is sent to where the pass's sums are added
         # up: to the pass's last step, or to its own device if there is only one pass.
         end = offsets[-1] if len(route.passes) > 1 else route.local
-        if index - 1 + distance < len(offsets):
-            end = offsets[index - 1 + distance]
-        sends = (Send("sum", start, end),)
-    if index >= distance and offsets[index - distance] != route.local:
-        adds_to = offsets[index - distance]
+        sends = (Send("sum", start, offsets[index + 1] if index + 1 < len(offsets) else end),)
+    if index >= 2 and offsets[index - 2] != route.local:
+        adds_to = offsets[index - 2]
     return sends, adds_to
-
-
-def _left_over(route: Route, offsets: tuple[Offset, ...], fused: bool) -> tuple[Offset, ...]:
-    """The sums that no further kernel of the pass adds to, the last one first."""
-    last_first = offsets[::-1][: _distance(fused)]
-    return tuple(offset for offset in last_first if offset != route.local)
-
-
-def _launches(
-    fused: bool,
-    adds_to: Offset | None = None,
-    sums: tuple[Send, ...] = (),
-    blocks: tuple[Send, ...] = (),
-) -> tuple[Launch, ...]:
-    """The kernels of a step. Of two, the first overlaps with the sum's send, the second with the
-    block's.
-    """
-    if fused:
-        return (Launch("both", adds_to, sums + blocks),)
-    return Launch("stationary", None, sums), Launch("rotating", adds_to, blocks)
 
 
 class Hops(NamedTuple):
@@ -307,8 +237,8 @@ class Hops(NamedTuple):
 
 @functools.lru_cache
 def count_hops(route: Route) -> Hops:
-    """The hops on a route. They are the same with one and with two backward kernels."""
-    sends = [send for step in backward_schedule(route, fused=True) for send in step.all_sends]
+    """The hops on a route."""
+    sends = [send for step in backward_schedule(route) for send in step.sends]
     blocks, sums = ([send for send in sends if send.what == what] for what in ("block", "sum"))
     outer_blocks, outer_sums = ([x for x in group if x.is_outer] for group in (blocks, sums))
     return Hops(*map(_count, (blocks, sums, outer_blocks, outer_sums)))
@@ -320,25 +250,19 @@ def _count(sends: Iterable[Send]) -> int:
 
 
 def table(schedule: Schedule) -> str:
-    """A schedule as text: a line per kernel, and what is sent while it runs.
+    """A schedule as text: a line per step, with what is sent while its kernel runs.
 
-    Sends that overlap with both kernels of a step have a line before the kernels. A line that
-    starts with "then" lists the sums that are added up after the step.
+    A line that starts with "then" lists the sums that are added up after the step.
     """
     lines = []
     for step in schedule:
-        rows = [("", step.sends)] if step.sends else []
-        for launch in step.launches:
-            added = "" if launch.adds_to is None else f" + sum {_text(launch.adds_to)}"
-            rows.append((f"{launch.kernel}{added}", launch.sends))
-        if len(step.launches) == 1:
-            rows = [(rows[-1][0], step.sends + rows[-1][1])]
+        name = _text(step.offset) + (f" {step.part}" if step.part in ("first", "second") else "")
+        added = "" if step.adds_to is None else f" + sum {_text(step.adds_to)}"
+        kernel = "" if step.part == "none" else f"kernel{added}"
+        lines.append(f"{name:<13}{kernel:<21}{', '.join(map(str, step.sends))}".rstrip())
         if step.adds:
-            rows.append(("then " + " + ".join(f"sum {_text(name)}" for name in step.adds), ()))
-        name = _text(step.offset) + ("" if step.part == "whole" else f" {step.part}")
-        for row, (kernel, sends) in enumerate(rows):
-            sent = ", ".join(map(str, sends))
-            lines.append(f"{'' if row else name:<13}{kernel:<21}{sent}".rstrip())
+            added = " + ".join(f"sum {_text(name)}" for name in step.adds)
+            lines.append(f"{'':<13}then {added}")
     return "\n".join(lines)
 
 

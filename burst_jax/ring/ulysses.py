@@ -1,13 +1,14 @@
 """Ulysses: an all-to-all from a shard of the sequence to a shard of the heads, and back.
 
-h devices on the axis, c tokens each. One all-to-all before attention, one after::
+DeepSpeed-Ulysses, arXiv 2309.14509. With h devices on the axis and c tokens on each, an all-to-all
+before attention does this, and one after attention the inverse::
 
-    [B, c, N, H]  the tokens of one device, all heads   (DeepSpeed-Ulysses, arXiv 2309.14509)
-        ->  [B, h c, N / h, H]  the tokens of all h devices, N / h heads
+    [B, c, N, H]            the tokens of one device, all heads
+    [B, h c, N / h, H]      the tokens of all h devices, N / h heads
 
-Each all-to-all sends ``(h - 1) / h`` of an array once, whatever the mask is. Within a node that can
-be faster than the hops of a ring. With a ring between nodes, the h devices of a node together hold
-one shard of it.
+Each all-to-all sends ``(h - 1) / h`` of an array once, for any mask. Within a node that can be
+faster than a ring. With a ring between nodes, the h devices of a node together hold one of the
+ring's shards.
 """
 
 from __future__ import annotations

@@ -138,14 +138,9 @@ def outputs_and_residuals(
     carry: Carry,
     differentiated: PerHead,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    """Results and residuals of the forward rule of a ring.
+    """Results and residuals of a ring's forward rule.
 
-    Args:
-      request: the static part of the call.
-      inputs: its arrays.
-      of_ring: :func:`ring_inputs` of them.
-      carry: :func:`ring_forward` of those.
-      differentiated: see :class:`Residuals`.
+    ``of_ring`` are the :func:`ring_inputs` of ``inputs``, ``carry`` is their :func:`ring_forward`.
     """
     axis, (out, lse) = request.ulysses_axis, carry
     out = checkpoint_name(to_tokens(out, axis, tokens=1, heads=2), CHECKPOINT_NAMES[0])

@@ -19,7 +19,6 @@ device and slot.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,11 +62,7 @@ class CacheCapacity:
         return cache_position % self.devices, cache_position // self.devices % self.slots
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache_positions", "present"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotMetadata:
     """Cache positions and validity of the slots of one :class:`CacheCapacity`.
@@ -81,11 +76,7 @@ class SlotMetadata:
     present: jax.Array
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "slots", "lengths"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of all layers.
@@ -149,12 +140,6 @@ class TokenPosition(NamedTuple):
     device: Any
     slot: Any
     longest: Any
-
-
-def empty_slots(capacity: CacheCapacity, batch: int) -> SlotMetadata:
-    """Metadata of one device's slots, all empty."""
-    cache_positions = jnp.full((capacity.slots,), EMPTY, jnp.int32)
-    return SlotMetadata(cache_positions, jnp.zeros((batch, capacity.slots), jnp.int32))
 
 
 def write_token(array: jax.Array, token: jax.Array, slot: jax.Array, mine: jax.Array) -> jax.Array:

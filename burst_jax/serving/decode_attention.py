@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -60,21 +59,6 @@ class PartialAttention(NamedTuple):
         return out / jnp.where(total > 0, total, 1)[..., None]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreOptions:
-    """Static options of a layer's scores.
-
-    Attributes:
-      scale: multiplies logits.
-      soft_cap: ``cap tanh(logit / cap)``, or None.
-      window: number of tokens that a query attends to, its own included; None is all.
-    """
-
-    scale: float
-    soft_cap: float | None
-    window: int | None
-
-
 def decode_attention(
     query: jax.Array,
     keys: jax.Array,
@@ -90,13 +74,14 @@ def decode_attention(
     sink_logits: jax.Array | None = None,
     implementation: Any = None,
 ) -> jax.Array:
-    r"""Attention over the keys of all devices: one local pass and one all-gather of (out, lse).
+    r"""Attention over the keys of all devices: a local pass and an all-gather of partial results.
 
     .. math::
-        lse = log \sum_i exp(lse_i)    out = \sum_i exp(lse_i - lse) \cdot out_i
+        m = \max_i m_i    out = \sum_i exp(m_i - m) \cdot out_i / \sum_i exp(m_i - m) \cdot total_i
 
-    over the devices i. Each device sends ``N (Hv + 2)`` float32 values per query, for any number of
-    keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
+    over the devices i: ``out_i`` is not normalized, ``m_i`` is the largest logit, and ``total_i``
+    the sum of weights. A device sends these ``N (Hv + 2)`` float32 values per query, for any number
+    of keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
 
     On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32
     and head dims that it does not support, and with the implementation "xla", it is two matmuls.
@@ -121,26 +106,19 @@ def decode_attention(
     dtype = query.dtype
     if isinstance(scale, jax.Array):
         query, scale = (query * scale).astype(dtype), 1.0
-    scores = ScoreOptions(
-        1 / math.sqrt(query.shape[-1]) if scale is None else scale, logits_soft_cap, window
-    )
-    if _uses_kernel(query, keys, values, implementation):
-        partial = PartialAttention(
-            *partial_attention(
-                query, keys, values, slots.cache_positions, slots.present, last, used,
-                scale=scores.scale, logits_soft_cap=logits_soft_cap, window=window,
-            )
-        )  # fmt: skip
+    elif scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    scores: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "window": window}
+    if (
+        getattr(implementation, "name", implementation) in ("xla", "reference")
+        or unsupported(query, keys, values, *current_target()) is not None
+    ):
+        partial = attend_by_matmuls(query, keys, values, slots, last, **scores)
     else:
-        partial = attend_by_matmuls(query, keys, values, slots, last, scores)
+        slot_arrays = slots.cache_positions, slots.present
+        found = partial_attention(query, keys, values, *slot_arrays, last, used, **scores)
+        partial = PartialAttention(*found)
     return partial.gathered(axes).attention(sink_logits).astype(dtype)
-
-
-def _uses_kernel(query: jax.Array, keys: jax.Array, values: jax.Array, implementation: Any) -> bool:
-    """Whether the Pallas kernel is used."""
-    if getattr(implementation, "name", implementation) in ("xla", "reference"):
-        return False
-    return unsupported(query, keys, values, *current_target()) is None
 
 
 def attend_by_matmuls(
@@ -149,31 +127,29 @@ def attend_by_matmuls(
     values: jax.Array,
     slots: SlotMetadata,
     last: jax.Array,
-    scores: ScoreOptions,
+    *,
+    scale: float,
+    logits_soft_cap: float | None = None,
+    window: int | None = None,
 ) -> PartialAttention:
-    """One split of all keys of this device, by two matmuls."""
+    """One split of all keys of this device, by two matmuls; see :func:`decode_attention`."""
     batch, length, heads, dim = query.shape
     kv_heads = keys.shape[2]
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("btkgh,bckh->btkgc", grouped, keys, preferred_element_type=jnp.float32)
-    logits *= scores.scale
-    if scores.soft_cap is not None:
-        logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
+    logits *= scale
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     positions = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
     mask = slots.cache_positions <= positions
-    if scores.window is not None:
-        mask &= slots.cache_positions > positions - scores.window
+    if window is not None:
+        mask &= slots.cache_positions > positions - window
     mask = mask & (slots.present[:, None] > 0)
     logits = jnp.where(mask[:, :, None, None], logits, -jnp.inf)
     most = logits.max(-1)
     most = jnp.where(jnp.isfinite(most), most, 0)
     weights = jnp.exp(logits - most[..., None])
-    out = jnp.einsum(
-        "btkgc,bckh->btkgh",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-    )
-    shape = (1, batch, length, heads)
-    total = weights.sum(-1)
+    factors = weights.astype(values.dtype), values
+    out = jnp.einsum("btkgc,bckh->btkgh", *factors, preferred_element_type=jnp.float32)
+    shape, total = (1, batch, length, heads), weights.sum(-1)
     return PartialAttention(out.reshape(*shape, -1), most.reshape(shape), total.reshape(shape))

@@ -284,12 +284,13 @@ class Generator:
             part = first + order
             reach = 0 if cache_was_empty and first == 0 else self._reach(used + shard)
             cache, logits = self._steps.prefill(
+                reach,
+                self._steps.model.weights,
                 cache,
                 self._steps.put(tokens[:, part], *spec),
                 self._steps.put(present[:, part], *spec),
                 self._steps.put((at + part).astype(np.int32), *spec[1:]),
                 PromptPosition(np.int32(used), np.int32(start), np.int32(longest_sequence)),
-                reach,
             )
             used += shard
         holes = filled.holes or not (cache_was_empty or len(set(lengths)) == 1)
@@ -323,13 +324,13 @@ class Generator:
         filled, device = self._filled, self._filled.generated % self._devices
         used = filled.used + (device == 0)
         numbers = filled.next_position, device, used - 1, int(self._lengths.max()) + 1
-        cache, logits = self._steps.decode(
+        self._cache, logits = self._steps.decode(
+            self._steps.model.weights,
             self._donate(),
             tokens,
             jnp.asarray(running, jnp.int32),
             TokenPosition(*map(np.int32, numbers)),
         )
-        self._cache = cache
         holes = filled.holes or not running.all()
         self._filled = FillState(filled.next_position + 1, used, filled.generated + 1, holes)
         self._lengths += running

@@ -101,17 +101,23 @@ class ServedModel:
 
             return jax.jit(unstack, out_shardings=[NamedSharding(mesh, spec)] * count)(stack)
 
+        layers = state["layers"]
         layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"], is_leaf=_is_spec)
-        leaves, structure = jax.tree_util.tree_flatten_with_path({"layers": state["layers"]})
+        stacks = jax.tree_util.tree_leaves_with_path({"layers": layers})
         of_layers = jax.tree.leaves(layer_specs, is_leaf=_is_spec)
-        per_layer = [
-            unstacked(path, stack, spec)
-            for (path, stack), spec in zip(leaves, of_layers, strict=True)
-        ]
+        per_layer = {
+            name_of(path): unstacked(path, stack, spec)
+            for (path, stack), spec in zip(stacks, of_layers, strict=True)
+        }
         if self._fuses_qkv:
-            self._fuse_qkv([path for path, _ in leaves], of_layers, per_layer)
+            names = [f"layers.attention.{name}.kernel" for name in NAMES]
+            spec = of_layers[list(per_layer).index(names[0])]
+            kernels = zip(*(per_layer[name] for name in names), strict=True)
+            fused = zip(*(fuse(each, mesh, spec) for each in kernels), strict=True)
+            per_layer |= dict(zip(names, map(list, fused), strict=True))
+        structure = jax.tree.structure(layers)
         self.weights["layers"] = [
-            jax.tree.unflatten(structure, [w[i] for w in per_layer])["layers"] for i in range(count)
+            jax.tree.unflatten(structure, each) for each in zip(*per_layer.values(), strict=True)
         ]
         self.specs["layers"] = [layer_specs] * count
         self.weights["final_norm"] = jax.tree.map(placed, state["final_norm"], specs["final_norm"])
@@ -131,22 +137,6 @@ class ServedModel:
         them. Not if devices share a key head, because each slices its head's weights from all.
         """
         return not self.sharded and self.heads == self.config.num_kv_heads
-
-    def _fuse_qkv(self, paths: list[Any], specs: list[P], per_layer: list[list[jax.Array]]) -> None:
-        """Replaces the three projections of every layer by fused ones.
-
-        Args:
-          paths: of the layers' weights.
-          specs: of the layers' weights.
-          per_layer: each weight of all layers; the three are replaced.
-        """
-        mesh = mesh_with_devices(self.shardings.mesh)
-        names = [name_of(path) for path in paths]
-        at = [names.index(f"layers.attention.{name}.kernel") for name in NAMES]
-        for layer in range(self.config.num_layers):
-            fused = fuse(tuple(per_layer[i][layer] for i in at), mesh, specs[at[0]])
-            for i, kernel in zip(at, fused, strict=True):
-                per_layer[i][layer] = kernel
 
     def _in_dtype(self, weight: jax.Array) -> jax.Array:
         """A matrix in the compute dtype; norms and sinks unchanged."""

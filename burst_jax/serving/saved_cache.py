@@ -180,7 +180,14 @@ class _Arrangement:
         else:
             device, slot = np.arange(len(positions)) % capacity.devices, np.arange(len(positions))
             slot //= capacity.devices
-            self._use(-(-len(positions) // capacity.devices), capacity)
+            used = -(-len(positions) // capacity.devices)
+            if used > capacity.slots:
+                raise ValueError(
+                    f"the saved cache needs {used} slots on each device, and this one has "
+                    f"{capacity.slots}: make a Generator whose max_length is larger by "
+                    f"{(used - capacity.slots) * capacity.devices}"
+                )
+            self.filled = dataclasses.replace(self.filled, used=used, generated=0)
         index = device * capacity.slots + slot
         new_positions = np.full(total, EMPTY, np.int32)
         new_present = np.zeros((self._steps.batch, total), np.int32)
@@ -191,15 +198,6 @@ class _Arrangement:
             kept[kept] = positions[at[kept]] == found[kept]
             new_present[:, index[at[kept]]] = present[:, kept]
         return new_positions, new_present
-
-    def _use(self, used: int, capacity: CacheCapacity) -> None:
-        if used > capacity.slots:
-            raise ValueError(
-                f"the saved cache needs {used} slots on each device, and this one has "
-                f"{capacity.slots}: make a Generator whose max_length is larger by "
-                f"{(used - capacity.slots) * capacity.devices}"
-            )
-        self.filled = dataclasses.replace(self.filled, used=used, generated=0)
 
     def _index(self, old: int, new: int) -> np.ndarray:
         """For each new slot the index of its old slot, or one after the last for an empty slot."""
@@ -215,15 +213,14 @@ class _Arrangement:
         steps = self._steps
         pairs = list(zip(self._capacity_of, steps.capacity_of, strict=True))
         indices = {} if self._same else {pair: self._index(*pair) for pair in set(pairs)}
-        keys, values = [], []
-        for layer, pair in enumerate(pairs):
-            spec, index = steps.specs.keys[layer], indices.get(pair)
-            for kind, arrays in (("keys", keys), ("values", values)):
-                name = f"{kind}.{layer}"
-                if index is None:
-                    arrays.append(self._read(folder, saved, name, steps.mesh, spec))
-                else:
-                    arrays.append(self._read_rearranged(folder, saved, name, spec, index))
+
+        def arrays(kind: str) -> tuple[jax.Array, ...]:
+            read = partial(self._read, folder, saved)
+            return tuple(
+                read(f"{kind}.{layer}", spec, indices.get(pair))
+                for layer, (spec, pair) in enumerate(zip(steps.specs.keys, pairs, strict=True))
+            )
+
         specs = steps.specs
         slots = [
             SlotMetadata(
@@ -232,18 +229,21 @@ class _Arrangement:
             for (positions, present), spec in zip(self._slots, specs.slots, strict=True)
         ]
         lengths = steps.put(self.lengths.astype(np.int32), *specs.lengths)
-        return Cache(tuple(keys), tuple(values), tuple(slots), lengths)
+        return Cache(arrays("keys"), arrays("values"), tuple(slots), lengths)
 
-    @staticmethod
-    def _read(folder: Path, saved: files.Record, name: str, mesh: Mesh, spec: P) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        wanted = jax.ShapeDtypeStruct(*saved.arrays[name], sharding=sharding)
-        return files.restore_arrays(folder, {name: wanted})[name]
-
-    def _read_rearranged(
-        self, folder: Path, saved: files.Record, name: str, spec: P, index: np.ndarray
+    def _read(
+        self, folder: Path, saved: files.Record, name: str, spec: P, index: np.ndarray | None
     ) -> jax.Array:
+        """One layer's keys or values, rearranged by ``index`` unless it is None."""
         steps = self._steps
+
+        def stored(mesh: Mesh, spec: P) -> jax.Array:
+            sharding = NamedSharding(mesh, spec)
+            wanted = jax.ShapeDtypeStruct(*saved.arrays[name], sharding=sharding)
+            return files.restore_arrays(folder, {name: wanted})[name]
+
+        if index is None:
+            return stored(steps.mesh, spec)
         # Over Auto axes XLA can partition the gather, whatever the generator's axis types are.
         mesh = Mesh(steps.mesh.devices, steps.mesh.axis_names)
         shape, _ = saved.arrays[name]
@@ -251,7 +251,7 @@ class _Arrangement:
             axes if size % axes_size(mesh, axes) == 0 else None
             for size, axes in zip(shape, spec, strict=False)
         ]
-        array = self._read(folder, saved, name, mesh, P(*dividing))
+        array = stored(mesh, P(*dividing))
         # With more devices on the tensor axes than key heads, heads are copied.
         own, heads = steps.model.config.num_kv_heads, steps.model.heads
         of_heads = np.arange(heads) // (heads // own) * (self._heads // own)

@@ -15,12 +15,12 @@ from burst_jax.attention.api import ring_attention
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.cache import (
+    EMPTY,
     Cache,
     CacheCapacity,
     PromptPosition,
     SlotMetadata,
     TokenPosition,
-    empty_slots,
     write_ring_buffer,
     write_token,
 )
@@ -45,6 +45,9 @@ class Steps:
     Attributes:
       capacities: the distinct capacities of the layers.
       capacity_of: for each layer the index of its capacity.
+      specs: a :class:`Cache` with the ``PartitionSpec`` of each of its arrays.
+      prefill: :meth:`_prefill`, compiled.
+      decode: :meth:`_decode`, compiled.
     """
 
     def __init__(self, model: ServedModel, batch: int, length: int, layout: Layout) -> None:
@@ -59,95 +62,64 @@ class Steps:
             if capacity not in self.capacities:
                 self.capacities.append(capacity)
             self.capacity_of.append(self.capacities.index(capacity))
-        self.specs = self._specs()
-        self._prefill = partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)(Steps._prefill_of)
-        self._decode = partial(jax.jit, static_argnums=0, donate_argnums=2)(Steps._decode_of)
-
-    def _specs(self) -> Any:
-        """A :class:`Cache` with the ``PartitionSpec`` of each of its arrays."""
-        batch, tokens = self.model.data_axes
-        heads: Any = P(batch, tokens, self.model.shardings.tensor_axes or None)
-        slots: Any = P(tokens), P(batch, tokens)
-        lengths: Any = P(batch)
+        batch_axes, token_axes = model.data_axes
+        heads: Any = P(batch_axes, token_axes, model.shardings.tensor_axes or None)
+        slots: Any = P(token_axes), P(batch_axes, token_axes)
+        lengths: Any = P(batch_axes)
         arrays = (heads,) * len(self.capacity_of)
-        return Cache(arrays, arrays, (SlotMetadata(*slots),) * len(self.capacities), lengths)
+        self.specs: Any = Cache(
+            arrays, arrays, (SlotMetadata(*slots),) * len(self.capacities), lengths
+        )
+        self.prefill = jax.jit(self._prefill, static_argnums=0, donate_argnums=2)
+        self.decode = jax.jit(self._decode, donate_argnums=1)
 
     def allocate(self) -> Cache:
         """An empty cache."""
-        config, model = self.model.config, self.model
-        batch = self.batch // axes_size(self.mesh, model.shardings.batch_axes)
-        heads = model.heads // axes_size(self.mesh, model.shardings.tensor_axes)
+        config, batch, model = self.model.config, self.batch, self.model
 
-        def local() -> Cache:
-            def arrays() -> tuple[jax.Array, ...]:
-                return tuple(
-                    jnp.zeros(
-                        (batch, self.capacities[i].slots, heads, config.head_dim), config.dtype
-                    )
-                    for i in self.capacity_of
-                )
+        def zeros(number: int) -> jax.Array:
+            slots = self.capacities[number].slots * self.devices
+            return jnp.zeros((batch, slots, model.heads, config.head_dim), config.dtype)
 
-            slots = tuple(empty_slots(capacity, batch) for capacity in self.capacities)
-            return Cache(arrays(), arrays(), slots, jnp.zeros((batch,), jnp.int32))
+        def empty_slots(capacity: CacheCapacity) -> SlotMetadata:
+            slots = capacity.slots * self.devices
+            positions = jnp.full((slots,), EMPTY, jnp.int32)
+            return SlotMetadata(positions, jnp.zeros((batch, slots), jnp.int32))
 
-        return jax.jit(self._mapped(local, (), self.specs))()
+        def empty() -> Cache:
+            keys, values = (tuple(map(zeros, self.capacity_of)) for _ in range(2))
+            slots = tuple(map(empty_slots, self.capacities))
+            return Cache(keys, values, slots, jnp.zeros((batch,), jnp.int32))
+
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
+        return jax.jit(empty, out_shardings=shardings)()
 
     def _mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def prefill(
-        self,
-        cache: Cache,
-        tokens: jax.Array,
-        present: jax.Array,
-        cache_positions: jax.Array,
-        position: PromptPosition,
-        reach: int,
+    def _prefill(
+        self, reach: int, weights: Any, cache: Cache, *arrays: Any
     ) -> tuple[Cache, jax.Array]:
         """Writes a prompt chunk to the cache.
 
         Args:
-          cache: donated.
-          tokens: int32 ``[B, T]`` in the ring's layout.
-          present: int32 ``[B, T]``, 0 for padding.
-          cache_positions: int32 ``[T]``, that of each token.
-          position: write position.
           reach: number of slots of each device to read, at least those in use afterwards; 0 if the
             cache was empty before.
+          weights: the model's.
+          cache: donated.
+          *arrays: int32 ``[B, T]`` token ids in the ring's layout; int32 ``[B, T]``, 0 for padding;
+            int32 ``[T]``, the cache position of each token; the :class:`PromptPosition`.
 
         Returns:
           ``(cache, logits)``, float32 ``[B, V]`` of the last token.
         """
-        return self._prefill(
-            self, reach, self.model.weights, cache, tokens, present, cache_positions, position
-        )
-
-    def _prefill_of(
-        self,
-        reach: int,
-        weights: Any,
-        cache: Cache,
-        tokens: jax.Array,
-        present: jax.Array,
-        cache_positions: jax.Array,
-        position: PromptPosition,
-    ) -> tuple[Cache, jax.Array]:
-        batch, tokens_axes = self.model.data_axes
-        run = self._mapped(
-            partial(self._prefill_here, reach),
-            (
-                self.model.specs,
-                self.specs,
-                P(batch, tokens_axes),
-                P(batch, tokens_axes),
-                P(tokens_axes),
-                P(),
-            ),
-            (self.specs, P()),
-        )
-        return run(weights, cache, tokens, present, cache_positions, position)
+        batch, tokens = self.model.data_axes
+        of_arrays = P(batch, tokens), P(batch, tokens), P(tokens), P()
+        in_specs = self.model.specs, self.specs, *of_arrays
+        run = self._mapped(partial(self._prefill_here, reach), in_specs, (self.specs, P()))
+        return run(weights, cache, *arrays)
 
     def _prefill_here(
         self,
@@ -162,13 +134,26 @@ class Steps:
         """One device's shard of a prompt chunk."""
         last = lax.pmax(cache_positions.max(), self.axes) if self.axes else cache_positions.max()
         first = lax.pmin(cache_positions.min(), self.axes) if self.axes else cache_positions.min()
-        # Cache positions count from the longest sequence's start, positions from each one's own.
-        preceding = _count_preceding(present, cache_positions, first, last, self.axes)
-        positions = cache.lengths[:, None] + preceding
         added = _total(present.sum(1), self.axes)
+        # Padding precedes a sequence's first token, so the number of its tokens in the chunk before
+        # each one is the number of cache positions minus padding.
+        padding = last - first + 1 - added
+        preceding = jnp.maximum(cache_positions - first - padding[:, None], 0)
+        positions = cache.lengths[:, None] + preceding
         lengths = cache.lengths + added
+
+        def write(capacity: CacheCapacity, old: jax.Array, new: jax.Array) -> jax.Array:
+            """An array ``[B, C, ...]`` with the chunk's ``[B, T, ...]`` written to it."""
+            if capacity.is_ring_buffer:
+                ends = position.first, last
+                return write_ring_buffer(capacity, old, new, cache_positions, ends, self.axes)
+            return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position.used, 1)
+
         slots = [
-            self._write_slots(capacity, old, cache_positions, present, position, last)
+            SlotMetadata(
+                write(capacity, old.cache_positions[None], cache_positions[None])[0],
+                write(capacity, old.present, present),
+            )
             for capacity, old in zip(self.capacities, cache.slots, strict=True)
         ]
 
@@ -183,17 +168,11 @@ class Steps:
             number = self.capacity_of[index]
             capacity = self.capacities[number]
             old = cache.keys[index], cache.values[index]
-            keys, values = (
-                self._write(capacity, before, new, cache_positions, position, last)
-                for before, new in zip(old, (key, value), strict=True)
-            )
+            keys, values = write(capacity, old[0], key), write(capacity, old[1], value)
             if reach == 0:
                 return ring_attention(query, key, value, axis, **options), (keys, values)
             if capacity.is_ring_buffer:
-                key, value = (
-                    jnp.concatenate([kept, new], 1)
-                    for kept, new in zip(old, (key, value), strict=True)
-                )
+                key, value = jnp.concatenate([old[0], key], 1), jnp.concatenate([old[1], value], 1)
                 before = cache.slots[number]
                 at = jnp.concatenate([before.cache_positions, cache_positions])
                 ids = jnp.concatenate([before.present, present], 1)
@@ -221,69 +200,21 @@ class Steps:
         keys, values = zip(*stored, strict=True)
         return Cache(keys, values, tuple(slots), lengths), logits
 
-    def _write(
-        self,
-        capacity: CacheCapacity,
-        old: jax.Array,
-        new: jax.Array,
-        cache_positions: jax.Array,
-        position: PromptPosition,
-        last: jax.Array,
-    ) -> jax.Array:
-        """An array ``[B, C, ...]`` with a prompt chunk ``[B, T, ...]`` written to it."""
-        if capacity.is_ring_buffer:
-            return write_ring_buffer(
-                capacity, old, new, cache_positions, (position.first, last), self.axes
-            )
-        return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position.used, 1)
-
-    def _write_slots(
-        self,
-        capacity: CacheCapacity,
-        old: SlotMetadata,
-        cache_positions: jax.Array,
-        present: jax.Array,
-        position: PromptPosition,
-        last: jax.Array,
-    ) -> SlotMetadata:
-        """Slot metadata with a prompt chunk written."""
-        old_and_new = old.cache_positions[None], cache_positions[None]
-        new_positions = self._write(capacity, *old_and_new, cache_positions, position, last)
-        return SlotMetadata(
-            new_positions[0],
-            self._write(capacity, old.present, present, cache_positions, position, last),
-        )
-
-    def decode(
-        self, cache: Cache, tokens: jax.Array, present: jax.Array, position: TokenPosition
-    ) -> tuple[Cache, jax.Array]:
+    def _decode(self, weights: Any, cache: Cache, *arrays: Any) -> tuple[Cache, jax.Array]:
         """Writes one token per sequence to the cache.
 
         Args:
+          weights: the model's.
           cache: donated.
-          tokens: int32 ``[B]``, replicated.
-          present: int32 ``[B]``: 0 for a sequence that has ended, whose token is not stored.
-          position: write position.
+          *arrays: int32 ``[B]``, the tokens; int32 ``[B]``, 0 for a sequence that has ended, whose
+            token is not stored; the :class:`TokenPosition`. All replicated.
 
         Returns:
           ``(cache, logits)``, float32 ``[B, V]`` of the next token.
         """
-        return self._decode(self, self.model.weights, cache, tokens, present, position)
-
-    def _decode_of(
-        self,
-        weights: Any,
-        cache: Cache,
-        tokens: jax.Array,
-        present: jax.Array,
-        position: TokenPosition,
-    ) -> tuple[Cache, jax.Array]:
-        run = self._mapped(
-            self._decode_here,
-            (self.model.specs, self.specs, P(), P(), P()),
-            (self.specs, P()),
-        )
-        return run(weights, cache, tokens, present, position)
+        in_specs = self.model.specs, self.specs, P(), P(), P()
+        run = self._mapped(self._decode_here, in_specs, (self.specs, P()))
+        return run(weights, cache, *arrays)
 
     def _decode_here(
         self,
@@ -359,18 +290,3 @@ class Steps:
 
 def _total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
-
-
-def _count_preceding(
-    present: jax.Array,
-    cache_positions: jax.Array,
-    first: jax.Array,
-    last: jax.Array,
-    axes: tuple[str, ...],
-) -> jax.Array:
-    """Number of tokens of the prompt chunk before each token, per sequence.
-
-    Padding precedes a sequence's first token, so this is its cache position minus padding.
-    """
-    padding = last - first + 1 - _total(present.sum(1), axes)
-    return jnp.maximum(cache_positions - first - padding[:, None], 0)

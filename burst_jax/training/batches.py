@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from burst_jax.attention.validation import to_int32
 from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import Layout, pad_to_layout, to_layout
 from burst_jax.parallel.mesh import (
@@ -68,7 +69,8 @@ def make_batch(
     Args:
       rows: integers ``[B, T + 1]``, the sequences.
       layout: sequence permutation, see :func:`burst_jax.to_layout`.
-      num_shards: number of shards on the ring, see :func:`burst_jax.positions`.
+      num_shards: number of shards on the ring: the devices of ``seq_axis``, without those of a
+        ``ulysses_axis`` or of batch axes.
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
         padding. Count documents from 1. If another library counts them from 0, add 1; otherwise
         each sequence's first document is padding, which nothing attends to and no loss counts.
@@ -109,7 +111,7 @@ def make_batch(
             raise ValueError(
                 f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
             )
-        segment_ids = as_int32("segment_ids", segment_ids)
+        segment_ids = to_int32("segment_ids", segment_ids, "id")
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
     arrays: dict[str, np.ndarray] = {

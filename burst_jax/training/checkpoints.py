@@ -39,7 +39,8 @@ class Restored(NamedTuple):
       step: the step that was saved.
       state: the pytree of arrays, on the requested shardings.
       extra: the JSON value saved with it.
-      refused: step -> reason, for each newer checkpoint that was damaged.
+      refused: step -> reason, for each newer checkpoint that is damaged: a file is missing or not
+        as written. The next :meth:`Checkpoints.save` renames it to ``<step>.refused``.
     """
 
     step: int

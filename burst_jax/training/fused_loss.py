@@ -69,14 +69,16 @@ def fused_loss(
     Returns:
       A float32 scalar: the sum over this device's tokens, replicated over ``options.vocab_axes``.
     """
-    size = _sizes(hidden.shape[0], options.chunk_size)[2]
+    chunks, subchunks, size = _sizes(hidden.shape[0], options.chunk_size)
     kernel = kernel.astype(hidden.dtype)
 
     def subchunk(_: None, xs: _PerToken) -> tuple[None, jax.Array]:
         hidden, targets, weights = xs
         return None, _losses(_matmul(hidden, kernel), targets, weights, options)[0]
 
-    _, losses = lax.scan(subchunk, None, _split((hidden, targets, weights), size))
+    _, losses = lax.scan(
+        subchunk, None, _split((hidden, targets, weights), chunks * subchunks, size)
+    )
     return jnp.sum(losses)
 
 
@@ -113,7 +115,7 @@ def _forward(
 
     tokens = jax.tree.map(
         lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
-        _split((hidden, targets, weights), size, chunks * subchunks),
+        _split((hidden, targets, weights), chunks * subchunks, size),
     )
     # All chunks write their d_logits to one buffer; a new one would be zero-filled each time.
     zeros = (
@@ -152,13 +154,8 @@ def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
     return chunks, subchunks, -(-in_chunk // subchunks)
 
 
-def _split(tokens: _PerToken, size: int, count: int | None = None) -> _PerToken:
-    """Each array ``[tokens, ...]`` as ``[count, size, ...]``; None is the smallest count.
-
-    The end is padded with zeros, whose weight is 0.
-    """
-    if count is None:
-        count = -(-tokens[0].shape[0] // size)
+def _split(tokens: _PerToken, count: int, size: int) -> _PerToken:
+    """Each array ``[tokens, ...]`` as ``[count, size, ...]``, padded with zeros of weight 0."""
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))

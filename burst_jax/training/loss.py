@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from burst_jax.errors import check_integer
 from burst_jax.models.decoder import Decoder
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
@@ -93,8 +94,8 @@ def chunked_cross_entropy(
     mesh = resolve_mesh(mesh)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
-    _check(hidden, kernel, targets, weights)
-    options = _options(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
+    options = HeadLoss(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
+    _check(hidden, kernel, targets, weights, options)
     if kernel_spec is None:
         kernel_spec = explicit_spec(kernel, PartitionSpec(None, vocab_axis))
     check_divides("kernel", kernel.shape, kernel_spec, mesh)
@@ -201,22 +202,19 @@ def _together_backward(_: None, gradients: Any) -> Any:
 _gradients_together.defvjp(_together_forward, _together_backward)
 
 
-def _options(
-    chunk_size: int, vocab_axes: tuple[str, ...], z_loss: float, logits_soft_cap: float | None
-) -> HeadLoss:
-    """Validated static options."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: it must be at least 1")
+def _check(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    options: HeadLoss,
+) -> None:
+    check_integer("chunk_size", options.chunk_size, 1)
+    z_loss, cap = options.z_loss, options.logits_soft_cap
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss is {z_loss}: it must be 0, which is none, or positive and finite")
-    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
-        raise ValueError(
-            f"logits_soft_cap is {logits_soft_cap}: it must be positive and finite, or None"
-        )
-    return HeadLoss(chunk_size, vocab_axes, z_loss, logits_soft_cap)
-
-
-def _check(hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> None:
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"logits_soft_cap is {cap}: it must be positive and finite, or None")
     if hidden.ndim != 3:
         raise ValueError(f"hidden has shape {hidden.shape}: it needs [B, T, D]")
     if kernel.ndim != 2 or kernel.shape[0] != hidden.shape[2]:

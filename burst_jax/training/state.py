@@ -117,7 +117,8 @@ def abstract_train_state(
     """
     mesh = resolve_mesh(mesh)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
-    graphdef, params, specs = _shapes_and_specs(config, options)
+    graphdef, params = abstract_decoder(config, **options)
+    specs = nnx.merge(graphdef, params).shardings(params).weight_specs(params)
     opt_state = _types(transform_of(optimizer).init, split_trained(params)[0])
     _reject_wrapped_offload(opt_state)
     return graphdef, *with_shardings((params, opt_state), params, specs, mesh)
@@ -144,18 +145,9 @@ def abstract_params(
     Returns:
       ``(graphdef, params)``, whose leaves are ``jax.ShapeDtypeStruct`` with shardings.
     """
-    mesh = resolve_mesh(mesh)
-    options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
-    graphdef, params, specs = _shapes_and_specs(config, options)
-    return graphdef, with_shardings(params, params, specs, mesh)
-
-
-def _shapes_and_specs(
-    config: DecoderConfig, options: dict[str, Any]
-) -> tuple[nnx.GraphDef, nnx.State, Any]:
-    """Graph definition of a decoder, shapes of its weights, and the PartitionSpec of each."""
-    graphdef, params = abstract_decoder(config, **options)
-    return graphdef, params, nnx.merge(graphdef, params).shardings(params).weight_specs(params)
+    options |= {"rules": rules, "microbatches": microbatches}
+    graphdef, params, _ = abstract_train_state(config, optax.identity(), mesh, **options)
+    return graphdef, params
 
 
 def split_trained(params: nnx.State) -> tuple[nnx.State, nnx.State]:

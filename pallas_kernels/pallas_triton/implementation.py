@@ -48,8 +48,6 @@ def triton(
         name="triton",
         forward=functools.partial(forward, build=build),
         backward=functools.partial(_backward, build=build),
-        backward_dq=functools.partial(backward_dq, build=build),
-        backward_dkv=functools.partial(backward_dkv, build=build),
         forward_bounds=functools.partial(_forward_bounds, build=build),
         backward_bounds=functools.partial(_backward_bounds, build=build),
         split_backward=split_tiles,

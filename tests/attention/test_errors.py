@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from typing import Any
 
@@ -99,21 +98,6 @@ def test_positions_of_every_sequence_by_a_map():
     got = jax.lax.map(of_one, (query, key, value, places))
     flipped = [x.at[1].set(x[1, ::-1]) for x in (key, value)]
     assert_close(got, local_attention(query, *flipped, **options))
-
-
-def test_query_key_and_value_have_one_dtype():
-    """Every other triple raises, and what is cast as the message says has the query's dtype."""
-    arrays = {name: good()[name] for name in ("query", "key", "value")}
-    for dtypes in itertools.product(("float32", "bfloat16", "float16"), repeat=3):
-        named = zip(arrays.items(), dtypes, strict=True)
-        cast = {name: x.astype(dtype) for (name, x), dtype in named}
-        if len(set(dtypes)) == 1:
-            out = jax.eval_shape(functools.partial(as_local, **good() | cast))
-            assert out.dtype == dtypes[0]
-            continue
-        of_all = "query has dtype {}, key {}, value {}: cast them to one dtype".format(*dtypes)
-        with pytest.raises(ValueError, match=f"{of_all}, as key.astype"):
-            as_local(**cast)
 
 
 # --- where a function is called ------------------------------------------------------------------

@@ -10,19 +10,18 @@ import itertools
 import math
 from typing import Any
 
-import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import valid_calls as valid
 from flax import nnx
-from implementations import IMPLEMENTATIONS, quick_jit
+from implementations import quick_jit
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import assert_close, mesh_of
-from ring_cases import Ring, a_case, assert_exact, lengths
-from rings import B, T, forward_and_gradients, make_inputs
+from ring_cases import kept_scores
+from rings import B, T, forward_and_gradients, make_inputs, one_device
 
 import burst_jax
 from burst_jax import local_attention, merge
@@ -58,44 +57,50 @@ def a_table(shape, share=0.4):
 
 # --- exactness on a ring -------------------------------------------------------------------------
 
-# Blocks of several tiles of 16 queries and 32 keys, and more blocks than a word has bits.
-TABLES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    "few": (a_case("2", "zigzag", "packed_causal", "rotate_query") | {"numbers": "both"}, (8, 4)),
-    "many": (a_case("2", "striped", "full", "rotate_kv", "triton"), (64, 128)),
-}
+GQA = {"dims": (16, 16), "layout": "zigzag"}
+# Blocks of several tiles of 16 queries and 24 keys, and more blocks than a word has bits.
+# Chunks with a window, in stripes, and of a size that divides nothing.
+RINGS: dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = {
+    "few-blocks": (
+        {"seq": 2}, ("is_causal", "segments", "sink_logits", "alibi_slopes"),
+        GQA | {"t": 128, "s": 128, "block_mask": jnp.asarray(a_table((4, 8, 4)))},
+    ),
+    "many-blocks": (
+        {"seq": 2}, (),
+        GQA | {"t": 128, "s": 128, "layout": "striped",
+               "block_mask": jnp.asarray(a_table((4, 64, 128)))},
+    ),
+    "chunks-window": (
+        {"seq": 3}, (), GQA | {"t": 120, "s": 120, "local_window_size": (5, 9),
+                               "attention_chunk_size": 20},
+    ),
+    "chunks-odd": (
+        {"seq": 5}, ("is_causal",), GQA | {"t": 250, "s": 250, "attention_chunk_size": 31,
+                                           "backward": "rotate_query"},
+    ),
+    "chunks-cap": (
+        {"seq": 4}, ("is_causal",), GQA | {"t": 260, "s": 260, "layout": "striped:5",
+                                           "attention_chunk_size": 50, "logits_soft_cap": 3.0},
+    ),
+}  # fmt: skip
+FURTHER = ("many-blocks", "chunks-cap")
 
 
-@pytest.mark.parametrize("name", ["few", pytest.param("many", marks=pytest.mark.slow)])
-def test_block_masks_of_every_tile_are_as_exact_as_dense(name):
-    case, shape = TABLES[name]
-    t, s = lengths(case["shard"], case["layout"], Ring.of(case))
-    assert not t % shape[0]
-    assert not s % shape[1]
-    hiding = {"block_mask": jnp.asarray(a_table((case["heads"][0], *shape)))}
-    assert_exact(case, hiding=hiding, implementation=IMPLEMENTATIONS[case["implementation"]])
-
-
-CHUNKS = {
-    "window": a_case(3, "zigzag", dense.Mask(window=(5, 9), chunk=20), shard=(40, 40)),
-    "cap": a_case(4, "striped:5", dense.Mask(is_causal=True, soft_cap=3.0, chunk=50)),
-    "odd": a_case(5, "zigzag", dense.Mask(is_causal=True, chunk=31), "rotate_query", shard="50"),
-}
-
-
-@pytest.mark.parametrize("name", ["window", "odd", pytest.param("cap", marks=pytest.mark.slow)])
-def test_chunks_on_a_ring_are_exact(name):
-    assert_exact(CHUNKS[name])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x in FURTHER else ()) for x in RINGS]
+)
+def test_block_masks_and_chunks_on_a_ring_are_exact(name):
+    mesh, features, options = RINGS[name]
+    valid.assert_exact(valid.program_of(mesh, features, **options), factor=1.5)
 
 
 def test_chunks_count_positions_below_0_too():
     ids: Any = np.repeat([1, 2, 0, 3], T // 4)[None].repeat(B, 0)
-    keep = dense.Mask(chunk=10).dense(ids, ids, T, T, query_offset=-7)
-    run = functools.partial(
-        local_attention, attention_chunk_size=10, query_offset=-7, query_segment_ids=ids,
-        key_value_segment_ids=ids, return_residual=True,
-    )  # fmt: skip
+    options = {"attention_chunk_size": 10, "query_offset": -7}
+    options |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    run = functools.partial(local_attention, return_residual=True, **options)
     got = forward_and_gradients(run)(ARRAYS, COTANGENTS)
-    assert_close(got, dense.truth(*ARRAYS, keep, *COTANGENTS))
+    assert_close(got, one_device(ARRAYS, COTANGENTS, is_causal=False, **options))
 
 
 def test_tiles_that_a_table_empties_are_skipped():
@@ -109,8 +114,8 @@ def test_tiles_that_a_table_empties_are_skipped():
         query, key, nan, mesh=mesh_of(seq=2), return_residual=True,
         implementation=xla.in_tiles(Tiles(8, 4)), block_mask=jnp.asarray(table),
     )  # fmt: skip
-    keep = dense.Mask().dense(None, None, T, T, block_mask=table)
-    assert_close(got, tuple(dense.truth(query, key, value, keep, *COTANGENTS)[:2]))
+    want = one_device(ARRAYS, COTANGENTS, is_causal=False, block_mask=table)
+    assert_close(got, tuple(want[:2]))
 
 
 def test_padding_by_lengths_reaches_nothing():
@@ -151,14 +156,13 @@ def test_one_program_for_all_windows():
 
     lefts = np.array([3, 0, 40, 2**31 - 1, -2, -(2**31)], np.int32)
     got = scanned(lefts)
-    ahead = np.subtract.outer(np.arange(T), np.arange(T))
-    for index, left in enumerate(lefts.astype(int)):
-        keep = (ahead <= left) & (ahead >= 0)
+    for index, left in enumerate(lefts.tolist()):
         results = [np.asarray(x[index]) for x in got]
-        if not keep.any():
+        if left < 0:
             assert all((x == (-np.inf if i == 1 else 0)).all() for i, x in enumerate(results))
-            continue
-        assert_close(results, dense.truth(*ARRAYS, keep[None], *COTANGENTS))
+        else:
+            window = {"local_window_size": (left, 0)}
+            assert_close(results, one_device(ARRAYS, COTANGENTS, **window))
 
 
 def test_bounds_beyond_int32_are_no_bounds():
@@ -168,18 +172,6 @@ def test_bounds_beyond_int32_are_no_bounds():
     assert_close(local_attention(*ARRAYS, **bounds), want)
     # As uint32, 2^32 - 1 would be -1 in int32.
     assert_close(local_attention(*ARRAYS, key_ends=jnp.full(T, 2**32 - 1, jnp.uint32)), want)
-
-
-def test_segment_ids_of_any_integer_dtype():
-    ids = np.repeat([[1, 2, 0, 3]], T // 4, 1).repeat(B, 0)
-    outs = []
-    for dtype in (np.int32, np.int8, np.uint64, ">i4"):
-        given: Any = dict.fromkeys(
-            ("query_segment_ids", "key_value_segment_ids"), ids.astype(dtype)
-        )
-        outs.append(local_attention(*ARRAYS, **given))
-    for out in outs[1:]:
-        np.testing.assert_array_equal(out, outs[0])
 
 
 def test_no_sum_of_a_position_and_a_side_overflows():
@@ -212,9 +204,8 @@ def test_chunks_of_queries_over_parts_of_keys():
         ]
         return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *outs)
 
-    keep = dense.Mask(is_causal=True, window=13).dense(None, None, T, T)
     got = forward_and_gradients(in_chunks)(ARRAYS, COTANGENTS)
-    assert_close(got, dense.truth(*ARRAYS, keep, *COTANGENTS))
+    assert_close(got, one_device(ARRAYS, COTANGENTS, local_window_size=13))
     assert len(programs) == 1
     # An offset of S - T aligns T queries to the last key.
     last = local_attention(
@@ -301,21 +292,6 @@ def test_a_route_has_the_hops_that_chunks_windows_and_offsets_need(options, hops
     assert len(request.route(32, 32).offsets) - 1 == hops
 
 
-def scores_that_count(sizes, layout, lengths, window, table, queries_rotate, step):
-    """How many scores count at a ring step, per device, by the dense mask."""
-    n = math.prod(sizes)
-    t, s = (n * length for length in lengths)
-    keep = dense.Mask(window=window).dense(None, None, t, s, block_mask=table)[0]
-    q, kv = (burst_jax.positions(layout, length, n).reshape(n, -1) for length in (t, s))
-    counts = []
-    for device in range(n):
-        place = np.subtract(np.unravel_index(device, sizes), step) % sizes
-        source = np.ravel_multi_index(tuple(place), sizes)
-        at_q, at_kv = (source, device) if queries_rotate else (device, source)
-        counts.append(int(keep[np.ix_(q[at_q], kv[at_kv])].sum()))
-    return counts
-
-
 @pytest.mark.parametrize(
     ("sizes", "layout", "queries_rotate"),
     [
@@ -336,10 +312,9 @@ def test_a_static_table_leaves_out_ring_steps(sizes, layout, queries_rotate):
             known = Blocks(*blocks, table.shape, np.packbits(table).tobytes())
             mask = RingMask(sizes, layout, t, s, Mask(*window), queries_rotate, 0, known)
             route = make_route(("outer", "inner")[-len(sizes) :], mask)
-            of = sizes, layout, (t, s), window, table, queries_rotate
-            counts = {
-                step: scores_that_count(*of, step) for step in itertools.product(*map(range, sizes))
-            }
+            of = sizes, layout, (t, s), window, queries_rotate
+            steps = itertools.product(*map(range, sizes))
+            counts = {step: kept_scores(*of, step, table) for step in steps}
             wanted = {step for step, by_device in counts.items() if any(by_device)}
             wanted |= {(0,) * len(sizes)}
             assert set(route.offsets) == wanted

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import valid_calls as valid
-from implementations import IMPLEMENTATIONS
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
-from ring_cases import a_case, make_inputs, ring_results
+from ring_cases import a_case, program_of
 
 import burst_jax
 
@@ -46,24 +45,17 @@ def test_values_in_padding_change_no_bit(name):
     In one call, whose second half of the batch is the first with other padding. There is a document
     of queries without keys, too: their lse is -inf, so a loss of it often has a NaN cotangent.
     """
-    case = CASES[name]
-    inputs: Any = make_inputs(case)
-    (q, k, v), (do, dlse), (ids, kv_ids) = inputs
-    rng = np.random.default_rng(1)
+    program, rng = program_of(CASES[name]), np.random.default_rng(1)
+    arrays, (do, dlse) = valid.draw(program, 0)
+    ids, kv_ids = arrays["query_segment_ids"], arrays["key_value_segment_ids"]
     lonely = (np.arange(ids.shape[1]) % 5 == 3) & (ids != 0)
-    ids = np.where(lonely, 999, ids).astype(np.int32)
-    dirty = [poisoned(x, ids, rng) for x in (q, do, dlse)]
-    dirty[2] = np.where(lonely[..., None], np.float32(np.nan), dirty[2])
-    q, do, dlse = (np.concatenate(x) for x in zip((q, do, dlse), dirty, strict=True))
-    k, v = (np.concatenate([x, poisoned(x, kv_ids, rng)]) for x in (k, v))
-    segments = np.tile(ids, (2, 1)), np.tile(kv_ids, (2, 1))
-    got = ring_results(
-        case,
-        (q, k, v),
-        (do, dlse),
-        segments,
-        implementation=IMPLEMENTATIONS[case["implementation"]],
-    )
+    arrays["query_segment_ids"] = ids = np.where(lonely, 999, ids).astype(np.int32)
+    dirty = arrays | {name: poisoned(arrays[name], kv_ids, rng) for name in ("key", "value")}
+    dirty["query"], *bad = (poisoned(x, ids, rng) for x in (arrays["query"], do, dlse))
+    bad[1] = np.where(lonely[..., None], np.float32(np.nan), bad[1])
+    cotangents: Any = tuple(np.concatenate(x) for x in zip((do, dlse), bad, strict=True))
+    arrays = {name: np.concatenate([x, dirty[name]]) for name, x in arrays.items()}
+    got = valid.compiled(program, arrays)(arrays, cotangents)
     for result, x in zip(RESULTS, got, strict=True):
         np.testing.assert_array_equal(x[2:], x[:2], err_msg=result)
         nothing = kv_ids == 0 if result in ("dk", "dv") else (ids == 0) | lonely
@@ -80,6 +72,7 @@ PADDED = {
         ("pad", "segments", "sink_logits", "alibi_slopes", "dropout", *LENGTHS),
         kind=AxisType.Explicit, t=13, s=19,
     ),
+    "fits": valid.program_of({"seq": 2}, ("pad", "is_causal"), kind=AxisType.Explicit),
     "two-levels": valid.program_of(
         {"outer": 2, "inner": 2, "ulysses": 2},
         ("pad", "is_causal", "prefix_lengths", *BY_TOKEN), t=19, s=13,

@@ -3,32 +3,22 @@
 Small ones in the quick and slow tiers; all of them at the other projects' sizes in the tier
 ``replay``. All must meet this project's error bounds.
 
-Two more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a kernel)
-in tests/compiled/test_compiled_ring.py, and Flax's layers with another ``attention_fn`` in
-tests/layers/test_attention_fn.py.
+Three more are elsewhere: flash_attn_jax's (nothing is gathered, and every permute overlaps a
+kernel) in tests/compiled/test_compiled_ring.py, Flax's layers with another ``attention_fn`` in
+tests/layers/test_attention_fn.py, and MaxText's permutes in a decoder's gradient in
+tests/models/test_decoder.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, get_args
 
-import dense
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
-from jaxprs import count
 from meshes import make_mesh, mesh_of
 from peers import PeerCase, assert_as_good_as_dense
 
-import burst_jax
-from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import LAYOUTS
-from burst_jax.models import DecoderConfig, abstract_decoder
-from burst_jax.models.remat import Remat
 from burst_jax.ring.rotation import ROTATIONS
 
 replay = pytest.mark.replay
@@ -47,26 +37,25 @@ def case_id(value):
 # (20, 0). Its own tolerance, 0.039, would pass a gradient of zeros.
 
 AXES = {"batch_axis": "data", "tensor_axis": "model"}
-CAUSAL, WINDOW = {"is_causal": True}, {"window": (20, 0)}
-PACKED = {"segments": True}
+CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (20, 0)}
 
 
-def bfloat16_problem(sizes, groups, mask):
+def bfloat16_problem(sizes, groups, mask, packed):
     batch, length, heads, dim = sizes
     shapes = sizes, (batch, length, heads // groups, dim)
-    return PeerCase(*shapes, dense.Mask(**mask), "bfloat16")
+    return PeerCase(*shapes, tuple(mask.items()), packed, "bfloat16")
 
 
-# (data, seq, model), layout, groups, mask.
+# (data, seq, model), layout, groups, mask; packed.
 SMALL = [
-    pytest.param((1, 2, 2), "zigzag", 8, CAUSAL | PACKED),
-    pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW | PACKED, marks=pytest.mark.slow),
+    pytest.param((1, 2, 2), "zigzag", 8, CAUSAL),
+    pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "layout", "groups", "mask"), SMALL, ids=case_id)
 def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
-    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask)
+    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask, packed=True)
     assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES)
 
 
@@ -79,16 +68,16 @@ def whole_matrix():
     """Every case, consecutive ones with one reference: ``(problem, mesh, layout, options)``."""
     cases = []
     for seq, (batch, each, heads, dim), groups, packed, mask in itertools.product(
-        (2, 4, 8), SIZES, (1, 8), ({}, PACKED), ({}, CAUSAL, WINDOW)
+        (2, 4, 8), SIZES, (1, 8), (False, True), ({}, CAUSAL, WINDOW)
     ):
-        problem = bfloat16_problem((batch, each * seq, heads, dim), groups, mask | packed)
+        problem = bfloat16_problem((batch, each * seq, heads, dim), groups, mask, packed)
         # A window of (20, 0) hides what is ahead, whether the call is causal or not.
         calls = [mask, mask | CAUSAL] if mask is WINDOW else [mask]
         # The balanced order is two chunks a device for whole rows, stripes for packed ones.
         layouts = "contiguous", "striped" if packed else "zigzag"
         for mesh, layout, call in itertools.product(MESHES, layouts, calls):
             if mesh[1] == seq and problem.key[2] % mesh[2] == 0:
-                cases.append((problem, mesh, layout, call | packed))
+                cases.append((problem, mesh, layout, call))
     return cases
 
 
@@ -98,8 +87,7 @@ def whole_matrix():
     [pytest.param(*case, id="-".join(map(case_id, case))) for case in whole_matrix()],
 )
 def test_transformer_engine_s_whole_distributed_matrix(problem, mesh, layout, mask):
-    options = dense.Mask(**mask).options
-    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **options)
+    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **mask)
 
 
 def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
@@ -128,7 +116,7 @@ def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
 def test_jondeaton_s_lengths(q_length, kv_length, head_dim, is_causal):
     """Lengths of query and key, on four devices."""
     shapes = (1, q_length, 2, head_dim), (1, kv_length, 2, head_dim)
-    problem = PeerCase(*shapes, dense.Mask(is_causal=is_causal), "float32")
+    problem = PeerCase(*shapes, (("is_causal", is_causal),), False, "float32")
     assert_as_good_as_dense(make_mesh(1, 4, 1), problem, "striped")
 
 
@@ -141,7 +129,7 @@ def burst_cases():
     cases = []
     for n, is_causal in itertools.product(rings, (False, True)):
         shape = 2, 256 * n, 32, 128
-        problem = PeerCase(shape, shape, dense.Mask(is_causal=is_causal), "float16")
+        problem = PeerCase(shape, shape, (("is_causal", is_causal),), False, "float16")
         layouts = LAYOUTS if is_causal else ("contiguous",)
         cases += [(problem, *case) for case in itertools.product(rings[n], layouts, ROTATIONS)]
     return cases
@@ -157,43 +145,3 @@ def test_burst_s_sizes(problem, ring, layout, rotation):
     mesh = mesh_of(AxisType.Auto, **dict(zip(names, ring, strict=True)))
     axes = names if len(names) > 1 else names[0]
     assert_as_good_as_dense(mesh, problem, layout, seq_axis=axes, backward=rotation)
-
-
-# --- MaxText -------------------------------------------------------------------------------------
-
-DECODER = DecoderConfig(
-    vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=16
-)
-
-
-@pytest.mark.parametrize("remat", [x for x in get_args(Remat) if x in ("none", "full", "half")])
-def test_maxtext_s_permutes_in_the_gradient(remat):
-    """Only where attention is recomputed, or a half of it, does the ring run forward again.
-
-    Weights are split and gathered a layer ahead. Each of the scans forward and backward over the
-    layers has the program of one layer.
-    """
-    mesh, rules = mesh_of(fsdp=2, seq=4), ShardingRules(data=None, tensor=None)
-    config = dataclasses.replace(DECODER, remat=remat)
-    options: Any = {"layout": "zigzag", "backward": "rotate_kv"}
-    graphdef, params = abstract_decoder(config, mesh=mesh, rules=rules, **options)
-    tokens = jax.ShapeDtypeStruct((2, 64), "int32")
-    positions = np.asarray(burst_jax.positions("zigzag", 64, 4), np.int32)
-
-    def hidden(params, tokens):
-        return nnx.merge(graphdef, params)(tokens, positions)
-
-    def gradient(params, tokens):
-        out, vjp = jax.vjp(lambda params: hidden(params, tokens), params)
-        return vjp(out)
-
-    def permutes(function):
-        return count(jax.make_jaxpr(function)(params, tokens).jaxpr, "ppermute")
-
-    # K and V make three hops, and as many blocks and sums as they hold make them backward.
-    forward, backward = 2 * 3, 4 * 3
-    assert permutes(hidden) == forward
-    # "half" deals the first half's tokens out for its ring, Q, K and V in two permutes each, and
-    # its out and lse come back so.
-    again = {"full": forward, "half": forward + 2 * (3 + 2)}.get(remat, 0)
-    assert permutes(gradient) == forward + again + backward

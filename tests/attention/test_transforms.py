@@ -1,61 +1,297 @@
-"""What the ring sends under JAX's transformations, and what eager calls trace.
-
-test_transforms_page.py has the values under every transformation.
-"""
+"""Every row of docs/transforms.md; what eager calls trace, and imports."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
+import compare
+import dense
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import count
-from rings import H, K, N, attend, make_inputs, make_mesh, ring_of
+from implementations import quick_jit
+from jax.sharding import PartitionSpec as P
+from rings import B, H, K, N, make_inputs, make_mesh, ring_of
 
 import burst_jax
 from burst_jax.attention.api import _on_mesh
-from pallas_kernels import XLA
+from pallas_kernels import XLA, triton
 
-# --- recomputation -------------------------------------------------------------------------------
-
-LAYERS = 3
+SPEC = P(None, "seq")
 
 
-def keep_attention(layer):
+def as_burst(mesh, check_vma=True, **options):
+    """``(query, key, value) -> out`` by burst_attention."""
+    del check_vma
+    return functools.partial(burst_jax.burst_attention, mesh=mesh, is_causal=True, **options)
+
+
+def as_ring(mesh, check_vma=True, **options):
+    """The same by ring_attention inside a shard_map."""
+    run = functools.partial(burst_jax.ring_attention, axis_name="seq", is_causal=True, **options)
+    return jax.shard_map(run, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=check_vma)
+
+
+WAYS = {"burst_attention": as_burst, "ring_attention": as_ring}
+SMALL = tuple(jnp.asarray(x[:, :16]) for x in make_inputs()[0])
+SMALL_DO = make_inputs()[1][0][:, :16]
+RING = make_mesh(1, 2, 1)
+
+
+def dense_out(q, k, v, check_vma=True):
+    del check_vma
+    k, v = (dense.repeat_heads(x, N) for x in (k, v))
+    return dense.attention(q, k, v, dense.kept(16, 16, is_causal=True))[0]
+
+
+def pulled_back(run, *arrays, do=SMALL_DO):
+    """``(out, gradients)`` of a function."""
+
+    @quick_jit
+    def both(*arrays):
+        out, vjp = jax.vjp(run, *arrays)
+        return out, *vjp(do)
+
+    return both(*arrays)
+
+
+@functools.cache
+def small_truth():
+    """``(out, dq, dk, dv)`` of the small arrays."""
+    return pulled_back(dense_out, *SMALL)
+
+
+def same(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert compare.errors(g, w)[1] < 3e-6
+
+
+# --- transforms that give the same results as of dense attention: (attention) -> results ---------
+
+
+def grad(run):
+    return quick_jit(jax.grad(lambda *xs: (run(*xs) * SMALL_DO).sum(), (0, 1, 2)))(*SMALL)
+
+
+def jacrev(run):
+    return quick_jit(jax.jacrev(lambda q: run(q, *SMALL[1:])[0, 5, :2, 0]))(SMALL[0])
+
+
+def vmap(run):
+    """Over other axes of query and key, and not over the value, whose gradient is a sum."""
+    query, key = (jnp.stack([x, -0.5 * x], axis) for x, axis in zip(SMALL, (1, 0), strict=False))
+    do = jnp.stack([SMALL_DO, 2 * SMALL_DO])
+    return pulled_back(jax.vmap(run, in_axes=(1, 0, None)), query, key, SMALL[2], do=do)
+
+
+def scan(run, wrap=lambda layer: layer):
+    """Layers, with gradients through all of them."""
+
+    @wrap
+    def layer(x, scale):
+        q = x * scale
+        return x + run(q, q[:, :, :K], x[:, :, :K]), None
+
+    def layers(x, scales):
+        return jax.lax.scan(layer, x, scales)[0]
+
+    return pulled_back(layers, SMALL[0], np.array([1, 0.5], np.float32))
+
+
+def checkpoint(run):
     policy = jax.checkpoint_policies.save_only_these_names(*burst_jax.CHECKPOINT_NAMES)
-    return jax.checkpoint(layer, policy=policy)
+    return [scan(run, functools.partial(jax.checkpoint, policy=kept)) for kept in (None, policy)]
 
 
-# n = 4, no segments. Forward: K and V, 3 hops each. rotate_kv: the same and dK and dV 3 hops each;
-# rotate_query: Q, dO and (lse, delta) 3 hops each, and dQ 3.
-FORWARD, BACKWARDS = 2 * 3, {"rotate_kv": 2 * 3 + 2 * 3, "rotate_query": 3 * 3 + 3}
-WRAPS = {"plain": lambda layer: layer, "remat": jax.checkpoint, "keep": keep_attention}
+def ahead_of_time(run):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), SMALL)
+    return jax.jit(run).lower(*shapes).compile()(*SMALL)
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_permutes_in_the_gradient_of_scanned_layers(wrap, backward):
-    (x, _, _), (dy, _) = make_inputs()
-    run = attend(make_mesh(1, 4, 1), layout="contiguous", backward=backward)
+def in_context(context):
+    def results(run):
+        with context():
+            return pulled_back(run, *SMALL)
 
-    @WRAPS[wrap]
-    def layer(x, weight):
-        q = x * weight
-        return x + run(q, q[:, :, :K], x[:, :, K:])[0], None
+    return results
 
-    def layers(x):
-        return jax.lax.scan(layer, x, jnp.ones((LAYERS, 1, 1, N, H), jnp.float32))[0]
 
-    permutes = count(jax.make_jaxpr(lambda x: jax.vjp(layers, x)[1](dy))(x).jaxpr, "ppermute")
-    again = FORWARD if wrap == "remat" else 0
-    assert permutes == FORWARD + again + BACKWARDS[backward]
-    assert count(jax.make_jaxpr(layers)(x).jaxpr, "ppermute") == FORWARD
+SAME = {
+    "jax.jit": lambda run: jax.jit(run)(*SMALL),
+    "jax.grad": grad,
+    "jax.vjp": lambda run: pulled_back(run, *SMALL),
+    "jax.jacrev": jacrev,
+    "jax.vmap, in_axes": vmap,
+    "jax.lax.scan": scan,
+    "jax.checkpoint, policies": checkpoint,
+    "lower and compile": ahead_of_time,
+    "jax_numpy_rank_promotion=raise": in_context(lambda: jax.numpy_rank_promotion("raise")),
+}
+
+
+# --- the other rows: (burst_attention's or ring_attention's way) -> None -------------------------
+
+
+def row_vmap_spmd_axis_name(way):
+    many, do = [np.stack([x, -x]) for x in SMALL], np.stack([SMALL_DO, 2 * SMALL_DO])
+    run = way(make_mesh(2, 2, 1), check_vma=False)
+    got = pulled_back(jax.vmap(run, spmd_axis_name="data"), *many, do=do)
+    same(got, pulled_back(jax.vmap(dense_out), *many, do=do))
+    assert got[0].sharding.spec[0] == "data"
+
+
+def row_explicit(way):
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+    assert mesh.explicit_axes == ("seq",)
+    arrays = jax.device_put(SMALL, jax.NamedSharding(mesh, SPEC))
+    with jax.set_mesh(mesh):
+        got = jax.jit(way(mesh))(*arrays)
+    same(got, small_truth()[0])
+    assert jax.typeof(got).sharding.spec == P(None, "seq", None, None)
+
+
+def exported(way, devices, shape):
+    """A program exported for arrays of a shape with symbolic sizes, and called."""
+    mesh = make_mesh(1, devices, 1)
+    scope = jax.export.SymbolicScope()
+    sharding = jax.NamedSharding(mesh, SPEC)
+    shapes = (
+        jax.export.symbolic_shape(f"{shape}, {heads}, {H}", scope=scope) for heads in (N, K, K)
+    )
+    like = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in shapes]
+    program = jax.export.export(jax.jit(way(mesh)))(*like)
+    same(jax.jit(program.call)(*jax.device_put(SMALL, sharding)), small_truth()[0])
+
+
+def row_export_symbolic_batch(way):
+    exported(way, 1, "b, 16")
+    with pytest.raises(NotImplementedError, match=r"whose B is symbolic, on a ring of 2 devices"):
+        exported(way, 2, "b, 16")
+
+
+def row_export_symbolic_length(way):
+    message = "whose T is symbolic: .*; export one program per length, or pad"
+    with pytest.raises(NotImplementedError, match=message):
+        exported(way, 1, f"{B}, t")
+
+
+def row_forward_mode(way):
+    run = way(make_mesh(1, 1, 1))
+    _, linear = jax.linearize(run, *SMALL)
+    for differentiate in (
+        lambda: jax.jvp(run, SMALL, SMALL),
+        lambda: jax.jit(lambda *xs: jax.jvp(run, xs, xs))(*SMALL),
+        lambda: jax.jacfwd(lambda q: run(q, *SMALL[1:]).sum())(SMALL[0]),
+        lambda: linear(*SMALL),
+    ):
+        with pytest.raises(NotImplementedError, match=r"forward-mode differ.*: use reverse mode"):
+            differentiate()
+
+
+def squares(run):
+    """A function whose gradient is not linear in anything."""
+    return lambda q, k, v: (run(q, k, v) ** 2).sum()
+
+
+def row_forward_over_reverse(way):
+    """As jax.hessian does it, in queries, keys and values at once."""
+
+    def product(run):
+        gradient, tangents = jax.grad(squares(run), (0, 1, 2)), tuple(jnp.flip(x, 1) for x in SMALL)
+        return quick_jit(lambda *xs: jax.jvp(gradient, xs, tangents)[1])(*SMALL)
+
+    want = product(dense_out)
+    for backward in ("rotate_kv", "rotate_query"):
+        same(product(way(RING, implementation="xla", backward=backward)), want)
+    # Interpreted kernels cannot be traced with check_vma.
+    run = way(make_mesh(1, 1, 1), implementation=triton(interpret=True), check_vma=False)
+    with pytest.raises(
+        NotImplementedError, match=r"implementation 'triton' .*: pass implementation="
+    ):
+        product(run)
+
+
+def row_reverse_over_reverse(way):
+    def twice(run):
+        def slope(q):
+            return (jax.grad(squares(run))(q, *SMALL[1:]) * SMALL_DO).sum()
+
+        return quick_jit(jax.grad(slope))(SMALL[0])
+
+    same(twice(way(RING, implementation="reference")), twice(dense_out))
+    message = "gradient of a gradient through implementation 'xla' .*: take forward over reverse"
+    with pytest.raises(NotImplementedError, match=message):
+        twice(way(RING, implementation="xla"))
+
+
+def row_eval_shape(way):
+    shape = jax.eval_shape(way(RING), *SMALL)
+    assert (shape.shape, shape.dtype) == (SMALL[0].shape, jnp.float32)
+
+
+def row_disable_jit(way):
+    with jax.disable_jit():
+        same(way(RING, implementation="reference")(*SMALL), small_truth()[0])
+
+
+def row_debug_nans(way):
+    """With rows that see nothing, whose lse is -inf."""
+    ends = {"key_value_seq_lengths": jnp.full(B, 9), "query_seq_lengths": jnp.full(B, 9)}
+    with jax.debug_nans(True):
+        out, *_ = pulled_back(way(RING, **ends), *SMALL)
+    assert not np.asarray(out)[:, 9:].any()
+    same(out[:, :9], small_truth()[0][:, :9])
+
+
+def row_x64(way):
+    with jax.enable_x64(True):
+        got = jax.jit(way(RING))(*SMALL)
+    assert got.dtype == jnp.float32
+    same(got, small_truth()[0])
+
+
+ROWS = {
+    "jax.vmap, spmd_axis_name": row_vmap_spmd_axis_name,
+    "meshes of Explicit axes": row_explicit,
+    "jax.export": lambda way: exported(way, 2, f"{B}, 16"),
+    "jax.export, symbolic batch": row_export_symbolic_batch,
+    "jax.export, symbolic length": row_export_symbolic_length,
+    "jax.jvp, jax.jacfwd, jax.linearize": row_forward_mode,
+    "jax.hessian, jax.jvp of jax.grad": row_forward_over_reverse,
+    "jax.grad of jax.grad": row_reverse_over_reverse,
+    "jax.eval_shape": row_eval_shape,
+    "jax.disable_jit": row_disable_jit,
+    "jax_debug_nans": row_debug_nans,
+    "jax_enable_x64": row_x64,
+}
+QUICK = ("jax.jit", "jax.vmap, in_axes", "jax.eval_shape")
+EVERY = [*SAME, *ROWS]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow) for row in EVERY]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_table_of_transforms(way, row):
+    if row in ROWS:
+        ROWS[row](WAYS[way])
+    else:
+        same(SAME[row](WAYS[way](RING)), SAME[row](dense_out))
+
+
+def test_the_page_has_these_rows():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "transforms.md").read_text()
+    rows = re.findall(r"^\| `?([^|`]+?)`? \|.*\|$", page, re.M)
+    rows = [row for row in rows if row != "transform" and set(row) != {"-"}]
+    assert sorted(rows) == sorted(EVERY)
 
 
 # --- eager calls, imports ------------------------------------------------------------------------

@@ -26,8 +26,9 @@ PACKED = kernels.Case(
 def unmasked(case):
     ids = case.segment_ids()
     window = case.options["local_window_size"]
-    mask = dense.Mask(case.is_causal, window, segments=ids is not None)
-    return mask.dense(ids, ids, case.length, case.length)[0]
+    masks = {"is_causal": case.is_causal, "local_window_size": window}
+    masks |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    return dense.kept(case.length, case.length, **masks)[0, 0]
 
 
 def test_scores_are_the_unmasked_ones():
@@ -58,8 +59,9 @@ def test_the_reference_is_dense_attention(case, monkeypatch):
     parameters = {name: x[:groups] for name, x in case.per_head().items()}
     got = truth.attention_and_gradients(spec, *tokens, q, k, v, do, parameters)
     dlse = np.zeros((1, case.length, groups), np.float32)
-    args = q[None], k[None, :, None], v[None, :, None], unmasked(case)[None], do[None], dlse, None
-    distance = dense.distances(case.length, case.length)
+    keep = unmasked(case)[None, None]
+    args = q[None], k[None, :, None], v[None, :, None], keep, do[None], dlse, None
+    distance = np.abs(np.subtract.outer(np.arange(case.length), np.arange(case.length)))
     numpy_parameters = {name: np.asarray(x) for name, x in parameters.items()}
     out, _, dq, dk, dv, *_ = dense.truth(*args, numpy_parameters, distance)
     for name, want in (("out", out[0]), ("dq", dq[0]), ("dk", dk[0, :, 0]), ("dv", dv[0, :, 0])):

@@ -95,7 +95,7 @@ def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(
     arguments = shapes(steps.model.weights), shapes(server._cache), row, row
     arguments = *arguments, TokenPosition(*[one] * 4)
     with jax.set_mesh(mesh), compiled.mosaic_compiles_for(mesh):
-        program = steps._decode.lower(steps, *arguments).compile()
+        program = steps.decode.lower(*arguments).compile()
     factors = [factor for *both, _ in compiled.matrix_products(program) for factor in both]
     sizes = [math.prod(map(int, re.findall(r"\d+", text.split("[")[1]))) for text in factors]
     assert sizes.count(4096 * (32 + 2 * 8) * 128) == 1

@@ -159,9 +159,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, accuracy
     def planned(remat: Remat, count: int | None) -> int:
         strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)
         of_device = device_sizes(config, params, strategy, length=2 * tokens, batch=1)
-        memory = step_memory(
-            of_device, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
-        )
+        memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
         return memory.activations + memory.gradients + memory.work
 
     found = compiled.temp_bytes(program)
@@ -179,7 +177,7 @@ def test_what_is_offloaded_is_sent_to_the_host_during_kernels():
     lanes = config.embed_dim + config.num_heads * config.head_dim
     per_token = 2 * lanes + 4 * config.num_heads
     assert memory.host_temp_size_in_bytes == config.num_layers * TOKENS * per_token
-    copies = [compiled.host_copies(program, name) for name in compiled.computations(program)]
+    copies = compiled.host_copies(program)
     (forward,) = (found for found in copies if any("update" in name for name, _ in found))
     assert len(forward) == 3
     # A layer's input leaves while its ring runs, out and lse during the matrix products after it.

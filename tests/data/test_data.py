@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from collections import Counter
 from typing import Any
 
+import chex
 import data_files
+import jax
 import numpy as np
 import pytest
 from data_files import LENGTHS, SEQ_LEN, loader_of, taken
@@ -31,17 +31,15 @@ from burst_jax.data import (
 )
 from burst_jax.training import make_batch
 
-PACKINGS = ("first_fit", "split", "none")
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory):
+    return data_files.write_arrays(tmp_path_factory.mktemp("data") / "arrays")
 
 
-@pytest.fixture
-def arrays(tmp_path):
-    return data_files.write_arrays(tmp_path / "arrays")
-
-
-@pytest.fixture
-def lines(tmp_path):
-    return data_files.write_lines(tmp_path / "texts.jsonl")
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    return data_files.write_lines(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +53,12 @@ def text():
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory, text):
-    return data_files.write_tokenizer(
-        tmp_path_factory.mktemp("bpe") / "tokenizer.json", text[:8000]
-    )
+    folder = tmp_path_factory.mktemp("data")
+    return data_files.write_tokenizer(folder / "tokenizer.json", text[:8000])
 
 
 def assert_same(got, want, rows: Any = slice(None)):
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        for name in ("rows", "segment_ids"):
-            assert (one[name] is None) == (other[name] is None)
-            if one[name] is not None:
-                np.testing.assert_array_equal(one[name], other[name][rows])
+    chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x[rows], want), strict=True)
 
 
 def segments(batches):
@@ -101,7 +93,9 @@ def test_first_fit_predicts_each_token_but_a_document_s_first_once_an_epoch(arra
 
 
 def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays):
-    batches = taken(loader_of(open_corpus(arrays), epochs=2, packing="split"))
+    """Without packing a sequence of the same tokens is one segment."""
+    corpus = open_corpus(arrays)
+    batches = taken(loader_of(corpus, epochs=2, packing="split"))
     tokens = Counter(np.concatenate(list(segments(batches))).tolist())
     every = [1000 * d + p for d, n in enumerate(LENGTHS) for p in range(n)]
     assert tokens == Counter(dict.fromkeys(every, 2))
@@ -111,19 +105,15 @@ def test_split_has_each_token_once_an_epoch_and_pads_only_ends(arrays):
         ids = np.concatenate([batch["segment_ids"][stream] for batch in batches])
         filled = np.flatnonzero(ids)
         assert len(filled) == filled[-1] + 1, "padding comes only after all tokens"
-
-
-@pytest.mark.parametrize(("epochs", "count"), [(None, 30), (2, None)])
-def test_without_packing_a_sequence_is_one_segment_of_the_split_stream(arrays, epochs, count):
-    corpus = open_corpus(arrays)
-    plain = taken(loader_of(corpus, epochs=epochs, packing="none"), count)
-    split = taken(loader_of(corpus, epochs=epochs, packing="split"), count)
-    for one, other in zip(plain, split, strict=True):
-        np.testing.assert_array_equal(one["rows"], other["rows"])
-        if epochs is None:
-            assert one["segment_ids"] is None
-        else:
-            np.testing.assert_array_equal(one["segment_ids"], np.minimum(other["segment_ids"], 1))
+    # An endless stream, which has no padding, is the same up to the other's padding.
+    full = next(i for i, batch in enumerate(batches) if not batch["segment_ids"].all())
+    assert full > 3
+    for batch in batches:
+        batch["segment_ids"] = np.minimum(batch["segment_ids"], 1)
+    assert_same(taken(loader_of(corpus, epochs=2, packing="none")), batches)
+    for batch in batches:
+        batch["segment_ids"] = None
+    assert_same(taken(loader_of(corpus, packing="none"), full), batches[:full])
 
 
 def test_every_epoch_and_seed_has_its_own_order(arrays):
@@ -229,12 +219,8 @@ def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, mon
     names = sorted(file.name for file in tmp_path.glob("tokens*"))
     assert names == ["tokens.npy", "tokens.offsets.npy"]
     options: Any = {"epochs": 1, "seq_len": 2000, "batch": 1}
-    (encoded,), (loaded,) = (
-        taken(loader_of(corpus, tokens=tokens, **options)),
-        taken(loader_of(saved, **options)),
-    )
-    for name in ("rows", "segment_ids"):
-        np.testing.assert_array_equal(encoded[name], loaded[name])
+    encoded = taken(loader_of(corpus, tokens=tokens, **options))
+    assert_same(taken(loader_of(saved, **options)), encoded)
     # A large file is encoded in chunks, which are one document.
     monkeypatch.setattr(chunks, "_SAVE_CHUNK", 100)
     (tmp_path / "long.txt").write_text(text[:1000])
@@ -247,7 +233,7 @@ def test_saved_tokens_are_those_of_the_tokenizer(lines, tmp_path, bpe, text, mon
 # --- held out ------------------------------------------------------------------------------------
 
 
-def test_training_and_held_out_documents_are_disjoint(arrays):
+def test_training_and_held_out_documents_are_disjoint(arrays, tmp_path):
     corpus = open_corpus(arrays)
     for fraction, count in ((0.05, 1), (0.5, 9), (0.99, 17)):
         parts, seen = corpus.split(fraction), []
@@ -261,9 +247,7 @@ def test_training_and_held_out_documents_are_disjoint(arrays):
     train, held_out = corpus.split(0)
     assert (len(train), len(held_out)) == (len(corpus), 0)
     assert train.fingerprint() == corpus.fingerprint()
-
-
-def test_of_a_single_document_the_end_is_held_out(tmp_path):
+    # Of a single document the end is held out.
     np.save(tmp_path / "one.npy", np.arange(1000, dtype="i4"))
     seen = [
         np.concatenate(list(segments(taken(loader_of(part, epochs=1, packing="split")))))
@@ -272,30 +256,62 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
     assert [sorted(each.tolist()) for each in seen] == [list(range(900)), list(range(900, 1000))]
 
 
-# --- processes -----------------------------------------------------------------------------------
+# --- processes and resuming -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("packing", "epochs"), [("first_fit", None), ("first_fit", 2), ("split", 1), ("none", None)]
+    ("source", "packing", "epochs"),
+    [
+        ("arrays", "first_fit", None),
+        ("arrays", "split", 1),
+        ("arrays", "none", None),
+        ("lines", "first_fit", 1),
+        ("lines", "split", None),
+        ("lines", "none", 1),
+    ],
 )
-def test_processes_load_their_parts_of_the_same_batches_and_resume_as_any_number(
-    arrays, packing, epochs
-):
-    corpus, options = open_corpus(arrays), {"packing": packing, "epochs": epochs}
-    whole = taken(loader_of(corpus, **options), 25 if epochs is None else None)
-    half, merged = len(whole) // 2, {}
-    for processes in (1, 4):
-        states = []
-        for process in range(processes):
-            rows = rows_of_process(4, process, processes)
-            with loader_of(corpus, rows=rows, **options) as loader:
-                assert_same([next(loader) for _ in range(half)], whole[:half], list(rows))
-                states.append(json.loads(json.dumps(loader.get_state())))
-        merged[processes] = merge_states(reversed(states))
-    assert merged[1] == merged[4]
-    for rows in (rows_of_process(4, 0, 2), (3, 2)):
-        loader = loader_of(corpus, rows=rows, **options)
-        loader.set_state(merged[4])
+def test_processes_load_the_same_batches_and_resume_from_any_step(request, source, packing, epochs):
+    """As any number of processes; also backwards, and after the end."""
+    file, batch = request.getfixturevalue(source), 4 if source == "arrays" else 9
+    options: Any = {"packing": packing, "epochs": epochs}
+    options |= {"batch": np.int64(batch), "seed": np.int64(3)}
+
+    def load(rows=None):
+        return loader_of(open_corpus(file), rows=rows, **options)
+
+    states, whole = [], []
+    with load() as loader:  # Of 9 streams, several share a thread.
+        states.append(json.dumps(loader.get_state()))
+        for sequences in loader:
+            whole.append(sequences)
+            states.append(json.dumps(loader.get_state()))
+            if epochs is None and len(whole) == 10:
+                break
+        half = len(whole) // 2
+        for point in (len(whole), half, 0):
+            loader.set_state(json.loads(states[point]))
+            assert loader.step == point
+            assert_same([next(loader) for _ in whole[point:]], whole[point:])
+            assert epochs is None or next(loader, None) is None
+    state, got = states[1], whole[:1]
+    for _ in range(3):  # Loaders whose state was itself restored.
+        with load() as fresh:
+            fresh.set_state(json.loads(state))
+            got += [next(fresh) for _ in range((len(whole) - 1) // 3)]
+            state = json.dumps(fresh.get_state())
+    assert len(got) > 3
+    assert_same(got, whole[: len(got)])
+    processes, parts = batch if batch < 9 else 3, []
+    for process in range(processes):
+        rows = rows_of_process(batch, process, processes)
+        with load(rows) as loader:
+            assert_same([next(loader) for _ in range(half)], whole[:half], list(rows))
+            parts.append(json.loads(json.dumps(loader.get_state())))
+    merged = merge_states(reversed(parts))
+    assert merged == json.loads(states[half]) == gather_state(merged)
+    for rows in (range(2), (3, 2)):
+        loader = load(rows)
+        loader.set_state(merged)
         count = len(whole) - half if epochs is None else None
         assert_same(taken(loader, count), whole[half:], list(rows))
 
@@ -312,64 +328,14 @@ def test_a_process_reads_no_document_of_another_s_sequences(lines, monkeypatch):
     assert not set(read[0]) & set(read[1])
 
 
-# --- resuming ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "packing", "epochs"),
-    [
-        ("arrays", "first_fit", None),
-        ("arrays", "split", 1),
-        ("arrays", "none", None),
-        ("lines", "first_fit", 1),
-        ("lines", "split", None),
-        ("lines", "none", 1),
-    ],
-)
-def test_resumes_from_any_step_with_the_same_batches(request, source, packing, epochs):
-    """Also backwards, after the end. With 9 streams, several share a thread."""
-    corpus = open_corpus(request.getfixturevalue(source))
-    options = {"packing": packing, "epochs": epochs, "batch": 3 if source == "arrays" else 9}
-    states, whole = [], []
-    with loader_of(corpus, **options) as loader:
-        states.append(json.dumps(loader.get_state()))
-        for rows in loader:
-            whole.append(rows)
-            states.append(json.dumps(loader.get_state()))
-            if epochs is None and len(whole) == 15:
-                break
-        for point in (len(whole), len(whole) // 2, 0):
-            loader.set_state(json.loads(states[point]))
-            assert loader.step == point
-            assert_same([next(loader) for _ in whole[point:]], whole[point:])
-            assert epochs is None or next(loader, None) is None
-    state, got = states[1], whole[:1]
-    for _ in range(3):  # Loaders whose state was itself restored.
-        with loader_of(open_corpus(request.getfixturevalue(source)), **options) as fresh:
-            fresh.set_state(json.loads(state))
-            got += [next(fresh) for _ in range((len(whole) - 1) // 3)]
-            state = json.dumps(fresh.get_state())
-    assert len(got) > 3
-    assert_same(got, whole[: len(got)])
-
-
-def test_a_state_is_json_for_any_integer_types_of_options(arrays):
-    options: dict[str, Any] = dict.fromkeys(("seq_len", "batch", "seed", "epochs"), np.int64(3))
-    with loader_of(open_corpus(arrays), **options, rows=np.arange(2)) as loader:
-        next(loader)
-        state = loader.get_state()
-        assert json.loads(json.dumps(state)) == state == gather_state(state)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", ["first_fit", "split", "none"])
 def test_resuming_reads_only_what_the_next_sequences_are_packed_from(
     tmp_path, packing, monkeypatch
 ):
-    documents = 3000
-    np.save(tmp_path / "many.npy", np.arange(documents * 9, dtype="i4").reshape(documents, 9))
+    np.save(tmp_path / "many.npy", np.arange(1000 * 9, dtype="i4").reshape(1000, 9))
     corpus = open_corpus(tmp_path / "many.npy")
     with loader_of(corpus, packing=packing) as loader:
-        for _ in range(300):
+        for _ in range(100):  # More than 700 documents.
             next(loader)
         state = loader.get_state()
     reads = data_files.reads_of(corpus, monkeypatch)
@@ -380,7 +346,7 @@ def test_resuming_reads_only_what_the_next_sequences_are_packed_from(
     assert len(json.dumps(state)) < 3000
 
 
-# --- threads and imports -------------------------------------------------------------------------
+# --- threads -------------------------------------------------------------------------
 
 
 def test_threads_end_with_the_loader_closed_or_not(arrays):
@@ -396,18 +362,3 @@ def test_threads_end_with_the_loader_closed_or_not(arrays):
     for call in (next, type(loader).get_state):
         with pytest.raises(ValueError, match="the loader is closed: make another one"):
             call(loader)
-
-
-@pytest.mark.slow
-def test_a_loader_that_is_open_at_interpreter_shutdown_prints_nothing():
-    """And the core does not import grain."""
-    code = """
-import sys, burst_jax, burst_jax.training
-assert 'grain' not in sys.modules
-from burst_jax.data import *
-loader = Loader(open_corpus(), seq_len=64, batch=4)
-next(loader)
-"""
-    command = [sys.executable, "-W", "error", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")

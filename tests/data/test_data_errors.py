@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -47,20 +48,12 @@ CORPORA: list[Any] = [
     ({"a.txt": "", "b.txt": ""}, {}, "no document: all files are empty"),
     ({"a.jsonl": "\n\n"}, {}, "no document: all files are empty"),
     ({"a.npy": np.zeros((0, 4), int)}, {}, "no document: all files are empty"),
-    (
-        {"a.txt": "a", "b.jsonl": '{"text": "b"}'},
-        {},
-        "holds text (a.txt) and JSON lines (b.jsonl): ",
-    ),
+    ({"a.txt": "a", "b.jsonl": "b"}, {}, "holds text (a.txt) and JSON lines (b.jsonl): "),
     ({"a.parquet": "a"}, {}, "a.parquet ends in .parquet, which is not supported"),
     ({"a.jsonl.gz": b"a"}, {}, "a.jsonl.gz ends in .gz, which is not supported"),
     ({"a.json": "[]"}, {"name": "a.json"}, "ends in .json, which is not supported: use"),
     ({"a.jsonl": "hello"}, {}, "a.jsonl, line 1, is not JSON (Expecting value"),
-    (
-        {"a.jsonl": "[1]"},
-        {},
-        "line 1, has list, and no key 'text': set key= to the key of the text",
-    ),
+    ({"a.jsonl": "[1]"}, {}, "line 1, has list, and no key 'text': set key= to the key of"),
     ({"a.jsonl": '{"body": "a", "id": 1}'}, {}, "has keys ['body', 'id'], and no key 'text': set"),
     ({"a.jsonl": '{"text": "a"}'}, {"key": "body"}, "and no key 'body'"),
     ({"a.jsonl": '{"text": 5}'}, {}, "line 1, has a int under 'text': it must be a"),
@@ -73,11 +66,7 @@ CORPORA: list[Any] = [
     ({"a.npy": THREE, "a.offsets.npy": np.array([0, 2])}, {}, OFFSETS),
     ({"a.npy": THREE, "a.offsets.npy": np.array([1, 3])}, {}, OFFSETS),
     ({"a.npy": THREE, "a.offsets.npy": np.array([0, 2, 1, 3])}, {}, OFFSETS),
-    (
-        {"a.npy": THREE[None], "a.offsets.npy": THREE},
-        {},
-        "a.npy has shape (1, 3), and there is a.off",
-    ),
+    ({"a.npy": THREE[None], "a.offsets.npy": THREE}, {}, "shape (1, 3), and there is a.off"),
     ({"a.npy": b"no array"}, {}, "a.npy is no array of numbers"),
     ({"a.npy": b"\x93NUMPY"}, {}, "a.npy is no array of numbers"),
     ({"a.npy": np.array([None])}, {}, "a.npy is no array of numbers"),
@@ -105,10 +94,7 @@ LOADERS: list[tuple[dict[str, Any], str]] = [
     ({"rows": []}, "rows is [], batch 4"),
     ({"rows": 2}, "rows is 2, batch 4: it must hold distinct batch"),
     ({"vocab_size": 0}, "vocab_size is 0: it must be an integer, at least 1"),
-    (
-        {"vocab_size": 255},
-        "vocab_size is 255, but ByteTokens(separator=None) makes ids up to 255: ",
-    ),
+    ({"vocab_size": 255}, "vocab_size is 255, but ByteTokens(separator=None) makes ids up to 255"),
     ({"tokens": ByteTokens(256), "vocab_size": 256}, "makes ids up to 256: give the model a vocab"),
     ({"corpus": "a.txt"}, "corpus is 'a.txt': make it with open_corpus(path)"),
     ({"packing": "none", "seq_len": 64}, "seq_len is 64, and Corpus("),
@@ -126,39 +112,34 @@ def test_bad_loader_options_raise(tmp_path, monkeypatch):
         Loader(**given)
 
 
-def test_bad_splits_raise(arrays, tmp_path):
-    for held_out in (1, -0.1, 1.5, float("nan"), True):
-        with pytest.raises(ValueError, match=f"held_out is {held_out}: it must be a fraction"):
-            open_corpus(arrays).split(held_out)
-    corpus = open_corpus(write(tmp_path / "one", {"a.jsonl": '{"text": "a b c"}'}))
-    with pytest.raises(ValueError, match="single document, which cannot be cut: add documents"):
-        corpus.split(0.5)
-    with pytest.raises(ValueError, match="nothing to read; is it the held-out part of held_out=0"):
-        loader_of(open_corpus(arrays).split(0)[1])
-
-
-def test_bad_tokenizers_raise(tmp_path, bpe):
-    separators: Any = (-1, 1.5, "a", True)
-    for separator in separators:
-        message = f"separator is {separator!r}: it must be a token id"
-        with pytest.raises(ValueError, match=message):
-            ByteTokens(separator)
-    with pytest.raises(ValueError, match=r"nowhere\.json: there is no such file; name a tokenizer"):
-        TokenizerFile(tmp_path / "nowhere.json")
-    for content in ("{}", "no json", b"\xff"):
-        write(tmp_path, {"broken.json": content})
-        with pytest.raises(ValueError, match=r"broken\.json, which is no tokenizer"):
-            TokenizerFile(tmp_path / "broken.json")
-    with pytest.raises(ValueError, match=r"separator is '<eos>', which is not in .*<\|end\|>"):
-        TokenizerFile(bpe, separator="<eos>")
-
-
-def test_tokens_must_fit_the_corpus_and_the_model(arrays, tmp_path, bpe):
-    with pytest.raises(ValueError, match="has arrays of token ids already: pass tokens=None"):
-        loader_of(open_corpus(arrays), tokens=ByteTokens())
+def test_bad_splits_and_tokenizers_raise(arrays, tmp_path, bpe):
     text = open_corpus(write(tmp_path / "text", {"a.txt": "some text"}))
-    with pytest.raises(ValueError, match="makes ids up to 266: give the model a vocabulary of 267"):
-        loader_of(text, tokens=TokenizerFile(bpe), vocab_size=266)
+    line = open_corpus(write(tmp_path / "line", {"a.jsonl": '{"text": "a b c"}'}))
+    numbers, tokens_of = open_corpus(arrays), cast(Any, ByteTokens)
+    write(tmp_path, {"a.json": "{}", "b.json": "no json", "c.json": b"\xff"})
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: line.split(0.5), "single document, which cannot be cut: add documents"),
+        (lambda: loader_of(numbers.split(0)[1]), "is it the held-out part of held_out=0"),
+        (
+            lambda: TokenizerFile(tmp_path / "no.json"),
+            r"no\.json: there is no such file; name a tok",
+        ),
+        (lambda: TokenizerFile(bpe, separator="<eos>"), r"separator is '<eos>', .*in .*<\|end\|>"),
+        (lambda: loader_of(numbers, tokens=ByteTokens()), "token ids already: pass tokens=None"),
+        (
+            lambda: loader_of(text, tokens=TokenizerFile(bpe), vocab_size=266),
+            "makes ids up to 266: give the model a vocabulary of 267",
+        ),
+    ]
+    for x in (1, -0.1, 1.5, float("nan"), True):
+        calls.append((lambda x=x: numbers.split(x), f"held_out is {x}: it must be a fraction"))
+    for x in (-1, 1.5, "a", True):
+        calls.append((lambda x=x: tokens_of(x), f"separator is {x!r}: it must be a token id"))
+    for x in ("a.json", "b.json", "c.json"):
+        calls.append((lambda x=x: TokenizerFile(tmp_path / x), f"{x}, which is no tokenizer"))
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_only_text_is_saved_and_only_whole(arrays, tmp_path):
@@ -235,14 +216,8 @@ STATES: list[Any] = [
         lambda state: state | {"rows": {"0": state["rows"]["0"]}},
         "state has rows 0 of the batch, this loader also needs [1, 2, 3]: save the result",
     ),
-    *(
-        (
-            lambda state, name=name: state | {"options": state["options"] | {name: "other"}},
-            f"the state was saved with {name} 'other', this loader has",
-        )
-        for name in ("documents", "tokens", "seq_len", "batch", "packing", "seed", "epochs")
-    ),
 ]
+OPTIONS = ("documents", "tokens", "seq_len", "batch", "packing", "seed", "epochs")
 
 
 def test_bad_states_raise(arrays):
@@ -251,6 +226,9 @@ def test_bad_states_raise(arrays):
         for change, message in STATES:
             with pytest.raises(ValueError, match=re.escape(message)):
                 loader.set_state(change(state))
+        for name in OPTIONS:
+            with pytest.raises(ValueError, match=f"state was saved with {name} 'other', this load"):
+                loader.set_state(state | {"options": state["options"] | {name: "other"}})
         assert loader.step == 1  # The loader is unchanged.
         assert (next(loader)["rows"] != first["rows"]).any()
 

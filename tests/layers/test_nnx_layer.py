@@ -39,8 +39,10 @@ def make_layer(mesh=None, **options: Any):
 
 @pytest.mark.parametrize(
     ("layout", "theta", "value_head_dim"),
-    [("striped", 100.0, None), ("zigzag", None, 10)],
-    ids=["striped", "zigzag-norope-v10"],
+    [
+        ("striped", 100.0, 10),
+        pytest.param("zigzag", None, None, marks=pytest.mark.slow),  # without RoPE, as simple
+    ],
 )
 def test_equals_the_formula(layout, theta, value_head_dim):
     layer = make_layer(
@@ -82,10 +84,10 @@ def test_positions_are_required_checked_and_shared():
         make_layer()(X)
     with pytest.raises(ValueError, match="rope_theta is None: the layer would ignore them"):
         make_layer(rope_theta=None)(X, POSITIONS)
-    layer = make_layer(make_mesh(seq=4), layout="zigzag", is_causal=True)
-    one = jnp.asarray(positions("zigzag", T, 4))
+    layer = make_layer(make_mesh(seq=2), layout="zigzag", is_causal=True)
+    one = jnp.asarray(positions("zigzag", T, 2))
     np.testing.assert_array_equal(layer(X, one), layer(X, jnp.tile(one, (B, 1))))
-    with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 4\)"):
+    with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 2\)"):
         layer(X, POSITIONS)
 
 
@@ -111,9 +113,9 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights():
     half, full = make_layer(dtype=jnp.bfloat16, qk_norm=True), make_layer(qk_norm=True)
     assert half.query.kernel.dtype == jnp.float32
     x = X.astype(jnp.bfloat16)
-    out = half(x, POSITIONS)
+    out, want = quick_jit(lambda: (half(x, POSITIONS), full(x.astype(jnp.float32), POSITIONS)))()
     assert out.dtype == jnp.bfloat16
-    assert 1e-4 < relative_rms(out, full(x.astype(jnp.float32), POSITIONS)) < 2e-2
+    assert 1e-4 < relative_rms(out, want) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -310,4 +312,4 @@ def test_wrong_placements_of_heads_raise():
         layer, mesh=mesh, in_specs=(P(None, "seq"), P("seq")), out_specs=P(None, "seq")
     )
     with pytest.raises(ValueError, match=r"tensor_axis is \('model',\), 2 devices, and each has"):
-        run(X, POSITIONS)
+        jax.eval_shape(run, X, POSITIONS)

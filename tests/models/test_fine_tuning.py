@@ -111,30 +111,26 @@ def test_train_lm_trains_adapters_and_resumes(folder, capsys):
     assert f"--model is {other}: the run of the checkpoints in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--lora-alpha=8"], "--lora-alpha needs --lora-rank"),
-        (["--lora-export=adapter"], "--lora-export needs --lora-rank"),
-        (["--lora-rank=0"], "--lora-rank is 0: it must be at least 1"),
-        (["--lora-rank=8", "--lora-alpha=0"], "--lora-alpha is 0.0: it must be positive, and fin"),
-        (["--lora-rank=8", "--lora-targets=q"], "targets is 'q': it matches none of query (q_proj"),
-        (["--layers=2"], "--layers is given with --model, which defines it: leave it out"),
-        (["--tokenizer=x"], "--tokenizer is x, but --data already holds tokens"),
-        (
-            ["--mesh=stage=2"],
-            "--model has 3 layers: --mesh shards them over stage=2, but 2 does not divide 3; use "
-            "another --mesh\n",
-        ),
-        (["--mesh=tensor=3"], "--model has 4 query heads: --mesh shards them over tensor=3"),
-        (["--out={tmp}"], "--model is {tmp}/model, where the result goes: use another --out than"),
-    ],
-)
+MISTAKES = [
+    ("--lora-alpha=8", "--lora-alpha needs --lora-rank"),
+    ("--lora-export=adapter", "--lora-export needs --lora-rank"),
+    ("--lora-rank=0", "--lora-rank is 0: it must be at least 1"),
+    ("--lora-rank=8 --lora-alpha=0", "--lora-alpha is 0.0: it must be positive, and fin"),
+    ("--lora-rank=8 --lora-targets=q", "targets is 'q': it matches none of query (q_proj"),
+    ("--layers=2", "--layers is given with --model, which defines it: leave it out"),
+    ("--tokenizer=x", "--tokenizer is x, but --data already holds tokens"),
+    ("--mesh=stage=2", "--model has 3 layers: --mesh shards them over stage=2, but 2 does not "
+     "divide 3; use another --mesh\n"),
+    ("--mesh=tensor=3", "--model has 4 query heads: --mesh shards them over tensor=3"),
+    ("--out={tmp}", "--model is {tmp}/model, where the result goes: use another --out than"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "message"), MISTAKES)
 def test_mistakes_with_a_model(folder, capsys, more, message):
-    tmp = folder.parent
     with pytest.raises(SystemExit, match="2"):
-        train_lm.main([each.format(tmp=tmp) for each in arguments(folder, *more)])
-    assert message.format(tmp=tmp) in capsys.readouterr().err
+        train_lm.main(arguments(folder, *more.format(tmp=folder.parent).split()))
+    assert message.format(tmp=folder.parent) in capsys.readouterr().err
 
 
 def test_adapters_need_a_model(capsys):

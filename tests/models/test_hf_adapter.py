@@ -75,12 +75,11 @@ def test_adapters_and_merged_weights_are_those_of_peft(tmp_path):
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """A model, and the config and tensors of its adapter's folder."""
-    folder = hf_models.write_folder("qwen3", tmp_path_factory.mktemp("models") / "model")
-    model = loaded(folder, mesh_of(seq=1))
-    place = folder.parent / "adapter"
-    save_adapter(add_lora(model, RANK, targets="query"), place)
-    config = json.loads((place / "adapter_config.json").read_text())
-    return model, config, load_file(place / "adapter_model.safetensors")
+    folder = tmp_path_factory.mktemp("models")
+    model = loaded(hf_models.write_folder("qwen3", folder / "model"), mesh_of(seq=1))
+    save_adapter(add_lora(model, RANK, targets="query"), folder / "adapter")
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    return model, config, load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
 def write(folder, config, tensors):
@@ -104,19 +103,21 @@ def test_models_and_adapters_are_placed_on_the_mesh_that_is_set(tmp_path, adapte
         for got, array in zip(*pair, strict=True):
             assert got.sharding == array.sharding
             np.testing.assert_array_equal(got, array)
-    with jax.set_mesh(mesh_of(kind, seq=8)):
-        with pytest.raises(ValueError, match=r"'seq': 2.* no devices .*, and jax.set_mesh has .*8"):
-            load_adapter(models[1], tmp_path)
-        with pytest.raises(ValueError, match=r"no devices .*, and jax.set_mesh has .* pass mesh= "):
-            placed(mesh=mesh.abstract_mesh)
+    other, no_devices = mesh_of(kind, seq=8), "has no devices to put arrays on, and "
+    for there, message, call in (
+        (other, rf"'seq': 2.* {no_devices}jax.set_mesh has .*8",
+         lambda: load_adapter(models[1], tmp_path)),
+        (other, rf"{no_devices}jax.set_mesh has .* pass mesh= ",
+         lambda: placed(mesh=mesh.abstract_mesh)),
+        (mesh, "inside jax.jit, .*: call this function outside of jax.j",
+         lambda: jax.jit(lambda x: (placed(), x)[1])(1.0)),
+    ):  # fmt: skip
+        with jax.set_mesh(there), pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(ValueError, match=r"and no mesh is set: pass mesh= a jax.sharding.Mesh, or"):
         placed(mesh=mesh.abstract_mesh)
     with pytest.raises(ValueError, match="mesh is None and no mesh is set: pass mesh=, or enter"):
         placed()
-
-    message = r"inside jax.jit, .*: call this function outside of jax.j"
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        jax.jit(lambda x: (placed(), x)[1])(1.0)
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -150,25 +151,26 @@ def test_unsupported_adapters_raise(tmp_path, adapter, config, tensors, error, m
 
 def test_wrong_folders_raise(tmp_path, adapter):
     model, written, there = adapter
-    with pytest.raises(ValueError, match="model has no adapters: add some with add_lora; save wri"):
-        save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config.json: pass the folder of a"):
-        load_adapter(model, tmp_path)
-    (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"adapter_config.json is \[\]: it must be a JSON object"):
-        load_adapter(model, tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
-    with pytest.raises(FileNotFoundError, match=r"lacks adapter_model.safetensors"):
-        load_adapter(model, tmp_path)
+    config = tmp_path / "adapter_config.json"
+
+    def raises(error, message, call=load_adapter, model=model, folder=tmp_path, **options):
+        with pytest.raises(error, match=message):
+            call(model, folder, **options)
+
+    message = "model has no adapters: add some with add_lora; save wri"
+    raises(ValueError, message, save_adapter, folder=tmp_path / "adapter")
+    raises(FileNotFoundError, r"lacks adapter_config.json: pass the folder of a")
+    config.write_text("[]")
+    raises(ValueError, r"adapter_config.json is \[\]: it must be a JSON object")
+    config.write_text(json.dumps(written))
+    raises(FileNotFoundError, r"lacks adapter_model.safetensors")
     save_file({"x": there[FIRST]}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="has no tensor of a projection: not a LoRA adapter"):
-        load_adapter(model, tmp_path)
+    raises(ValueError, "has no tensor of a projection: not a LoRA adapter")
     # This initializer, unlike pissa's, does not change W.
     write(tmp_path, written | {"init_lora_weights": "Gaussian"}, there)
-    assert load_adapter(model, tmp_path).config.lora == Lora(RANK, float(RANK), ("query",))
-    with_adapters = add_lora(model, RANK)
-    with pytest.raises(ValueError, match=r"model already has adapters, Lora\(rank=3"):
-        load_adapter(with_adapters, tmp_path)
+    adapted = load_adapter(model, tmp_path)
+    assert adapted.config.lora == Lora(RANK, float(RANK), ("query",))
+    raises(ValueError, r"model already has adapters, Lora\(rank=3", model=adapted)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
-    with pytest.raises(NotImplementedError, match="'gemma3', and the decoder is a 'qwen3': peft"):
-        save_adapter(with_adapters, tmp_path / "adapter", base=tmp_path)
+    message, options = "'gemma3', and the decoder is a 'qwen3': peft", {"base": tmp_path}
+    raises(NotImplementedError, message, save_adapter, adapted, tmp_path / "adapter", **options)

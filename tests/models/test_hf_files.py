@@ -17,11 +17,10 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from meshes import mesh_of, random_like
+from meshes import mesh_of
 from safetensors.numpy import save_file
 
-from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig, abstract_decoder, load, save
+from burst_jax.models import Decoder, DecoderConfig, load, save
 from burst_jax.models.hf.save import take_layer
 
 ONE = mesh_of(seq=1)
@@ -62,7 +61,7 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     ("index", "message"),
     [
         ("{", "index.json is not JSON"),
-        ("[]", "index.json lacks weight_map, which"),
+        ("[]", r"index.json is \[\]: it must be a JSON object"),
         ('{"weight_map": {}}', "index.json lacks weight_map, which"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "must be a file name in the same folder"),
         ('{"weight_map": {"a": "/model.safetensors"}}', "must be a file name in the same folder"),
@@ -243,20 +242,3 @@ def test_a_layer_is_sent_by_the_stage_that_has_it():
     sent = re.findall(r"= (\S+) (all-\w+|collective-\w+|reduce-\w+)\(", compiled)
     found = [(re.sub(r"\{.*", "", shape), name) for shape, name in sent]
     assert found == [("u8[4,5,4]", "all-reduce")]
-
-
-def test_a_pipeline_is_saved(tmp_path):
-    config = DecoderConfig(vocab_size=8, num_layers=4, embed_dim=8, head_dim=4, mlp_dim=8)
-    mesh = mesh_of(AxisType.Explicit, stage=2, fsdp=2, seq=1)
-    rules = ShardingRules.of(mesh)
-    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=rules)
-    weights = random_like(shapes, 0)
-    save(nnx.merge(graphdef, weights), tmp_path / "whole", max_length=64)
-    again = load(tmp_path / "whole", mesh=mesh, rules=rules)
-    shards = again.layers.mlp.up.kernel[...].addressable_shards
-    assert {shard.data.shape[0] for shard in shards} == {2}
-    save(again, tmp_path / "sharded")
-    want, found = (hf_models.read_folder(tmp_path / name)[0] for name in ("whole", "sharded"))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-    up = weights["layers"]["mlp"]["up"]["kernel"][...][3]
-    np.testing.assert_array_equal(want["model.layers.3.mlp.up_proj.weight"], up.T)

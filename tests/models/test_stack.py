@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from implementations import quick_jit
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import count, equations
@@ -17,7 +17,6 @@ from meshes import assert_close
 from split_runs import CONFIG, sized
 
 from burst_jax import ShardingRules
-from burst_jax.models import abstract_decoder
 from burst_jax.models.remat import (
     ATTENTION_SUM,
     LAYER_INPUT,
@@ -141,24 +140,15 @@ def test_rematerialized_layers_store_few_activations(remat: Remat, stored):
     assert kept == ["pinned_host" if remat == "offload" else "device"] * stored
 
 
-SIZES = (1, 1, 2, 2, 1)
-
-
 def selective(layers):
     return dataclasses.replace(CONFIG, remat="selective", remat_layers=layers)
 
 
 def traced_gradient(config, microbatches=None):
-    mesh = sized(SIZES)
-    graphdef, shapes = abstract_decoder(
-        config, mesh=mesh, rules=ShardingRules.of(mesh), layout="zigzag", microbatches=microbatches
+    mesh = sized((1, 1, 2, 2, 1))
+    return decoders.traced_gradient(
+        config, mesh, 4, 48, rules=ShardingRules.of(mesh), microbatches=microbatches
     )
-
-    def gradient(params, tokens, positions):
-        return jax.grad(lambda params: nnx.merge(graphdef, params)(tokens, positions).sum())(params)
-
-    tokens = jax.ShapeDtypeStruct((4, 48), jnp.int32)
-    return jax.make_jaxpr(gradient)(shapes, tokens, tokens).jaxpr
 
 
 @pytest.mark.parametrize(

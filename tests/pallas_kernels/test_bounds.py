@@ -43,9 +43,10 @@ def mask_of(mask, q, kv):
     arrays: dict[str, Any] = {"query_positions": q.positions, "key_value_positions": kv.positions}
     for name, bound in (("key_starts", q.kv_starts), ("key_ends", q.kv_ends)):
         arrays |= {} if bound is None else {name: np.asarray(bound)}
-    q_ids, kv_ids = (None if x.segment_ids is None else np.asarray(x.segment_ids) for x in (q, kv))
-    written_out = dense.Mask(window=(mask.left, mask.right)).dense
-    return written_out(q_ids, kv_ids, len(q.positions), len(kv.positions), **arrays)
+    if q.segment_ids is not None:
+        arrays |= {"query_segment_ids": q.segment_ids, "key_value_segment_ids": kv.segment_ids}
+    window, lengths = (mask.left, mask.right), (len(q.positions), len(kv.positions))
+    return dense.kept(*lengths, local_window_size=window, **arrays)[:, 0]
 
 
 def by_tile(keep, tiles):
@@ -294,8 +295,10 @@ def test_every_tile_that_counts_is_listed(layout, packed):
     ):
         table = rng.random((heads, SHARDS * T // q_block, SHARDS * S // kv_block)) < 0.4
         q_ids, kv_ids = (None if ids is None else ids[:, : SHARDS * x] for x in (T, S))
-        written_out = dense.Mask(window=(left, right)).dense
-        keep = written_out(q_ids, kv_ids, SHARDS * T, SHARDS * S, block_mask=table)
+        keep = dense.kept(
+            SHARDS * T, SHARDS * S, local_window_size=(left, right), block_mask=table,
+            query_segment_ids=q_ids, key_value_segment_ids=kv_ids,
+        )  # fmt: skip
         for q_shard, kv_shard in itertools.product(range(SHARDS), repeat=2):
             q_at, kv_at = at[0][q_shard], at[1][kv_shard]
             q, kv = (
@@ -327,7 +330,7 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
     assert not mask.tests_scores(*tiles)
     assert mask.tests_scores(*tiles, together=2)
-    keep = dense.Mask().dense(None, None, 128, 128, block_mask=table)
+    keep = dense.kept(128, 128, block_mask=table)
     visited = []
     for q_at, kv_at in itertools.product(at, repeat=2):
         q, kv = (local.tokens(jnp.asarray(x)) for x in (q_at, kv_at))

@@ -10,10 +10,10 @@ import local
 import local_cases
 import numpy as np
 import pytest
-from cases import all_pairs, few_of
+from cases import MASKS, all_pairs, few_of
 from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK, UNDER_TEST
-from local_cases import MASKS, assert_zero_where_blind, attend, case_id
+from local_cases import attend, case_id
 
 from pallas_kernels import REFERENCE
 
@@ -76,20 +76,13 @@ def make_inputs(index):
     return local_cases.make_inputs(CASES[index], index)
 
 
-@functools.lru_cache(maxsize=4)
-def oracle(index):
-    """``(truth, one device's results)``."""
-    return local_cases.oracle(make_inputs(index))
-
-
 _attend = jax.jit(attend, static_argnums=(0, 1), compiler_options=QUICK)
 
 
 def results(implementation, index, dtype=None):
     """What ``attend`` makes of a case, as NumPy arrays; ``dtype`` instead of the case's own."""
     inputs = make_inputs(index)
-    arrays = inputs.q, inputs.kvs, inputs.q_tokens, inputs.kv_tokens, inputs.cotangents
-    arrays += inputs.numbers, inputs.seeds
+    arrays = inputs.arrays
     if dtype is not None:
         arrays = jax.tree.map(
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(dtype), arrays
@@ -111,7 +104,7 @@ if ON_GPU and IMPLEMENTATION != "triton":
         arrays = inputs.q, inputs.kvs[0], inputs.q_tokens, inputs.kv_tokens[0]
         run = functools.partial(local.forward, IMPLEMENTATIONS[IMPLEMENTATION], spec=inputs.spec)
         o, lse = jax.jit(run)(*arrays)
-        truth, one_device = local_cases.oracle(inputs)
+        truth, one_device, *_ = inputs.reference
         pairs = zip((o, lse.swapaxes(1, 2)), one_device, truth, (2**-9, 2**-20), strict=False)
         for got, one, want, slack in pairs:
             assert compare.errors(got, want)[1] < 1.5 * compare.errors(one, want)[1] + slack
@@ -136,14 +129,12 @@ def slow_unless(quick):
     ],
 )
 def test_as_exact_as_dense(index, name):
-    got = results(IMPLEMENTATIONS[name], index)
-    truth, one_device = oracle(index)
+    got, inputs = results(IMPLEMENTATIONS[name], index), make_inputs(index)
     dtype = CASES[index]["dtype"]
     of_float32 = ERROR_FACTOR[name]
     factor = of_float32 if dtype == "float32" else 1.5
-    noise = None if dtype == "float32" else local_cases.number_noise(make_inputs(index), truth)
-    compare.assert_as_good_as(got, one_device, truth, dtype, factor, of_float32, noise)
-    assert_zero_where_blind(got, make_inputs(index))
+    noise = None if dtype == "float32" else inputs.number_noise()
+    compare.assert_exact(got, inputs.reference, dtype, factor, of_float32, noise)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +150,8 @@ def test_as_exact_as_dense(index, name):
 )
 def test_reference_equals_autodiff_in_float64(index):
     """The oracle of the others, itself held to the gradients of dense softmax attention."""
-    truth, _ = oracle(index)
+    reference = make_inputs(index).reference
+    truth = reference.truth
     with jax.enable_x64(True):
         got = results(REFERENCE, index, np.float64)
     for name, g, t in zip((*compare.NAMES, "number", "number"), got, truth, strict=False):
@@ -167,14 +159,14 @@ def test_reference_equals_autodiff_in_float64(index):
         worst, rms = compare.errors(g, t)
         assert rms < 1e-13, name
         assert worst < 1e-12 * max(1, np.abs(t[np.isfinite(t)]).max(initial=0)), name
-    assert_zero_where_blind(got, make_inputs(index))
+    compare.assert_zero_where_blind(got, reference)
 
 
 def test_cases_have_rows_and_keys_that_see_nothing():
     """The zeros asserted above are asserted of something, and the errors of something else."""
     keeps = [make_inputs(index).keep for index in range(len(CASES))]
+    assert sum(bool((~keep.any(3)).any()) for keep in keeps) >= 10
     assert sum(bool((~keep.any(2)).any()) for keep in keeps) >= 10
-    assert sum(bool((~keep.any(1)).any()) for keep in keeps) >= 10
     assert all(keep.any() for keep in keeps)
 
 
@@ -182,10 +174,10 @@ def test_zeros_fail():
     """The guard: a comparison that all-zero results pass would prove nothing."""
     cases = [(case["dtype"], case["numbers"]) for case in CASES]
     index = cases.index(("bfloat16", "both"))
-    truth, one_device = oracle(index)
+    truth, one_device, *_ = make_inputs(index).reference
     names = *compare.NAMES, "number 0", "number 1"
     # In float32, as gradients of numbers are in every case.
-    truth[5:] = [x.astype(np.float32) for x in truth[5:]]
+    truth = [*truth[:5], *(x.astype(np.float32) for x in truth[5:])]
     for zero in ("out", "dq", "dk", "dv", "number 0", "number 1"):
         broken = [x * 0 if n == zero else x for n, x in zip(names, truth, strict=True)]
         with pytest.raises(AssertionError, match=zero):

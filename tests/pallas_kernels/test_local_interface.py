@@ -208,10 +208,20 @@ def growing(score, batch, head, q_position, kv_position):
     return score * (1 + jnp.sqrt((q_position - kv_position).astype(jnp.float32)) / 8)
 
 
+def raised(score, batch, head, q_position, kv_position):
+    """Overflows where a query of zeros past the last one meets an lse of zero."""
+    del batch, head, q_position, kv_position
+    return score + 100
+
+
 @every_implementation
-def test_masked_scores_have_no_gradient_whatever_their_derivative(name):
+@pytest.mark.parametrize("score_mod", [growing, raised])
+def test_scores_outside_of_the_mask_and_of_the_arrays_have_no_gradient(name, score_mod):
     qdo, kv, stats, _ = problem()
-    spec = dataclasses.replace(CAUSAL, score=dataclasses.replace(CAUSAL.score, score_mod=growing))
+    score = dataclasses.replace(CAUSAL.score, score_mod=score_mod)
+    spec = dataclasses.replace(CAUSAL, score=score)
+    if score_mod is raised:
+        stats = stats[0] + 100, stats[1]
     got, want = (backward(n, spec, qdo, kv, stats) for n in (name, "reference"))
     for x, y in zip(got, want, strict=True):
         assert compare.errors(x, y)[1] < 3 * compare.RELATIVE_RMS[DTYPE.name]

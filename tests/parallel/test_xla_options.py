@@ -20,27 +20,6 @@ MODE = "xla_gpu_collective_permute_mode"
 H200, GAMING = "NVIDIA H200", "NVIDIA GeForce RTX 4090"
 
 
-@pytest.mark.parametrize(
-    ("kind", "processes", "peer"),
-    [
-        (H200, 1, True),
-        ("NVIDIA A100-SXM4-80GB", 1, True),
-        (H200, 2, False),  # Peer access is within one process.
-        (GAMING, 1, False),  # No peer access.
-        ("an unknown GPU", 1, False),
-    ],
-)
-def test_copy_engines_are_used_with_nvlink_in_one_process(kind, processes, peer, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    mesh = AbstractMesh((1,), ("seq",), abstract_device=AbstractDevice(kind, None, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        options = burst_jax.compiler_options()
-        assert MODE in burst_jax.compiler_options(peer_copies=True)
-        assert MODE not in burst_jax.compiler_options(peer_copies=False)
-    assert options["xla_gpu_enable_latency_hiding_scheduler"]
-    assert (options.get(MODE) == "COLLECTIVES_PEER_MEMORY") == peer
-
-
 def test_no_options_on_other_platforms_and_peaks_of_known_gpus():
     assert burst_jax.compiler_options() == {}
     assert burst_jax.compiler_options("cpu", peer_copies=True) == {}
@@ -74,16 +53,30 @@ def xla_flags(monkeypatch):
     ("kinds", "processes", "asked", "peer"),
     [
         ([H200] * 4, 1, None, True),
-        ([H200] * 4, 2, None, False),
+        (["NVIDIA A100-SXM4-80GB"], 1, None, True),
+        ([H200] * 4, 2, None, False),  # Peer access is within one process.
         ([H200] * 4, 1, False, False),
         ([H200, GAMING], 1, None, False),
+        ([GAMING] * 2, 1, None, False),  # No peer access.
         ([GAMING] * 2, 1, True, True),
+        (["an unknown GPU"], 1, None, False),
     ],
 )
-def test_flags_by_gpus_and_processes(kinds, processes, asked, peer, xla_flags):
-    options = xla_options._set_compiler_options(kinds, processes, asked)
-    assert options == burst_jax.compiler_options("gpu", peer_copies=peer)
+def test_copy_engines_are_used_with_nvlink_in_one_process(
+    kinds, processes, asked, peer, xla_flags, monkeypatch
+):
+    """In flags for these GPUs, and in options for a mesh of them, if they are alike."""
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    want = burst_jax.compiler_options("gpu", peer_copies=peer)
+    assert want["xla_gpu_enable_latency_hiding_scheduler"]
+    assert (want.get(MODE) == "COLLECTIVES_PEER_MEMORY") == peer
+    assert xla_options._set_compiler_options(kinds, processes, asked) == want
     assert os.environ["XLA_FLAGS"] == FLAGS + (f" {PEER}" if peer else "")
+    if len(set(kinds)) == 1:
+        device = AbstractDevice(kinds[0], None, "gpu")
+        mesh = AbstractMesh((1,), ("seq",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert burst_jax.compiler_options(peer_copies=asked) == want
 
 
 def test_flags_are_set_once_and_existing_flags_are_kept(xla_flags):

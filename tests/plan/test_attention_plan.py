@@ -26,7 +26,7 @@ from benchmarks.results import gib
 from burst_jax.plan import GPUS
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.attention_plan import ACCURACY
-from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
+from burst_jax.ring.rotation import ROTATIONS, ShardShape, backward_bytes, forward_bytes
 from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels.mask import Mask
 
@@ -96,10 +96,10 @@ def test_zigzag_halves_the_contiguous_ring(n, ratio):
     assert small.seconds == pytest.approx(zigzag / 2 / IDEAL.small_head, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "two-level ring", "ring of 2, ulysses of 4"])
-def test_costs_are_proportional_to_the_batch(strategy):
+def test_costs_are_proportional_to_the_batch():
     plans = [plan_of(gpu=IDEAL, hosts=2, gpus_per_host=4, batch=batch) for batch in (1, 3)]
-    for backward in ("rotate_kv", "rotate_query"):
+    names = ("ring", "two-level ring", "ring of 2, ulysses of 4")
+    for strategy, backward in itertools.product(names, ROTATIONS):
         single, triple = (one(plan, strategy, backward=backward) for plan in plans)
         for name in ("forward_bytes", "backward_bytes", "host_bytes"):
             assert getattr(triple, name) == 3 * getattr(single, name) > 0, name
@@ -116,14 +116,14 @@ def test_bytes_of_rings():
     plan, c = plan_of(hosts=2, gpus_per_host=8), 65536 // 16
     shape = ShardShape(c, c, 32, 8, 128, 2)
     between = hops_of_passes(8, 8).between_passes
-    for backward in ("rotate_kv", "rotate_query"):
+    for backward in ROTATIONS:
         flat, levels = (one(plan, name, backward=backward) for name in ("ring", "two-level ring"))
         assert sent(flat) == sent(levels) == bytes_of(shape, backward, 16)
         assert flat.host_bytes == sum(sent(flat))
         outer = forward_bytes(between, shape), backward_bytes(backward, between, shape)
         assert levels.host_bytes == sum(outer)
     assert one(plan, "two-level ring").seconds < 0.8 * one(plan).seconds
-    large = plan_of(length=2**19, num_heads=64, gpu="h100", hosts=32, gpus_per_host=8)
+    large = plan_of(length=2**17, num_heads=64, gpu="h100", hosts=8, gpus_per_host=8)
     assert large.best is not None
     assert large.best.strategy.name != "ring"
     assert large.best.tflops > 1.4 * one(large).tflops
@@ -135,7 +135,7 @@ def test_values_of_another_head_dim():
     c, n, kv = 65536 // 4, 32, 8
     shape = ShardShape(c, c, n, kv, 192, 2, value_dim=128)
     plan = plan_of(**narrow)
-    for backward in ("rotate_kv", "rotate_query"):
+    for backward in ROTATIONS:
         assert sent(one(plan, backward=backward)) == bytes_of(shape, backward, 4)
     assert forward_bytes(hops_of_passes(4), shape) == 3 * c * kv * (192 + 128) * 2
     # q and out, k and v; then dq and do, dk and dv, and delta.
@@ -258,12 +258,8 @@ def test_one_device_and_too_little_memory():
 
 
 def test_overlap_follows_from_the_slower_of_kernel_and_transfer():
-    """Free interconnect: everything is overlapped; a slow one: nearly nothing is."""
-    fast, slow = (
-        one(plan_of(gpus_per_host=4, gpu=dataclasses.replace(GPUS["h200"], peer_link=link)))
-        for link in (1e9, 1e-3)
-    )
-    assert fast.overlapped == pytest.approx(1)
+    assert one(plan_of(gpus_per_host=4, gpu=IDEAL)).overlapped == pytest.approx(1)
+    slow = one(plan_of(gpus_per_host=4, gpu=dataclasses.replace(GPUS["h200"], peer_link=1e-3)))
     assert slow.overlapped < 1e-3
     assert slow.seconds == pytest.approx(sum(sent(slow)) / 1e6, rel=1e-2)
 
@@ -285,21 +281,19 @@ def test_of_equal_times_the_fewest_bytes_to_other_hosts_win():
 def test_the_recommendation_can_be_called():
     """burst_attention accepts the mesh and arguments of every estimate."""
     q = jax.ShapeDtypeStruct((1, 64, 8, 8), jnp.bfloat16)
-    for hosts in (1, 2):
-        plan = burst_jax.plan.attention(
-            length=64, num_heads=8, num_kv_heads=8, head_dim=8, hosts=hosts, gpus_per_host=4
+    plan = burst_jax.plan.attention(length=64, num_heads=8, head_dim=8, hosts=2, gpus_per_host=2)
+    assert {len(each.strategy.mesh) for each in plan.estimates} == {1, 2}
+    for each in plan.estimates:
+        axes: Any = each.strategy.mesh
+        attend = functools.partial(
+            burst_jax.burst_attention, mesh=mesh_of(**axes), is_causal=True, **each.arguments
         )
-        for each in plan.estimates:
-            axes: Any = each.strategy.mesh
-            attend = functools.partial(
-                burst_jax.burst_attention, mesh=mesh_of(**axes), is_causal=True, **each.arguments
-            )
-            assert jax.eval_shape(attend, q, q, q).shape == q.shape
-        best, text = plan.best, str(plan)
-        assert best is not None
-        assert f"jax.make_mesh({tuple(best.strategy.mesh.values())}, (" in text
-        assert "burst_attention(..., mesh=mesh, seq_axis=" in text
-        assert f'layout="{best.layout}", backward="{best.backward}", is_causal=True)' in text
+        assert jax.eval_shape(attend, q, q, q).shape == q.shape
+    best, text = plan.best, str(plan)
+    assert best is not None
+    assert f"jax.make_mesh({tuple(best.strategy.mesh.values())}, (" in text
+    assert "burst_attention(..., mesh=mesh, seq_axis=" in text
+    assert f'layout="{best.layout}", backward="{best.backward}", is_causal=True)' in text
 
 
 def test_the_command_line_and_json(tmp_path, capsys):
@@ -330,8 +324,8 @@ def test_the_command_line_and_json(tmp_path, capsys):
 
 def test_bad_input():
     errors: list[tuple[dict[str, Any], str]] = [
-        ({"length": 0}, "length is 0: it must be a positive integer"),
-        ({"hosts": 1.5}, "hosts is 1.5: it must be a positive integer"),
+        ({"length": 0}, "length is 0: it must be an integer, at least 1"),
+        ({"hosts": 1.5}, "hosts is 1.5: it must be an integer, at least 1"),
         ({"num_kv_heads": 5}, "num_kv_heads is 5, num_heads 32: .* a multiple of it"),
         ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
         ({"host_link": 0.0}, "host_link is 0.0: it must be a positive number of GB/s"),
@@ -397,7 +391,7 @@ ULYSSES = {"seq_axis": None, "ulysses_axis": "seq"}
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
-        ("ring", (6,), {}, "zigzag", "rotate_kv", "a100"),
+        ("ring", (4,), {}, "zigzag", "rotate_kv", "a100"),
         ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", "h100"),
         ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", "a100"),
         ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_query", "h100"),

@@ -90,9 +90,7 @@ def test_the_backward_pass_holds_the_gradients_of_all_layers(remat):
         config = dataclasses.replace(LLAMA, num_layers=layers)
         _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
         sizes = device_sizes(config, shapes, strategy, length=2**20, batch=1)
-        memories[layers] = step_memory(
-            sizes, strategy, "rotate_kv", kernels="fused", chunk_size=4096, moment_size=4
-        )
+        memories[layers] = step_memory(sizes, strategy, "rotate_kv", kernels="fused", moment_size=4)
     few, many = memories[16], memories[32]
     assert few.phase in ("attention", "feed-forward")
     assert (few.phase, few.work) == (many.phase, many.work)
@@ -231,10 +229,7 @@ def test_windows_and_gpus_without_a_peak():
 
 def test_known_decoders():
     for name in SHAPES:
-        config = config_of(name)
-        assert config.num_layers >= 16
-        found = plan_of(config, 2**14, gpus_per_host=2, moments="host")
-        assert found.estimates, name
+        assert plan_of(config_of(name), 2**14, gpus_per_host=1, moments="host").estimates, name
 
 
 def test_flags_of_the_training_script():
@@ -296,15 +291,14 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
 def test_bad_input():
     errors: list[tuple[dict[str, Any], str]] = [
         ({"config": 7}, "config is a int: it must be a DecoderConfig"),
-        ({"length": 0}, "length is 0: it must be a positive integer"),
-        ({"batch": 1.5}, "batch is 1.5: it must be a positive integer"),
+        ({"length": 0}, "length is 0: it must be an integer, at least 1"),
+        ({"batch": 1.5}, "batch is 1.5: it must be an integer, at least 1"),
         ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
         ({"moments": "disk"}, "moments is 'disk': use 'device', 'host', or None"),
         ({"moment_dtype": "int8"}, "moment_dtype is 'int8': use float32 or bfloat16"),
         (
             {"length": 1001, "gpus_per_host": 16},
-            "length is 1001, batch 1: no strategy can shard a step over 16 devices: seq=16 with "
-            "sharded weights, contiguous: .* needs a multiple of 16",
+            "can shard a step over 16 devices: seq=16 with sharded weights, contiguous: .* of 16",
         ),
     ]
     for change, message in errors:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import valid_calls as valid
 from flax import nnx
-from implementations import IMPLEMENTATIONS, QUICK
+from implementations import QUICK
 from meshes import assert_close, make_mesh
-from ring_cases import a_case, make_inputs, ring_results
+from ring_cases import a_case, program_of
 
 import burst_jax
 from burst_jax.models import DecoderConfig
@@ -26,32 +26,13 @@ def assert_same(got, want):
     assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
 
 
-RINGS = {
-    "xla": a_case("2", "zigzag", "packed_causal"),
-    "triton": a_case("1+h2", "contiguous", "causal", "rotate_query"),
-}
-
-
-@pytest.mark.parametrize("name", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
-def test_switches_change_no_bit_of_a_ring(name):
+def test_switches_change_no_bit_of_a_ring():
     """64-bit types on, and arrays of different ranks refused by every jnp function."""
-    results = functools.partial(
-        ring_results, RINGS[name], *make_inputs(RINGS[name]), implementation=IMPLEMENTATIONS[name]
-    )
+    program = program_of(a_case("2", "zigzag", "packed_causal"))
+    inputs = valid.draw(program, 0)
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
-        strict = results()
-    assert_same(strict, results())
-
-
-LENGTH = 32
-
-
-def of_both(run):
-    """What ``run`` gives with 64-bit types, where its integers are int64, and without."""
-    with jax.enable_x64(True):
-        assert jnp.arange(3).dtype == jnp.int64
-        wide = jax.tree.map(np.asarray, run())
-    return wide, jax.tree.map(np.asarray, run())
+        strict = valid.compiled(program, inputs[0])(*inputs)
+    assert_same(strict, valid.compiled(program, inputs[0])(*inputs))
 
 
 @pytest.mark.slow
@@ -60,7 +41,7 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
     config = DecoderConfig(
         vocab_size=61, num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48
     )
-    rows = np.random.default_rng(0).integers(0, 61, (2, LENGTH + 1))
+    rows = np.random.default_rng(0).integers(0, 61, (2, 33))
     segments = np.ones_like(rows, np.int32)
     batch: Any = make_batch(rows, layout="striped", num_shards=2, segment_ids=segments)
     mesh, optimizer = make_mesh(seq=2), make_optimizer(1e-2, 10)
@@ -73,9 +54,11 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
         params, opt_state = jax.device_put(state, jax.NamedSharding(mesh, jax.P()))
         integers = {name: jnp.asarray(batch[name], int) for name in ("positions", "segment_ids")}
         params, _, metrics = step(params, opt_state, batch | integers)
-        return metrics, nnx.to_pure_dict(params), integers
+        return jax.device_get((metrics, nnx.to_pure_dict(params), integers))
 
-    (wide, wide_params, integers), (narrow, narrow_params, _) = of_both(run)
+    with jax.enable_x64(True):
+        wide, wide_params, integers = run()
+    narrow, narrow_params, _ = run()
     assert {x.dtype for x in integers.values()} == {np.dtype("int64")}
     assert_same((wide["loss"], wide["grad_norm"]), (narrow["loss"], narrow["grad_norm"]))
     # optax computes some of Adam's factors in float64 then.
@@ -83,8 +66,8 @@ def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
 
 
 def test_any_integers_are_segment_ids():
-    arrays, _, (segments, _) = make_inputs(a_case("2", "zigzag", "packed_causal"))
-    assert segments is not None
+    arrays, _ = valid.draw(program_of(a_case("2", "zigzag", "packed")), 0)
+    *arrays, segments, _ = arrays.values()
 
     def attend(ids):
         given = {"query_segment_ids": ids, "key_value_segment_ids": ids}
@@ -93,7 +76,8 @@ def test_any_integers_are_segment_ids():
         )
 
     want = np.asarray(attend(segments))
-    for kind, array in ((np.int64, np.asarray), (np.int64, jnp.asarray), (np.uint8, jnp.asarray)):
+    kinds = (np.int64, np.asarray), (np.int64, jnp.asarray), (np.uint8, jnp.asarray)
+    for kind, array in (*kinds, (">i4", np.asarray), (np.uint64, np.asarray)):
         with jax.enable_x64(True):
             ids = array(segments.astype(kind))
             assert ids.dtype == kind

@@ -151,28 +151,27 @@ def test_the_first_signal_is_a_request_and_the_second_interrupts(number):
 
 
 AXES = "data, fsdp, stage, seq, tensor"
+AT_LEAST_1 = (
+    "batch", "seq-len", "layers", "kv-heads", "vocab-size", "steps", "keep", "mlp-chunks",
+    "accumulate", "eval-batches",
+)  # fmt: skip
+AT_LEAST_0 = "checkpoint-every", "profile", "sample-tokens", "seed"
 INVALID = {
-    "--mesh=data=3,seq=3": "it needs 9 devices, there are 8; use for example seq=8",
-    "--mesh=seq": "--mesh is 'seq': write it like fsdp=2,seq=4",
-    "--mesh=seq=x": "--mesh is 'seq=x': write it like",
-    "--mesh=ring=8": f"--mesh is 'ring=8': its axes are {AXES}",
-    "--mesh=seq=0": "--mesh is 'seq=0': its axes are data, .* tensor, of size 1 or more",
-    "--mesh=seq=-1": "--mesh is 'seq=-1': its axes are data, .* of size 1 or more",
-    "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
-    "--mesh=": "--mesh is '': write it like fsdp=2,seq=4",
-    "--mesh=seq=2,": "--mesh is 'seq=2,': write it like",
-    "--mesh=seq:2": "--mesh is 'seq:2': write it like",
-    "--mesh=Seq=2": f"--mesh is 'Seq=2': its axes are {AXES}",
-    "--batch=0": "--batch is 0: it must be at least 1",
-    "--seq-len=-8": "--seq-len is -8: it must be at least 1",
-    "--layers=0": "--layers is 0: it must be at least 1",
-    "--kv-heads=0": "--kv-heads is 0: it must be at least 1",
-    "--head-dim=7": "--head-dim is 7: RoPE rotates pairs of features, so it must be even",
-    "--vocab-size=0": "--vocab-size is 0: it must be at least 1",
-    "--lr=nan": "--lr is nan: it must be positive, and finite",
-    "--lr=-1": "--lr is -1.0: it must be positive, and finite",
-    "--lr=inf": "--lr is inf: it must be positive, and finite",
+    **{f"--{name}=0": f"--{name} is 0: it must be at least 1" for name in AT_LEAST_1},
+    **{f"--{name}=-1": f"--{name} is -1: it must be at least 0" for name in AT_LEAST_0},
+    **{f"--lr={x}": f"--lr is {x}: it must be positive" for x in ("nan", "inf", "-1.0")},
     "--stall-timeout=0": "--stall-timeout is 0.0: it must be positive, and finite",
+    **{
+        f"--mesh={mesh}": f"--mesh is '{mesh}': write it like fsdp=2,seq=4"
+        for mesh in ("seq", "seq=x", "", "seq=2,", "seq:2")
+    },
+    **{
+        f"--mesh={mesh}": f"--mesh is '{mesh}': its axes are {AXES}, of size 1 or more"
+        for mesh in ("ring=8", "seq=0", "seq=-1", "Seq=2")
+    },
+    "--mesh=data=3,seq=3": "it needs 9 devices, there are 8; use for example seq=8",
+    "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
+    "--head-dim=7": "--head-dim is 7: RoPE rotates pairs of features, so it must be even",
     "--seq-len=100": "--seq-len is 100: the zigzag layout over 8 devices.*; use 112",
     "--seq-len=100 --layout=striped": "the striped layout over 8 devices.*; use 104",
     "--mesh=data=4,seq=2": r"--batch is 2: use a multiple of 4, like 4; .* are 4 \(the data",
@@ -183,16 +182,7 @@ INVALID = {
     ),
     "--mesh=stage=2,seq=2 --microbatches=3": "--batch is 2: use a multiple of 6",
     "--microbatches=2": "--microbatches is 2: they need a pipeline; give --mesh a stage",
-    "--steps=0": "--steps is 0: it must be at least 1",
-    "--keep=0": "--keep is 0: it must be at least 1",
-    "--mlp-chunks=0": "--mlp-chunks is 0: it must be at least 1",
     "--mesh=seq=4 --mlp-chunks=3": "--mlp-chunks is 3: it must divide the 8 tokens",
-    "--accumulate=0": "--accumulate is 0: it must be at least 1",
-    "--eval-batches=0": "--eval-batches is 0",
-    "--checkpoint-every=-1": "--checkpoint-every is -1: it must be at least 0",
-    "--profile=-1": "--profile is -1: it must be at least 0",
-    "--sample-tokens=-1": "--sample-tokens is -1: it must be at least 0",
-    "--seed=-1": "--seed is -1: it must be at least 0",
     "--heads=3 --kv-heads=2": "--heads is 3, --kv-heads 2: use a multiple of --kv-heads",
     "--mesh=stage=2 --layers=3": (
         "--layers is 3: --mesh shards them over stage=2, but 2 does not divide 3; use another "

@@ -15,7 +15,6 @@ from cases import in_tiers
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxprs import count, equations
 from meshes import make_mesh, mesh_of
 from ring_cases import a_case, assert_exact, case_id
 
@@ -65,7 +64,7 @@ CASES = [
     # 13 stripes per shard, 7 of them recomputed.
     a_case(3, "striped:4", "packed_causal", shard="50"),
     # The first half of a shard is 25 tokens, an odd number: not redistributed.
-    a_case(3, "zigzag", "window96", shard="50"),
+    a_case(3, "zigzag", "window20", shard="50"),
     a_case("2x3", "zigzag", "packed_window_cap") | {"numbers": "sinks"},
     a_case("2+h2", "zigzag", "packed_causal"),
 ]
@@ -143,63 +142,32 @@ CONFIG = DecoderConfig(
 B, T, N = 2, 48, 3
 
 
-def kernels(jaxpr):
-    """``(query tokens, key tokens)`` of every call of the local attention's forward."""
-    found = []
-    for equation, _ in equations(jaxpr):
-        if equation.params.get("name") == "forward":
-            shapes = [x.aval.shape for x in equation.invars]
-            # The query comes before the key. JAX puts what reads no operands into calls of its own.
-            of = [
-                [x[1] for x in shapes if x[2:] == (heads, CONFIG.head_dim)]
-                for heads in (CONFIG.num_heads, CONFIG.num_kv_heads)
-            ]
-            found += [(q[0], k[0]) for q, k in [of] if q and k]
-    return found
-
-
-@functools.cache
-def traced(remat: Remat):
-    """The jaxpr of a gradient, and the shapes of what its backward pass is given."""
+def kept(remat: Remat):
+    """The shapes of what a gradient's backward pass is given."""
     mesh = mesh_of(fsdp=2, seq=N)
     options: Any = {"rules": burst_jax.ShardingRules.of(mesh), "layout": "zigzag"}
     config = dataclasses.replace(CONFIG, remat=remat)
-    graphdef, shapes = abstract_decoder(config, mesh=mesh, implementation="xla", **options)
+    graphdef, params = abstract_decoder(config, mesh=mesh, implementation="xla", **options)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
     def forward(params, tokens, positions):
         return jax.vjp(lambda params: nnx.merge(graphdef, params)(tokens, positions), params)
 
-    def gradient(params, tokens, positions):
-        out, vjp = forward(params, tokens, positions)
-        return vjp(out)
-
-    jaxpr = jax.make_jaxpr(gradient)(shapes, tokens, tokens)
-    _, kept = jax.eval_shape(forward, shapes, tokens, tokens)
-    return jaxpr, [x.shape for x in jax.tree.leaves(kept)]
+    _, vjp = jax.eval_shape(forward, params, tokens, tokens)
+    return [x.shape for x in jax.tree.leaves(vjp)]
 
 
 def test_a_layer_keeps_its_input_and_half_of_its_attention():
     lead, tokens = (CONFIG.num_layers * 2 * N, B // 2), T // N
     heads, width = CONFIG.num_heads, CONFIG.head_dim
     sizes = []
-    for remat, kept in (("attention", tokens), ("half", tokens // 2)):
-        _, shapes = traced(remat)
-        arrays = [(tokens, CONFIG.embed_dim), (kept, heads, width), (heads, kept)]
+    for remat, length in (("attention", tokens), ("half", tokens // 2)):
+        shapes = kept(remat)
+        arrays = [(tokens, CONFIG.embed_dim), (length, heads, width), (heads, length)]
         of_layers = [shape for shape in shapes if shape[:2] == lead]
         assert sorted(of_layers) == sorted((*lead, *array) for array in arrays)
         sizes.append(sum(map(math.prod, shapes)))
     assert sizes[0] - sizes[1] == CONFIG.num_layers * B * T // 2 * (heads * width + heads)
-
-
-def test_the_backward_pass_runs_a_ring_over_half_of_the_tokens():
-    (whole, _), (half, _) = traced("attention"), traced("half")
-    tokens = T // N
-    assert kernels(whole) == [(tokens, tokens)] * N
-    assert kernels(half) == [(tokens, tokens)] * N + [(tokens // 2, tokens // 2)] * N
-    # K and V make n - 1 hops. Q, K, V, then out and lse are redistributed, in two blocks each.
-    more = 2 * (N - 1) + 2 * 3 + 2 * 2
-    assert count(half, "ppermute") == count(whole, "ppermute") + more
 
 
 @pytest.mark.parametrize(

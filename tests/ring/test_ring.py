@@ -6,21 +6,19 @@ import dataclasses
 import functools
 import itertools
 import re
-from typing import Any
 
 import compare
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import valid_calls as valid
 from cases import all_pairs, few_of, in_tiers
 from implementations import IMPLEMENTATIONS
-from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
-from ring_cases import a_case, assert_exact, case_id, make_inputs, oracle, ring_results
+from ring_cases import a_case, assert_exact, case_id, program_of
 
 import burst_jax
-from pallas_kernels import varying_axes
 
 # Rings, two levels, Ulysses within a node, and all of them together.
 FACTORS = {
@@ -46,44 +44,12 @@ def test_ring_is_as_exact_as_one_device(case):
     assert_exact(case)
 
 
-def _halves():
-    """Small tiles with the two gradients made apart, for which the ring has another schedule."""
-    small = IMPLEMENTATIONS["xla"]
-    both: Any = small.backward
-
-    def dq_half(inputs, bounds, dq, **options):
-        dq, _, per_head = both(inputs, bounds, dq, None, **options)
-        return dq, per_head
-
-    def dkv_half(inputs, bounds, dkv, **options):
-        return both(inputs, bounds, None, dkv, **options)[1]
-
-    return dataclasses.replace(small, name="halves", backward_dq=dq_half, backward_dkv=dkv_half)
-
-
-HALVES = _halves()
-# In float32, where a gradient that is added twice, late or not at all shows at once.
-QUICK_SPLIT = [
-    a_case("2x3", "zigzag", "packed_causal", shard="63") | {"numbers": "both"},
-    a_case(4, "striped", "causal", "rotate_query"),
-]
-SPLIT_CASES = [
-    *QUICK_SPLIT,
-    a_case(7, "contiguous", "window40_17", shard="longer_queries"),
-    a_case("3x2", "contiguous", "full", "rotate_query", shard="longer_keys"),
-]
-
-
-@pytest.mark.parametrize("case", in_tiers(SPLIT_CASES, case_id, QUICK_SPLIT))
-def test_gradients_made_apart_are_as_exact(case):
-    assert_exact(case, implementation=HALVES)
-
-
 def test_zero_gradients_fail():
     """The guard: a comparison that all-zero gradients pass would prove nothing."""
     case = a_case(3, "zigzag", "packed_window_cap", shard="63") | {"dtype": "bfloat16"}
-    truth, one_device, keep = oracle(case, *make_inputs(case))
-    assert not keep.any(2).all()  # Some queries see nothing: their zeros are asserted above.
+    program = program_of(case)
+    truth, one_device, keep, _ = valid.reference(program, *valid.draw(program, 0))
+    assert not keep.any(3).all()  # Some queries see nothing: their zeros are asserted above.
     for name in ("dq", "dk", "dv"):
         broken = [x * 0 if n == name else x for n, x in zip(compare.NAMES, truth, strict=True)]
         with pytest.raises(AssertionError, match=name):
@@ -91,24 +57,19 @@ def test_zero_gradients_fail():
 
 
 def test_error_does_not_grow_with_the_ring():
-    """With large logits, of 16-bit inputs."""
+    """With large logits, of 16-bit inputs; a second run gives the same bits."""
     case = a_case(8, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}
-    inputs = make_inputs(case, scale=6.0)
-    truth, _, _ = oracle(case, *inputs)
-    eight = ring_results(case, *inputs)
-    one = ring_results({**case, "ring": 1, "layout": "contiguous"}, *inputs)
-    for name, got, single, exact in zip(compare.NAMES, eight, one, truth, strict=True):
+    programs = [program_of(case | {"ring": n}, scale=36 * 32**-0.5) for n in (8, 1)]
+    programs[1] = dataclasses.replace(programs[1], sizes=programs[0].sizes)
+    inputs = valid.draw(programs[0], 0)
+    truth = valid.reference(programs[0], *inputs).truth
+    run, run_on_one = (valid.compiled(program, inputs[0]) for program in programs)
+    eight, again, one = run(*inputs), run(*inputs), run_on_one(*inputs)
+    for name, got, same, single, exact in zip(compare.NAMES, eight, again, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)
         assert rms <= 1.5 * single_rms + 1e-6, name
-
-
-def test_same_bits_twice():
-    case = a_case(3, "zigzag", "packed_causal", "rotate_query") | {"dtype": "bfloat16"}
-    inputs = make_inputs(case)
-    first, second = ring_results(case, *inputs), ring_results(case, *inputs)
-    for name, a, b in zip(compare.NAMES, first, second, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
+        np.testing.assert_array_equal(same, got, err_msg=name)
 
 
 def events(jaxpr, stack=""):
@@ -119,7 +80,7 @@ def events(jaxpr, stack=""):
         step = "".join(re.findall(r"ring_(\w+_step_\d)", here)[-1:])
         if equation.primitive.name in letters:
             yield step, letters[equation.primitive.name]
-        elif equation.params.get("name") in ("forward", "_gradients"):
+        elif equation.params.get("name") in ("forward", "backward"):
             yield step, "k"
         else:
             for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
@@ -135,49 +96,23 @@ def is_jaxpr(x):
 # barriers of out, of lse, of delta and of the backward ring's inputs.
 SEQUENCES = {
     # Q, dO and the stats are sent, and the sum of dQ two steps later.
-    ((4,), "fused", "rotate_query"): "ppkb ppkb ppkb k bbbb pppkb pppkb ppppkb pkb pkbbbb",
-    # The second kernel waits (b) for the sum that was sent during the first.
-    ((4,), "halves", "rotate_kv"): "ppkb ppkb ppkb k bbbb kppkb kppkb ppkbppkb ppkbk ppkbkbbbbb",
-    # The last kernel of a pass overlaps with no send of its own, but with the block's last chunk.
-    ((2, 2), "halves", "rotate_kv"): "ppppkb ppkb ppkb k bbbb"
-    " ppkppkb ppkkb ppkppkb ppkbk ppkbkbbbbb",
+    ((4,), "rotate_query"): "ppkb ppkb ppkb k bbbb pppkb pppkb ppppkb pkb pkbbbb",
     # K and V are sent to the next step, and in chunks to the next pass.
-    ((2, 3), "fused", "rotate_kv"): "ppppkb ppppkb ppkb ppkb ppkb k bbbb"
+    ((2, 3), "rotate_kv"): "ppppkb ppppkb ppkb ppkb ppkb k bbbb"
     " ppppkb ppppkb ppppkb ppppkb ppppppkb ppkb ppkbbbbb",
 }
 
 
 @pytest.mark.parametrize("case", SEQUENCES, ids=str)
 def test_every_step_ends_with_a_barrier_unless_nothing_is_sent(case):
-    sizes, kernels, rotation = case
+    sizes, rotation = case
     axes = ("outer", "inner")[-len(sizes) :]
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh_of(**dict(zip(axes, sizes, strict=True))),
         seq_axis=axes, is_causal=True, layout="zigzag", backward=rotation,
-        implementation={"fused": IMPLEMENTATIONS["xla"], "halves": HALVES}[kernels],
+        implementation=IMPLEMENTATIONS["xla"],
     )  # fmt: skip
     x = jnp.zeros((1, 48, 2, 8))
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
     steps = itertools.groupby(events(jaxpr.jaxpr), lambda event: event[0])
     assert " ".join("".join(kind for _, kind in step) for _, step in steps) == SEQUENCES[case]
-
-
-def test_results_vary_over_the_ring_even_if_a_kernel_does_not_mark_them():
-    """Unmarked, the transpose of whatever reads them would sum its gradient over the ring."""
-
-    def unmarked(inputs, bounds, carry=None, **options):
-        q = inputs.query.q
-        return jnp.zeros(q.shape, q.dtype), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
-
-    found = []
-
-    def attend(x):
-        implementation = dataclasses.replace(IMPLEMENTATIONS["xla"], forward=unmarked)
-        options: Any = {"implementation": implementation, "return_residual": True}
-        found.extend(burst_jax.ring_attention(x, x, x, "seq", **options))
-        return found[0]
-
-    specs: Any = {"in_specs": P(None, "seq"), "out_specs": P(None, "seq")}
-    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
-    jax.eval_shape(jax.shard_map(attend, mesh=mesh_of(seq=2), **specs), x)
-    assert [varying_axes(array) for array in found] == [{"seq"}, {"seq"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from meshes import mesh_of
 from ring_cases import kept_scores
-from routes import hops_of_passes
+from routes import hops_of_passes, route_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import (
@@ -24,7 +25,7 @@ from burst_jax.ring.rotation import (
     forward_bytes,
     hop_bytes,
 )
-from burst_jax.ring.route import RingMask, join_chunks, make_route, split_chunks
+from burst_jax.ring.route import ChunkedSend, RingMask, make_route
 from pallas_kernels.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:2")
@@ -94,37 +95,42 @@ def test_chunks_are_even_and_join_to_the_whole(count):
     rng = np.random.default_rng(0)
     tree = {"kv": rng.normal(size=(2, 3, 5)), "ids": rng.integers(0, 9, (3,)), "none": None}
     tree = jax.tree.map(jnp.asarray, tree)
-    chunks = split_chunks(tree, count)
-    assert len(chunks) == count
-    sizes = [jax.tree.leaves(chunk)[1].size for chunk in chunks]
-    assert sum(sizes) == 30
+    chunks = ChunkedSend(tree, count)
+    sizes = [jax.tree.leaves(chunk)[1].size for chunk in chunks.arrays[0]]
+    assert (len(sizes), sum(sizes)) == (count, 30)
     assert max(sizes) - min(sizes) <= 1
-    whole = join_chunks(chunks, tree)
+    for _ in sizes:
+        chunks.send(route_of_passes(1), (0,), (0,))  # to where they are
+    whole = chunks.received()
     assert jax.tree.structure(whole) == jax.tree.structure(tree)
     for name in ("kv", "ids"):
         np.testing.assert_array_equal(whole[name], tree[name])
 
 
-def permutes(window, layout="contiguous", **options):
-    """Number of ``ppermute`` equations of the forward pass, and of both passes, on 8 devices."""
-    options |= {"mesh": mesh_of(seq=8), "layout": layout, "local_window_size": window}
-    attend, x = functools.partial(burst_jax.burst_attention, **options), jnp.zeros((1, 128, 2, 8))
-    both = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
-    return [count(jaxpr.jaxpr, "ppermute") for jaxpr in (jax.make_jaxpr(attend)(x, x, x), both)]
+def permutes(window, layout="contiguous", backward: Any = "rotate_kv", **ids):
+    """Number of ``ppermute`` equations of the forward and the backward pass, on 8 devices."""
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(seq=8), layout=layout, local_window_size=window,
+        backward=backward, **ids,
+    )  # fmt: skip
+    x = jnp.zeros((1, 128, 2, 8))
+    jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
+    return count(jaxpr.jaxpr, "ppermute")
 
 
 def test_a_window_makes_few_hops():
     """16 tokens a device: 33 tokens back reach the third device back, 5 ahead the next one."""
-    # K and V, and backward dK and dV.
-    assert permutes((33, 5), backward="rotate_kv") == [2 * 4, 2 * 4 + 2 * 4 + 2 * 4]
-    # Q, dO and (lse, delta).
-    assert permutes((33, 0), backward="rotate_query") == [2 * 3, 2 * 3 + 3 * 3 + 3]
-    assert permutes((0, 0), backward="rotate_kv") == [0, 0]
+    # K and V forward; backward K and V, dK and dV.
+    assert permutes((33, 5)) == 2 * 4 + 2 * 4 + 2 * 4
+    # K and V forward; Q, dO and (lse, delta) backward, and dQ.
+    assert permutes((33, 0), backward="rotate_query") == 2 * 3 + 3 * 3 + 3
+    assert permutes((0, 0)) == 0
     # A zigzag shard has two neighbours on either side.
-    assert permutes((5, 0), "zigzag", backward="rotate_kv") == [2 * 2, 2 * 2 + 2 * 2 + 2 * 2]
+    assert permutes((5, 0), "zigzag") == 2 * 2 + 2 * 2 + 2 * 2
     # Segment ids skip no step: they are traced, so what they mask is unknown. They are sent, too.
     ids = jnp.ones((1, 128), jnp.int32)
-    assert permutes(None, query_segment_ids=ids, key_value_segment_ids=ids)[0] == 3 * 7
+    both = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    assert permutes(None, **both) == 3 * 7 + 3 * 7 + 2 * 7
 
 
 @pytest.mark.parametrize(("kv_heads", "chosen"), [(8, "rotate_query"), (4, "rotate_kv")])

@@ -37,11 +37,10 @@ ROUTES = {
     "made",
     [
         forward_schedule(ROUTES["4"]),
-        backward_schedule(ROUTES["4"], fused=False),
-        backward_schedule(ROUTES["4"], fused=True),
-        backward_schedule(ROUTES["2x3"], fused=True),
+        backward_schedule(ROUTES["4"]),
+        backward_schedule(ROUTES["2x3"]),
     ],
-    ids=["forward", "two_kernels", "one_kernel", "two_levels"],
+    ids=["forward", "backward", "two_levels"],
 )
 def test_the_tables_in_the_docstring(made):
     assert schedule.__doc__ is not None
@@ -77,18 +76,13 @@ def run_backward(steps):
                 del chunks[send.start]
 
     for step in steps:
-        step_sums = sums_of(step.sends)
-        for launch in step.launches:
-            # It was received before the kernel starts, so it is not what is sent during the kernel.
-            added = [] if launch.adds_to is None else take(launch.adds_to, step.offset)
-            launch_sums = sums_of(launch.sends)
-            if launch.kernel == "stationary":
-                assert not added
-            else:
-                assert step.offset not in here
-                here[step.offset] = step.offset, [*added, (step.offset, step.part)]
-            receive(launch_sums)
-        receive(step_sums)
+        # It was received before the kernel starts, so it is not what is sent during the kernel.
+        added = [] if step.adds_to is None else take(step.adds_to, step.offset)
+        sums = sums_of(step.sends)
+        if step.part != "none":
+            assert step.offset not in here
+            here[step.offset] = step.offset, [*added, (step.offset, step.part)]
+        receive(sums)
         if step.adds:
             parts = [take(name, step.offset) for name in step.adds]
             here[step.adds[0]] = step.offset, list(itertools.chain(*parts))
@@ -103,7 +97,7 @@ def check_blocks(route, steps):
     received, chunks = {route.local}, {}
     for step in steps:
         assert step.offset in received
-        for send in step.all_sends:
+        for send in step.sends:
             if send.what == "block":
                 assert send.chunk == chunks.get(send.end, 0)
                 assert send.chunk > 0 or send.start == step.offset
@@ -113,13 +107,12 @@ def check_blocks(route, steps):
     assert received == set(route.offsets)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["two_kernels", "one_kernel"])
 @pytest.mark.parametrize("splits_local", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_gradient_is_returned_once(name, splits_local, fused):
+def test_every_gradient_is_returned_once(name, splits_local):
     """A kernel adds to received sums only, and no step's gradient is lost or added twice."""
     route = ROUTES[name]
-    steps = backward_schedule(route, fused=fused, splits_local=splits_local)
+    steps = backward_schedule(route, splits_local=splits_local)
     check_blocks(route, steps)
     at, found = run_backward(steps)
     assert at == route.local
@@ -130,30 +123,25 @@ def test_every_gradient_is_returned_once(name, splits_local, fused):
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_step_has_its_kernels_and_hops_are_the_same_for_all(name):
-    """So every send overlaps with a kernel, and a block is sent to a new step each time."""
+def test_every_block_and_sum_makes_the_hops(name):
+    """And a block is sent to a new step each time."""
     route, hops = ROUTES[name], count_hops(ROUTES[name])
     check_blocks(route, forward_schedule(route))
     steps, passes = len(route.offsets), len(route.passes)
     assert (hops.blocks, hops.sums, hops.outer_blocks) == (steps - 1, steps - 1, passes - 1)
-    for found, kernels in (
-        (forward_schedule(route), ["forward"]),
-        (backward_schedule(route, fused=False), ["stationary", "rotating"]),
-        (backward_schedule(route, fused=True), ["both"]),
+    back = [] if steps == 1 else [route.local]
+    for found, end, sums_sent in (
+        (forward_schedule(route), [], (0, 0)),
+        (backward_schedule(route), back, (hops.sums, hops.outer_sums)),
     ):
-        is_forward = kernels == ["forward"]
-        offsets = [*route.offsets, *([] if steps == 1 or is_forward else [route.local])]
-        assert [step.offset for step in found] == offsets
-        for step in found:
-            assert [launch.kernel for launch in step.launches] == kernels
-            assert not step.adds or step.adds[0] == step.offset
-        sends = [send for step in found for send in step.all_sends]
+        assert [step.offset for step in found] == [*route.offsets, *end]
+        assert all(not step.adds or step.adds[0] == step.offset for step in found)
+        sends = [send for step in found for send in step.sends]
         blocks, sums = ([send for send in sends if send.what == what] for what in ("block", "sum"))
         counts = [
             sum(Fraction(1, send.chunks) for send in some)
             for group in (blocks, sums)
             for some in (group, [send for send in group if send.is_outer])
         ]
-        want = [hops.blocks, hops.outer_blocks, hops.sums, hops.outer_sums]
-        assert counts == ([*want[:2], 0, 0] if is_forward else want)
+        assert counts == [hops.blocks, hops.outer_blocks, *sums_sent]
         assert {send.end for send in blocks} == set(route.offsets[1:])

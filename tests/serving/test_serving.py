@@ -33,12 +33,11 @@ from served_models import (
 )
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, YarnRope, add_lora, load
+from burst_jax.models import Decoder, Lora, YarnRope, abstract_decoder, load
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata, TokenPosition
 from burst_jax.serving.decode_attention import (
     PartialAttention,
-    ScoreOptions,
     attend_by_matmuls,
     decode_attention,
 )
@@ -56,7 +55,7 @@ def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, *
 
 
 CASES = [
-    case({"seq": 3}, "zigzag", [61, 33], 14, chunk=31, extend=31, layer_pattern=WINDOWS),
+    case({"seq": 3}, "zigzag", [59, 33], 6, chunk=30, extend=30, layer_pattern=WINDOWS),
     case({"seq": 1}, "contiguous", [21], 3, rope=YarnRope(10000.0, factor=4.0, old_positions=16)),
     case({"data": 2, "seq": 2, "tensor": 2}, "striped", [37, 9], 20, extend=11, **LIKE_GEMMA),
     # Three devices divide neither 4 heads nor 50 hidden features.
@@ -123,10 +122,16 @@ def test_each_step_equals_whole_attention(case):
             assert sequences[row][end] == got.argmax()
 
 
+ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
+
+
+def server_model(**sizes):
+    return models(ONE_LAYER, sizes or {"seq": 2}, "zigzag")[1]
+
+
 @functools.lru_cache
 def server():
-    model = models(CONFIG, {"seq": 2}, "zigzag")[1]
-    return Generator(model, max_length=64, batch=2)
+    return Generator(server_model(), max_length=64, batch=2)
 
 
 def generated(prompts, count, **options):
@@ -142,28 +147,29 @@ def test_a_dropped_generation_can_be_extended_from_the_returned_tokens():
     returned = np.stack([next(stream) for _ in range(3)])
     stream.close()
     np.testing.assert_array_equal(returned, whole[:3])
-    more = [[3], [7]]
-    rest = generated(more, 4, extend=True)
-    asked = [[*PROMPTS[i], *returned[:, i], *more[i]] for i in range(2)]
-    np.testing.assert_array_equal(rest, generated(asked, 4))
+    assert_continued(returned.T, [[3], [7]])
 
 
 def test_sequences_end_with_a_stop_token_and_can_be_extended():
     whole = generated(PROMPTS, 8)
-    stop = int(whole[2, 0])
-    with_stop = generated(PROMPTS, 8, stop_tokens=[stop, VOCAB - 1])
-    ends = []
-    for tokens, want in zip(with_stop.T, whole.T, strict=True):
-        found = np.flatnonzero((want == stop) | (want == VOCAB - 1))
-        ends.append(int(found[0]) + 1 if found.size else 8)
-        np.testing.assert_array_equal(tokens[: ends[-1]], want[: ends[-1]][: len(tokens)])
-        assert (tokens[ends[-1] :] == -1).all()
+    stops = [int(whole[2, 0]), VOCAB - 1]
+    with_stop = generated(PROMPTS, 8, stop_tokens=stops)
+    ends = [int(np.argmax(np.append(np.isin(want, stops), True))) + 1 for want in whole.T]
+    ends = np.minimum(ends, 8)
     assert len(with_stop) == max(ends)
     assert ends[0] != ends[1]
-    more = [[5, 6, 7], [8]]  # Of different lengths, too.
-    got = generated(more, 4, extend=True)
-    asked = [[*PROMPTS[i], *with_stop[: ends[i], i], *more[i]] for i in range(2)]
-    np.testing.assert_array_equal(got, generated(asked, 4))
+    kept = [tokens[:end] for tokens, end in zip(with_stop.T, ends, strict=True)]
+    for tokens, want, got in zip(kept, whole.T, with_stop.T, strict=True):
+        np.testing.assert_array_equal(tokens, want[: len(tokens)])
+        assert (got[len(tokens) :] == -1).all()
+    assert_continued(kept, [[5, 6, 7], [8]])  # Of different lengths, too.
+
+
+def assert_continued(returned, more):
+    """The cache's sequences are the prompts and what was returned."""
+    rest = generated(more, 4, extend=True)
+    asked = [[*PROMPTS[i], *returned[i], *more[i]] for i in range(2)]
+    np.testing.assert_array_equal(rest, generated(asked, 4))
 
 
 def test_random_tokens_depend_on_the_seed_but_not_on_the_mesh():
@@ -171,7 +177,7 @@ def test_random_tokens_depend_on_the_seed_but_not_on_the_mesh():
     got = generated(PROMPTS, 6, seed=3, **options)
     np.testing.assert_array_equal(generated(PROMPTS, 6, seed=3, **options), got)
     assert (generated(PROMPTS, 6, seed=4, **options) != got).any()
-    other = Generator(models(CONFIG, {"data": 2}, "contiguous")[1], max_length=64, batch=2)
+    other = Generator(server_model(data=2), max_length=64, batch=2)
     same = np.stack(list(other.generate(PROMPTS, 6, seed=3, **options)))
     np.testing.assert_array_equal(same, got)
 
@@ -238,13 +244,14 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     slots = SlotMetadata(
         jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, jnp.int32)
     )
-    last, scores = jnp.int32(capacity - 10), ScoreOptions(scale, soft_cap, window)
+    last = jnp.int32(capacity - 10)
+    scores: Any = {"scale": scale, "logits_soft_cap": soft_cap, "window": window}
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, scores)
+    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
     with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
         got = partial_attention(
             q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
-            scale=scale, logits_soft_cap=soft_cap, window=window, splits=splits, config=config,
+            splits=splits, config=config, **scores,
         )  # fmt: skip
     assert len(got[0]) == splits
     got = PartialAttention(*got).merged()
@@ -296,8 +303,7 @@ def test_what_the_kernel_supports(expected, options):
 def test_a_ulysses_axis():
     rules = ShardingRules(data=None, fsdp=None, seq="a", tensor=None)
     options: Any = {"rules": rules, "ulysses_axis": "b", "layout": "zigzag"}
-    model, _ = models(CONFIG, {"seq": 1}, "contiguous")
-    model = model.with_attention(mesh=mesh_of(a=2, b=2), **options)
+    model = server_model().with_attention(mesh=mesh_of(a=2, b=2), **options)
     server = Generator(model, max_length=64, batch=2, prefill_chunk=5, split_weights=True)
     got = np.stack(list(server.generate(PROMPTS, 6)))
     np.testing.assert_array_equal(got, generated(PROMPTS, 6))
@@ -330,36 +336,37 @@ MISTAKES = [
     (lambda: Sampling(top_k=3), "top_k is 3, top_p None, and temperature is 0, which is"),
     (lambda: Generator(as_any(3), max_length=8), "model is a int: it must be a Decoder"),
     (lambda: Generator(server_model(), max_length=0), "max_length is 0: it must be"),
-    (lambda: Generator(models(CONFIG, {"data": 2}, "contiguous")[1], max_length=8, batch=3),
+    (lambda: Generator(server_model(data=2), max_length=8, batch=3),
      "batch is 3, and it is sharded over 2 devices along ('data',): use a multiple of 2"),
     (lambda: Generator(without_rules(), max_length=8, split_weights=True),
      "split_weights is True, and the model has no rules to shard weights by: load it with rules"),
-    (lambda: Generator(add_lora(server_model(), 2), max_length=8),
+    (lambda: Generator(with_adapters(), max_length=8),
      "the model has LoRA adapters: merge them first, by burst_jax.models.merge_lora(model)"),
+]  # fmt: skip
+UNSUPPORTED = [
+    (lambda: Generator(without_rules(local_window_size=(5, 0)), max_length=8),
+     "has the option local_window_size: decoding sup"),
+    (lambda: Generator(models(CONFIG, {"stage": 2, "seq": 1}, "zigzag")[1], max_length=8),
+     "have a stage axis, 'stage': serving does not"),
 ]  # fmt: skip
 
 
+def with_adapters():
+    config = dataclasses.replace(ONE_LAYER, lora=Lora(2))
+    return nnx.merge(*abstract_decoder(config, mesh=mesh_of(seq=1)))
+
+
 def without_rules(**options):
-    return Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), **options)
+    return Decoder(ONE_LAYER, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), **options)
 
 
-def server_model():
-    return models(CONFIG, {"seq": 2}, "zigzag")[1]
-
-
-@pytest.mark.parametrize(("call", "message"), MISTAKES)
-def test_mistakes(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [(ValueError, *each) for each in MISTAKES] + [(NotImplementedError, *x) for x in UNSUPPORTED],
+)
+def test_mistakes(error, call, message):
+    with pytest.raises(error, match=re.escape(message)):
         call()
-
-
-def test_models_that_serving_does_not_support_raise():
-    model = without_rules(local_window_size=(5, 0))
-    with pytest.raises(NotImplementedError, match="has the option local_window_size: decoding sup"):
-        Generator(model, max_length=8)
-    pipeline = models(CONFIG, {"stage": 2, "seq": 1}, "contiguous")[1]
-    with pytest.raises(NotImplementedError, match="have a stage axis, 'stage': serving does not"):
-        Generator(pipeline, max_length=8)
 
 
 def test_a_cache_larger_than_the_free_memory_raises(monkeypatch):
@@ -454,34 +461,31 @@ def test_greedy_tokens_equal_transformers(name, tmp_path):
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "sharded"])
 def test_collectives_of_a_step(split):
     """No weights, independent of the cache length; and the cache is updated in place."""
-    sent, model = [], server_model()
+    sent, model, (batch, devices) = [], server_model(), (2, 2)
     server: Any = None
     for max_length in (64, 1024):
-        server = Generator(model, max_length=max_length, batch=2, split_weights=split)
+        server = Generator(model, max_length=max_length, batch=batch, split_weights=split)
         steps = server._steps
         cache = steps.allocate()
         position = TokenPosition(*map(np.int32, (3, 0, 3, 4)))
-        tokens, running = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
-        weights = steps.model.weights
-        program = steps._decode.lower(steps, weights, cache, tokens, running, position).compile()
+        tokens, running = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)
+        program = steps.decode.lower(
+            steps.model.weights, cache, tokens, running, position
+        ).compile()
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-        sent.append(
-            sorted(re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", str(program.as_text())))
-        )
-        shard = sum(x.nbytes for x in jax.tree.leaves(cache)) // 2
+        found = re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", str(program.as_text()))
+        sent.append(sorted(found))
         memory: Any = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= shard
+        assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(cache)) // 2
     assert sent[0] == sent[1]
-    config, batch, devices = CONFIG, 2, 2
+    config = model.config
     # One all-gather of partial results per layer.
-    results = devices * batch * config.num_heads * (config.head_dim + 2)
-    size, count = config.num_layers * results, config.num_layers
+    count, size = 1, devices * batch * config.num_heads * (config.head_dim + 2)
     if split:
         # Also the projections, the outputs of attention and feed-forward, embedding and logits.
         projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        size += config.num_layers * batch * (projected + 2 * config.embed_dim)
-        size += batch * (config.embed_dim + config.vocab_size)
-        count += 3 * config.num_layers + 2
+        size += batch * (projected + 3 * config.embed_dim + config.vocab_size)
+        count += 5
     assert len(sent[0]) == count
     shapes = [shape for text in sent[0] for shape in re.findall(r"\w+\[([\d,]*)\]", text)]
     assert sum(np.prod([int(n) for n in shape.split(",")]) for shape in shapes) == size

@@ -17,11 +17,12 @@ from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY
 from burst_jax.training import CheckpointError, Checkpoints
 
+ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 PROMPTS = prompts_of([9, 5])
 # From zigzag with max_length 64 to another mesh, layout and max_length. The first one keeps its
 # arrangement.
 SAVED = [
-    ({"seq": 2}, {"seq": 2}, "zigzag", 64, {}),
+    ({"seq": 2}, {"seq": 2}, "zigzag", 64, {"num_layers": 1}),
     ({"seq": 4}, {"data": 2, "seq": 3}, "striped", 80, {"layer_pattern": WINDOWS}),
     # One key head, of which four devices, then two, have a copy.
     ({"tensor": 4}, {"tensor": 2, "seq": 2}, "zigzag", 90, LIKE_GPT),
@@ -31,17 +32,19 @@ SAVED = [
 @pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
 def test_generation_continues_from_a_saved_cache(case, tmp_path):
     before, after, layout, max_length, config = case
-    config = dataclasses.replace(CONFIG, **config, num_layers=2)
-    first = Watched(models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=20)
-    second = Watched(
-        models(config, after, layout)[1], max_length=max_length, batch=2, prefill_chunk=20
+    config, chunk = dataclasses.replace(CONFIG, **config), 16
+    first = Watched(
+        models(config, before, "zigzag")[1], max_length=64, batch=2, prefill_chunk=chunk
     )
-    rows, more = prompts_of([31, 17]), prompts_of([6, 6], 1)
+    second = Watched(
+        models(config, after, layout)[1], max_length=max_length, batch=2, prefill_chunk=chunk
+    )
     # The second save replaces the first.
-    for prompts in (prompts_of([3, 4]), rows):
+    for prompts in (prompts_of([16, 9]), prompts_of([31, 17])):
         list(first.generate(prompts, 5))
         first.save_cache(tmp_path / "cache")
     second.load_cache(tmp_path / "cache")
+    more = prompts_of([6, 6], 1)
     want, got = (np.stack(list(x.generate(more, 8, extend=True))) for x in (first, second))
     np.testing.assert_array_equal(got, want)
     for ours, theirs in zip(second.logits, first.logits[-8:], strict=True):
@@ -50,11 +53,10 @@ def test_generation_continues_from_a_saved_cache(case, tmp_path):
 
 def test_a_rearranged_cache_is_filled_evenly(tmp_path):
     """Loaded tokens are packed; the next generated token starts a new slot on device 0."""
-    config = dataclasses.replace(CONFIG, num_layers=1)
-    one = Generator(models(config, {"seq": 1}, "contiguous")[0], max_length=64)
+    one = Generator(models(ONE_LAYER, {"seq": 1}, "contiguous")[0], max_length=64)
     list(one.generate(prompts_of([7]), 4))
     one.save_cache(tmp_path / "cache")
-    two = Generator(models(config, {"seq": 2}, "contiguous")[1], max_length=64)
+    two = Generator(models(ONE_LAYER, {"seq": 2}, "contiguous")[1], max_length=64)
     two.load_cache(tmp_path / "cache")
     assert dataclasses.astuple(two._filled) == (11, 6, 0, False)
     assert two._cache is not None
@@ -67,14 +69,13 @@ def test_a_rearranged_cache_is_filled_evenly(tmp_path):
 
 def test_caches_that_cannot_be_loaded(tmp_path):
     folder = tmp_path / "cache"
-    config = dataclasses.replace(CONFIG, num_layers=1)
-    model = Decoder(config, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
+    model = Decoder(ONE_LAYER, rngs=nnx.Rngs(1), mesh=mesh_of(seq=1), implementation="xla")
     other = Generator(model, max_length=64, batch=2)
     with pytest.raises(ValueError, match="there is no cache to save: it is empty before the"):
         other.save_cache(folder)
     with pytest.raises(FileNotFoundError, match="has no cache: Generator"):
         other.load_cache(folder)
-    served = models(config, {"seq": 2}, "zigzag")[1]
+    served = models(ONE_LAYER, {"seq": 1}, "contiguous")[0]
     server = Generator(served, max_length=64, batch=2)
     list(server.generate(PROMPTS, 3))
     server.save_cache(folder)

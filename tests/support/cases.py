@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+
+# By arguments of burst_attention; "segments" and "ranges": with drawn segment ids and KV bounds.
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window20": {"is_causal": True, "local_window_size": 20},
+    "window40_17": {"local_window_size": (40, 17)},
+    "packed": {"segments": True},
+    "packed_causal": {"is_causal": True, "segments": True},
+    "packed_window_cap": {
+        "is_causal": True, "local_window_size": 50, "segments": True, "logits_soft_cap": 4.0,
+    },
+    "cap": {"logits_soft_cap": 2.0},
+    "ranges": {"ranges": True},
+    "packed_window_ranges": {
+        "is_causal": True, "local_window_size": 70, "segments": True, "ranges": True,
+    },
+}  # fmt: skip
 
 
 def all_pairs(factors, seed=0):

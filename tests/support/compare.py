@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dense
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +25,31 @@ def errors(got, truth):
     size = np.sqrt(np.mean(np.where(finite, truth, 0) ** 2))
     assert np.isfinite(gap).all(), "not a number where the truth is finite"
     return np.abs(gap).max(), np.sqrt(np.mean(gap**2)) / max(size, 1e-30)
+
+
+def assert_exact(got, reference, dtype, factor=1.5, lse_factor=None, noise=None):
+    """As exact as one device, in the right dtypes, and :func:`assert_zero_where_blind`.
+
+    ``reference`` is a :class:`dense.Reference`; the other arguments are those of
+    :func:`assert_as_good_as`.
+    """
+    truth, one_device, *_ = reference
+    assert tuple(x.dtype.name for x in got[:5]) == (dtype, "float32", *[dtype] * 3)
+    assert_as_good_as(got, one_device, truth, dtype, factor, lse_factor, noise)
+    assert_zero_where_blind(got, reference)
+
+
+def assert_zero_where_blind(got, reference):
+    """Queries that attend to nothing, and keys that none attends to: 0, lse -inf or a sink."""
+    truth, _, keep, largest_bias = reference
+    out, lse, dq, dk, dv, *_ = got
+    blind = ~np.broadcast_to(dense.sees(keep), lse.shape)
+    unseen = ~np.broadcast_to(dense.is_seen(keep, dk.shape[2]), dk.shape[:3])
+    for x, nothing in ((out, blind), (dq, blind), (dk, unseen), (dv, unseen)):
+        assert not x[nothing].any()
+    # -inf, or a sink. Some kernels add a bias to the sink and subtract it from lse.
+    atol = 1e-6 + np.finfo(np.float32).eps * largest_bias
+    np.testing.assert_allclose(lse[blind], truth[1][blind], rtol=1e-6, atol=atol)
 
 
 def assert_as_good_as(got, one_device, truth, dtype, factor=1.5, lse_factor=None, noise=None):

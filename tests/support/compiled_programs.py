@@ -13,7 +13,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,13 +23,6 @@ import burst_jax
 from burst_jax.parallel.target import listed_capability
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
-
-# Each GPU with its kernels, which are never left to the library's choice here, and each rotation.
-KERNELS_AND_ROTATIONS = pytest.mark.parametrize(
-    ("gpu", "kernels", "rotation"),
-    [("a100", "triton", "rotate_query"), ("h100", "mosaic_sm90", "rotate_kv")],
-    ids=["a100-triton-rotate_query", "h100-mosaic_sm90-rotate_kv"],
-)
 
 
 def cuda_compiler_present():
@@ -166,57 +158,48 @@ def find(pattern: str, text: str) -> re.Match[str]:
     return found
 
 
-@functools.lru_cache(maxsize=2)
-def computations(program):
-    """``{name: lines}`` of every scheduled computation, lines in the order they run."""
-    text = text_of(program)
-    assert "is_scheduled=true" in text
-    found, lines = {}, []
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%(\S+) \(", line):
-            lines = found["ENTRY" if header.group(1) else header.group(2)] = []
-        lines.append(line)
-    return found
+class Operation(NamedTuple):
+    """An operation of a program, as its line in the text has it; ``rest`` are its attributes."""
+
+    name: str
+    result: str
+    opcode: str
+    operands: str
+    rest: str
 
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
-
-
-_CALLS = re.compile(r"\bcalls=%([^\s,]+)")
 _KERNEL = re.compile(r"\bburst_(?:forward|backward|dq|dkv)\b")
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
-def _kernel(opcode, rest):
-    """The library's kernel that an operation is, by its metadata; None for everything else."""
-    found = _KERNEL.search(rest) if opcode == "custom-call" else None
+@functools.lru_cache(maxsize=2)
+def computations(program) -> dict[str, list[Operation]]:
+    """The operations of every computation by its name, in the order they run; "ENTRY" is main."""
+    text = text_of(program)
+    assert "is_scheduled=true" in text
+    found, operations = {}, []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%(\S+) \(", line):
+            operations = found["ENTRY" if header.group(1) else header.group(2)] = []
+        elif match := _OPERATION.match(line):
+            operations.append(Operation(*match.groups()))
+    return found
+
+
+def kernel_of(program, operation):
+    """The library's kernel that an operation runs, by its metadata; None for everything else."""
+    if operation.opcode == "fusion":  # XLA puts a kernel and the slice that it reads into one.
+        inside = computations(program)[find(r"\bcalls=%([^\s,]+)", operation.rest).group(1)]
+        return next(filter(None, (kernel_of(program, each) for each in inside)), None)
+    found = _KERNEL.search(operation.rest) if operation.opcode == "custom-call" else None
     return found and found.group()
-
-
-def _fused_kernels(program):
-    """``{computation: kernel}``: XLA puts a kernel and the slice that it reads into one fusion."""
-    kernels, computation = {}, None
-    for line in text_of(program).splitlines():
-        if header := re.match(r"(?:ENTRY )?%(\S+) \(", line):
-            computation = header.group(1)
-        elif (match := _OPERATION.match(line)) and (kernel := _kernel(*match.group(3, 5))):
-            kernels[computation] = kernel
-    return kernels
-
-
-def operations(program, computation="ENTRY"):
-    """``(name, result type, opcode, operands, the rest)`` of a computation, in order."""
-    matches = (_OPERATION.match(line) for line in computations(program)[computation])
-    return [match.groups() for match in matches if match]
 
 
 def loop_schedules(program):
     """:func:`schedule` of every loop that runs a ring, in the order in which they run."""
-    loops = (
-        find(r"\bbody=%([^\s,]+)", rest).group(1)
-        for _, _, opcode, _, rest in operations(program)
-        if opcode == "while"
-    )
-    schedules = (schedule(program, body) for body in loops)
+    loops = (x.rest for x in computations(program)["ENTRY"] if x.opcode == "while")
+    schedules = (schedule(program, find(r"\bbody=%([^\s,]+)", rest).group(1)) for rest in loops)
     return [events for events in schedules if events]
 
 
@@ -225,20 +208,19 @@ def schedule(program, computation="ENTRY"):
 
     Only the library's own kernels count: a permute that overlaps with a copy is exposed.
     """
-    events, started, fused = [], {}, _fused_kernels(program)
-    for name, _, opcode, operands, rest in operations(program, computation):
-        if opcode == "collective-permute-start":
-            started[name] = len(started)
-            events.append(("start", started[name]))
-        elif opcode == "collective-permute-done":
-            events.append(("done", started[operands.strip().lstrip("%")]))
-        elif opcode == "collective-permute":
-            events.append(("sync", name))
-        else:
-            called = _CALLS.search(rest) if opcode == "fusion" else None
-            kernel = fused.get(called.group(1)) if called else _kernel(opcode, rest)
-            if kernel:
-                events.append(("kernel", kernel))
+    events, started = [], {}
+    for operation in computations(program)[computation]:
+        match operation.opcode:
+            case "collective-permute-start":
+                started[operation.name] = len(started)
+                events.append(("start", started[operation.name]))
+            case "collective-permute-done":
+                events.append(("done", started[operation.operands.strip().lstrip("%")]))
+            case "collective-permute":
+                events.append(("sync", operation.name))
+            case _:
+                if kernel := kernel_of(program, operation):
+                    events.append(("kernel", kernel))
     return events
 
 
@@ -257,75 +239,76 @@ def overlapped(events):
     ] + [[] for kind, _ in events if kind == "sync"]
 
 
-def transfers(program, opcode, computation="ENTRY"):
-    """``(name, opcode, result type, what overlaps)`` of every such transfer of a computation.
+def transfers(program, opcode):
+    """``{computation: [(operation, what overlaps), ...]}`` of the program's transfers.
 
     What overlaps are the matrix products and the library's kernels between its start and its end:
     nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
     between device and host memory, "fusion".
     """
-    found, started, fused = [], {}, _fused_kernels(program)
-    starts = {f"{opcode}-start", *({opcode} - {"fusion"})}
-    for name, result, code, operands, rest in operations(program, computation):
-        if code in starts:
-            found.append((name, code, result, []))
-            if code != opcode:
-                started[name] = found[-1][-1]
-        elif code == f"{opcode}-done":
-            started.pop(operands.strip().lstrip("%"))
-        elif _works(name, code, rest, fused):
-            for during in started.values():
-                during.append(name)
+    found, starts = {}, {f"{opcode}-start", *({opcode} - {"fusion"})}
+    for computation, operations in computations(program).items():
+        started = {}
+        for operation in operations:
+            if operation.opcode in starts:
+                during = []
+                found.setdefault(computation, []).append((operation, during))
+                if operation.opcode != opcode:
+                    started[operation.name] = during
+            elif operation.opcode == f"{opcode}-done":
+                started.pop(operation.operands.strip().lstrip("%"))
+            elif _is_product(operation) or kernel_of(program, operation):
+                for during in started.values():
+                    during.append(operation.name)
     return found
+
+
+def _is_product(operation):
+    return "gemm" in operation.name or "__cublas" in operation.rest
 
 
 def moves(program, opcode):
     """``(shapes that it sends, what overlaps)`` of every transfer, by computation."""
-    found = {}
-    for computation in computations(program):
-        for _, code, result, during in transfers(program, opcode, computation):
-            shapes = _SHAPE.findall(result)  # of operands, then results
-            shapes = shapes[: len(shapes) // 2] if code.endswith("start") else shapes
-            sent = [tuple(map(int, sizes.split(","))) for _, sizes in shapes]
-            found.setdefault(computation, []).append((sent, during))
-    return found
+
+    def shapes(operation):
+        sizes = [sizes for _, sizes in _SHAPE.findall(operation.result)]
+        if operation.opcode.endswith("start"):  # Its result names the operands, then the results.
+            sizes = sizes[: len(sizes) // 2]
+        return [tuple(map(int, each.split(","))) for each in sizes]
+
+    return {
+        computation: [(shapes(operation), during) for operation, during in each]
+        for computation, each in transfers(program, opcode).items()
+    }
 
 
-def host_copies(program, computation="ENTRY"):
-    """``(name, what overlaps)`` of every copy between device and host memory."""
-    copies = transfers(program, "fusion", computation)
-    return [(name, during) for name, _, result, during in copies if "S(5)" in result]
-
-
-_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-
-
-def _works(name, opcode, rest, fused):
-    """Whether an operation is a matrix product or one of the library's kernels."""
-    called = _CALLS.search(rest) if opcode == "fusion" else None
-    if called and called.group(1) in fused:
-        return True
-    return "gemm" in name or "__cublas" in rest or bool(_kernel(opcode, rest))
+def host_copies(program):
+    """``(name, what overlaps)`` of the copies between device and host memory, by computation."""
+    return [
+        [(operation.name, during) for operation, during in each if "S(5)" in operation.result]
+        for each in transfers(program, "fusion").values()
+    ]
 
 
 def matrix_products(program):
     """Of every matrix product of the program the types of its factors and of its result."""
-    text = text_of(program)
-    types = dict(re.findall(r"%(\S+) = \(?([a-z]+\d*\[[\d,]*\])", text))
+    operations = [x for each in computations(program).values() for x in each]
+    results = {x.name: x.result for x in operations}
     found = []
-    for match in filter(None, map(_OPERATION.match, text.splitlines())):
-        _, result, opcode, operands, rest = match.groups()
+    for _, result, opcode, operands, rest in operations:
         if opcode == "dot" or (opcode == "custom-call" and "__cublas" in rest):
-            factors = [types[name.strip().lstrip("%")] for name in operands.split(",")[:2]]
-            found.append((*factors, find(r"[a-z]+\d*\[[\d,]*\]", result).group()))
+            factors = (results[name.strip().lstrip("%")] for name in operands.split(",")[:2])
+            found.append(tuple(find(_SHAPE.pattern, text).group() for text in (*factors, result)))
     return found
 
 
-def _bytes(type_text):
-    return sum(
-        _ITEMSIZE[kind] * math.prod(int(size) for size in sizes.split(",") if size)
-        for kind, sizes in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", type_text)
-    )
+def arrays_in_order(program):
+    """``(name, opcode, dtype, elements)`` of each array that main's operations make, in order."""
+    return [
+        (x.name, x.opcode, dtype, math.prod(map(int, filter(None, sizes.split(",")))))
+        for x in computations(program)["ENTRY"]
+        for dtype, sizes in _SHAPE.findall(x.result)
+    ]
 
 
 def sent_bytes(program, opcode="collective-permute", between_hosts_of=None):
@@ -335,7 +318,7 @@ def sent_bytes(program, opcode="collective-permute", between_hosts_of=None):
     each.
     """
     found = []
-    for _, result, code, _, rest in operations(program):
+    for _, result, code, _, rest in computations(program)["ENTRY"]:
         if code not in (opcode, f"{opcode}-start"):
             continue
         if between_hosts_of:
@@ -343,18 +326,13 @@ def sent_bytes(program, opcode="collective-permute", between_hosts_of=None):
             source, target = (int(device) // between_hosts_of for device in pair)
             if source == target:
                 continue
+        size = sum(
+            _ITEMSIZE[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+            for kind, sizes in _SHAPE.findall(result)
+        )
         # The result of a start names the operands and the results.
-        found.append(_bytes(result) // (2 if code.endswith("start") else 1))
+        found.append(size // (2 if code.endswith("start") else 1))
     return found
-
-
-def arrays_in_order(program, computation="ENTRY"):
-    """``(name, opcode, dtype, elements)`` of each array that an operation makes, in order."""
-    return [
-        (name, opcode, dtype, math.prod(map(int, filter(None, sizes.split(",")))))
-        for name, result, opcode, _, _ in operations(program, computation)
-        for dtype, sizes in _SHAPE.findall(result)
-    ]
 
 
 def permuted_bytes(program):

@@ -10,11 +10,15 @@ from flax import nnx
 from implementations import quick_jit
 
 import burst_jax
+from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh import axes_size
 
 
-def on_its_mesh(model, tokens, segments, cotangent):
-    """Hidden states in natural order, and the gradients of the weights that are trained."""
+def on_its_mesh(model, tokens, segments, cotangent, **masks):
+    """Hidden states in natural order, and the gradients of the weights that are trained.
+
+    ``masks``: further arguments of the decoder's call.
+    """
     options = dict(model.options)
     mesh, layout = options["mesh"], options["layout"]
     shards = axes_size(mesh, options.get("seq_axis", "seq"))
@@ -28,7 +32,7 @@ def on_its_mesh(model, tokens, segments, cotangent):
     @quick_jit
     def run(weights, others, cotangent):
         def hidden(weights):
-            return nnx.merge(graphdef, weights, others)(tokens, positions, segments)
+            return nnx.merge(graphdef, weights, others)(tokens, positions, segments, **masks)
 
         out, vjp = jax.vjp(hidden, weights)
         if mesh.explicit_axes:
@@ -73,3 +77,14 @@ def adapters_of(part):
 def without_head(gradients):
     """Hidden states do not depend on the output projection."""
     return {name: gradient for name, gradient in gradients.items() if name != "head"}
+
+
+def traced_gradient(config, mesh, batch, length, **options):
+    """The jaxpr of the gradient of a decoder's weights, in the zigzag layout."""
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, layout="zigzag", **options)
+
+    def gradient(params, tokens, positions):
+        return jax.grad(lambda params: nnx.merge(graphdef, params)(tokens, positions).sum())(params)
+
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jax.make_jaxpr(gradient)(shapes, tokens, tokens).jaxpr

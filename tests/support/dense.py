@@ -8,83 +8,114 @@ Dao 2023, algorithm 2). NumPy, because XLA would compile it again for every shap
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
 from implementations import quick_jit
 
 
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A mask by its definition, from global positions."""
+class Reference(NamedTuple):
+    """What dense attention makes of a call.
 
-    is_causal: bool = False
-    window: int | tuple[int | None, int | None] | None = None
-    soft_cap: float | None = None
-    segments: bool = False
-    ranges: bool = False
-    chunk: int | None = None
+    Attributes:
+      truth: ``[out, lse, dq, dk, dv]`` in float64, then the gradients of per-head parameters by
+        name.
+      one_device: the same as a fused kernel on one device computes it in the query's dtype.
+      keep: which scores count, bool ``[B or 1, N or 1, T, S]``.
+      largest_bias: of ALiBi.
+    """
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """As burst_attention's arguments."""
-        return {
-            "is_causal": self.is_causal,
-            "local_window_size": self.window,
-            "logits_soft_cap": self.soft_cap,
-            "attention_chunk_size": self.chunk,
-        }
+    truth: list[np.ndarray]
+    one_device: list[np.ndarray]
+    keep: np.ndarray
+    largest_bias: float
 
-    def dense(self, q_segment_ids, kv_segment_ids, q_length, kv_length, **arrays):
-        """bool ``[B or 1, T, S]``; ``arrays`` are burst_attention's, in natural order.
 
-        With a block-sparse mask per head ``[B or 1, N, T, S]``.
-        """
-        q, kv = places(q_length, kv_length, **arrays)
-        q, kv = q[:, :, None], kv[None, None, :]
-        keep = np.ones((1, q_length, kv_length), bool)
-        if self.chunk is not None:
-            keep = keep & (q // self.chunk == kv // self.chunk)
-        left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
-        if left is not None:
-            keep = keep & (kv >= q - left)
-        if self.is_causal:
-            prefix = np.asarray(arrays.get("prefix_lengths", [0]))
-            keep = keep & ((q >= kv) | (kv < prefix[:, None, None]))
-        elif right is not None:
-            keep = keep & (kv <= q + right)
-        if "key_starts" in arrays:
-            keep = keep & (kv >= np.atleast_2d(arrays["key_starts"])[:, :, None])
-        if "key_ends" in arrays:
-            keep = keep & (kv < np.atleast_2d(arrays["key_ends"])[:, :, None])
-        if "query_seq_lengths" in arrays:
-            keep = keep & (q < np.asarray(arrays["query_seq_lengths"])[:, None, None])
-        if "key_value_seq_lengths" in arrays:
-            keep = keep & (kv < np.asarray(arrays["key_value_seq_lengths"])[:, None, None])
-        if q_segment_ids is not None:
-            same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
-            keep = keep & same & (q_segment_ids != 0)[:, :, None]
-        if "block_mask" in arrays:
-            table = np.asarray(arrays["block_mask"])
-            rows, columns = q_length // table.shape[-2], kv_length // table.shape[-1]
-            table = table.repeat(rows, -2).repeat(columns, -1)
-            keep = keep & table if table.ndim == 2 else keep[:, None] & table
-        return keep
+def reference(
+    do, dlse, *, query, key, value, scale=None, logits_soft_cap=None, sink_logits=None,
+    alibi_slopes=None, score_mod=None, dropout_rate=0.0, dropout_key: Any = None,
+    dropout_seeds=None, **masks,
+):  # fmt: skip
+    """:class:`Reference` of a call of ``burst_attention`` with these arguments, in natural order.
+
+    ``dropout_seeds`` int32 ``[B, N]``, where they are not made of a key. Queries that attend to
+    nothing have lse -inf (or their sink), and its cotangent is dropped there.
+    """
+    (batch, t, heads, _), s = query.shape, key.shape[1]
+    keep = kept(t, s, batch=batch, heads=heads, **masks)
+    q, kv = places(t, s, **masks)
+    distance = np.abs(q[0][:, None] - kv[None, :])
+    given = {"alibi_slopes": alibi_slopes, "sink_logits": sink_logits}
+    numbers = {name: np.asarray(x) for name, x in given.items() if x is not None}
+    score, factors = None, None
+    if score_mod is not None:
+        score = functions.OfAll(score_mod, batch, heads, tuple(q[0].tolist()), tuple(kv.tolist()))
+    if dropout_rate:
+        if dropout_seeds is None:
+            dropout_seeds = jax.random.bits(dropout_key, (batch, heads))
+        factors = dropout_factors(dropout_seeds, dropout_rate, q[0], kv)
+    args = query, key, value, keep, do, dlse, logits_soft_cap, numbers, distance, factors, score
+    largest = 0.0 if alibi_slopes is None else np.abs(alibi_slopes).max() * distance.max()
+    return Reference(truth(*args, scale), one_device(*args, scale), keep, float(largest))
+
+
+def kept(
+    q_length, kv_length, *, batch=1, heads=1, is_causal=False, local_window_size=None,
+    attention_chunk_size=None, query_segment_ids=None, key_value_segment_ids=None,
+    query_seq_lengths=None, key_value_seq_lengths=None, prefix_lengths=None, key_starts=None,
+    key_ends=None, block_mask=None, mask_mod=None, **positions,
+):  # fmt: skip
+    """Which scores count by these arguments of ``burst_attention``, in natural order.
+
+    bool ``[B or 1, N or 1, T, S]``; ``batch`` and ``heads`` are the B and N that a ``mask_mod``
+    reads.
+    """
+    q_at, kv_at = places(q_length, kv_length, **positions)
+    q, kv = q_at[:, None, :, None], kv_at
+    by_row = lambda x: np.asarray(x).reshape(-1, 1, 1, 1)  # noqa: E731
+    by_query = lambda x: np.atleast_2d(x)[:, None, :, None]  # noqa: E731
+    tests: list[Any] = [np.ones((1, 1, q_length, kv_length), bool)]
+    if attention_chunk_size is not None:
+        tests.append(q // attention_chunk_size == kv // attention_chunk_size)
+    pair = isinstance(local_window_size, tuple)
+    left, right = local_window_size if pair else (local_window_size,) * 2
+    if left is not None:
+        tests.append(kv >= q - int(left))
+    if is_causal:
+        tests.append((q >= kv) | (kv < by_row(0 if prefix_lengths is None else prefix_lengths)))
+    elif right is not None:
+        tests.append(kv <= q + int(right))
+    if key_starts is not None:
+        tests.append(kv >= by_query(key_starts))
+    if key_ends is not None:
+        tests.append(kv < by_query(key_ends))
+    if query_seq_lengths is not None:
+        tests.append(q < by_row(query_seq_lengths))
+    if key_value_seq_lengths is not None:
+        tests.append(kv < by_row(key_value_seq_lengths))
+    if query_segment_ids is not None:
+        ids = by_query(query_segment_ids)
+        tests += [ids == np.asarray(key_value_segment_ids)[:, None, None, :], ids != 0]
+    if block_mask is not None:
+        table = np.asarray(block_mask)
+        rows, columns = q_length // table.shape[-2], kv_length // table.shape[-1]
+        tests.append(table.repeat(rows, -2).repeat(columns, -1))
+    if mask_mod is not None:
+        tests.append(mask_mod(*functions.grid(batch, heads, q_at[0], kv_at)))
+    return functools.reduce(np.logical_and, tests)
 
 
 def sees(keep):
-    """Whether each query attends to a key, bool ``[B or 1, T, N or 1]``, by a dense mask."""
-    keep = keep[:, None] if keep.ndim == 3 else keep
+    """Whether each query attends to a key, bool ``[B or 1, T, N or 1]``, by :func:`kept`."""
     return keep.any(3).swapaxes(1, 2)
 
 
 def is_seen(keep, kv_heads):
-    """Whether a query attends to each key, bool ``[B or 1, S, K or 1]``, by a dense mask."""
-    keep = keep[:, None] if keep.ndim == 3 else keep
+    """Whether a query attends to each key, bool ``[B or 1, S, K or 1]``, by :func:`kept`."""
     keep = keep.any(2).swapaxes(1, 2)
     return keep if keep.shape[2] == 1 else keep.reshape(*keep.shape[:2], kv_heads, -1).any(3)
 
@@ -98,12 +129,6 @@ def places(
     kv = kv if key_value_positions is None else np.asarray(key_value_positions)
     # The sum of a position and a window side does not overflow.
     return np.atleast_2d(q).astype(np.int64), kv.astype(np.int64)
-
-
-def distances(q_length, kv_length, **arrays):
-    """``|p_q - p_k|``, ``[T, S]``, for positions that all sequences share."""
-    q, kv = places(q_length, kv_length, **arrays)
-    return np.abs(q[0][:, None] - kv[None, :])
 
 
 def per_head(kind, heads, seed=0):
@@ -139,7 +164,7 @@ def dropout_factors(seeds, rate, q_positions, kv_positions):
 def attention(q, k, v, keep):
     """``(out, lse)`` of softmax attention in JAX; key heads repeated, every query sees a key."""
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / np.sqrt(q.shape[-1])
-    logits = jnp.where(keep[:, None], logits.astype(q.dtype), -jnp.inf)
+    logits = jnp.where(keep, logits.astype(q.dtype), -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(logits - lse), v, precision="highest")
     return out, lse[..., 0].swapaxes(1, 2)
@@ -153,8 +178,7 @@ def repeat_heads(key, heads):
 def truth(query, key, value, keep, do, dlse, *args, **options):
     """``(out, lse, dq, dk, dv)`` in float64, then the gradients of per-head parameters by name.
 
-    The optional arguments are those of :func:`fused`. Queries that attend to nothing have lse -inf
-    (or their sink), and its cotangent is dropped there.
+    The optional arguments are those of :func:`fused`.
     """
     query, key, value, do = (np.asarray(x, np.float64) for x in (query, key, value, do))
     return fused(query, key, value, keep, do, dlse, *args, **options)
@@ -194,8 +218,6 @@ def fused(
     def product(weights, x):
         return weights.astype(dtype).astype(wide) @ x
 
-    keep = np.asarray(keep)
-    keep = keep[:, None] if keep.ndim == 3 else keep
     some = keep.any(-1, keepdims=True)
     q, k, v, g = map(by_head, (query, key, value, do))
     divisor = wide.type(np.sqrt(query.shape[-1]) if scale is None else 1 / scale)

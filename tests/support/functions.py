@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,45 +31,26 @@ FUNCTIONS = {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
 def called(kind):
-    """The arguments that a case names: True for both functions, or the name of one."""
-    return {name: function for name, function in FUNCTIONS.items() if kind in (True, name)}
+    """The arguments that a case names: "functions" for both, or the name of one."""
+    return {name: function for name, function in FUNCTIONS.items() if kind in ("functions", name)}
 
 
-def _grid(batch, heads, q_positions, kv_positions):
+def grid(batch, heads, q_positions, kv_positions):
     """Index and position arguments, which broadcast to all scores ``[B, N, T, S]``."""
-    b, h = (np.arange(count, dtype=np.int32) for count in (batch, heads))
-    q, k = (np.asarray(x, np.int32) for x in (q_positions, kv_positions))
-    return (
-        b[:, None, None, None],
-        h[None, :, None, None],
-        q[None, None, :, None],
-        k[None, None, None],
-    )
+    places = (np.asarray(x).astype(np.int32) for x in (q_positions, kv_positions))
+    return np.ix_(*(np.arange(count, dtype=np.int32) for count in (batch, heads)), *places)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Modified:
-    """``score_mod`` of all logits ``[B, N, T, S]``; hashable, so that programs are reused."""
+class OfAll:
+    """A ``score_mod`` of all logits ``[B, N, T, S]``; hashable, so that programs are reused."""
 
+    function: Callable[..., Any]
     batch: int
     heads: int
     q_positions: tuple[int, ...]
     kv_positions: tuple[int, ...]
 
     def __call__(self, logits):
-        grid = _grid(*dataclasses.astuple(self))
-        return score_mod(logits, *(jnp.broadcast_to(x, logits.shape) for x in grid))
-
-
-def on_all(batch, heads, q_positions, kv_positions):
-    """``(function of all logits, mask)`` of dense attention, both ``[B, N, T, S]``."""
-    grid = _grid(batch, heads, q_positions, kv_positions)
-    shape = batch, heads, len(q_positions), len(kv_positions)
-    places = (tuple(np.asarray(x).tolist()) for x in (q_positions, kv_positions))
-    modified = _Modified(batch, heads, *places)
-    return modified, np.broadcast_to(np.asarray(mask_mod(*grid)), shape)
-
-
-def both(keep, other):
-    """A dense mask ``[B or 1, T, S]`` or ``[B or 1, N, T, S]`` and one of the latter shape."""
-    return (keep[:, None] if keep.ndim == 3 else keep) & other
+        indices = grid(self.batch, self.heads, self.q_positions, self.kv_positions)
+        return self.function(logits, *(jnp.broadcast_to(x, logits.shape) for x in indices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import dense
@@ -10,25 +11,13 @@ import functions
 import jax.numpy as jnp
 import local
 import numpy as np
-from cases import key_ranges, packed_segments, value_dim
+from cases import MASKS, key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
 from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, QuerySide, Score
 from pallas_kernels.score import sink_gradient
 
-MASKS = {
-    "full": dense.Mask(),
-    "causal": dense.Mask(is_causal=True),
-    "window20": dense.Mask(is_causal=True, window=20),
-    "window31_14": dense.Mask(window=(31, 14)),
-    "packed": dense.Mask(segments=True),
-    "packed_causal": dense.Mask(is_causal=True, segments=True),
-    "packed_window_cap": dense.Mask(is_causal=True, window=50, segments=True, soft_cap=4.0),
-    "cap": dense.Mask(soft_cap=2.0),
-    "ranges": dense.Mask(ranges=True),
-    "packed_window_ranges": dense.Mask(is_causal=True, window=70, segments=True, ranges=True),
-}
 SHARDS, Q_SHARD, BATCH = 4, 1, 2
 
 
@@ -45,26 +34,52 @@ def case_id(case):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """One shard's queries, the key shards it meets one after the other, and the mask between."""
+    """One shard's queries, the key shards it meets one after the other, and the mask between.
+
+    ``call``: arguments of :func:`dense.reference` besides query, key and value, of these tokens.
+    """
 
     q: np.ndarray
     kvs: list  # of (k, v)
     q_tokens: QuerySide
     kv_tokens: list
     cotangents: tuple  # of out [B, T, N, Hv] and lse [B, T, N]
-    keep: np.ndarray  # bool [B or 1, T, all keys], with a table for each head [B or 1, N, T, ...]
+    call: dict[str, Any]
     spec: AttentionSpec
-    soft_cap: float | None
     numbers: dict[str, np.ndarray]  # per-head parameters
-    distance: np.ndarray  # [T, all keys]
     seeds: np.ndarray | None  # int32 [B, N], of dropout
-    factors: np.ndarray | None  # what dropout multiplies weights with, [B, N, T, all keys]
     blocks: BlockMask | None  # the block-sparse mask
-    score: Any = None  # what score_mod does to all logits
 
-    def all_keys(self):
-        """K and V of all shards."""
-        return tuple(np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
+    @functools.cached_property
+    def reference(self) -> dense.Reference:
+        """Of dense attention over the keys of all shards."""
+        key, value = (np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
+        call = self.call | self.numbers
+        return dense.reference(*self.cotangents, query=self.q, key=key, value=value, **call)
+
+    @property
+    def arrays(self):
+        """What ``attend`` needs besides implementation and spec."""
+        of_tokens = self.q, self.kvs, self.q_tokens, self.kv_tokens, self.cotangents
+        return *of_tokens, self.numbers, self.seeds, self.blocks
+
+    @property
+    def keep(self) -> np.ndarray:
+        """Which scores count, bool ``[B or 1, N or 1, T, S]``."""
+        return self.reference.keep
+
+    def number_noise(self):
+        """Of each gradient of per-head parameters, the error that rounding out explains.
+
+        Delta is computed from the rounded out, so a query's error reaches a slope's gradient times
+        a distance. It is one random sum, several times one device's if that happens to be small.
+        """
+        products = self.cotangents[0].astype(np.float64) * self.reference.truth[0]
+        by_head = np.sqrt((products**2).sum(axis=(0, 1, 3)).max())
+        ulp = float(jnp.finfo(self.q.dtype).eps) / np.sqrt(12)
+        q_at, kv_at = self.call["query_positions"], self.call["key_value_positions"]
+        of_slopes = ulp * by_head * max(q_at.max() - kv_at.min(), kv_at.max() - q_at.min())
+        return [of_slopes if name == "alibi_slopes" else 0.0 for name in sorted(self.numbers)]
 
 
 def places(order, length, rng):
@@ -77,7 +92,7 @@ def places(order, length, rng):
 def make_inputs(case, seed, batch=BATCH):
     """The inputs of a case, which names a level for every factor."""
     rng = np.random.default_rng(seed)
-    mask, dtype = MASKS[case["mask"]], jnp.dtype(case["dtype"])
+    dtype, masks = jnp.dtype(case["dtype"]), dict(MASKS[case["mask"]])
     (heads, kv_heads), dim, value = case["heads"], case["head_dim"], value_dim(case)
     even = case["order"] == "zigzag"
     t, s = (length + length % 2 * even for length in case["lengths"])
@@ -85,58 +100,48 @@ def make_inputs(case, seed, batch=BATCH):
     shards = ((0, 1) if t < s else (1, 0))[: case["blocks"]]
     q_at, kv_at = (places(case["order"], c, rng).reshape(SHARDS, c) for c in (t, s))
     q_at, kv_at = q_at[Q_SHARD], [kv_at[shard] for shard in shards]
-    ids = packed_segments(rng, batch, SHARDS * max(t, s)) if mask.segments else None
-
+    all_kv_at, length = np.concatenate(kv_at), SHARDS * max(t, s)
+    call: dict[str, Any] = {"query_positions": q_at, "key_value_positions": all_kv_at}
+    ids: Any = None
+    if masks.pop("segments", False):
+        ids = packed_segments(rng, batch, length)
+        call |= {"query_segment_ids": ids[:, q_at], "key_value_segment_ids": ids[:, all_kv_at]}
     ranges = {}
-    if mask.ranges:
-        rows = key_ranges(rng, batch if dim % 2 else 1, SHARDS * max(t, s))
-        ranges = dict(zip(("kv_starts", "kv_ends"), rows, strict=True))
+    if masks.pop("ranges", False):
+        rows = key_ranges(rng, batch if dim % 2 else 1, length)
+        ranges = {name: x[:, q_at] for name, x in zip(("starts", "ends"), rows, strict=True)}
+        call |= {f"key_{name}": x for name, x in ranges.items()}
 
-    def tokens(at, **ranges):
-        segment_ids: Any = None if ids is None else ids[:, at]
-        return local.tokens(at, segment_ids, **{name: x[:, at] for name, x in ranges.items()})
+    def tokens(at, **kv_bounds):
+        return local.tokens(at, None if ids is None else ids[:, at], **kv_bounds)
 
     def normal(*shape):
         # Rounded to the tested dtype first: the truth starts from the same numbers.
         return rng.normal(size=shape).astype(dtype)
 
-    all_kv_at, dropout = np.concatenate(kv_at), case.get("dropout", 0.0)
-    seeds = factors = None
+    dropout, seeds, blocks = case.get("dropout", 0.0), None, None
     if dropout:
         seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (batch, heads), np.int32)
-        factors = dense.dropout_factors(seeds, dropout, q_at, all_kv_at)
-    arrays, blocks = {f"key_{name[3:]}": x for name, x in ranges.items()}, None
+        call |= {"dropout_rate": dropout, "dropout_seeds": seeds}
     if "table" in case:
         blocks = block_mask(rng, case, t, s)
-        side = max(t, s) * SHARDS
-        of_side = side // blocks.q_block, side // blocks.kv_block
-        table = np.zeros((*blocks.table.shape[:1], *of_side), bool)
-        table[:, : blocks.table.shape[1], : blocks.table.shape[2]] = blocks.table
-        arrays |= {"block_mask": table if len(table) > 1 else table[0]}
-    keep = mask.dense(ids, ids, SHARDS * max(t, s), SHARDS * max(t, s), **arrays)
-    keep, score = keep[..., q_at, :][..., all_kv_at], None
-    if case.get("functions"):
-        score, seen = functions.on_all(batch, heads, q_at, all_kv_at)
-        score = score if case["functions"] == "functions" else None
-        keep = functions.both(keep, seen)
+        table = blocks.table[:, q_at // blocks.q_block][:, :, all_kv_at // blocks.kv_block]
+        call["block_mask"] = table if len(table) > 1 else table[0]
+    call |= functions.called(case.get("functions"))
     return Inputs(
         q=normal(batch, t, heads, dim),
         kvs=[tuple(normal(batch, s, kv_heads, x) for x in (dim, value)) for _ in shards],
-        q_tokens=tokens(q_at, **ranges),
+        q_tokens=tokens(q_at, **{f"kv_{name}": x for name, x in ranges.items()}),
         kv_tokens=[tokens(at) for at in kv_at],
         cotangents=(
             normal(batch, t, heads, value),
             rng.normal(size=(batch, t, heads)).astype(np.float32),
         ),
-        keep=keep,
-        spec=spec_of(mask, dim, case["numbers"], dropout, case.get("functions")),
-        soft_cap=mask.soft_cap,
+        call=call | masks,
+        spec=spec_of(case["numbers"], dim, **call, **masks),
         numbers=dense.per_head(case["numbers"], heads, seed),
-        distance=np.abs(q_at[:, None] - all_kv_at[None, :]),
         seeds=seeds,
-        factors=factors,
         blocks=blocks,
-        score=score,
     )
 
 
@@ -156,50 +161,23 @@ def block_mask(rng, case, t, s):
     return BlockMask(table, *sizes, *runs)
 
 
-def spec_of(mask, dim, numbers, dropout=0.0, called=None):
-    """The spec of a case; ``called`` are the "functions", the "mask_mod" alone or None."""
-    left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
+def spec_of(
+    numbers, dim, *, is_causal=False, local_window_size=None, logits_soft_cap=None, score_mod=None,
+    mask_mod=None, dropout_rate=0.0, **_,
+):  # fmt: skip
+    """The static part of these arguments of ``burst_attention``."""
+    pair = isinstance(local_window_size, tuple)
+    left, right = local_window_size if pair else (local_window_size,) * 2
     differentiated = ("alibi_slopes",) if numbers in ("slopes", "both") else ()
-    score_mod = functions.score_mod if called == "functions" else None
-    mask_mod = functions.mask_mod if called else None
     return AttentionSpec(
-        Mask(left, 0 if mask.is_causal else right, mask_mod),
-        Score(dim**-0.5, mask.soft_cap, differentiated, score_mod),
-        Dropout(dropout) if dropout else None,
+        Mask(left, 0 if is_causal else right, mask_mod),
+        Score(dim**-0.5, logits_soft_cap, differentiated, score_mod),
+        Dropout(dropout_rate) if dropout_rate else None,
     )
 
 
-def oracle(inputs):
-    """``(truth, one device's results)``."""
-    args = (inputs.q, *inputs.all_keys(), inputs.keep, *inputs.cotangents, inputs.soft_cap)
-    args += inputs.numbers, inputs.distance, inputs.factors, inputs.score
-    return dense.truth(*args), dense.one_device(*args)
-
-
-def number_noise(inputs, truth):
-    """Of each gradient of per-head parameters, the error that rounding out explains.
-
-    Delta is computed from the rounded out, so a query's error reaches a slope's gradient times a
-    distance. It is one random sum, several times one device's if that happens to be small.
-    """
-    products = inputs.cotangents[0].astype(np.float64) * truth[0]
-    by_head = np.sqrt((products**2).sum(axis=(0, 1, 3)).max())
-    ulp = float(jnp.finfo(inputs.q.dtype).eps) / np.sqrt(12)
-    of_slopes = ulp * by_head * inputs.distance.max()
-    return [of_slopes if name == "alibi_slopes" else 0.0 for name in sorted(inputs.numbers)]
-
-
 def attend(
-    implementation,
-    spec,
-    q,
-    kvs,
-    q_tokens,
-    kv_tokens,
-    cotangents,
-    numbers,
-    seeds=None,
-    blocks=None,
+    implementation, spec, q, kvs, q_tokens, kv_tokens, cotangents, numbers, seeds=None, blocks=None
 ):
     """``(out, lse, dq, dk, dv)`` as a ring of these key shards makes them, in the inputs' dtype.
 
@@ -230,23 +208,3 @@ def attend(
         of_numbers["sink_logits"] = sink_gradient(numbers["sink_logits"], lse, delta)
     gradients = *(x.astype(q.dtype) for x in (dq, dk, dv)), *map(of_numbers.get, sorted(numbers))
     return out, lse.swapaxes(1, 2), *gradients
-
-
-def assert_zero_where_blind(got, inputs):
-    """Rows that see nothing and keys that nothing sees: exactly zero, lse -inf or a sink."""
-    out, lse, dq, dk, dv, *_ = got
-    keep, sinks = inputs.keep, inputs.numbers.get("sink_logits")
-    blind = ~np.broadcast_to(dense.sees(keep), lse.shape)
-    unseen = ~np.broadcast_to(dense.is_seen(keep, dk.shape[2]), dk.shape[:3])
-    assert (out[blind] == 0).all()
-    if sinks is None:
-        assert (lse[blind] == -np.inf).all()
-    else:
-        sinks = np.broadcast_to(sinks, lse.shape)[blind]
-        # Some kernels add a bias to the sink and subtract it from lse.
-        slopes = np.abs(inputs.numbers.get("alibi_slopes", np.zeros(1))).max()
-        atol = 1e-6 + np.finfo(np.float32).eps * slopes * inputs.distance.max()
-        np.testing.assert_allclose(lse[blind], sinks, rtol=1e-6, atol=atol)
-    assert (dq[blind] == 0).all()
-    assert (dk[unseen] == 0).all()
-    assert (dv[unseen] == 0).all()

@@ -26,18 +26,21 @@ class PeerCase:
     Attributes:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      mask: with segments, every slot of a sequence ends with padding.
+      masks: arguments of ``burst_attention``, with their values.
+      packed: whether every slot of a sequence is a document that ends with padding.
       dtype: of the arrays.
     """
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
-    mask: dense.Mask
+    masks: tuple[tuple[str, Any], ...]
+    packed: bool
     dtype: str
 
     def __str__(self):
         sizes = "x".join(map(str, self.query))
-        return f"{sizes}-group{self.query[2] // self.key[2]}-{self.dtype}"
+        packed = "-packed" if self.packed else ""
+        return f"{sizes}-group{self.query[2] // self.key[2]}-{self.dtype}{packed}"
 
 
 # Consecutive tests have the same case, and its reference takes up to a minute.
@@ -50,8 +53,9 @@ def solved(problem: PeerCase):
     # Rounded one by one: the large ones take a gigabyte in float64.
     q, k, v, do = (rng.normal(size=shape).astype(kind) for shape in shapes)
     dlse = rng.normal(size=q.shape[:3]).astype(np.float32)
-    ids = slotted_segments(rng, *q.shape[:2]) if problem.mask.segments else None
-    keep = problem.mask.dense(ids, ids, q.shape[1], k.shape[1])
+    ids = slotted_segments(rng, *q.shape[:2]) if problem.packed else None
+    segments: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    keep = dense.kept(q.shape[1], k.shape[1], **dict(problem.masks), **segments)
     given = q, k, v, keep, do, dlse
     truth, one = (
         dense.by_row_and_key_head(results, *given) for results in (dense.truth, dense.one_device)
@@ -77,7 +81,7 @@ def assert_as_good_as_dense(mesh, problem: PeerCase, layout: Layout, **options: 
             layout=layout,
             return_residual=True,
             **permuted,
-            **(problem.mask.options | options),
+            **(dict(problem.masks) | options),
         )
         return burst_jax.from_layout(results, layout, n)
 

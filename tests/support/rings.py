@@ -15,7 +15,6 @@ import burst_jax
 from burst_jax.layouts.permutation import Layout
 
 B, T, N, K, H = 2, 32, 4, 2, 8
-CAUSAL = dense.Mask(is_causal=True)
 
 
 def make_inputs(
@@ -31,12 +30,11 @@ def make_inputs(
     return (q, k, v), (do, dlse)
 
 
-def one_device(arrays, cotangents, mask=CAUSAL):
-    """``(out, lse, dq, dk, dv)`` of dense attention in float64."""
-    keep = mask.dense(None, None, arrays[0].shape[1], arrays[1].shape[1])
-    q, k, v = arrays
-    do, dlse = cotangents
-    return dense.truth(q, k, v, keep, do, dlse, mask.soft_cap)
+def one_device(arrays, cotangents, **options):
+    """``(out, lse, dq, dk, dv)`` of dense causal attention in float64."""
+    query, key, value = arrays
+    options = {"query": query, "key": key, "value": value, "is_causal": True} | options
+    return dense.reference(*cotangents, **options).truth
 
 
 def attend(mesh, layout: Layout = "zigzag", **options: Any):

@@ -1,23 +1,29 @@
-"""Training runs on meshes of all kinds, for the tests of sharded weights."""
+"""Training runs: of a small decoder on 2 x 2 devices, and on meshes of all kinds."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from implementations import QUICK
 from jax.sharding import AxisType
-from meshes import mesh_of
+from meshes import make_mesh, mesh_of
 
 from burst_jax import ShardingRules
 from burst_jax.models import DecoderConfig
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.training import (
+    evaluate,
     init_train_state,
     make_batch,
+    make_eval_step,
     make_optimizer,
     make_train_step,
     place_batch,
@@ -69,15 +75,16 @@ def run(
     steps: int = STEPS,
     accumulate: int = 1,
     config: DecoderConfig = CONFIG,
+    optimizer: Any = None,
     **options: Any,
 ) -> tuple[list[list[float]], Any, Any]:
     """``([[loss, gradient norm] of each step], weights, optimizer state)``.
 
-    The mesh has AXES of these sizes, see :func:`sized`; options are the optimizer's.
+    The mesh has AXES of these sizes, see :func:`sized`; options are those of AdamW, the default.
     """
     mesh = sized(sizes, kind)
     rules = rules_of(mesh)
-    optimizer = make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
+    optimizer = optimizer or make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
     graphdef, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, layout="zigzag"
     )
@@ -103,3 +110,56 @@ def losses(*args: Any, **options: Any) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step of a :func:`run`."""
     history, _, _ = run(*args, **options)
     return [loss for loss, _ in history], [norm for _, norm in history]
+
+
+# --- a run whose states are kept -----------------------------------------------------------------
+
+SMALL = dataclasses.replace(
+    CONFIG, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=24
+)
+# 30 tokens, which the zigzag layout pads; the first sequence ends in padding of its own.
+ROWS = rows(0)[:2, :31]
+SEGMENTS = np.ones_like(ROWS, dtype=np.int32)
+SEGMENTS[0, 20:] = 0
+SMALL_STEPS = 12
+
+
+def optimizer_of(**options: Any):
+    return make_optimizer(1e-2, SMALL_STEPS, warmup_steps=2, **options)
+
+
+def batch_on(mesh: jax.sharding.Mesh) -> Any:
+    batch = make_batch(ROWS, layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=SEGMENTS)
+    return place_batch(batch, mesh, batch_axis="data")
+
+
+@functools.cache
+def trained(moments: Any = "device") -> Any:
+    """Trains on 2 x 2 devices: host copies around step 1, the end, metrics of an empty batch."""
+    mesh, optimizer = make_mesh(2, 2), optimizer_of(moments=moments)
+    graphdef, params, opt_state = init_train_state(
+        SMALL, optimizer, mesh, 0, batch_axis="data", layout="zigzag"
+    )
+    donated, initial = (
+        (params, opt_state),
+        jax.device_get(jax.tree.map(jnp.copy, nnx.to_pure_dict(params))),
+    )
+    step = make_train_step(graphdef, optimizer, chunk_size=7, compiler_options=QUICK)
+    batch, history = batch_on(mesh), []
+    eval_step = make_eval_step(graphdef, chunk_size=3)
+    before = evaluate(eval_step, params, [batch])
+    first: Any = None
+    for _ in range(SMALL_STEPS):
+        params, opt_state, metrics = step(params, opt_state, batch)
+        history.append({name: float(value) for name, value in metrics.items()})
+        state: Any = opt_state
+        if first is None:  # Copied: views would keep the memory from being donated.
+            first = jax.device_get(jax.tree.map(jnp.copy, (nnx.to_pure_dict(params), state[1].mu)))
+    after = evaluate(eval_step, params, [batch, batch])
+    copy: Any = lambda x: jax.device_put(np.array(x), x.sharding)  # noqa: E731
+    blank: Any = batch | {"weights": 0 * batch["weights"]}
+    empty = step(jax.tree.map(copy, params), jax.tree.map(copy, opt_state), blank)[2]
+    return SimpleNamespace(
+        initial=initial, first=first[0], first_moments=first[1], donated=donated, params=params,
+        opt_state=opt_state, empty=empty, before=before, history=history, after=after,
+    )  # fmt: skip

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
+import chex
 import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import split_runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, mesh_of, relative_rms
-from trainings import trained
+from split_runs import SMALL, rules_of, trained
 
 import burst_jax
 from benchmarks import train as bench_train
@@ -25,6 +24,7 @@ from burst_jax.training import Checkpoints, abstract_train_state, adam, make_opt
 from burst_jax.training.adam import random_words, stochastic_round
 
 RNG = np.random.default_rng(0)
+assert_same_bits = functools.partial(chex.assert_trees_all_equal, strict=True)
 SPECS = {"layers": P("stage", ("fsdp", "seq"), None), "head": P(None, "fsdp"), "norm": P()}
 # 7 cannot be cut into equal chunks.
 SHAPES = {"layers": (4, 16, 12), "head": (7, 10), "norm": (5,)}
@@ -63,12 +63,6 @@ def steps_of(transform_of, clip_norms, shardings=None):
     return results
 
 
-def same_bits(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
 def memories(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
@@ -103,31 +97,40 @@ def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
     # The norm that clips is a sum, in another order on another mesh.
     with jax.set_mesh(mesh):
         offloaded, clipped = run("host", split, 1e9, 1.0)
-    same_bits(offloaded, want)
-    same_bits([clipped], run("device", split, 1.0))
+    assert_same_bits(offloaded, want)
+    assert_same_bits([clipped], run("device", split, 1.0))
     if dtype == jnp.bfloat16:
-        same_bits(run("host", None, 1e9), [want])
+        assert_same_bits(run("host", None, 1e9), [want])
 
 
 def test_stochastic_rounding_has_the_mean_of_its_argument_and_bits_by_index():
-    x = jnp.float32(RNG.standard_normal(64) * 10.0 ** RNG.integers(-30, 30, 64))
-    shape = 4096, 64
-    words = random_words(jnp.uint32(3), shape, [0, 0])
-    got = np.asarray(stochastic_round(jnp.broadcast_to(x, shape), words), np.float64)
-    step = np.spacing(np.abs(np.asarray(x))) * 2.0**16
+    x = np.float32(RNG.standard_normal(64) * 10.0 ** RNG.integers(-30, 30, 64))
+    special = np.array([0, -0.0, 1, -3.5, np.inf, -np.inf, np.nan], np.float32)
+
+    @jax.jit
+    def drawn():
+        """Rounded many times; exact numbers; words of an array, of a part, of another seed."""
+        shape, ones = (4096, 64), jnp.full(special.shape, 0xFFFFFFFF, jnp.uint32)
+        words = random_words(jnp.uint32(3), shape, [0, 0])
+        return (
+            stochastic_round(jnp.broadcast_to(x, shape), words),
+            stochastic_round(jnp.asarray(special), ones),
+            random_words(jnp.uint32(7), (6, 5, 8), [0, 0, 0]),
+            random_words(jnp.uint32(7), (2, 5, 3), [4, 0, 5]),
+            random_words(jnp.uint32(8), (6, 5, 8), [0, 0, 0]),
+        )
+
+    rounded, exact, whole, part, other = map(np.asarray, drawn())
+    assert rounded.dtype == exact.dtype == jnp.bfloat16
+    got, step = np.float64(rounded), np.spacing(np.abs(x)) * 2.0**16
     # To one of its two neighbors, and at most four standard errors from the mean.
-    assert np.all(np.abs(got - np.asarray(x)) < step)
-    np.testing.assert_array_less(np.abs(got.mean(0) - np.asarray(x)) / step, 4 * 0.5 / 64)
+    assert np.all(np.abs(got - x) < step)
+    np.testing.assert_array_less(np.abs(got.mean(0) - x) / step, 4 * 0.5 / 64)
     assert len(np.unique(got)) > 64
-    x = jnp.float32([0, -0.0, 1, -3.5, jnp.inf, -jnp.inf, jnp.nan])
-    rounded = stochastic_round(x, jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32))
-    assert rounded.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(rounded.astype(jnp.float32), x)
-    whole = np.asarray(random_words(jnp.uint32(7), (6, 5, 8), [0, 0, 0]))
-    part = random_words(jnp.uint32(7), (2, 5, 3), [4, 0, 5])
+    np.testing.assert_array_equal(np.float32(exact), special)
     np.testing.assert_array_equal(part, whole[4:, :, 5:])
     assert len(np.unique(whole)) == whole.size
-    assert not np.any(whole == np.asarray(random_words(jnp.uint32(8), (6, 5, 8), [0, 0, 0])))
+    assert not np.any(whole == other)
 
 
 def test_a_second_moment_in_bfloat16_decays_slowly():
@@ -156,25 +159,18 @@ def test_a_second_moment_in_bfloat16_decays_slowly():
 
 
 @pytest.mark.slow
-def test_offloaded_moments_train_with_the_same_bits():
-    offloaded = trained(2, 2, moments="host")
+def test_offloaded_moments_train_with_the_assert_same_bits():
+    offloaded, want = trained("host"), trained()
     assert memories(offloaded.opt_state) == {"pinned_host"}
     assert memories(offloaded.params) == {"device"}
-    want = trained(2, 2)
     assert offloaded.history == want.history
-    same_bits((offloaded.params, offloaded.opt_state), (want.params, want.opt_state))
-
-
-SMALL = dataclasses.replace(
-    split_runs.CONFIG, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, mlp_dim=24
-)
+    assert_same_bits((offloaded.params, offloaded.opt_state), (want.params, want.opt_state))
 
 
 def test_checkpoints_move_moments_between_memories_and_meshes(tmp_path):
     def state_on(mesh, moments):
         optimizer = make_optimizer(1e-3, 10, moment_dtype=jnp.bfloat16, moments=moments)
-        rules = split_runs.rules_of(mesh)
-        return abstract_train_state(SMALL, optimizer, mesh, rules=rules, layout="zigzag")[1:]
+        return abstract_train_state(SMALL, optimizer, mesh, rules=rules_of(mesh))[1:]
 
     here = state_on(mesh_of(fsdp=2, seq=2), "host")
     values = jax.tree.map(lambda x: RNG.standard_normal(x.shape).astype(x.dtype), here)
@@ -239,7 +235,7 @@ def test_a_gpu_holds_at_most_a_layer_of_offloaded_moments():
     optimizer = make_optimizer(1e-4, 10, moments="host")
     config = bench_train.SHAPES["llama-3-8b"]
     state: Any = abstract_train_state(
-        config, optimizer, mesh, rules=split_runs.rules_of(mesh), layout="zigzag"
+        config, optimizer, mesh, rules=rules_of(mesh), layout="zigzag"
     )[1:]
     shardings: Any = jax.tree.map(lambda x: x.sharding, state)
     transform = optax.with_extra_args_support(optimizer.transform)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig
+from burst_jax.models import DecoderConfig
 from burst_jax.training import (
     abstract_train_state,
     init_train_state,
@@ -38,8 +38,14 @@ rules_of: Any = ShardingRules
 train_step: Any = make_train_step
 NO_MODEL: Any = nnx.graphdef(nnx.Dict())
 OPTIMIZER = make_optimizer(1e-3, 10)
-ROWS, SEQ, FSDP = np.zeros((2, 9), int), mesh_of(seq=2), mesh_of(fsdp=2)
+ROWS, SEQ, FSDP, DATA = (
+    np.zeros((2, 9), int),
+    mesh_of(seq=2),
+    mesh_of(fsdp=2),
+    mesh_of(data=2, seq=4),
+)
 BATCH: Any = make_batch(ROWS)
+RULES = ShardingRules.of(FSDP)
 
 
 def state(mesh: Any, config: Any = CONFIG, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
@@ -50,8 +56,12 @@ def made(mesh: Any, seed: Any) -> Any:
     return init_train_state(CONFIG, OPTIMIZER, mesh, seed)
 
 
-def place(mesh: Any, **options: Any) -> Any:
-    return place_batch(BATCH, mesh, **options)
+def place(mesh: Any, batch: Any = BATCH, **options: Any) -> Any:
+    return place_batch(batch, mesh, **options)
+
+
+def zeros(*shapes: tuple[int, ...]) -> Any:
+    return [np.zeros(shape, np.int32) for shape in shapes]
 
 
 def here(mesh: Any, batch: Any, **options: Any) -> Any:
@@ -76,18 +86,12 @@ TABLE = [
     (lambda: state(FSDP, rules="fsdp"), "rules is a str: it must be a Sh"),
     (lambda: rules_of.of("adam"), "mesh is a str: it must be a jax"),
     (lambda: rules_of(data=("a", "a")), "ShardingRules' data is .*: use different"),
-    (lambda: rules_of(fsdp=""), "ShardingRules' fsdp is .*: it must be a mesh axis"),
     (lambda: rules_of(seq=["a", "b"]), "ShardingRules' seq is .*: it must be a mesh axis"),
-    (lambda: rules_of(tensor=2), "ShardingRules' tensor is .*: it must be a mesh axis"),
     (lambda: rules_of(stage=""), "ShardingRules' stage is .*: it must be a mesh axis"),
-    # Sizes and seeds.
-    *((lambda name=name, value=value: config_of(**{name: value}), f"{name} is {value!r}: ")
-      for name, value in {
-          "vocab_size": 0, "num_layers": True, "embed_dim": 1.5, "mlp_dim": -1, "num_kv_heads": 0,
-          "dtype": "int32", "param_dtype": "float99", "remat": "all",
-      }.items()),
+    # Sizes and seeds; tests/models/test_decoder.py has more.
+    (lambda: config_of(num_layers=True), "num_layers is True: "),
+    (lambda: config_of(param_dtype="float99"), "param_dtype is 'float99': "),
     (lambda: state(SEQ, {}), "config is a dict: it must be a DecoderConfig"),
-    (lambda: config_of(num_heads=4, num_kv_heads=3), "num_heads is 4, num_kv_heads 3"),
     (lambda: made(SEQ, -1), "seed is -1: it must be an integer, at le"),
     (lambda: made(SEQ, 0.5), "seed is 0.5: it must be an integer"),
     (lambda: made(SEQ, 2**32), "seed is 4294967296: it must be below"),
@@ -115,7 +119,21 @@ TABLE = [
     (lambda: optimizer_of(1e-3, 9, moment_dtype="float99"),
      "moment_dtype is 'float99': use float32 or bfloat16"),
     (lambda: optimizer_of(1e-3, 9, moments="cpu"), "moments is 'cpu': use one of 'device', 'host'"),
-    # Batches; tests/training/test_batches.py has more.
+    # Batches.
+    (lambda: batch_of(ROWS, segment_ids=np.ones((2, 9))),
+     "segment_ids has dtype float64: convert it to int32"),
+    (lambda: place(DATA, zeros((2, 18)), batch_axis="data"),
+     r"batch has length T 18: it must be a multiple of 4, .*make_batch"),
+    (lambda: place(DATA, zeros((2, 16), (2, 17)), batch_axis="data"),
+     r"shapes \[\(2, 16\), \(2, 17\)\]: .* one shape \[B, T\]"),
+    (lambda: place(DATA, zeros((2, 16, 3))), r"batch has arrays of shapes \[\(2, 16, 3\)\]"),
+    (lambda: place(DATA, [[1, 2]]), "batch holds a leaf of int: it must hold arrays"),
+    (lambda: place(DATA, np.array([["a"]])), "batch holds a leaf of <U1: it must hold arrays"),
+    (lambda: place(DATA, np.array([[None]])), "batch holds a leaf of object: it must hold arrays"),
+    (lambda: place(FSDP, rules=RULES, seq_axis=None),
+     "seq_axis is None in addition to rules, which define it: leave it out"),
+    (lambda: place(FSDP, rules=RULES, batch_axis="fsdp"), "batch_axis is 'fsdp' in addition to r"),
+    (lambda: here(FSDP, 4, rules=RULES, batch_axis="fsdp"), "batch_axis is 'fsdp' in addition"),
     (lambda: batch_of(ROWS + 2**40), "rows holds 1099511627776: int32 cannot"),
     (lambda: batch_of(ROWS, num_shards=SEQ), "num_shards is Mesh.*: it must"),
     (lambda: place(None), "mesh is a NoneType: it must be a jax.sharding.Mesh, wh"),
@@ -164,11 +182,13 @@ CALLS = [
 
 def test_bad_arrays_of_a_decoder_and_weights_split_without_rules_raise():
     """Where it can be seen: in an eager call, and before a step or an evaluation is compiled."""
-    model: Any = Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=SEQ)
+    graphdef, *shapes = abstract_train_state(CONFIG, OPTIMIZER, SEQ)
+    zeros_on = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
+    params, moments = jax.tree.map(zeros_on, shapes)
+    model: Any = nnx.merge(graphdef, params)
     for arguments, message in CALLS:
         with pytest.raises(ValueError, match=message):
             model(*arguments)
-    graphdef, params = nnx.split(model)
     kernel: Any = params["layers"]["mlp"]["up"]["kernel"]
     split = jax.NamedSharding(SEQ, P(None, "seq"))
     kernel.set_value(jax.device_put(kernel.get_value(), split))
@@ -177,7 +197,7 @@ def test_bad_arrays_of_a_decoder_and_weights_split_without_rules_raise():
         r"r has no rules: .*; pass rules=ShardingRules\(...\), or replicate the weights"
     )
     step, eval_step = make_train_step(graphdef, OPTIMIZER), make_eval_step(graphdef)
-    moments, batch = OPTIMIZER.transform.init(params), place_batch(BATCH, SEQ)
+    batch = place_batch(BATCH, SEQ)
     for call in (
         lambda: nnx.merge(graphdef, params)(TOKENS, POSITIONS),
         lambda: step(params, moments, batch),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 import pytest
-from meshes import make_mesh, mesh_of
+from meshes import mesh_of
 
 from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import from_layout, positions
@@ -80,40 +77,3 @@ def test_each_device_gets_only_its_own_tokens(sizes, options, shard):
         shards = placed[name].addressable_shards
         assert {each.data.shape for each in shards} == {shard}
         assert len({str(each.index) for each in shards}) == 64 // shard[0] // shard[1]
-
-
-def zeros(*shapes):
-    return [np.zeros(shape, np.int32) for shape in shapes]
-
-
-UNPLACEABLE = {
-    "length": (zeros((2, 18)), r"batch has length T 18: it must be a multiple of 4, .*make_batch"),
-    "shapes": (zeros((2, 16), (2, 17)), r"shapes \[\(2, 16\), \(2, 17\)\]: .* one shape \[B, T\]"),
-    "rank": (zeros((2, 16, 3)), r"batch has arrays of shapes \[\(2, 16, 3\)\]"),
-    "list": ([[1, 2]], "batch holds a leaf of int: it must hold arrays"),
-    "text": (np.array([["a", "b"]]), "batch holds a leaf of <U1: it must hold arrays"),
-    "objects": (np.array([[None, 1]]), "batch holds a leaf of object: it must hold arrays"),
-}
-
-
-@pytest.mark.parametrize(("batch", "message"), UNPLACEABLE.values(), ids=UNPLACEABLE)
-def test_batches_that_do_not_fit_the_mesh_raise(batch, message):
-    with pytest.raises(ValueError, match=message):
-        place_batch(batch, make_mesh(data=2, seq=4), batch_axis="data")
-
-
-def test_segment_ids_of_floats_raise():
-    with pytest.raises(ValueError, match="segment_ids has dtype float64: convert it to int32"):
-        make_batch(np.zeros((2, 5), int), segment_ids=np.ones((2, 5)))
-
-
-def test_axes_in_addition_to_rules_raise():
-    mesh = mesh_of(fsdp=2, tensor=2)
-    rules, batch = ShardingRules.of(mesh), make_batch(RNG.integers(0, 9, (4, 17)))
-    with pytest.raises(ValueError, match=r"seq_axis is None in addition to rules, which define it"):
-        place_batch(batch, mesh, rules=rules, seq_axis=None)
-    calls: Any = (lambda **axes: place_batch(batch, mesh, **axes)), partial(rows_here, mesh, 4)
-    for call in calls:
-        message = "batch_axis is 'fsdp' in addition to rules, which define it: leave it out"
-        with pytest.raises(ValueError, match=message):
-            call(rules=rules, batch_axis="fsdp")

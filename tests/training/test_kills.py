@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +22,7 @@ import pytest
 import train_lm
 
 from burst_jax.training import Checkpoints, RunLog
+from burst_jax.training.run_log import read_metrics
 
 EVERY = 3  # Steps between two checkpoints.
 TINY = (
@@ -38,7 +36,8 @@ class Training:
     """A run in one folder, whose processes are killed and started again."""
 
     def __init__(self, out: Path, steps: int, corpus: Path, mesh: str) -> None:
-        self.out, self.checkpoints, self._steps = out, out / "checkpoints", steps
+        self.out, self.checkpoints, self.metrics = out, out / "checkpoints", out / "metrics.jsonl"
+        self._steps = steps
         self._printed = out.with_suffix(".printed")
         self._command = [sys.executable, "-W", "error", str(train_lm.__file__), *TINY]
         self._command += [f"--mesh={mesh}", f"--steps={steps}", f"--out={out}", f"--data={corpus}"]
@@ -74,40 +73,28 @@ class Training:
     def kill(self, draw: random.Random, delay: float, *, while_writing: bool) -> bool:
         """Kills a process some steps after its first one, or while it writes a checkpoint.
 
-        Returns:
-          Whether a partial checkpoint is left.
+        Returns whether a partial checkpoint is left.
         """
+        start = Checkpoints(self.checkpoints).latest() or 0
         # Not before two checkpoints are complete.
-        count = EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9)
+        due = start + (EVERY * draw.randint(3, 4) if while_writing else draw.randint(1, 9))
 
-        def due() -> int:
-            """The step at which to kill it; large before its first step is printed."""
-            first = re.search(r"^step (\d+)/", self.printed, re.MULTILINE)
-            return int(first[1]) - 1 + count if first else 10**9
+        def is_partial() -> bool:
+            return any(self.checkpoints.glob(f"{due}.orbax-checkpoint-tmp*"))
 
-        def now() -> bool:
-            return self._is_partial(due()) if while_writing else self.reached() >= due()
+        def is_reached() -> bool:
+            started = f"step {start + 1}/" in self.printed  # The log of the last process is cut.
+            return started and max(read_metrics(self.metrics), default=0) >= due
 
-        self.run(now, delay)
-        return self._is_partial(due())
-
-    def reached(self) -> int:
-        """The last step in ``metrics.jsonl``."""
-        return max((record["step"] for record in self._records()), default=0)
+        self.run(is_partial if while_writing else is_reached, delay)
+        return is_partial()
 
     def losses(self) -> list[float]:
         """The losses of all steps, each logged once."""
-        records = self._records()
-        assert [record["step"] for record in records] == list(range(1, self._steps + 1))
-        return [record["loss"] for record in records]
-
-    def _records(self) -> list[dict[str, Any]]:
-        lines = (self.out / "metrics.jsonl").read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def _is_partial(self, step: int) -> bool:
-        """Whether checkpoint ``step`` is a folder that orbax has not completed."""
-        return any(self.checkpoints.glob(f"{step}.orbax-checkpoint-tmp*"))
+        records = read_metrics(self.metrics)
+        assert list(records) == list(range(1, self._steps + 1))
+        assert self.metrics.read_text().count("\n") == self._steps
+        return [record["loss"] for record in records.values()]
 
 
 @pytest.mark.slow
@@ -128,7 +115,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
         delay = draw.uniform(0, 0.05) if index else 0  # The first kill leaves a partial checkpoint.
         left = killed.kill(draw, delay, while_writing=index % 2 == 0)
         partial += left
-        print(f"at step {killed.reached()}{', a partial checkpoint left' * left}")
+        print(f"at step {max(read_metrics(killed.metrics))}{', a partial checkpoint left' * left}")
         if index == 0:
             shutil.copytree(killed.out, moved.out)
     assert partial > 0
@@ -175,11 +162,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
         assert (step, extra["loader"]) == (3, "its state")
         assert jnp.array_equal(restored["x"], state["x"])
         for changed, abstract, message in (
-            (
-                {"seed": 1},
-                state,
-                "--seed is 1: the run of the checkpoints in here has 0; use the s",
-            ),
+            ({"seed": 1}, state, "--seed is 1: the run of the checkpoints in here has 0; use the"),
             ({"model": "there"}, state, r"--model is there: .* has None"),
             ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
             ({"moment_dtype": "bfloat16"}, *half),

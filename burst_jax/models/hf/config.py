@@ -15,6 +15,7 @@ from burst_jax.layers.rope import DynamicRope
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
+from burst_jax.models.hf.files import read_object
 from burst_jax.models.hf.ropes import without_options
 
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
@@ -65,12 +66,7 @@ def read_config(
         if (folder / "adapter_config.json").is_file():
             remedy = "it has a PEFT adapter; load its base model, and pass that to load_adapter"
         raise FileNotFoundError(f"{folder} lacks config.json: {remedy}")
-    try:
-        given = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
+    given = read_object(path)
     multimodal = None
     for family in FAMILIES.values():
         if family.multimodal and family.multimodal.model_type == given.get("model_type"):

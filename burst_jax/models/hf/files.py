@@ -114,13 +114,24 @@ def _files(folder: Path, name: str) -> dict[Path, set[str] | None]:
     return {folder / name: stored for name, stored in (tensors or {}).items()}
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ValueError: it has no JSON, or another value.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is {content!r}: it must be a JSON object")
+    return content
+
+
 def _tensors_of(index: Path) -> dict[str, set[str]]:
     """Each file's tensors, by the index."""
-    try:
-        content = json.loads(index.read_text())
-    except ValueError as error:
-        raise ValueError(f"{index} is not JSON: {error}") from error
-    places = content.get("weight_map") if isinstance(content, dict) else None
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} lacks weight_map, which has each tensor's file")
     tensors: dict[str, set[str]] = {}

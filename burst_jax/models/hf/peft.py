@@ -24,11 +24,11 @@ from burst_jax.models.config import DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import Family
-from burst_jax.models.hf.files import TensorFiles
+from burst_jax.models.hf.files import TensorFiles, read_object
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
 from burst_jax.models.hf.tensors import Weight
-from burst_jax.models.lora import abstract_like
+from burst_jax.models.lora import abstract_like, reject_adapters
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 
@@ -128,10 +128,7 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
         damaged file.
     """
     folder = Path(folder)
-    if model.config.lora is not None:
-        raise ValueError(
-            f"model already has adapters, {model.config.lora}: merge them first with merge_lora"
-        )
+    reject_adapters(model)
     given = _read_config(folder / CONFIG)
     files = TensorFiles(folder, single=TENSORS)
     targets = tuple(
@@ -196,12 +193,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """``adapter_config.json``, checked for unsupported keys."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} lacks {CONFIG}: pass the folder of a PEFT adapter")
-    try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} is {given!r}: it must be a JSON object")
+    given = read_object(path)
     kind = given.get("peft_type")
     if kind != "LORA":
         raise NotImplementedError(f"{path} has peft_type {kind!r}: only 'LORA' is supported")

@@ -10,7 +10,6 @@ full layers. A file may have both formats if they agree.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,33 +17,16 @@ from burst_jax.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, Yar
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Each type's class, and its fields by their names in config.json.
-_TYPES: dict[str, tuple[type[Rope], dict[str, str]]] = {
-    "default": (Rope, {}),
-    "linear": (LinearRope, {"factor": "factor"}),
-    "dynamic": (DynamicRope, {"factor": "factor"}),
-    "llama3": (
-        Llama3Rope,
-        {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_position_embeddings": "old_positions",
-        },
-    ),
-    "yarn": (
-        YarnRope,
-        {
-            "factor": "factor",
-            "original_max_position_embeddings": "old_positions",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-            "attention_factor": "attention_factor",
-            "mscale": "mscale",
-            "mscale_all_dim": "mscale_all_dim",
-            "truncate": "truncate",
-        },
-    ),
+_OLD_LENGTH = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _OLD_LENGTH)
+_YARN = ("factor", _OLD_LENGTH, "beta_fast", "beta_slow", "attention_factor")
+# Each type's class, and its options in config.json.
+_TYPES: dict[str, tuple[type[Rope], tuple[str, ...]]] = {
+    "default": (Rope, ()),
+    "linear": (LinearRope, ("factor",)),
+    "dynamic": (DynamicRope, ("factor",)),
+    "llama3": (Llama3Rope, _LLAMA3),
+    "yarn": (YarnRope, (*_YARN, "mscale", "mscale_all_dim", "truncate")),
 }
 
 
@@ -124,37 +106,34 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
         raise NotImplementedError(
             f"config.json's RoPE has the type {name!r}: supported are {', '.join(_TYPES)}"
         )
-    rope, fields = _TYPES[name]
+    rope, known = _TYPES[name]
     positions = values["max_position_embeddings"]
-    if "original_max_position_embeddings" in fields:
-        options.setdefault(
-            "original_max_position_embeddings",
-            values.get("original_max_position_embeddings") or positions,
-        )
+    if _OLD_LENGTH in known:
+        options.setdefault(_OLD_LENGTH, values.get(_OLD_LENGTH) or positions)
+    else:
+        # transformers ignores the old length for these.
+        options.pop(_OLD_LENGTH, None)
     if name == "yarn" and "factor" not in options:
-        options["factor"] = positions / options["original_max_position_embeddings"]
+        options["factor"] = positions / options[_OLD_LENGTH]
     whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
     if whole != 1:
         raise NotImplementedError(
             f"partial_rotary_factor is {whole}: only 1 is supported, RoPE of all head features"
         )
-    if name in ("default", "linear", "dynamic"):
-        # transformers ignores the old length for these.
-        options.pop("original_max_position_embeddings", None)
-    unknown = sorted(set(options) - set(fields))
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise NotImplementedError(
             f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: known options are "
-            f"{', '.join(fields) or 'none'}. If one does not change the computation, pass "
+            f"{', '.join(known) or 'none'}. If one does not change the computation, pass "
             f"ignore={tuple(unknown)}"
         )
-    needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(fields)
+    needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(known)
     if missing := sorted(needed - set(options)):
         raise ValueError(f"config.json's RoPE of the type {name!r} lacks {', '.join(missing)}")
     if rope is DynamicRope:
         return DynamicRope(theta, float(options["factor"]), int(positions))
     numbers = {
-        fields[key]: value if isinstance(value, bool) else _number(key, value)
+        _field(key): value if isinstance(value, bool) else _number(key, value)
         for key, value in options.items()
     }
     return rope(theta=theta, **numbers)
@@ -182,13 +161,17 @@ def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
 
 
 def _rope_json(rope: Rope) -> dict[str, Any]:
-    for name, (kind, fields) in _TYPES.items():
+    for name, (kind, known) in _TYPES.items():
         if type(rope) is kind:
-            values = dataclasses.asdict(rope)
-            options = {key: values[field] for key, field in fields.items()}
+            options = {key: getattr(rope, _field(key)) for key in known}
             options = {key: value for key, value in options.items() if value is not None}
             return {"rope_type": name, "rope_theta": rope.theta, **options}
     raise NotImplementedError(f"rope is {rope}: transformers has no such RoPE")
+
+
+def _field(key: str) -> str:
+    """The field of a RoPE that is this option."""
+    return "old_positions" if key == _OLD_LENGTH else key
 
 
 def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ and accumulates their dK and dV in registers::
 
     S_w = Q K_w^T    dP_w = dO V_w^T          2 x 2 warps; P_w and dS_w go to shared memory
     dV_w += P_w^T dO    dK_w += dS_w^T Q      left operand by transposed ldmatrix
-    dQ += dS K                                each warpgroup one part of dQ, over all keys
+    dQ += dS K                                each warpgroup computes a part of dQ, over all keys
 
 dQ is accumulated in global memory by atomic additions, in register order (see
 :func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
@@ -81,9 +81,9 @@ def backward(
     config = config or backward_config(inputs.head_dim, inputs.value_dim)
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
-    # The zeros depend on an operand, so that a ring does not allocate those of all steps at once.
-    # The barrier makes them unique to this call, by operands that differ between steps: XLA would
-    # create equal arrays once, and copy them.
+    # dQ's zeros depend on an operand, so that a ring does not allocate those of all steps at once.
+    # The barrier has operands that differ between steps. Otherwise XLA would create equal arrays
+    # once, and copy them.
     zero, stats, *_ = lax.optimization_barrier(
         (jnp.float32(0), stats_by_tile(static, inputs), inputs.kv.k, bounds)
     )
@@ -361,7 +361,7 @@ class _Cta(NamedTuple):
         if stages > 1:
             self.copy_queries(upcoming, i32(1) - stage)
             self.copy_do(upcoming, i32(1) - stage)
-        # Loaded long before it is used.
+        # Loaded early to hide the latency.
         scale = self.arrays.dq_scale
         scale = None if scale is None else scale[self.batch, self.head(q_tile)]
         self._make_weights(q_tile, stage, masked=masked)

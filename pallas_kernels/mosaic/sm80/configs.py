@@ -15,7 +15,7 @@ MMA_ROWS = 16
 WARPS = 4
 # Warpgroups of a backward CTA. Each owns half of the tile's keys.
 BACKWARD_WARPGROUPS = 2
-# Of a warpgroup's warps, those along the rows of every product; the others are along its columns.
+# Number of a warpgroup's warps along the rows of every product; the others are along its columns.
 BACKWARD_M_WARPS = 2
 
 _ITEMSIZE = 2

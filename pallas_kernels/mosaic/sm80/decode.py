@@ -3,8 +3,8 @@
 One CTA per (batch index, key/value head, split of the keys): few queries have too few tiles to fill
 a GPU, so the keys are split over its SMs, and the partial results are merged by log-sum-exp
 (Flash-Decoding). The queries of all query heads that share a key/value head are the rows of the
-products, so every key is read once. Up to 16 rows, each warp has keys of its own, which it copies
-for itself, and warps meet only at the end (:mod:`pallas_kernels.mosaic.sm80.warp_operations`).
+products, so every key is read once. With up to 16 rows, each warp copies and processes its own
+keys, and warps synchronize only at the end (:mod:`pallas_kernels.mosaic.sm80.warp_operations`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, SHARED_MEMORY, WARPS
 from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.score import LOG2_E, Score
 
-# More splits must save this share of the time, because their results must be merged.
+# A larger number of splits must save this fraction of the time, because their results are merged.
 _WORTH_SPLITTING = 0.05
 # Queries of larger head dims are read from shared memory for every tile.
 _WIDEST_IN_REGISTERS = 128
@@ -94,10 +94,14 @@ def decode_config(rows: int, head_dim: int, value_dim: int) -> DecodeConfig:
 
 
 def default_splits(ctas: int, sms: int) -> int:
-    """Number of splits of the keys for that many CTAs without splits: few, but even over the SMs.
+    """Number of splits of the keys: few, but such that the SMs have equal work.
 
     One CTA per SM is enough to use all bandwidth, so the time is that of one split, times the
-    number of CTAs that the busiest SM has.
+    number of CTAs that the busiest SM runs.
+
+    Args:
+      ctas: number of CTAs without splits.
+      sms: number of SMs.
     """
 
     def time(splits: int) -> float:
@@ -198,7 +202,7 @@ class _Static:
 
     @property
     def parts(self) -> int:
-        """Parts of the sums' lanes, each of which another group of warps writes."""
+        """Parts of the output's lanes, each of which a different group of warps writes."""
         return warp_operations.pieces(self.value_dim, self.config.row_warps)
 
 
@@ -378,7 +382,7 @@ class _Cta(NamedTuple):
     fragments: instructions.Fragments
 
     def copy(self, tile: Any, stage: Any, end: Any) -> None:
-        """Starts the copies of a tile before ``end``, as one group; else the group is empty."""
+        """Starts the copies of a tile as one group, which is empty unless ``tile < end``."""
         static, arrays, memory = self.static, self.arrays, self.memory
         block = static.config.block_kv
         kv_head = lax.div(self.head, i32(static.row_blocks))

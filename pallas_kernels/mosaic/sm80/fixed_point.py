@@ -38,17 +38,18 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
 
 
 def scale(bound: jax.Array) -> jax.Array:
-    """The factor from dQ to integers."""
+    """The factor from dQ to its fixed-point integers."""
     return 2.0**_BITS / bound
 
 
 def to_float(x: jax.Array, bound: jax.Array) -> jax.Array:
     """float32 ``[...]`` of int32 ``[..., 2]``, low and high halves of 64-bit integers.
 
-    Not finite where the bound is not.
+    The result is not finite where the bound is not.
     """
     low, high = x[..., 0].astype(jnp.uint32), x[..., 1]
-    # Of the absolute value, because float32 holds a small one, but not 2^32 minus a small one.
+    # The absolute value is converted: the low half of a small negative integer is close to 2^32,
+    # which would be rounded.
     negative = high < 0
     high = jnp.where(negative, ~high + (low == 0).astype(jnp.int32), high)
     low = jnp.where(negative, ~low + jnp.uint32(1), low)

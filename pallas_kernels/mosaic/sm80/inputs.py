@@ -41,7 +41,7 @@ class Static[Config: (ForwardConfig, BackwardConfig)](KernelStatic[Config]):
 
 
 class AttentionArrays(NamedTuple):
-    """What both kernels read; references inside a kernel.
+    """What both kernels read: arrays, or references inside a kernel.
 
     Attributes:
       bounds: tile bounds (:mod:`pallas_kernels.bounds`).
@@ -79,7 +79,7 @@ class BackwardResults(NamedTuple):
 
     Attributes:
       dq: float32 ``[B, N, query tiles, warpgroups, registers, 128]``, accumulated by atomics; in
-        fixed point int32 with two more elements each, the low and the high half.
+        fixed point int32 ``[..., 2]``, the low and the high half of each integer.
       dk: ``[B, S, K * H]``, S padded to whole tiles; a given dK is float32 and is added to.
       dv: ``[B, S, K * Hv]``, the same.
       per_head: float32 ``[B, N, KV tiles, warpgroups, warps]`` each, by name; each warp of a CTA

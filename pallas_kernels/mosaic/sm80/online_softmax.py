@@ -32,13 +32,13 @@ class OnlineSoftmax(NamedTuple):
     def add(
         self, scores: jax.Array, factor: float, fragments: instructions.Fragments
     ) -> tuple[jax.Array, OnlineSoftmax]:
-        """``(weights, state)``: a tile's weights, and the state with them except for ``acc``.
+        """``(weights, state)``: a tile's weights, and the state after this tile.
 
-        ``acc`` is rescaled, and lacks the product of the weights and the tile's values.
+        Its ``acc`` is only rescaled: the caller adds the weights times the tile's values.
 
         Args:
           scores: float32 ``[rows, keys]``; -inf where masked.
-          factor: takes scores to base 2.
+          factor: from scores to logits in base 2.
           fragments: register layouts.
         """
         highest = jnp.max(scores, axis=1) * factor

@@ -1,8 +1,8 @@
-"""Operations whose warps work on different keys, or copy for themselves: the decode kernel's.
+"""Operations of the decode kernel, whose warps copy and process different keys of a tile.
 
 All matrices of a warpgroup have 16 rows per warp and row tile, as with four warps along the rows.
-But warps are split into groups: those of one group have different queries in their rows, and all
-groups the same queries. A group has its own part of the tile's keys::
+But the warps are split into groups. Warps of one group have different queries; each group has the
+same queries as the others, and its own part of the tile's keys::
 
     row_warps 1    groups of one warp: 16 queries, each warp a fourth of the keys
     row_warps 2    warps 0, 1 and 2, 3: 32 queries, each group half of the keys
@@ -34,7 +34,7 @@ from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
 _LANES = 32
-# A copy also brings the rest of its 128 bytes to L2.
+# A copy also prefetches the rest of its 128-byte line into L2.
 _PREFETCH = ".L2::128B"
 # Columns of the left operand of one mma.sync instruction (m16n8k16).
 MMA_DEPTH = 16
@@ -317,7 +317,7 @@ class _Exchange:
             return _offset(self._memory, place)
 
         def slot_of(part, group):
-            """Where a group's warp writes a part; it keeps its own, if it is nobody else's."""
+            """A group's slot for a part. With a part per group, its own part needs no slot."""
             if not compact:
                 return part
             after = arith.cmpi(arith.CmpIPredicate.ugt, part, group)
@@ -348,7 +348,7 @@ class _Exchange:
                 other = arith.cmpi(arith.CmpIPredicate.ne, self._group, _i32(group))
                 slot = slot_of(own_part, _i32(group))
                 for index, value in enumerate(sums.flat):
-                    # The own group's slot holds something else: its value is replaced by 0.
+                    # The own group's sums are in registers, and its slot holds another part.
                     given = llvm.load(value.type, place(warp, slot, index))
                     zero = arith.constant(value.type, _zeros(value.type))
                     given = arith.select(other, given, zero)
