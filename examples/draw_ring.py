@@ -110,7 +110,7 @@ def forward_steps(device: int) -> list[tuple[str, list[str]]]:
 
 
 def backward_steps(device: int) -> list[tuple[str, list[str]]]:
-    """What one device does in the backward pass, with one kernel for all gradients."""
+    """What one device does in the backward pass."""
     return drawn(device, backward_schedule(ROUTE))
 
 

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import warnings
 
-import jax
-
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80
+from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80, fitting_sm80
 from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
-from pallas_kernels.pallas_triton.implementation import TRITON, tuned_triton
 from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
 # What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, TRITON, XLA)
-
-# From 0.12.0.1 on JAX assembles Mosaic kernels with the nvJitLink library, as relocatable code. In
-# relocatable code all warpgroups of a kernel get the same number of registers, so the consumer
-# warpgroups spill, and the Triton kernels are faster. Mosaic kernels can still be chosen by name.
-LINKED_SINCE = (0, 12)
+_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, XLA)
 
 
 class SlowerKernelsWarning(UserWarning):
-    """``implementation=None`` does not use the Hopper kernels on a GPU that could run them."""
+    """``implementation=None`` uses no kernels on a GPU that could run them."""
 
 
-NAMES = ("mosaic_sm90", "mosaic_sm80", "triton", "xla")
+NAMES = ("mosaic_sm90", "mosaic_sm80", "xla")
 _BY_NAME = {
     "mosaic_sm90": MOSAIC_SM90,
     "mosaic_sm80": MOSAIC_SM80,
-    "triton": TRITON,
     "xla": XLA,
     "reference": REFERENCE,  # For tests only.
 }
@@ -67,8 +58,8 @@ def resolve(
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
     The decision does not try to lower kernels, because those of a newer GPU abort when they are
-    lowered for an older one. If None does not choose the Hopper kernels although they could run, a
-    :class:`SlowerKernelsWarning` gives the reason and the remedy.
+    lowered for an older one. If None chooses XLA because a GPU that could run kernels is absent, a
+    :class:`SlowerKernelsWarning` says so.
 
     Args:
       implementation: a name, an :class:`Implementation`, or None.
@@ -87,28 +78,31 @@ def resolve(
     """
     chosen = find(implementation)
     if chosen is not None:
-        chosen = _variant(chosen, deterministic)
+        chosen = _variant(chosen, deterministic, compute_capability)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        candidates = [_variant(candidate, deterministic) for candidate in _CANDIDATES]
-        reasons = [_reason_against(candidate, *where) for candidate in candidates]
-        chosen = candidates[reasons.index(None)]
-        if _obstacle(MOSAIC_SM90, *where) is None and chosen is not MOSAIC_SM90:
+        candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]
+        chosen = next(x for x in candidates if _obstacle(x, *where) is None)
+        absent = MOSAIC_SM80.unavailable(platform, compute_capability)
+        is_ampere = absent is not None and (compute_capability or 0) >= 8.0
+        if chosen is XLA and is_ampere and MOSAIC_SM80.unsupported(inputs) is None:
             warnings.warn(
-                f"implementation=None takes {chosen.name!r} here, and not this GPU's own, faster "
-                f"kernels, 'mosaic_sm90': {reasons[0]}; implementation={chosen.name!r} takes the "
-                "slower ones without this warning",
+                f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
                 SlowerKernelsWarning,
                 stacklevel=2,
             )
     obstacle = _obstacle(chosen, *where)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
-    return tuned_triton(compute_capability) if chosen is TRITON else chosen
+    return chosen
 
 
-def _variant(implementation: Implementation, deterministic: bool) -> Implementation:
-    """The deterministic variant of an implementation if required and if it has one, else itself."""
+def _variant(
+    implementation: Implementation, deterministic: bool, compute_capability: float | None
+) -> Implementation:
+    """What runs of an implementation: its tiles for the GPU, and its reproducible variant."""
+    if implementation is MOSAIC_SM80:
+        implementation = fitting_sm80(compute_capability)
     variant = implementation.deterministic_variant if deterministic else None
     return implementation if variant is None else variant
 
@@ -131,7 +125,7 @@ def _obstacle(
     if backward and deterministic and not candidate.deterministic:
         return (
             "deterministic is True, and it adds up gradients in an order that differs from run to "
-            "run; use None or 'triton', or leave deterministic out"
+            "run; use None, or leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
         unsupported = candidate.backward_unsupported(inputs)
@@ -140,23 +134,3 @@ def _obstacle(
     if unsupported is None and spec is not None and spec.calls_functions:
         return candidate.unsupported_functions(spec, inputs, backward=backward)
     return unsupported
-
-
-def _reason_against(
-    candidate: Implementation,
-    platform: str,
-    compute_capability: float | None,
-    inputs: AttentionInputs,
-    backward: bool,
-    deterministic: bool,
-    spec: AttentionSpec | None,
-) -> str | None:
-    """Why ``implementation=None`` skips a candidate: it cannot run or is slower; None if not."""
-    where = platform, compute_capability, inputs, backward, deterministic, spec
-    obstacle = _obstacle(candidate, *where)
-    if obstacle is None and candidate is MOSAIC_SM90 and jax.__version_info__ >= LINKED_SINCE:
-        return (
-            f"JAX {jax.__version__} compiles them so that they spill registers; install JAX 0.11.2 "
-            "(pip install 'burst-jax[cuda13]' does)"
-        )
-    return obstacle

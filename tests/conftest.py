@@ -4,14 +4,12 @@ With ``--implementation`` the tests of local attention run compiled, on the GPU:
 ``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``, or ``triton``.
 """
 
-import argparse
 import collections
 import gc
-import json
 import os
 import pathlib
 import re
-import sys
+from typing import Any
 
 import compiled_programs as compiled
 import jax
@@ -19,48 +17,15 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 _GPU = ("triton", "mosaic_sm80", "mosaic_sm90")
-# Read before pytest reads it: the platform is set here, and tests are parametrized with it.
-_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-_options.add_argument("--implementation")
-_options.add_argument("-m", default="")
-# Workers of pytest-xdist have no command line: they read that of the process that starts them.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    _command_line = json.loads(os.environ["BURST_JAX_PYTEST_ARGUMENTS"])
-else:
-    _command_line = sys.argv[1:]
-    os.environ["BURST_JAX_PYTEST_ARGUMENTS"] = json.dumps(_command_line)
-_given = _options.parse_known_args(_command_line)[0]
-IMPLEMENTATION = _given.implementation
-ON_GPU = IMPLEMENTATION is not None
-REPLAYING = "replay" in _given.m
-if not ON_GPU:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-# Most of the tests' time is compilation of programs that run a few times on small arrays.
-# Subprocesses inherit the variable. Other projects' cases, at their own sizes, run longer than they
-# compile.
-COMPILE_QUICKLY = not ON_GPU and not REPLAYING
-if COMPILE_QUICKLY:
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
-    # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "split_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1".strip()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Compiled programs are kept for the next run; subprocesses use them, too. Workers share the folder:
-# an entry that another worker is still writing counts as missing.
 CACHE = {
     "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-if not ON_GPU and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    for option, value in CACHE.items():
-        os.environ[option.upper()] = str(value)
-        jax.config.update(option, value)
-# Its hundreds of calls need a GPU's kernels.
-collect_ignore = [] if ON_GPU else ["pallas_kernels/test_local_drawn.py"]
+# Set by pytest_configure, before tests and their support are imported.
+IMPLEMENTATION: Any = None  # a name, with --implementation
+ON_GPU = REPLAYING = COMPILE_QUICKLY = False
+collect_ignore: list[str] = []
 # An implicit bfloat16 + float32 is a precision bug.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -77,7 +42,7 @@ TIERS = {
         else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
     ),
     "mosaic_interpreter": (
-        "interprets the Hopper kernels, which needs JAX 0.12 or newer",
+        "interprets the Hopper kernels, or finds races, which needs JAX 0.12 or newer",
         ".ci/run runs them with the newest JAX",
     ),
     "hopper_kernels": (
@@ -135,8 +100,33 @@ def kills(request):
 
 
 def pytest_configure(config):
+    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY
     for marker, (reason, _) in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {reason}")
+    IMPLEMENTATION = config.getoption("--implementation")
+    ON_GPU, REPLAYING = IMPLEMENTATION is not None, "replay" in config.option.markexpr
+    # Most of the tests' time is compilation of programs that run a few times on small arrays.
+    # Other projects' cases, at their own sizes, run longer than they compile.
+    COMPILE_QUICKLY = not ON_GPU and not REPLAYING
+    if ON_GPU:
+        return
+    collect_ignore.append("pallas_kernels/test_local_drawn.py")  # Hundreds of a GPU's kernels.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    if COMPILE_QUICKLY:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # Subprocesses inherit it.
+        # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
+        # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "split_count" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1".strip()
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
+    # folder: an entry that another worker is still writing counts as missing.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        for option, value in CACHE.items():
+            os.environ[option.upper()] = str(value)
+            jax.config.update(option, value)
 
 
 def pytest_collection_finish():

@@ -93,12 +93,11 @@ class LocalArguments:
         depends on key, batch index, head and positions, not on mesh, layout or implementation. In
         ``ring_attention``, devices with different sequences or heads must pass different keys
         (``jax.random.fold_in`` of the axis index), and devices along the ring the same key.
-      implementation: "mosaic_sm90", "mosaic_sm80", "triton", "xla", a
+      implementation: "mosaic_sm90", "mosaic_sm80", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
-      deterministic: whether gradients must be bitwise reproducible. "mosaic_sm90" accumulates dQ in
-        varying order: with True it raises, and None picks another implementation for the gradient.
-        "mosaic_sm80" then accumulates dQ in fixed point. out and lse are always bitwise
-        reproducible. Default False.
+      deterministic: whether gradients must be bitwise reproducible. The kernels accumulate dQ in
+        varying order: with True "mosaic_sm90" computes it in a kernel of its own, and "mosaic_sm80"
+        in fixed point, both slower. out and lse are always bitwise reproducible. Default False.
     """
 
     query_offset: int | jax.Array = 0
@@ -223,13 +222,11 @@ def takes[F: Callable[..., Any]](arguments: type[LocalArguments]) -> Callable[[F
     """
 
     def decorate(function: F) -> F:
+        own = inspect.signature(function, eval_str=True)
         hints = get_type_hints(arguments)
         fields = {field.name: field for field in dataclasses.fields(arguments)}
-        shown = [
-            each
-            for each in inspect.signature(function).parameters.values()
-            if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ]
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        shown = [each for each in own.parameters.values() if each.kind is positional]
         keywords = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=fields[name].default,
@@ -237,13 +234,10 @@ def takes[F: Callable[..., Any]](arguments: type[LocalArguments]) -> Callable[[F
             )
             for name in arguments.names()
         ]  # fmt: skip
-        residual = inspect.signature(function).parameters["return_residual"]
-        own = get_type_hints(function)
-        shown = [each.replace(annotation=own[each.name]) for each in shown]
-        keywords.append(residual.replace(annotation=bool))
-        function.__annotations__ = {each.name: each.annotation for each in [*shown, *keywords]}
-        function.__annotations__["return"] = own["return"]
-        signature = inspect.Signature([*shown, *keywords], return_annotation=own["return"])
+        parameters = [*shown, *keywords, own.parameters["return_residual"]]
+        signature = own.replace(parameters=parameters)
+        annotations = {each.name: each.annotation for each in parameters}
+        function.__annotations__ = annotations | {"return": own.return_annotation}
         setattr(function, "__signature__", signature)  # noqa: B010
         if function.__doc__ is not None:  # python -OO
             entries = descriptions(arguments)

@@ -106,7 +106,7 @@ def block_mask_of(
       kv_length: S.
       block_q: queries per block, a divisor of T. The Mosaic kernels (A100, H100) need blocks in
         which a device has a multiple of 64 neighboring queries and of 64 neighboring keys; others
-        run by Triton or XLA.
+        run by XLA.
       block_kv: keys per block, a divisor of S.
       num_heads: N, for one table per query head; required if the function reads the head.
       batch: B, required if the function reads the batch index. All sequences share the table: a

@@ -15,6 +15,7 @@ from burst_jax.attention.arguments import LocalArguments, RingArguments
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.score_mod import check_functions
 from burst_jax.attention.validation import (
+    POSITIONS,
     WINDOW_SIDES,
     check_arrays,
     check_bool,
@@ -40,9 +41,6 @@ from pallas_kernels import AttentionSpec, Dropout, find
 from pallas_kernels.inputs import GlobalIndices
 from pallas_kernels.mask import Mask
 from pallas_kernels.score import Score
-
-# Arguments whose arrays specify positions. Their values are unknown when a route is made.
-_ARRAYS_OF_POSITIONS = ("query_offset", "query_positions", "key_value_positions")
 
 
 class Call(NamedTuple):
@@ -124,18 +122,11 @@ def make_request(
     head_dim: int,
     arrays: dict[str, Any] | None = None,
 ) -> Request:
-    """The static request of a call.
+    """The static request of a call, whose arguments are those of :func:`parse_call`.
 
     Args:
-      arguments: the keyword arguments.
-      axis_argument: as in :func:`parse_call`.
-      axes: as in :func:`parse_call`.
-      size_of: as in :func:`parse_call`.
       head_dim: H, for the default scale.
       arrays: the call's checked arrays by name; None is no arrays.
-
-    Raises:
-      ValueError: an argument is wrong.
     """
     arrays = {} if arrays is None else arrays
     ring = arguments if isinstance(arguments, RingArguments) else RingArguments()
@@ -158,7 +149,8 @@ def make_request(
     if chunk_size is not None:
         # At most 2^30, so that the end of every chunk fits int32: positions are below 2^30.
         chunk_size = min(check_integer("attention_chunk_size", chunk_size, 1), 2**30)
-    own_positions = any(name in arrays for name in _ARRAYS_OF_POSITIONS)
+    # Their values are unknown when a route is made.
+    own_positions = any(name in arrays for name in POSITIONS)
     return Request(
         spec=spec,
         layout=ring.layout,

@@ -59,13 +59,14 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
         return request.positions_here(key.shape[1])[None] if own_kv is None else own_kv
 
     q_ids, kv_ids = _segment_ids(arrays, q_positions, kv_positions)
+    kv_starts, kv_ends = _kv_bounds(request, arrays, q_positions)
     query_side = QuerySide(
         query,
         # Only KV bounds read positions that differ between sequences.
         own_q[0] if own_q is not None and own_q.shape[0] == 1 else None,
         q_ids,
-        kv_starts=_kv_starts(request, arrays, q_positions),
-        kv_ends=_kv_ends(request, arrays, q_positions),
+        kv_starts=kv_starts,
+        kv_ends=kv_ends,
     )
     indices = None
     if "batch_indices" in arrays:
@@ -82,17 +83,12 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:
     """Global positions of this device's queries, int32 ``[B or 1, T]``; None: the layout's."""
     if "query_positions" in arrays:
-        return _per_sequence(arrays["query_positions"])
+        return jnp.atleast_2d(arrays["query_positions"])
     offset = arrays.get("query_offset", request.query_offset)
     if offset is None or (isinstance(offset, int) and offset == 0):
         return None
     in_layout = request.positions_here(arrays["query"].shape[1])[None]
     return in_layout + (offset if isinstance(offset, int) or not offset.ndim else offset[:, None])
-
-
-def _per_sequence(x: jax.Array) -> jax.Array:
-    """``[B, T]`` itself; ``[T]``, shared by all sequences, as ``[1, T]``."""
-    return x[None] if x.ndim == 1 else x
 
 
 def _block_mask(request: Request, table: jax.Array | None) -> BlockMask | None:
@@ -137,37 +133,26 @@ def _segment_ids(
     return q_ids, kv_ids
 
 
-def _kv_starts(
+def _kv_bounds(
     request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
-) -> jax.Array | None:
-    """Each query's first allowed key position, int32 ``[B or 1, T]``; None without a bound."""
-    starts = []
-    if "key_starts" in arrays:
-        starts.append(_per_sequence(arrays["key_starts"]))
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Each query's first allowed key position and exclusive end; None without a bound.
+
+    Both are int32 ``[B or 1, T]``.
+    """
+    starts = [jnp.atleast_2d(arrays["key_starts"])] if "key_starts" in arrays else []
+    ends = [jnp.atleast_2d(arrays["key_ends"])] if "key_ends" in arrays else []
     if WINDOW_SIDES[0] in arrays:
         starts.append(first_key_in_window(positions(), arrays[WINDOW_SIDES[0]]))
-    if request.chunk_size is not None:
-        starts.append(_chunk_start(positions(), request.chunk_size))
-    return functools.reduce(jnp.maximum, starts) if starts else None
-
-
-def _kv_ends(
-    request: Request, arrays: Mapping[str, jax.Array], positions: Callable[[], jax.Array]
-) -> jax.Array | None:
-    """Each query's exclusive end of key positions, int32 ``[B or 1, T]``; None without a bound."""
-    ends = []
-    if "key_ends" in arrays:
-        ends.append(_per_sequence(arrays["key_ends"]))
     if WINDOW_SIDES[1] in arrays:
         ends.append(end_of_keys_in_window(positions(), arrays[WINDOW_SIDES[1]]))
     if "prefix_lengths" in arrays:
         ends.append(jnp.maximum(positions() + 1, arrays["prefix_lengths"][:, None]))
-    if request.chunk_size is not None and request.spec.mask.right != 0:
-        ends.append(_chunk_start(positions(), request.chunk_size) + jnp.int32(request.chunk_size))
-    return functools.reduce(jnp.minimum, ends) if ends else None
-
-
-def _chunk_start(positions: jax.Array, chunk_size: int) -> jax.Array:
-    """The first position of each query's chunk; chunk 0 starts at position 0."""
-    size = jnp.int32(chunk_size)
-    return jnp.floor_divide(positions, size) * size
+    if request.chunk_size is not None:
+        size = jnp.int32(request.chunk_size)
+        # Chunk 0 starts at position 0.
+        starts.append(jnp.floor_divide(positions(), size) * size)
+        if request.spec.mask.right != 0:
+            ends.append(starts[-1] + size)
+    start = functools.reduce(jnp.maximum, starts) if starts else None
+    return start, functools.reduce(jnp.minimum, ends) if ends else None

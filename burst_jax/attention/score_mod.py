@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +11,11 @@ import numpy as np
 
 from pallas_kernels.elementwise import Traced, trace
 
-
-class ScoreMod(Protocol):
-    """``score_mod``: modifies one logit."""
-
-    def __call__(
-        self,
-        score: jax.Array,
-        batch: jax.Array,
-        head: jax.Array,
-        q_position: jax.Array,
-        kv_position: jax.Array,
-        /,
-    ) -> Any:
-        """The modified logit."""
-        ...
-
-
-class MaskMod(Protocol):
-    """``mask_mod``: whether a query attends to a key."""
-
-    def __call__(
-        self,
-        batch: jax.Array,
-        head: jax.Array,
-        q_position: jax.Array,
-        kv_position: jax.Array,
-        /,
-    ) -> Any:
-        """True where it does."""
-        ...
-
-
+Scalar = jax.Array
+# (score, batch, head, q_position, kv_position) -> the modified score.
+ScoreMod = Callable[[Scalar, Scalar, Scalar, Scalar, Scalar], Any]
+# (batch, head, q_position, kv_position) -> whether the query attends to the key.
+MaskMod = Callable[[Scalar, Scalar, Scalar, Scalar], Any]
 _SIGNATURES = {
     "score_mod": "score_mod(score, batch, head, q_position, kv_position) -> score",
     "mask_mod": "mask_mod(batch, head, q_position, kv_position) -> bool",

@@ -66,8 +66,8 @@ ARRAYS: dict[str, Rule] = {
 PER_HEAD = ("sink_logits", "alibi_slopes")
 # Names of local_window_size's sides among a call's arrays.
 WINDOW_SIDES = ("local_window_size[0]", "local_window_size[1]")
-# Number of dimensions of position arguments whose values all sequences of the batch share.
-_SHARED_NDIM = {"query_offset": 0, "query_positions": 1, "key_value_positions": 1}
+# Arguments with positions: the number of dimensions that all sequences of the batch share.
+POSITIONS = {"query_offset": 0, "query_positions": 1, "key_value_positions": 1}
 _WHAT = {"float": "an array", "float32": "a float32 array", "bool": "a bool array"}
 
 
@@ -244,9 +244,8 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
             f"query_offset is {arguments.query_offset} and query_positions are given, which are "
             "the position of each query: pass one of them"
         )
-    for name in _SHARED_NDIM:
+    for name, shared_ndim in POSITIONS.items():
         # With one sequence in the batch, its positions are shared by all sequences.
-        shared_ndim = _SHARED_NDIM[name]
         if name in arrays and arrays[name].ndim > shared_ndim and arrays[name].shape[0] == 1:
             arrays[name] = arrays[name][0]
     keys = arrays.get("key_value_positions")
@@ -261,9 +260,7 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
 
 def positions_per_sequence(arrays: Mapping[str, Any]) -> str | None:
     """The argument whose positions differ between the sequences of the batch, or None."""
-    return next(
-        (n for n, ndim in _SHARED_NDIM.items() if n in arrays and arrays[n].ndim > ndim), None
-    )
+    return next((n for n, ndim in POSITIONS.items() if n in arrays and arrays[n].ndim > ndim), None)
 
 
 def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, Any]) -> None:

@@ -102,8 +102,6 @@ class LinenBurstAttention(linen.Module):
         Raises:
           ValueError: as :class:`burst_jax.BurstAttention`.
         """
-        if x.ndim != 3:
-            raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         features, weights = x.shape[-1], None
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self._layer(features, nnx.Rngs(0))))
         shapes = nnx.to_pure_dict(state)

@@ -132,8 +132,7 @@ class BurstAttention(nnx.Module):
             raise ValueError(
                 f"deterministic is True and dropout_rate {options['dropout_rate']}: the option "
                 "deterministic requests bitwise reproducible gradients; to disable dropout pass "
-                "deterministic to the call, and for reproducible gradients use implementation="
-                "'triton' or 'xla'"
+                "deterministic to the call, and for reproducible gradients use implementation='xla'"
             )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None:

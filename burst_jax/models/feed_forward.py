@@ -232,10 +232,6 @@ class Projection(NamedTuple):
             adapter = _outer(x, dout @ b.T), _outer(x @ a, dout)
         return Projection(kernel, bias, adapter)
 
-    def trained(self, frozen: bool) -> Projection:
-        """The weights that :meth:`gradients` has gradients of, and None for the others."""
-        return Projection(None, None, self.adapter) if frozen else self
-
 
 class _Static(NamedTuple):
     """The static arguments of an MLP.
@@ -317,9 +313,9 @@ def _backward(static: _Static, residuals: Any, dout: jax.Array) -> Any:
             dx, terms = chunk(*inputs)
             return jax.tree.map(jnp.add, sums, terms), dx
 
-        trained = {name: weights[name].trained(static.frozen) for name in weights}
-        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), trained)
         chunks = jax.tree.map(partial(_split, chunks=static.chunks), (x, dout, products))
+        _, terms = jax.eval_shape(lambda: chunk(*jax.tree.map(lambda x: x[0], chunks)))
+        zeros = jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
         dweights, dx = lax.scan(step, vary(zeros, varying_axes(x)), chunks)
         dx = _merge(dx)
     return dx, jax.tree.map(lambda gradient: gradient.astype(x.dtype), dweights)

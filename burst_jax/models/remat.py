@@ -31,8 +31,9 @@ import jax
 
 from burst_jax.attention.api import ring_call
 from burst_jax.models.stack import Layer
-from burst_jax.ring.half_remat import SecondHalf, attend_recomputing_half, attend_saving_half
+from burst_jax.ring.half_remat import attend_recomputing_half, attend_saving_half
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
+from pallas_kernels.inputs import Carry
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
 # (x, weights, frozen, shared, attention_fn) -> (x, aux), see DecoderLayer.
@@ -98,7 +99,7 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
     ring over the first half of the sequence.
     """
 
-    def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, SecondHalf]:
+    def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, Carry]:
         out, _, second_half = attend_saving_half(*ring_call(*arrays, **options))
         return out, second_half
 

@@ -48,11 +48,7 @@ def axes_size(mesh: Mesh | AbstractMesh, *axes: AxisNames) -> int:
 
 
 def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
-    """Number of devices along the mesh axis that an argument of ``burst_attention`` names.
-
-    Raises:
-      ValueError: the mesh has no such axis.
-    """
+    """Number of devices along the mesh axis that an argument of ``burst_attention`` names."""
     if axis not in mesh.axis_names:
         raise ValueError(
             f"{argument} is {axis!r}: the mesh's axes are "
@@ -62,11 +58,7 @@ def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
 
 
 def axis_names(argument: str, axes: AxisNames) -> tuple[str, ...]:
-    """The mesh axes that an argument names, as a tuple.
-
-    Raises:
-      ValueError: it is neither a name, nor a tuple of names, nor None.
-    """
+    """The mesh axes that an argument names, as a tuple; ValueError if it is anything else."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, tuple) or not all(isinstance(axis, str) and axis for axis in names):
         raise ValueError(
@@ -82,10 +74,7 @@ def check_axes(
 ) -> None:
     """Raises ValueError if an argument names an axis that the mesh lacks or that is already in use.
 
-    Args:
-      mesh: the mesh.
-      arguments: the mesh axes that each argument names.
-      used: mesh axes that are already in use, and the argument that uses each.
+    ``used`` has the argument that already uses each axis.
     """
     owner = dict(used or {})
     for argument, axes in arguments.items():
@@ -100,11 +89,7 @@ def check_axes(
 
 
 def check_has_devices(mesh: Any) -> Mesh:
-    """``mesh`` itself, if it has devices that arrays can be placed on.
-
-    Raises:
-      ValueError: it is not a ``jax.sharding.Mesh``.
-    """
+    """``mesh`` itself; ValueError unless it has devices that arrays can be placed on."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh is a {type(mesh).__name__}: it must be a jax.sharding.Mesh, which has devices"
@@ -138,11 +123,7 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def size_in_shard_map(argument: str, axis: str) -> int:
-    """Number of devices along the manual mesh axis that an argument of ``ring_attention`` names.
-
-    Raises:
-      ValueError: the call is not made inside a ``shard_map`` over that axis.
-    """
+    """Number of devices along the manual mesh axis that an argument of ``ring_attention`` names."""
     try:
         return lax.axis_size(axis)
     except NameError:
@@ -179,12 +160,7 @@ def restrict_spec(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
 
 
 def explicit_spec(x: jax.Array, default: PartitionSpec) -> PartitionSpec:
-    """How ``x`` is sharded over Explicit mesh axes, according to its type.
-
-    Args:
-      x: an array, or a ``jax.ShapeDtypeStruct``.
-      default: returned if its type names no mesh axis.
-    """
+    """How ``x`` is sharded over Explicit mesh axes by its type, or ``default`` if over none."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not flat_names(*sharding.spec):
         return default

@@ -132,11 +132,7 @@ class ShardingRules:
 
 
 def check_rules(rules: Any) -> ShardingRules:
-    """``rules`` itself.
-
-    Raises:
-      ValueError: it is not a :class:`ShardingRules`.
-    """
+    """``rules`` itself; ValueError unless it is a :class:`ShardingRules`."""
     if not isinstance(rules, ShardingRules):
         raise ValueError(f"rules is a {type(rules).__name__}: it must be a ShardingRules")
     return rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from burst_jax.attention.arguments import AttentionOptions, RingArguments
@@ -198,28 +198,6 @@ class Estimate:
         }
 
 
-@dataclasses.dataclass
-class _Seconds:
-    """Time of a pass, summed over its ring steps.
-
-    Attributes:
-      total: seconds of all steps.
-      sent: seconds of communication.
-      exposed: the part of ``sent`` that no kernel overlaps.
-    """
-
-    total: float = 0.0
-    sent: float = 0.0
-    exposed: float = 0.0
-
-    def add(self, work: float, sending: tuple[float, ...]) -> None:
-        """Adds a kernel and the sends that overlap it, in seconds per kind of interconnect."""
-        longest = max(sending)
-        self.total += max(work, longest)
-        self.sent += longest
-        self.exposed += max(0.0, longest - work)
-
-
 class CostModel:
     """Costs of one attention on a cluster, per device, for one strategy and layout.
 
@@ -259,12 +237,15 @@ class CostModel:
 
     def estimate(self, backward: Rotation) -> Estimate:
         """The costs with one of the two rotations."""
-        forward, back = self._forward(), self._backward(backward)
         all_to_all = self._all_to_all_bytes(backward=False), self._all_to_all_bytes(backward=True)
-        exchange_seconds = [self._all_to_all_seconds(size) for size in all_to_all]
-        sent = forward.sent + back.sent + sum(exchange_seconds)
-        exposed = forward.exposed + back.exposed + sum(exchange_seconds)
-        seconds = forward.total + exchange_seconds[0], back.total + exchange_seconds[1]
+        # Of each pass: seconds of a kernel, and of the sends that overlap it.
+        parts = (
+            [*self._forward(), (0.0, self._all_to_all_seconds(all_to_all[0]))],
+            [*self._backward(backward), (0.0, self._all_to_all_seconds(all_to_all[1]))],
+        )
+        seconds = [sum(map(max, each)) for each in parts]
+        sent = sum(send for each in parts for _, send in each)
+        exposed = sum(max(0.0, send - work) for each in parts for work, send in each)
         scores = sum(mean for _, mean in self._scores[False].values())
         flops = (self._per_score(_FORWARD) + self._per_score(_BACKWARD)) * scores
         ring = self._ring_bytes(backward)
@@ -314,23 +295,22 @@ class CostModel:
         inside = (sent - crossing) / cluster.exchange_link
         return 1e-9 * max(inside, crossing / cluster.host_link)
 
-    def _forward(self) -> _Seconds:
+    def _forward(self) -> Iterator[tuple[float, float]]:
+        """Seconds of each kernel of the forward pass, and of the sends that overlap it."""
         rate = 1e12 * self._cluster.gpu.forward * self._rate_share
         sizes = self._send_bytes("rotate_kv")
-        spent = _Seconds()
         for step in forward_schedule(self._routes[False]):
             scores = self._scores[False][step.offset][0]
             work = self._per_score(_FORWARD) * scores / rate + self._cluster.gpu.launch
-            spent.add(work, self._sending(step.sends, sizes))
-        return spent
+            yield work, max(self._sending(step.sends, sizes))
 
-    def _backward(self, rotation: Rotation) -> _Seconds:
+    def _backward(self, rotation: Rotation) -> Iterator[tuple[float, float]]:
+        """The same for the backward pass, and last the operations around its kernels."""
         gpu, rotates_query = self._cluster.gpu, rotation == "rotate_query"
         route, attention = self._routes[rotates_query], self._attention
         rate = 1e12 * gpu.backward * self._rate_share
         sizes = self._send_bytes(rotation)
         deferred = _DEFERRED_CAUSAL if attention.is_causal else _DEFERRED
-        spent = _Seconds()
         for step in backward_schedule(route):
             scores = self._scores[rotates_query][step.offset][0]
             if step.part == "second":
@@ -338,9 +318,8 @@ class CostModel:
             elif step.part == "first":
                 scores -= scores * deferred
             work = self._per_score(_BACKWARD) * scores / rate + gpu.launch
-            spent.add(work, self._sending(step.sends, sizes))
-        spent.total += 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth
-        return spent
+            yield work, max(self._sending(step.sends, sizes))
+        yield 1e-9 * self._passes(rotates_query, len(route.offsets)) / gpu.bandwidth, 0.0
 
     def _passes(self, rotates_query: bool, steps: int) -> int:
         """Bytes that the operations around the backward's kernels read and write.
@@ -355,12 +334,7 @@ class CostModel:
         return q + self._kv * (4 * kv_sums + itemsize)
 
     def _sending(self, sends: Iterable[Send], sizes: dict[str, int]) -> tuple[float, float]:
-        """Seconds within inner-ring passes and between passes, which are concurrent.
-
-        Args:
-          sends: the sends.
-          sizes: bytes of a "block" and of a gradient "sum".
-        """
+        """Seconds within inner-ring passes and between passes, which are concurrent."""
         sent = [0.0, 0.0]
         for send in sends:
             sent[send.is_outer] += 1 / send.chunks * sizes[send.what]

@@ -25,12 +25,8 @@ def backward(
     A barrier ends each step: the next one starts when the kernel is done and all that was sent has
     been received.
 
-    Args:
-      request: the static part of the call. Its spec names the per-head parameters to differentiate.
-      implementation: the local attention.
-      inputs: this device's arrays. The gradients of per-head parameters are this device's part,
-        still to be summed over the ring.
-      rotation: "rotate_kv" or "rotate_query": the side that rotates.
+    ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
+    this device alone: they are still to be summed over the ring.
     """
     kernels = LocalBackward(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)

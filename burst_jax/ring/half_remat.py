@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,27 +47,16 @@ from pallas_kernels import AttentionInputs
 from pallas_kernels.inputs import Carry
 
 
-class SecondHalf(NamedTuple):
-    """A ring's results for the queries of the second half of the sequence.
-
-    Attributes:
-      out: ``[B, T / 2, N, Hv]``, with this device's tokens and heads after the Ulysses all-to-all.
-      lse: float32 ``[B, N, T / 2]``, the same tokens and heads.
-    """
-
-    out: jax.Array
-    lse: jax.Array
-
-
 def attend_saving_half(
     request: Request, inputs: AttentionInputs
-) -> tuple[jax.Array, jax.Array, SecondHalf]:
+) -> tuple[jax.Array, jax.Array, Carry]:
     """:func:`burst_jax.ring.vjp.attend_shard`, and what :func:`attend_recomputing_half` needs.
 
     It is for the forward rule of a ``jax.custom_vjp``, and has no gradient of its own.
 
     Returns:
-      ``(out, lse, second half)``.
+      ``(out, lse, saved)``; ``saved`` has out ``[B, T / 2, N, Hv]`` and lse ``[B, N, T / 2]`` of
+      the second half, with this device's tokens and heads after the Ulysses all-to-all.
 
     Raises:
       ValueError: the mask is not causal, or the numbers of queries and keys differ.
@@ -78,13 +67,13 @@ def attend_saving_half(
     _check(request, of_ring)
     out, lse = ring_forward(request, current_target(), of_ring)
     first = _first_tokens(request, of_ring)
-    saved = SecondHalf(out[:, first:], lse[:, :, first:])
+    saved = out[:, first:], lse[:, :, first:]
     (out, lse), _ = outputs_and_residuals(request, inputs, of_ring, (out, lse), {})
     return out, lse.swapaxes(1, 2), saved
 
 
 def attend_recomputing_half(
-    request: Request, inputs: AttentionInputs, saved: SecondHalf
+    request: Request, inputs: AttentionInputs, saved: Carry
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`burst_jax.ring.vjp.attend_shard`, computing the first half of the sequence only.
 
@@ -98,18 +87,18 @@ def attend_recomputing_half(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _recompute(
-    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, saved: SecondHalf
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, saved: Carry
 ) -> tuple[jax.Array, jax.Array]:
     return _recompute_fwd(request, target, kv_heads, inputs, saved)[0]
 
 
 def _recompute_fwd(
-    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, saved: SecondHalf
+    request: Request, target: Target, kv_heads: int, inputs: AttentionInputs, saved: Carry
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     del kv_heads
     of_ring = ring_inputs(request, inputs)
     out, lse = _attend_first_half(request, target, of_ring)
-    whole = jnp.concatenate([out, saved.out], 1), jnp.concatenate([lse, saved.lse], 2)
+    whole = jnp.concatenate([out, saved[0]], 1), jnp.concatenate([lse, saved[1]], 2)
     # Without the barriers XLA gives the two halves to an all-to-all that splits the whole in the
     # middle. Their memory layouts differ, and its own verifier then rejects the program.
     out, lse = (lax.optimization_barrier(x) for x in whole)

@@ -38,13 +38,10 @@ def check_heads(heads: int, kv_heads: int, devices: int, name: str) -> None:
 
 
 def to_heads(x: jax.Array, axis_name: str | None, *, tokens: int, heads: int) -> jax.Array:
-    """An all-to-all: the tokens of all devices of the axis, this device's shard of the heads.
+    """An all-to-all: from a device's tokens of all heads to all tokens of its shard of the heads.
 
-    Args:
-      x: this device's tokens, all heads. Heads are repeated if there are fewer than devices.
-      axis_name: the mesh axis; None returns ``x``.
-      tokens: index of the array's token axis.
-      heads: index of its head axis.
+    Heads are repeated if there are fewer than devices. ``tokens`` and ``heads`` are indices of axes
+    of ``x``. Without a mesh axis it is ``x`` itself.
     """
     if axis_name is None:
         return x

@@ -93,7 +93,7 @@ class Generator:
         chunks = 1 if prefill_chunk is None else -(-self.max_length // prefill_chunk)
         padding = chunks * (self._step(-(-self.max_length // chunks)) + 1)
         length = self.max_length + padding + self._devices
-        self._steps = Steps(served, self.batch, length, self._layout)
+        self._steps = Steps(served, self.batch, length)
         config, tensor = (
             served.config,
             axes_size(served.shardings.mesh, served.shardings.tensor_axes),

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.api import ring_attention
-from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.cache import (
     EMPTY,
@@ -50,8 +49,8 @@ class Steps:
       decode: :meth:`_decode`, compiled.
     """
 
-    def __init__(self, model: ServedModel, batch: int, length: int, layout: Layout) -> None:
-        self.model, self.batch, self.layout = model, batch, layout
+    def __init__(self, model: ServedModel, batch: int, length: int) -> None:
+        self.model, self.batch = model, batch
         self.mesh = mesh_with_devices(model.shardings.mesh)
         self.axes = model.shardings.token_axes
         self.devices = axes_size(self.mesh, self.axes)

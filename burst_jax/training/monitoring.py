@@ -15,6 +15,7 @@ from typing import Self
 
 import jax
 
+from burst_jax.errors import check_integer
 from burst_jax.parallel.processes import is_main
 
 
@@ -41,11 +42,9 @@ class Profile:
     """
 
     def __init__(self, folder: str | Path, steps: int, *, skip: int = 1) -> None:
-        for name, value in (("steps", steps), ("skip", skip)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}: it must be at least 0")
+        steps, self._skip = check_integer("steps", steps, 0), check_integer("skip", skip, 0)
         self.folder = Path(folder)
-        self._steps, self._skip = steps if is_main() else 0, skip
+        self._steps = steps if is_main() else 0
         self._done = 0
         self._tracing = False
 

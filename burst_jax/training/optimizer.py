@@ -85,7 +85,7 @@ def make_optimizer(
     for name, value in (("b1", b1), ("b2", b2)):
         if not 0 <= _real(name, value) < 1:
             raise ValueError(f"{name} is {value}: it must be at least 0, and below 1")
-    if not 0 <= warmup_steps < steps:
+    if warmup_steps >= steps:
         raise ValueError(
             f"warmup_steps is {warmup_steps}: it must be in 0 ... steps - 1 ({steps - 1})"
         )

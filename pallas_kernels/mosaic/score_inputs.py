@@ -39,8 +39,7 @@ def unsupported_block_mask(inputs: AttentionInputs) -> str | None:
         return None
     return (
         f"blocks of block_mask hold {mask.q_run} queries and {mask.kv_run} keys side by side on a "
-        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, or None, 'triton' or "
-        "'xla')"
+        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, None or 'xla')"
     )
 
 
@@ -142,6 +141,18 @@ class BlockMaskEntries(NamedTuple):
         return self.table[head, self.q_rows[q_part], self.kv_columns[kv_part]] != 0
 
 
+class LinePositions(NamedTuple):
+    """Positions that an affine bias is computed from, float32, relative to the first key's.
+
+    Attributes:
+      q: ``[T]``, padded to whole tiles.
+      kv: ``[S]``, the same.
+    """
+
+    q: Any
+    kv: Any
+
+
 class ScoreInputs(NamedTuple):
     """The inputs of scores, apart from queries and keys: arrays, or references inside a kernel.
 
@@ -152,6 +163,7 @@ class ScoreInputs(NamedTuple):
       dropout: None without dropout.
       blocks: None without a block-sparse mask.
       indices: global batch and head indices; None without user functions.
+      line: None unless :meth:`with_line` was called.
     """
 
     q_tokens: TokenArrays
@@ -160,6 +172,7 @@ class ScoreInputs(NamedTuple):
     dropout: DropoutHashes | None
     blocks: BlockMaskEntries | None
     indices: GlobalIndices | None
+    line: LinePositions | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, spec: AttentionSpec, tiles: Tiles) -> ScoreInputs:
@@ -173,6 +186,13 @@ class ScoreInputs(NamedTuple):
             *_token_arrays(inputs, spec, tiles), inputs.shared.score_parameters, dropout,
             _block_mask_entries(inputs, lengths), inputs.shared.indices,
         )  # fmt: skip
+
+    def with_line(self) -> ScoreInputs:
+        """The inputs for an affine bias: conversions in a kernel would cost instructions."""
+        q, kv = self.q_tokens.positions, self.kv_tokens.positions
+        return self._replace(
+            line=LinePositions(*((x - kv[0]).astype(jnp.float32) for x in (q, kv)))
+        )
 
 
 def _padded_lengths(inputs: AttentionInputs, tiles: Tiles) -> tuple[int, int]:

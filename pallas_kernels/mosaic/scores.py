@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, both
-from pallas_kernels.mosaic.fragments import along_columns, along_rows, i32, tanh
+from pallas_kernels.mosaic.fragments import along_columns, along_rows, fma, i32, tanh
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs, token_mask
 from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
@@ -35,6 +35,7 @@ class ScoreTile(NamedTuple):
       head: query head.
       first_query: index of the first query.
       first_key: index of the first key.
+      line: result of :meth:`affine_bias`, for all tiles with these queries; None: it is loaded.
     """
 
     static: KernelStatic
@@ -45,6 +46,7 @@ class ScoreTile(NamedTuple):
     head: Any
     first_query: Any
     first_key: Any
+    line: tuple[Any, Any] | None = None
 
     def raw(self, products: jax.Array) -> jax.Array:
         """:meth:`pallas_kernels.score.Score.raw` of the products ``q k^T``."""
@@ -71,7 +73,10 @@ class ScoreTile(NamedTuple):
 
             (scores,) = by_column_chunks(apply, scores)
         if self.static.bias_is_affine:
-            scores = scores * score.base_2_factor + self._over_columns(self._line_of_keys())
+            _, keys = self._slices()
+            assert self.inputs.line is not None
+            line = self._line(self.inputs.line.kv, keys, self.layouts.columns)
+            scores = scores * score.base_2_factor + self._over_columns(line)
         elif self.static.has_bias:
             scores, _ = score.with_bias(scores, *self._positions(), self._per_head())
         if not masked:
@@ -82,26 +87,30 @@ class ScoreTile(NamedTuple):
     def excess(self) -> jax.Array | None:
         """float32 ``[M]``: by how much each query's base-2 scores are too large; None if exact.
 
-        An affine bias is ``slope (k - q)``, but scores contain ``slope (k - base)``, one addition
-        per score. The difference is the same for all keys of a query, and small: the base is the
-        position of the tile's first query.
+        An affine bias is ``line(k) - line(q)``, but scores contain ``line(k)``. ``line(q)`` is the
+        same for all keys of a query, and small: it is relative to the tile's first query.
         """
         if not self.static.bias_is_affine:
             return None
         queries, _ = self._slices()
-        tokens = self.inputs.q_tokens.only("positions")
-        return self._line(tokens.load(None, queries, self.layouts.rows).positions)
+        assert self.inputs.line is not None
+        return self._line(self.inputs.line.q, queries, self.layouts.rows)
 
-    def _line_of_keys(self) -> jax.Array:
-        _, keys = self._slices()
-        tokens = self.inputs.kv_tokens.only("positions")
-        return self._line(tokens.load(None, keys, self.layouts.columns).positions)
+    def affine_bias(self) -> tuple[Any, Any] | None:
+        """``(slope, intercept)``: :meth:`pallas_kernels.score.Score.affine_bias`, in base 2."""
+        if not self.static.bias_is_affine:
+            return None
+        assert self.inputs.line is not None
+        base = self.inputs.line.q[self.first_query]
+        return self.static.spec.score.affine_bias(base, self._per_head(), LOG2_E)
 
-    def _line(self, positions: jax.Array) -> jax.Array:
-        """``slope (position - base)`` in base 2."""
-        slope = self.static.spec.score.bias_slope(self._per_head(), LOG2_E)
-        base = self.inputs.q_tokens.positions[self.first_query]
-        return slope * (positions - base).astype(jnp.float32)
+    def _line(self, positions: Any, tokens: Any, layout: Any) -> jax.Array:
+        """The affine bias at ``positions[tokens]``."""
+        line = self.line or self.affine_bias()
+        assert line is not None
+        positions = plgpu.load(positions.at[tokens], layout=layout, optimized=False)
+        intercept = plgpu.layout_cast(jnp.full(positions.shape, line[1]), layout)
+        return fma(line[0], positions, intercept, layout)
 
     def dropout_factors(self) -> jax.Array | None:
         """The factors by which dropout multiplies the tile's weights; None without dropout."""

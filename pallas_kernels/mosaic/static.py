@@ -36,8 +36,8 @@ class KernelStatic[Config: TileConfig]:
       mask: the mask that scores are tested by; per-query KV bounds include the window.
       config: tile sizes.
       batch: B.
-      q_length: T.
-      kv_length: S.
+      q_length: T, number of positions; arrays may be padded behind it.
+      kv_length: S, the same.
       heads: N, query heads.
       kv_heads: K, key/value heads.
       head_dim: H, of queries and keys.
@@ -70,15 +70,15 @@ class KernelStatic[Config: TileConfig]:
     @classmethod
     def of(cls, inputs: AttentionInputs, spec: AttentionSpec, config: Config, **own: Any) -> Self:
         """From a call's inputs; ``own`` are the fields of one of the kernels."""
-        batch, q_length, heads, head_dim = inputs.query.q.shape
+        batch, _, heads, head_dim = inputs.query.q.shape
         mask, _ = inputs.folded(spec.mask)
         return cls(
             spec=spec,
             mask=mask,
             config=config,
             batch=batch,
-            q_length=q_length,
-            kv_length=inputs.kv_length,
+            q_length=inputs.q_positions.shape[0],
+            kv_length=inputs.kv_positions.shape[0],
             heads=heads,
             kv_heads=inputs.kv.k.shape[2],
             head_dim=head_dim,

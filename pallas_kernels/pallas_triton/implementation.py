@@ -117,7 +117,3 @@ def _needs_ampere(platform: str, compute_capability: float | None) -> str | None
             f"{compute_capability}; use None or 'xla'"
         )
     return None
-
-
-TRITON = triton()
-tuned_triton = functools.lru_cache(lambda capability: triton(compute_capability=capability))

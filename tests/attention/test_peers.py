@@ -11,17 +11,75 @@ tests/models/test_decoder.py.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
+from typing import Any
 
+import compare
+import dense
 import pytest
-from jax.sharding import AxisType
-from meshes import make_mesh, mesh_of
-from peers import PeerCase, assert_as_good_as_dense
+import valid_calls as valid
 
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.ring.rotation import ROTATIONS
+from pallas_kernels import XLA
 
 replay = pytest.mark.replay
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerCase:
+    """Random arrays and a mask.
+
+    Attributes:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      masks: arguments of ``burst_attention``, with their values.
+      packed: whether sequences are documents with padding after each.
+      dtype: of the arrays.
+    """
+
+    query: tuple[int, int, int, int]
+    key: tuple[int, int, int, int]
+    masks: tuple[tuple[str, Any], ...]
+    packed: bool
+    dtype: str
+
+    def __str__(self):
+        sizes, packed = "x".join(map(str, self.query)), "-packed" if self.packed else ""
+        return f"{sizes}-group{self.query[2] // self.key[2]}-{self.dtype}{packed}"
+
+    def program(self, mesh: dict[str, int], **options: Any) -> valid.Program:
+        """On a mesh; ``options`` override the case's masks."""
+        (batch, t, heads, dim), (_, s, kv_heads, _) = self.query, self.key
+        features = ("segments",) if self.packed else ()
+        options = {"heads": (heads, kv_heads), "dims": (dim, dim), "dtype": self.dtype} | options
+        program = valid.program_of(
+            mesh, features, t=t, s=s, implementation=XLA, **dict(self.masks) | options
+        )
+        return dataclasses.replace(program, sizes=program.sizes | {"B": batch})
+
+
+# Consecutive tests have the same case, and its reference takes up to a minute.
+@functools.lru_cache(maxsize=1)
+def solved(problem: PeerCase):
+    """The arrays and cotangents, and dense attention of them."""
+    arrays, cotangents = valid.draw(problem.program({"seq": 1}), 0)
+    ids = {name: x for name, x in arrays.items() if name not in valid.QKV}
+    keep = dense.kept(problem.query[1], problem.key[1], **dict(problem.masks), **ids)
+    given = *(arrays[name] for name in valid.QKV), keep, *cotangents
+    truth, one = (
+        dense.by_row_and_key_head(results, *given) for results in (dense.truth, dense.one_device)
+    )
+    return arrays, cotangents, dense.Reference(truth, one, keep, 0.0)
+
+
+def assert_as_good_as_dense(problem: PeerCase, mesh: dict[str, int], **options: Any):
+    """Asserts that out, lse and gradients are as exact as dense attention in the same dtype."""
+    arrays, cotangents, reference = solved(problem)
+    got = valid.compiled(problem.program(mesh, **options), arrays)(arrays, cotangents)
+    compare.assert_exact(got, reference, problem.dtype)
 
 
 def case_id(value):
@@ -36,7 +94,7 @@ def case_id(value):
 # padding inside every segment's slot and at the end, groups of 1 and of 8 query heads, windows of
 # (20, 0). Its own tolerance, 0.039, would pass a gradient of zeros.
 
-AXES = {"batch_axis": "data", "tensor_axis": "model"}
+AXES = ("data", "seq", "tensor")
 CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (20, 0)}
 
 
@@ -46,7 +104,7 @@ def bfloat16_problem(sizes, groups, mask, packed):
     return PeerCase(*shapes, tuple(mask.items()), packed, "bfloat16")
 
 
-# (data, seq, model), layout, groups, mask; packed.
+# Sizes of AXES, layout, groups, mask; packed.
 SMALL = [
     pytest.param((1, 2, 2), "zigzag", 8, CAUSAL),
     pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW, marks=pytest.mark.slow),
@@ -56,7 +114,7 @@ SMALL = [
 @pytest.mark.parametrize(("mesh", "layout", "groups", "mask"), SMALL, ids=case_id)
 def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
     problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask, packed=True)
-    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES)
+    assert_as_good_as_dense(problem, dict(zip(AXES, mesh, strict=True)), layout=layout)
 
 
 MESHES = [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2), (2, 4, 1), (1, 8, 1)]
@@ -87,7 +145,7 @@ def whole_matrix():
     [pytest.param(*case, id="-".join(map(case_id, case))) for case in whole_matrix()],
 )
 def test_transformer_engine_s_whole_distributed_matrix(problem, mesh, layout, mask):
-    assert_as_good_as_dense(make_mesh(*mesh), problem, layout, **AXES, **mask)
+    assert_as_good_as_dense(problem, dict(zip(AXES, mesh, strict=True)), layout=layout, **mask)
 
 
 def test_the_whole_matrix_lacks_only_key_heads_that_the_mesh_cannot_split():
@@ -117,7 +175,7 @@ def test_jondeaton_s_lengths(q_length, kv_length, head_dim, is_causal):
     """Lengths of query and key, on four devices."""
     shapes = (1, q_length, 2, head_dim), (1, kv_length, 2, head_dim)
     problem = PeerCase(*shapes, (("is_causal", is_causal),), False, "float32")
-    assert_as_good_as_dense(make_mesh(1, 4, 1), problem, "striped")
+    assert_as_good_as_dense(problem, {"seq": 4}, layout="striped")
 
 
 # --- Burst-Attention -----------------------------------------------------------------------------
@@ -141,7 +199,5 @@ def burst_cases():
     [pytest.param(*case, id="-".join(map(case_id, case))) for case in burst_cases()],
 )
 def test_burst_s_sizes(problem, ring, layout, rotation):
-    names = ("outer", "inner")[-len(ring) :]
-    mesh = mesh_of(AxisType.Auto, **dict(zip(names, ring, strict=True)))
-    axes = names if len(names) > 1 else names[0]
-    assert_as_good_as_dense(mesh, problem, layout, seq_axis=axes, backward=rotation)
+    mesh = dict(zip(("outer", "inner") if len(ring) == 2 else ("seq",), ring, strict=True))
+    assert_as_good_as_dense(problem, mesh, layout=layout, backward=rotation)

@@ -16,7 +16,7 @@ from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import own_heads, to_heads
-from pallas_kernels import TRITON, AttentionSpec
+from pallas_kernels import MOSAIC_SM80, AttentionSpec
 
 SIZES = {"outer": 2, "inner": 3, "heads": 4}
 
@@ -33,7 +33,7 @@ def parse(axes: Any = ("outer", "inner"), ulysses_axis: str | None = "heads", **
 
 
 def test_a_request_has_everything_static():
-    request = parse(local_window_size=(9, 4), implementation="triton", backward="rotate_query")
+    request = parse(local_window_size=(9, 4), implementation="mosaic_sm80", backward="rotate_query")
     assert request == Request(
         spec=AttentionSpec.of(scale=0.25, left=9, right=0),
         layout="zigzag",
@@ -41,7 +41,7 @@ def test_a_request_has_everything_static():
         ring_sizes=(2, 3),
         ulysses_axis="heads",
         ulysses_size=4,
-        implementation=TRITON,
+        implementation=MOSAIC_SM80,
         rotation="rotate_query",
     )
     assert request.token_axes == ("outer", "inner", "heads")
@@ -66,7 +66,7 @@ def test_equal_calls_make_one_request():
         ({"local_window_size": 9}, {"local_window_size": (np.int32(9), 0)}),
         ({"is_causal": True}, {"is_causal": np.True_}),
         ({"axes": "inner"}, {"axes": ("inner",)}),
-        ({"implementation": "triton"}, {"implementation": TRITON}),
+        ({"implementation": "mosaic_sm80"}, {"implementation": MOSAIC_SM80}),
     ]
     for one, other in pairs:
         assert parse(**one) == parse(**other)
@@ -84,8 +84,9 @@ def test_gradients_of_per_head_parameters_as_arrays_and_flax_variables():
 
     def loss(x, sinks, slopes):
         out = burst_jax.local_attention(
-            x, x, x, is_causal=True, sink_logits=sinks, alibi_slopes=slopes
-        )
+            x, x, x, is_causal=True, sink_logits=sinks, alibi_slopes=slopes,
+            implementation="reference",
+        )  # fmt: skip
         return (out**2).sum()
 
     arrays = x, sinks, slopes
@@ -136,8 +137,9 @@ def test_arrays_per_head_in_a_shard_map_without_a_jit():
 
     def local(x, per_head):
         return burst_jax.ring_attention(
-            x, x, x, None, ulysses_axis="seq", is_causal=True, **per_head
-        )
+            x, x, x, None, ulysses_axis="seq", is_causal=True, implementation="reference",
+            **per_head,
+        )  # fmt: skip
 
     run = jax.shard_map(local, mesh=make_mesh(seq=2), in_specs=(split, jax.P()), out_specs=split)
     np.testing.assert_allclose(run(x, per_head), jax.jit(run)(x, per_head), rtol=1e-6)

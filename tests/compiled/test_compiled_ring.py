@@ -17,7 +17,7 @@ from routes import hops_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve, triton
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -28,6 +28,8 @@ SHAPE = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, DIM, 2, value_dim=VALUE_DIM)
 
 def attend(mesh, **options):
     options = {"is_causal": True, "layout": "zigzag", **options}
+    if options.get("implementation") == "triton":
+        options["implementation"] = triton(compute_capability=8.0)
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
 
 
@@ -44,7 +46,8 @@ class Ring(NamedTuple):
         """The gradient on ``n`` devices: the forward's hops, then the backward's."""
         mesh = compiled.gpu_mesh(self.gpu, n)
         arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-        ids = (compiled.segment_ids(mesh, TOKENS),) if self.packed else ()
+        shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
+        ids = (shape,) * self.packed
 
         def run(query, key, value, *ids):
             segments = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), *ids)
@@ -157,14 +160,14 @@ def test_two_level_ring(gpu, kernels, rotation):
 
 def test_memory_does_not_grow_with_the_number_of_nodes():
     temp = []
-    for hosts in (3, 6):  # With two, no block is sent in chunks while a gradient is.
+    for hosts in (3, 5):  # With two, no block is sent in chunks while a gradient is.
         mesh = compiled.gpu_mesh("h100", hosts, 2)
         attention = attend(
             mesh, seq_axis=("outer", "inner"), layout="contiguous", implementation="mosaic_sm90"
         )
         program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, TOKENS, 8, 8))
         temp.append(compiled.temp_bytes(program) / 2**20)
-    # Chunks leave gaps: for six more steps less than one K/V block's 16 MiB.
+    # Chunks leave gaps: for four more steps less than one K/V block's 16 MiB.
     assert temp[1] - temp[0] < 16, temp
 
 
@@ -207,21 +210,6 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
     assert all(compiled.overlapped(compiled.schedule(program)))
 
 
-def test_gradients_of_sinks_and_slopes_vary_as_the_arrays_do():
-    """Mosaic's results carry no marks of the mesh axes over which they vary; shard_map checks."""
-    mesh = compiled.gpu_mesh("h100", 2)
-    arrays = compiled.inputs(mesh, 256, 4, 2)
-    numbers = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
-
-    def loss(query, key, value, sinks, slopes):
-        numbers = {"sink_logits": sinks, "alibi_slopes": slopes}
-        out = attend(mesh, implementation="mosaic_sm90", **numbers)(query, key, value)
-        return out.astype(jnp.float32).sum()
-
-    traced = jax.jit(jax.grad(loss, (3, 4))).trace(*arrays, numbers, numbers)
-    assert [x.shape for x in jax.tree.leaves(traced.out_info)] == [(4,), (4,)]
-
-
 @pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])
 def test_the_gpu_is_known_before_tracing(gpu, capability):
     """Without this the choice of kernels would fall to what the compiling machine has."""
@@ -241,5 +229,6 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     query: Any = jax.ShapeDtypeStruct((1, 8, 1, 16), jnp.bfloat16)
     inputs = AttentionInputs(QuerySide(query), KVSide(query, query))
     where = {"platform": "gpu", "compute_capability": capability, "inputs": inputs}
-    hopper = capability == 9.0 and jax.__version_info__ < (0, 12)
-    assert resolve(None, **where).name == ("mosaic_sm90" if hopper else "triton")
+    with compiled.mosaic_compiles_for(mesh):
+        name = resolve(None, **where).name
+    assert name == ("mosaic_sm90" if capability == 9.0 else "mosaic_sm80")

@@ -10,9 +10,11 @@ FRESH, CARRIED, EVERYTHING = {"carried": False}, {}, {"full": True, "dropout": T
 # Bytes that are stored or loaded; few of them inside of the loops.
 SPILLS = (
     ("forward", (64,), FRESH, 0),
+    ("forward", (96,), FRESH, 24),
     ("forward", (128,), CARRIED, 0),
     ("forward", (128,), FRESH | EVERYTHING, 0),
     ("forward", (192, 128), FRESH, 0),
+    ("forward", (256,), FRESH | EVERYTHING, 0),
     ("backward", (64,), FRESH, 128),
     ("backward", (128,), CARRIED, 192),
     ("backward", (128,), FRESH | {"deterministic": True}, 240),

@@ -34,24 +34,12 @@ PUBLISHED = {
         1_235_814_400,
         [LayerKind(None, Llama3Rope(5e5, factor=32.0))] * 2,
     ),
-    "Mistral-7B-v0.1": (
-        {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 4096}
-        | sizes(32, 4096, 14336, 32, 8, 32000, rope_theta=10000.0),
-        7_241_732_096,
-        [LayerKind(4096, Rope(1e4))] * 2,
-    ),
     "Qwen2.5-7B": (
         {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
         | {"use_mrope": False, "max_window_layers": 28, "rope_theta": 1000000.0}
         | sizes(28, 3584, 18944, 28, 4, 152064, attention_dropout=0.0),
         7_615_616_512,
         [LayerKind(None, Rope(1e6))] * 2,
-    ),
-    "gemma-2-2b": (
-        {"model_type": "gemma2", "cache_implementation": "hybrid", "hidden_activation": GELU}
-        | sizes(26, 2304, 9216, 8, 4, 256000, hidden_act=GELU, sliding_window=4096),
-        2_614_341_888,
-        [LayerKind(4096, Rope(1e4)), LayerKind(None, Rope(1e4))],
     ),
     # Its text_config omits transformers' defaults.
     "gemma-3-4b": (

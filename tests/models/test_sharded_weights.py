@@ -150,7 +150,7 @@ def test_logits_of_sharded_weights():
 
 
 # Mostly one token, so that its embedding's gradient is a sum of many terms.
-SKEWED = np.where(np.random.default_rng(0).random((4, 129)) < 0.9, 3, 5)
+SKEWED = np.where(np.random.default_rng(0).random((4, 513)) < 0.9, 3, 5)
 
 
 def step_gradients(config, weight=1.0, **options):

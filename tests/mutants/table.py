@@ -67,7 +67,7 @@ MUTANTS = [
      "KVSide(key, arrays[\"value\"], None, kv_ids)", f"{MASKS} -k sharded"),
     (INPUTS, "first_key_in_window(positions(), arrays", "first_key_in_window(positions() + 1, arrays",
      f"{MASKS} -k windows"),
-    (INPUTS, "jnp.floor_divide(positions, size) * size", "lax.div(positions, size) * size",
+    (INPUTS, "jnp.floor_divide(positions(), size) * size", "lax.div(positions(), size) * size",
      f"{MASKS} -k chunks"),
     (INPUTS, "request.spec.mask.right != 0:", "request.spec.mask.right is None:", f"{MASKS} -k chunks"),
     (RULES, "_MAX_POSITION = 2**30", "_MAX_POSITION = 2**31", ERRORS),

@@ -12,23 +12,21 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxprs import equations
 from meshes import mesh_of
 
 import burst_jax
 from burst_jax.parallel.target import Target
+from burst_jax.ring import local as ring_local
 from burst_jax.ring import vjp
 from pallas_kernels import (
     MOSAIC_SM80,
     MOSAIC_SM90,
     REFERENCE,
-    TRITON,
     XLA,
     AttentionInputs,
     KVSide,
     QuerySide,
     SlowerKernelsWarning,
-    choice,
     resolve,
     triton,
     xla,
@@ -52,10 +50,11 @@ def choose(
 
 
 INTERPRETED = triton(interpret=True)
+SMALL = sm80.fitting_sm80(8.6)  # 99 KiB of shared memory
 REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
+REPRODUCIBLE_SM90 = MOSAIC_SM90.deterministic_variant
 assert REPRODUCIBLE is not None
-# JAX 0.12.0.1 compiles Mosaic kernels without the registers they ask for.
-ON_HOPPER = MOSAIC_SM90 if jax.__version_info__ < (0, 12) else TRITON
+assert REPRODUCIBLE_SM90 is not None
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
@@ -65,12 +64,14 @@ def test_resolve():
         (None, None, {"platform": "tpu"}, XLA),
         (None, 8.0, {}, MOSAIC_SM80),
         (None, 8.7, {"backward": True}, MOSAIC_SM80),
-        (None, 8.6, {}, TRITON),  # 99 KiB of shared memory
-        (None, 8.9, {}, TRITON),
-        (None, 9.0, {}, ON_HOPPER),
-        (None, 9.0, {"dtype": "float16"}, ON_HOPPER),
-        (None, 9.0, {"dim": 256}, ON_HOPPER),
-        (None, 10.0, {}, TRITON),
+        (None, 8.6, {}, SMALL),
+        (None, 8.9, {"backward": True, "dim": 192, "value_dim": 128}, SMALL),
+        (None, 12.0, {"backward": True, "dim": 256}, XLA),
+        ("mosaic_sm80", 8.9, {}, SMALL),
+        (None, 9.0, {}, MOSAIC_SM90),
+        (None, 9.0, {"dtype": "float16"}, MOSAIC_SM90),
+        (None, 9.0, {"dim": 256}, MOSAIC_SM90),
+        (None, 10.0, {}, MOSAIC_SM80),
         (None, 7.5, {}, XLA),
         (None, None, {}, XLA),
         (None, 8.0, {"dim": 512}, XLA),
@@ -79,98 +80,45 @@ def test_resolve():
         (None, 8.0, {"backward": True, "dim": 192, "value_dim": 128}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
         ("mosaic_sm80", 8.0, {"backward": True, "deterministic": True}, REPRODUCIBLE),
-        (None, 8.0, {"dtype": "float32"}, TRITON),
-        (None, 8.0, {"dim": 40}, TRITON),
+        (None, 8.0, {"dtype": "float32"}, XLA),
+        (None, 8.0, {"dim": 40}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
-        (None, 9.0, {"backward": True, "dim": 128}, ON_HOPPER),
-        (None, 9.0, {"backward": True, "dim": 256}, TRITON),
-        (None, 9.0, {"deterministic": True}, ON_HOPPER),
-        (None, 9.0, {"backward": True, "deterministic": True}, TRITON),
-        ("triton", 9.0, {}, TRITON),
+        (None, 9.0, {"backward": True, "dim": 128}, MOSAIC_SM90),
+        (None, 9.0, {"backward": True, "dim": 256}, MOSAIC_SM80),
+        (None, 9.0, {"dim": 40, "backward": True}, MOSAIC_SM90),
+        (None, 9.0, {"lengths": (63, 65)}, MOSAIC_SM90),
+        (None, 9.0, {"deterministic": True}, REPRODUCIBLE_SM90),
+        (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
+        ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
+        (None, 9.0, {"backward": True, "deterministic": True, "dim": 256}, REPRODUCIBLE),
         ("mosaic_sm90", 9.0, {"backward": True}, MOSAIC_SM90),
         ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
         ("xla", 8.0, {"backward": True}, XLA),
-        ("triton", 8.0, {}, TRITON),
         ("reference", None, {"platform": "cpu"}, REFERENCE),
         (INTERPRETED, None, {"platform": "cpu"}, INTERPRETED),
     ):
-        got = choose(name, capability, **options)
-        # Triton's configs are the GPU's; everything else is one object.
-        assert got.name == chosen.name, (name, capability, options)
-        assert got is choose(name, capability, **options)
-        assert (got is chosen) == (chosen is not TRITON)
-
-
-@pytest.fixture(params=[(0, 11, 2), (0, 12, 0, 1)], ids=["jax0.11", "jax0.12"])
-def jax_version(request, monkeypatch):
-    version = ".".join(map(str, request.param))
-    monkeypatch.setattr(choice.jax, "__version_info__", request.param)
-    monkeypatch.setattr(choice.jax, "__version__", version)
-    return request.param
-
-
-def test_hopper_kernels_are_passed_over_with_one_warning(jax_version):
-    if jax_version < (0, 12):
-        with warnings.catch_warnings(action="error"):
-            assert choose(None, 9.0) is MOSAIC_SM90
-        return
-    with pytest.warns(
-        SlowerKernelsWarning,
-        match=r"'triton' here, .* 'mosaic_sm90': JAX 0.12.0.1 .* spill registers; install "
-        r"JAX 0.11.2 \(pip install 'burst-jax\[cuda13\]' does\); implementation='triton' ",
-    ) as caught:
-        assert choose(None, 9.0).name == "triton"
-    assert len(caught) == 1
-    # Once for a loop over layers or traces: Python shows an equal warning of one place once.
-    with warnings.catch_warnings(record=True, action="default") as shown:
-        for backward in (False, True, True):
-            choose(None, 9.0, backward=backward)
-    assert len(shown) == 1
-
-
-def test_nothing_else_warns(jax_version):
-    """Inputs that Hopper's kernels do not support, a choice by name, and other devices."""
-    with warnings.catch_warnings(action="error"):
-        assert choose(None, 9.0, dim=256, backward=True).name == "triton"
-        assert choose(None, 9.0, dim=192, value_dim=128, backward=True).name == "triton"
-        assert choose(None, 9.0, dtype="float32").name == "triton"
-        assert choose(None, 9.0, dtype="float64") is XLA
-        for name in ("triton", "mosaic_sm90", "xla"):
-            assert choose(name, 9.0).name == name
-        for platform, capability in (("gpu", 8.0), ("gpu", 10.0), ("gpu", None), ("cpu", None)):
-            assert choose(None, capability, platform).name != "mosaic_sm90"
+        assert choose(name, capability, **options) is chosen, (name, capability, options)
 
 
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
 @pytest.mark.parametrize(
     ("name", "capability", "options", "message"),
     [
-        ("triton", None, {"platform": "cpu"}, "an NVIDIA GPU, .* are on 'cpu'; use None or 'xla'"),
-        ("triton", 7.5, {}, r"8.0 \(Ampere\) or newer, this GPU has 7.5; use None or 'xla'"),
         (dataclasses.replace(XLA, backward=None), 8.0, {"backward": True},
          "'xla' .* no backward pass; use None or 'xla' where gradients"),
-        ("triton", 8.0, {"dim": 320}, "the head dim is 320; it supports 256 at most"),
-        ("triton", 8.0, {"dim": 192, "value_dim": 320}, "of values is 320; it supports 256"),
-        ("triton", 8.0, {"dtype": "float64"}, "query is float64 .* bfloat16, float16 or float32"),
         ("mosaic_sm90", 9.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
-        ("mosaic_sm90", 9.0, {"dim": 40}, "head dim is 40; .* multiples of 16 up to 256"),
-        ("mosaic_sm90", 9.0, {"dim": 272}, "head dim is 272; .* 16 up to 256"),
-        ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "is 256; .* of 32 up to 128"),
+        ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
+        ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "dim is 256; it supports 128 at"),
         ("mosaic_sm90", 9.0, {"dim": 192, "value_dim": 128, "backward": True}, "head dim is 192"),
-        ("mosaic_sm90", 9.0, {"dim": 128, "value_dim": 72}, "of values is 72; .* of 16 up to 256"),
-        ("mosaic_sm90", 9.0, {"dim": 128, "value_dim": 96, "backward": True},
-         "of values is 96, of keys 128; with that the backward supports multiples of 64"),
-        ("mosaic_sm90", 9.0, {"lengths": (63, 64)}, "query length per device is 63; .* of 8"),
-        ("mosaic_sm90", 9.0, {"lengths": (64, 60), "backward": True}, "key length .* is 60; .* 8"),
-        ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True},
-         "deterministic is True, .* use None or 'triton', or leave"),
         ("mosaic_sm90", None, {"platform": "cpu"}, r"9.0 \(Hopper\), the arrays are on 'cpu'; use"),
-        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'triton' or"),
-        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'triton' or"),
-        ("mosaic_sm80", 8.6, {}, r"8.0 or 8.7 \(A100, Orin\), .* of compute capability 8.6; use"),
+        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'mosaic_sm80'"),
+        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'mosaic_sm80'"),
+        ("mosaic_sm80", 7.5, {}, r"8.0 \(Ampere\) or newer, .* of compute capability 7.5; use"),
+        ("mosaic_sm80", 8.6, {"dim": 192, "backward": True},
+         r"values are \(192, 192\), for .* needs 115200 bytes .* per CTA; this GPU has 101376"),
         ("mosaic_sm80", 8.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
-        ("mosaic_sm80", 8.0, {"dim": 272}, "head dim is 272; it supports multiples of 16 up to 2"),
-        ("mosaic_sm80", 8.0, {"dim": 64, "value_dim": 72}, "of values is 72; .* multiples of 16"),
+        ("mosaic_sm80", 8.0, {"dim": 272}, "head dim is 272; it supports 256 at most"),
+        ("mosaic_sm80", 8.0, {"value_dim": 320}, "dim of values is 320; it supports 256 at most"),
     ],
 )  # fmt: skip
 def test_what_an_implementation_does_not_support(name, capability, options, message):
@@ -183,9 +131,15 @@ def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hoppe
     x: Any = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     where: Any = {"platform": "gpu", "compute_capability": 8.0}
     where["inputs"] = AttentionInputs(QuerySide(x), KVSide(x, x))
-    with pytest.raises(NotImplementedError, match="compiled for a GPU that this process does not"):
+    reason = "the program is compiled for a GPU that this process does not have"
+    with pytest.raises(NotImplementedError, match=reason):
         resolve("mosaic_sm80", **where)
-    assert resolve(None, **where).name == "triton"
+    with pytest.warns(SlowerKernelsWarning, match=f"'xla' here, and not 'mosaic_sm80': {reason}"):
+        assert resolve(None, **where) is XLA
+    with warnings.catch_warnings(action="error"):
+        resolve("xla", **where)
+        choose(None, 8.0, dtype="float32")
+        choose(None, None, platform="cpu")
 
 
 def test_a_name_that_does_not_exist():
@@ -197,27 +151,27 @@ def test_a_name_that_does_not_exist():
             choose(name)
 
 
-def kernels_of_a_gradient(monkeypatch, **options):
-    """Names of the backward kernels in a ring's program for H100s."""
-    monkeypatch.setattr(vjp, "current_target", lambda: Target("gpu", 9.0))
-    x = jnp.zeros((1, 256, 2, 64), jnp.bfloat16)
-
-    def total(x):
-        attention = functools.partial(burst_jax.burst_attention, mesh=mesh_of(seq=2))
-        return attention(x, x, x, is_causal=True, **options).astype(jnp.float32).sum()
-
-    found = equations(jax.make_jaxpr(jax.grad(total))(x).jaxpr)
-    names = {str(equation.params.get("name")) for equation, _ in found}
-    return names & {"burst_backward", "burst_dq", "burst_dkv"}
-
-
 @pytest.mark.filterwarnings("ignore::pallas_kernels.SlowerKernelsWarning")
 def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
-    found = kernels_of_a_gradient(monkeypatch, implementation="mosaic_sm90")
-    assert found == {"burst_backward"}
-    found = kernels_of_a_gradient(monkeypatch, deterministic=True)
-    assert found == {"burst_dq", "burst_dkv"}
-    with pytest.raises(
-        NotImplementedError, match="'mosaic_sm90' cannot run: deterministic is True"
-    ):
-        kernels_of_a_gradient(monkeypatch, implementation="mosaic_sm90", deterministic=True)
+    monkeypatch.setattr(vjp, "current_target", lambda: Target("gpu", 9.0))
+    chosen = {}
+
+    def recorded(*args, backward, **options):
+        chosen[backward] = resolve(*args, backward=backward, **options)
+        return chosen[backward]
+
+    monkeypatch.setattr(ring_local, "resolve", recorded)
+    x = jnp.zeros((1, 256, 2, 64), jnp.bfloat16)
+
+    def trace(**options):
+        attention = functools.partial(burst_jax.burst_attention, mesh=mesh_of(seq=2))
+        jax.make_jaxpr(jax.grad(lambda x: attention(x, x, x, **options).astype(float).sum()))(x)
+        return chosen.pop(False), chosen.pop(True)
+
+    forward, backward = trace(deterministic=True)
+    assert forward is backward is REPRODUCIBLE_SM90
+    assert trace(implementation="mosaic_sm90") == (MOSAIC_SM90, MOSAIC_SM90)
+    unordered = dataclasses.replace(MOSAIC_SM90, deterministic_variant=None)
+    message = "'mosaic_sm90' cannot run: deterministic is True, .* use None, or leave"
+    with pytest.raises(NotImplementedError, match=message):
+        trace(implementation=unordered, deterministic=True)

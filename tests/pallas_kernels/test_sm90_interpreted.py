@@ -42,9 +42,10 @@ def a_case(*levels, **others):
 
 
 CASES = {
-    "plain": a_case("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
+    # Lengths are padded to multiples of 8.
+    "plain": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 32, "bfloat16", "none"),
     "float16": a_case(
-        "full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks", value_dim=32
+        "full", "contiguous", 2, (1, 1), (71, 133), 64, "float16", "sinks", value_dim=32
     ),
     "cap": a_case(
         "packed_window_cap", "striped", 2, (2, 1), (136, 72), 32, "bfloat16", "both"
@@ -57,8 +58,10 @@ CASES = {
     "full_slopes": a_case("full", "zigzag", 1, (2, 1), (136, 200), 32, "float16", "slopes"),
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
+    # Heads are padded to (32, 48), and to (32, 64) for the backward kernel.
     "kv_bounds": a_case(
-        "packed_window_ranges", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "slopes"
+        "packed_window_ranges", "striped", 1, (2, 1), (133, 70), 24, "bfloat16", "slopes",
+        value_dim=40,
     ),
     # Block-sparse masks, one per head and one for all. Some work tiles have nothing to visit.
     "block_mask": a_case(

@@ -116,21 +116,28 @@ def test_gradients_taken_inside_the_shard_map():
 
 
 def test_results_vary_over_the_ring_even_if_the_kernels_are_unmarked():
-    """Hopper's kernels mark no result as varying, and gradients of such results would be summed."""
+    """Mosaic's kernels mark no result as varying, and gradients of such results would be summed."""
 
-    def forward(*args, **options):
-        return jax.tree.map(unvary, XLA.forward(*args, **options))
+    def unmarked(function: Any) -> Any:
+        return lambda *args, **options: jax.tree.map(unvary, function(*args, **options))
 
-    unmarked, seen = dataclasses.replace(XLA, forward=forward), []
+    both = {"forward": unmarked(XLA.forward), "backward": unmarked(XLA.backward)}
+    implementation, seen = dataclasses.replace(XLA, **both), []
 
-    def local(*arrays):
+    def local(query, key, value, numbers):
         results = burst_jax.ring_attention(
-            *arrays, axis_name="seq", implementation=unmarked, return_residual=True
-        )
+            query, key, value, "seq", sink_logits=numbers, alibi_slopes=numbers,
+            implementation=implementation, return_residual=True,
+        )  # fmt: skip
         seen.extend(jax.typeof(x).manual_axis_type.varying for x in results)
         return results
 
-    specs = (P(None, "seq"),) * 3
-    run = jax.shard_map(local, mesh=make_mesh(1, 4, 1), in_specs=specs, out_specs=specs[:2])
-    jax.make_jaxpr(run)(*make_inputs()[0])
-    assert seen == [frozenset({"seq"})] * 2
+    tokens = P(None, "seq")
+    specs: Any = {"in_specs": (*[tokens] * 3, P()), "out_specs": (tokens, tokens)}
+    run = jax.shard_map(local, mesh=make_mesh(1, 4, 1), **specs)
+    arrays, cotangents = make_inputs()
+    arrays = *arrays, np.ones(N, np.float32)
+    # shard_map checks that each gradient varies as its array does.
+    gradients = jax.eval_shape(lambda arrays: jax.vjp(run, *arrays)[1](cotangents), arrays)
+    assert [x.shape for x in gradients] == [x.shape for x in arrays]
+    assert set(seen) == {frozenset({"seq"})}

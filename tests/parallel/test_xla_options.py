@@ -143,11 +143,11 @@ import burst_jax, compiled_programs as compiled
 from burst_jax.jax_compat import backends_are_initialized
 
 def program(**options):
-    mesh = compiled.gpu_mesh("a100", 3)
+    mesh = compiled.gpu_mesh("h100", 3)
 
     def attend(q, k, v):
         return burst_jax.burst_attention(
-            q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation="triton"
+            q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation="mosaic_sm90"
         )
 
     traced = jax.jit(attend).trace(*compiled.inputs(mesh, 256, 2, 2))

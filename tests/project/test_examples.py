@@ -20,6 +20,7 @@ import pytest
 import reporting
 import run_options
 import train_lm
+from data_files import write_words
 from local_processes import free_port, started
 
 TINY = [
@@ -32,11 +33,7 @@ MESH = "--mesh=data=2,seq=2"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
-    for index, part in enumerate(np.array_split(words, 4)):
-        (folder / f"{index}.txt").write_text("".join(part))
-    return folder
+    return write_words(tmp_path_factory.mktemp("corpus"))
 
 
 def arguments(corpus, out, *more):

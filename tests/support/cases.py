@@ -98,14 +98,3 @@ def key_ranges(rng, rows, length):
     # Some neighbours attend to the same keys, so that some tiles are full.
     starts[:, length // 2 :], ends[:, length // 2 :] = starts[:, -1:], ends[:, -1:] + 3
     return starts, ends
-
-
-def slotted_segments(rng, batch, length, slots=5):
-    """Slots of equal size, each a document and its padding; padding at the end."""
-    size = length // (slots + 1)
-    rows = np.zeros((batch, length), np.int32)
-    for row in rows:
-        for slot in range(slots):
-            document = int(rng.integers(1, size))
-            row[slot * size : slot * size + document] = slot + 1
-    return rows

@@ -81,11 +81,6 @@ def inputs(
     )
 
 
-def segment_ids(mesh, tokens, batch=1):
-    sharding = jax.NamedSharding(mesh, P(None, mesh.axis_names))
-    return jax.ShapeDtypeStruct((batch, tokens * mesh.size), jnp.int32, sharding=sharding)
-
-
 def gradient(attention):
     """(dq, dk, dv); the cotangent is the query, for want of a loss."""
 

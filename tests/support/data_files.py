@@ -39,6 +39,13 @@ def write_arrays(folder):
     )
 
 
+def write_words(folder):
+    """Four text files of three words in random order."""
+    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
+    parts = enumerate(np.array_split(words, 4))
+    return write(folder, {f"{index}.txt": "".join(part) for index, part in parts})
+
+
 def write_lines(file):
     """JSON lines of texts of many lengths; with an empty line, which is no document."""
     with file.open("w") as out:

@@ -1,27 +1,42 @@
 """The sm80 kernels on a CPU: Pallas's interpreter, with what it has no rules for replaced.
 
 Copies, matrix products, barriers and atomic additions are replaced by plain operations, so this
-shows the kernels' data flow and numerics. Register layouts are not shown: every array is whole.
+shows the kernels' data flow and numerics. With JAX 0.12 a race between the warpgroups of a CTA, or
+between CTAs, is an error: vector clocks order accesses by barriers alone. A copy is a write by
+its warpgroup when it is started, so a read that does not wait for its own warpgroup's copy is not
+found. Register layouts are not shown: every array is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import source_info_util
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import launch
+from pallas_kernels.mosaic import launch, scores
 from pallas_kernels.mosaic.sm80 import instructions, online_softmax, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
 
 def _copy(source: Any, target: Any) -> None:
-    target[...] = source[...]
+    def copy() -> None:
+        target[...] = source[...]
+
+    if len(target.shape) > 1:
+        copy()
+    else:  # All warpgroups write the same values, which is a race of no consequence.
+        pl.when(lax.axis_index(launch.WARPGROUP_AXIS) == 0)(copy)
 
 
 def _store(ref: Any, value: jax.Array) -> None:
@@ -67,6 +82,7 @@ def _add_sum(ref: Any, x: jax.Array, fragments: Any) -> None:
     ref[...] += jnp.sum(x) * jnp.eye(1, WARPS)[0]
 
 
+_ATOMICS = _add_in_register_order, _add_in_fixed_point, _add_sum
 _INSTRUCTIONS = {
     "copy": _copy,
     "wait_for_copies": lambda: None,
@@ -164,15 +180,23 @@ _PALLAS = {
 }
 
 
-def _kernel(body: Any, **options: Any) -> Any:
+# Barriers of a step of the backward's loops with one stage, numbered as they are traced.
+_BARRIERS_OF_A_STEP = 3
+
+
+def _kernel(without_barrier: int | None, body: Any, **options: Any) -> Any:
     """``plgpu.kernel``, interpreted; a barrier in memory stands for the CTA's own."""
-    params = plgpu.InterpretGPUParams()
+    params = plgpu.InterpretGPUParams(detect_races=True)
     if options["num_threads"] == 1:
         return _real_kernel(body, interpret=params, **options)
     barrier = plgpu.Barrier(num_arrivals=options["num_threads"])
 
     def with_barrier(*refs: Any, cta_barrier: Any) -> None:
+        numbers = itertools.count()
+
         def wait() -> None:
+            if next(numbers) % _BARRIERS_OF_A_STEP == without_barrier:
+                return
             plgpu.barrier_arrive(cta_barrier)
             plgpu.barrier_wait(cta_barrier)
 
@@ -187,17 +211,37 @@ def _kernel(body: Any, **options: Any) -> Any:
 _real_kernel = plgpu.kernel
 
 
+def _but_atomics(check: Any) -> Any:
+    """A race detector's check that is not made where the kernels add atomically."""
+
+    def checked(*args: Any, source_info: Any = None) -> None:
+        place = "" if source_info is None else source_info_util.summarize(source_info)
+        if not any(f"({function.__name__})" in place for function in _ATOMICS):
+            check(*args, source_info=source_info)
+
+    return checked
+
+
 @contextlib.contextmanager
-def interpreted():
-    """Kernels that are traced inside run on the CPU."""
+def interpreted(without_barrier: int | None = None):
+    """Kernels that are traced inside run on the CPU.
+
+    ``without_barrier``: a barrier of every step to leave out, where a step has three.
+    """
+    kernel = functools.partial(_kernel, without_barrier)
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
         for name, replacement in _WARP_OPERATIONS.items():
             stack.enter_context(mock.patch.object(warp_operations, name, replacement))
-        rescale = mock.patch.object(online_softmax, "rescale_rows", _rescale_rows)
-        stack.enter_context(rescale)
+        stack.enter_context(mock.patch.object(online_softmax, "rescale_rows", _rescale_rows))
+        stack.enter_context(mock.patch.object(scores, "fma", lambda x, y, z, layout: x * y + z))
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
-        stack.enter_context(mock.patch.object(launch.plgpu, "kernel", _kernel))
+        stack.enter_context(mock.patch.object(launch.plgpu, "kernel", kernel))
+        for name in ("check_read", "check_write"):
+            check = _but_atomics(getattr(GPURaceDetectionState, name))
+            stack.enter_context(mock.patch.object(GPURaceDetectionState, name, check))
+        # A race leaves the interpreter's memory as it was.
+        stack.callback(interpret_pallas_call.reset_gpu_interpret_mode_state)
         yield

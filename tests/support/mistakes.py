@@ -78,7 +78,7 @@ SHARED: Rows = [
      "backward is 'rotate_q': use one of 'auto', 'rotate_kv', 'rotate_query'"),
     ({"implementation": "flash"},
      "implementation is 'flash': use None, an Implementation, or one of 'mosaic_sm90', "
-     "'mosaic_sm80', 'triton', 'xla'"),
+     "'mosaic_sm80', 'xla'"),
     ({"implementation": ["xla"]},
      r"implementation is \['xla'\]: use None, an Implementation, or one of"),
     ({"is_causal": "yes"}, "is_causal is 'yes': it must be True or False"),
@@ -225,8 +225,9 @@ TABLE = {"block_mask": np.ones((4, 4), bool)}
 MOVED = "block_mask with query_offset, query_positions or key_value_positions: .*key_starts"
 ARRAY_SCALE = r"scale is .*, a JAX array: .*; pass scale=1\.0 and multiply the query by the array"
 IMPOSSIBLE: Rows = [
-    ({"implementation": "triton"},
-     "'triton' cannot run: it needs an NVIDIA GPU, the arrays are on 'cpu'; use None or 'xla'"),
+    ({"implementation": "mosaic_sm80"},
+     r"'mosaic_sm80' cannot run: it needs compute capability 8.0 \(Ampere\) or newer, the arrays "
+     "are on 'cpu'; use None or 'xla'"),
     ({"implementation": "mosaic_sm90"},
      r"'mosaic_sm90' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
      "'cpu'; use None or 'xla'"),

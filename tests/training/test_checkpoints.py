@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -175,8 +177,9 @@ DAMAGE: list[Any] = [
 
 
 def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_restored(own, capfd):
+    """The next save sets damaged and partial checkpoints aside."""
     folder, states = own
-    paths, reader = restored_files(folder / "3"), Checkpoints(folder)
+    paths, half = restored_files(folder / "3"), folder / "4.orbax-checkpoint-tmp"
     for damage, message in DAMAGE:
         for path in (*paths, folder / "3" / "record.json"):
             data = path.read_bytes()
@@ -184,16 +187,28 @@ def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_restored(own
             reason = checkpoints._damage(folder / "3")
             assert re.match(rf"{path.relative_to(folder / '3')}: .*({message})", str(reason))
             path.write_bytes(data)
+    shutil.copytree(folder / "3", half)
     flip(paths[-1], 7919)
-    restored = restore(reader, states[1])
-    assert (restored.step, restored.refused.keys()) == (2, {3})
-    assert_same(restored.state, states[2])
-    assert (
-        f"checkpoint {folder / '3'} is damaged: {restored.refused[3]}; restoring {folder / '2'} "
-        "instead\n"
-    ) in capfd.readouterr().err
-    with pytest.raises(CheckpointError, match=r"run/3 is damaged: .*Nothing is restored"):
-        restore(reader, states[1], step=3)
+    with Checkpoints(folder) as writer:
+        assert writer.latest() == 3
+        restored = restore(writer, states[1])
+        assert (restored.step, restored.refused.keys()) == (2, {3})
+        assert_same(restored.state, states[2])
+        assert (
+            f"checkpoint {folder / '3'} is damaged: {restored.refused[3]}; restoring "
+            f"{folder / '2'} instead\n"
+        ) in capfd.readouterr().err
+        with pytest.raises(CheckpointError, match=r"run/3 is damaged: .*Nothing is restored"):
+            restore(folder, states[1], step=3)
+        # Reading changes nothing: another process may be writing there.
+        assert (folder / "3").exists()
+        assert half.exists()
+        writer.save(3, states[3])
+        writer.wait()
+        restored = restore(writer, states[1])
+    assert (restored.step, restored.refused) == (3, {})
+    assert_same(restored.state, states[3])
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "3.refused"]
 
 
 def test_orbax_alone_does_not_notice(tmp_path):
@@ -221,31 +236,7 @@ def test_records_of_other_versions_and_damage_to_all_checkpoints_raise(own):
     assert "start over in another folder" in str(error.value)
 
 
-def test_a_save_sets_damaged_and_partial_checkpoints_aside(own):
-    folder, states = own
-    half = folder / "4.orbax-checkpoint-tmp"
-    shutil.copytree(folder / "3", half)
-    flip(folder / "3" / "record.json", 100)
-    with Checkpoints(folder) as writer:
-        assert writer.latest() == 3
-        assert restore(writer, states[1]).step == 2
-        # Reading changes nothing: another process may be writing there.
-        assert (folder / "3").exists()
-        assert half.exists()
-        writer.save(3, states[3])
-        writer.wait()
-        restored = restore(writer, states[1])
-    assert (restored.step, restored.refused) == (3, {})
-    assert_same(restored.state, states[3])
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "3.refused"]
-
-
 # --- a full disk, and programs that end early ----------------------------------------------------
-
-
-def save_and_close(writer, step, state):
-    writer.save(step, state)
-    writer.close()
 
 
 def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
@@ -262,8 +253,8 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
                 rf"checkpoint {step} could not be written to {tmp_path}: File too large; the last "
                 "good one is 1. Free disk space, or use another folder$"
             )
-            with pytest.raises(CheckpointError, match=message):
-                save_and_close(writer, step, large)
+            with pytest.raises(CheckpointError, match=message), contextlib.closing(writer):
+                writer.save(step, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     with writer:
@@ -313,7 +304,8 @@ def test_failures_are_reported_at_shutdown_and_in_folders_that_cannot_be_made(
     first, second = Checkpoints(tmp_path / "first"), Checkpoints(tmp_path / "second")
     registered: list[object] = []
     monkeypatch.setattr(threading, "_register_atexit", registered.append)
-    checkpoints._close_at_exit.cache_clear()
+    uncached = checkpoints._close_at_exit.__wrapped__
+    monkeypatch.setattr(checkpoints, "_close_at_exit", functools.cache(uncached))
     for checkpoints_of in (first, second):
         checkpoints_of.save(1, {"x": jnp.ones(8)})
     assert registered == [close_unfinished]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_lm
+from data_files import write_words
 
 from burst_jax.training import Checkpoints, RunLog
 from burst_jax.training.run_log import read_metrics
@@ -99,11 +100,7 @@ class Training:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    words = np.random.default_rng(0).choice(["ring ", "burst ", "stripe\n"], 3000)
-    for index, part in enumerate(np.array_split(words, 4)):
-        (corpus / f"{index}.txt").write_text("".join(part))
+    corpus = write_words(tmp_path / "corpus")
     draw, steps = random.Random(kills), 5 * EVERY * kills  # Outlasts all kills.
     meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "seq=2"}
     whole, killed, moved = (

@@ -182,51 +182,40 @@ def test_a_frozen_kernel_has_no_gradient_and_the_others_are_unchanged():
     assert not np.any(frozen[3][1])
 
 
-def test_only_the_products_that_are_needed():
-    inputs = arrays(1, 16, 30, jnp.bfloat16)
+def test_only_the_products_and_logits_that_are_needed():
+    """At most a chunk of logits, and no reduction per chunk."""
+    chunk, vocab = 3, 30
+    inputs = arrays(2, 24, vocab, jnp.bfloat16)
 
     def loss(hidden, kernel):
         return chunked_cross_entropy(
-            hidden, kernel, *inputs[2:], mesh=make_mesh(), chunk_size=8, z_loss=0.1
+            hidden, kernel, *inputs[2:], mesh=make_mesh(seq=4), chunk_size=chunk, z_loss=0.1
         )[0]
 
     for function, products in ((loss, 1), (jax.grad(loss, (0, 1)), 3)):
         jaxpr = jax.make_jaxpr(function)(*inputs[:2]).jaxpr
         assert count(jaxpr, "dot_general") == products
-        for equation, _ in equations(jaxpr):
+        logits, sums = 0, []
+        for equation, around in equations(jaxpr):
             if equation.primitive.name == "dot_general":
                 # Factors in the activations' dtype, sums in float32.
                 assert {x.aval.dtype for x in equation.invars} == {jnp.dtype(jnp.bfloat16)}
                 assert equation.outvars[0].aval.dtype == jnp.float32
+            if equation.primitive.name.startswith("psum"):
+                sums.append("scan" in around)
+            for var in equation.outvars:
+                shape = getattr(var.aval, "shape", ())
+                # Shapes of one device; (D, V) is the kernel or its gradient.
+                if "shard_map" in around and shape[-1:] == (vocab,) and shape != (D, vocab):
+                    logits = max(logits, int(np.prod(shape[:-1])))
+        assert 0 < logits <= chunk
+        assert sums
+        assert not any(sums)
     # XLA eliminates unused products, also inside a loop's body.
     for wants in (0, 1):
         text = jax.jit(jax.grad(loss, wants)).lower(*inputs[:2]).compile().as_text()
         assert text is not None
         assert text.count(" dot(") == 2
-
-
-def test_at_most_a_chunk_of_logits_and_no_reduction_per_chunk():
-    chunk, vocab = 3, 30
-    inputs = arrays(2, 24, vocab)
-
-    def loss(hidden, kernel):
-        return chunked_cross_entropy(
-            hidden, kernel, *inputs[2:], mesh=make_mesh(seq=4), chunk_size=chunk
-        )[0]
-
-    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*inputs[:2]).jaxpr
-    logits, sums = 0, []
-    for equation, around in equations(jaxpr):
-        for var in equation.outvars:
-            shape = getattr(var.aval, "shape", ())
-            # Shapes of one device; (D, V) is the kernel or its gradient.
-            if "shard_map" in around and shape[-1:] == (vocab,) and shape != (D, vocab):
-                logits = max(logits, int(np.prod(shape[:-1])))
-        if equation.primitive.name.startswith("psum"):
-            sums.append("scan" in around)
-    assert logits == chunk
-    assert sums
-    assert not any(sums)
 
 
 def test_subchunks_hold_all_tokens_and_little_else():

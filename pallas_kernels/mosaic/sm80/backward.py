@@ -38,6 +38,7 @@ from pallas_kernels.mosaic.sm80 import fixed_point, instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
+    SHARED_MEMORY,
     WARPS,
     BackwardConfig,
     backward_config,
@@ -72,13 +73,15 @@ def backward(
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: BackwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """See :class:`pallas_kernels.backend.BackwardFunction`.
 
-    ``config`` None is the default; ``deterministic``: whether the result is bitwise reproducible.
+    ``config`` None is the default for ``shared_memory``; ``deterministic``: whether the result is
+    bitwise reproducible.
     """
-    config = config or backward_config(inputs.head_dim, inputs.value_dim)
+    config = config or backward_config(inputs.head_dim, inputs.value_dim, shared_memory)
     static = Static.of(inputs, spec, config)
     do, _ = inputs.cotangents()
     # dQ's zeros depend on an operand, so that a ring does not allocate those of all steps at once.
@@ -132,13 +135,16 @@ def backward(
 
 
 def backward_bounds(
-    inputs: AttentionInputs, *, spec: AttentionSpec, config: BackwardConfig | None = None
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: BackwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
 ) -> jax.Array:
-    """The tile bounds that :func:`backward` reads with the same config."""
-    tiles = (config or backward_config(inputs.head_dim, inputs.value_dim)).tiles
-    return key_bounds(
-        spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask, inputs.groups
-    )
+    """The tile bounds that :func:`backward` reads with the same options."""
+    config = config or backward_config(inputs.head_dim, inputs.value_dim, shared_memory)
+    blocks = inputs.shared.block_mask
+    return key_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, blocks, inputs.groups)
 
 
 def _dkv_results(

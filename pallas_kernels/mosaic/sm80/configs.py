@@ -8,11 +8,16 @@ from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.spec import Tiles
 
 # Maximum shared memory of one CTA on an A100, in bytes (163 KiB). An SM has 164 KiB, and each
-# resident CTA uses 1 KiB more than it requests.
-SHARED_MEMORY = 166_912
-# Rows of the accumulator of one mma.sync instruction (m16n8k16).
-MMA_ROWS = 16
+# resident CTA uses 1 KiB more than it requests. Later data-center GPUs have more.
+SHARED_MEMORY, _RESERVED = 166_912, 1024
+# The same of smaller GPUs (99 KiB), and their compute capabilities: A10, A40 and RTX 30, L4, L40
+# and RTX 40, RTX 50.
+SMALL_SHARED_MEMORY = 101_376
+_SMALL = (8.6, 8.9, 12.0, 12.1)
+# Rows of the accumulator of one mma.sync instruction (m16n8k16), and the depth of its products.
+MMA_ROWS, MMA_DEPTH = 16, 16
 WARPS = 4
+WIDEST_HEAD_DIM = 256
 # Warpgroups of a backward CTA. Each owns half of the tile's keys.
 BACKWARD_WARPGROUPS = 2
 # Number of a warpgroup's warps along the rows of every product; the others are along its columns.
@@ -28,32 +33,25 @@ def _multiple(name: str, size: int, of: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """How the forward kernel is tiled.
+    """How the forward kernel, of one warpgroup, is tiled.
 
     Attributes:
       block_q: queries per CTA, split evenly over its warps, a multiple of 16 for each.
       block_kv: keys per KV tile.
-      warpgroups: warpgroups per CTA.
     """
 
     block_q: int
     block_kv: int
-    warpgroups: int = 1
 
     def __post_init__(self):
-        _multiple("block_q", self.block_q, MMA_ROWS * WARPS * self.warpgroups)
+        _multiple("block_q", self.block_q, MMA_ROWS * WARPS)
         # Each warp copies at least 8 rows.
-        _multiple("block_kv", self.block_kv, 8 * WARPS * self.warpgroups)
+        _multiple("block_kv", self.block_kv, 8 * WARPS)
 
     @property
     def tiles(self) -> Tiles:
         """What bounds depend on."""
         return Tiles(self.block_q, self.block_kv)
-
-    @property
-    def rows(self) -> int:
-        """Queries per warpgroup."""
-        return self.block_q // self.warpgroups
 
     def shared_memory(self, head_dim: int, value_dim: int) -> int:
         """Bytes per CTA: one tile each of queries, keys and values."""
@@ -110,22 +108,38 @@ class BackwardConfig:
         return self.block_q // BACKWARD_WARPGROUPS, head_dim
 
 
+def shared_memory_of(compute_capability: float) -> int:
+    """Maximum shared memory of one CTA, in bytes, that the kernels may use."""
+    return SMALL_SHARED_MEMORY if compute_capability in _SMALL else SHARED_MEMORY
+
+
+# Forward tiles by the widest value head dim for which a warpgroup has registers.
+_FORWARD = (
+    (96, ForwardConfig(128, 64)),
+    (128, ForwardConfig(128, 32)),
+    (256, ForwardConfig(64, 32)),
+)
+
+
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
-    """The forward kernel's default tiles."""
+    """The forward kernel's default tiles: the first of which an A100's SM holds two CTAs."""
+    for widest, config in _FORWARD:
+        needed = 2 * (config.shared_memory(head_dim, value_dim) + _RESERVED)
+        if value_dim <= widest and needed <= SHARED_MEMORY + _RESERVED:
+            break
+    return config
+
+
+def backward_config(
+    head_dim: int, value_dim: int, shared_memory: int = SHARED_MEMORY
+) -> BackwardConfig:
+    """The backward kernel's default tiles: the largest that fit, or else the smallest."""
     widest = max(head_dim, value_dim)
+    smallest = BackwardConfig(64, 64, stages=1)
+    tiles = [BackwardConfig(64, 64)]
     if widest <= 128:
-        return ForwardConfig(128, 64 if widest <= 64 else 32)
-    # One warpgroup lacks registers for 128 queries and more than 128 lanes of the output.
-    return ForwardConfig(128, 64, warpgroups=2)
-
-
-def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:
-    """The backward kernel's default tiles."""
-    widest = max(head_dim, value_dim)
+        tiles = [BackwardConfig(64, 128), *tiles]
     if widest <= 64:
-        return BackwardConfig(128, 128)
-    if widest <= 128:
-        return BackwardConfig(64, 128)
-    if head_dim + value_dim <= 384:
-        return BackwardConfig(64, 64)
-    return BackwardConfig(64, 64, stages=1)
+        tiles = [BackwardConfig(128, 128), *tiles]
+    fitting = (x for x in tiles if x.shared_memory(head_dim, value_dim) <= shared_memory)
+    return next(fitting, smallest)

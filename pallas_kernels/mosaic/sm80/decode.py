@@ -25,7 +25,7 @@ from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes, tanh
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
-from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, SHARED_MEMORY, WARPS
+from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS, WIDEST_HEAD_DIM, shared_memory_of
 from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.score import LOG2_E, Score
 
@@ -33,9 +33,6 @@ from pallas_kernels.score import LOG2_E, Score
 _WORTH_SPLITTING = 0.05
 # Queries of larger head dims are read from shared memory for every tile.
 _WIDEST_IN_REGISTERS = 128
-_WIDEST = 256
-# GPUs with 99 KiB of shared memory per CTA.
-_SMALL, _SMALL_SHARED_MEMORY = (8.6, 8.9, 12.0, 12.1), 101_376
 # Greater than every position.
 _NEVER = jnp.iinfo(jnp.int32).max
 
@@ -128,11 +125,11 @@ def unsupported(
     if len(dtypes) > 1 or query.dtype not in (jnp.bfloat16, jnp.float16):
         return "query, key and value must be all bfloat16 or all float16"
     dims = query.shape[-1], values.shape[-1]
-    if any(dim % 16 or dim > _WIDEST for dim in dims):
-        return f"the head dims are {dims}; it supports multiples of 16 up to {_WIDEST}"
+    if any(dim % 16 or dim > WIDEST_HEAD_DIM for dim in dims):
+        return f"the head dims are {dims}; it supports multiples of 16 up to {WIDEST_HEAD_DIM}"
     rows = query.shape[1] * query.shape[2] // keys.shape[2]
     needed = decode_config(rows, *dims).shared_memory(*dims)
-    available = _SMALL_SHARED_MEMORY if compute_capability in _SMALL else SHARED_MEMORY
+    available = shared_memory_of(compute_capability)
     if needed > available:
         return f"it needs {needed} bytes of shared memory, and the GPU has {available}"
     return None

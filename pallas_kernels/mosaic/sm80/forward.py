@@ -24,7 +24,7 @@ from pallas_kernels.bounds import query_bounds
 from pallas_kernels.inputs import AttentionInputs, Carry
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.fragments import along_rows, i32, swizzle_lanes
-from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
@@ -100,7 +100,7 @@ def forward(
         functools.partial(_kernel, static, in_place),
         "burst_forward",
         grid={"batch": static.batch, "heads": static.heads, "tiles": static.q_tiles},
-        warpgroups=config.warpgroups,
+        warpgroups=1,
         semantics=plgpu.LoweringSemantics.Lane,
         inputs=arrays,
         results=results,
@@ -129,7 +129,7 @@ def _kernel(
     results: ForwardResults,
     memory: Any,
 ) -> None:
-    """One warpgroup of one CTA. ``in_place``: the results hold the carry, and are updated."""
+    """One CTA. ``in_place``: the results hold the carry, and are updated."""
     if in_place:
         arrays = arrays._replace(carry=results)
     cta = _Cta.of(static, arrays, results, memory)
@@ -148,12 +148,12 @@ def _kernel(
         return cta.step(state, tile, upcoming, masked=False)
 
     state = lax.fori_loop(0, tiles.full, full_step, state)
-    cta.wait()
+    instructions.wait_for_copies()
     cta.finish(state)
 
 
 class _Cta(NamedTuple):
-    """One warpgroup of a CTA, and its part of the CTA's work.
+    """One CTA, and its part of the work.
 
     Attributes:
       static: static parameters of the call.
@@ -161,12 +161,12 @@ class _Cta(NamedTuple):
       results: references to what is written.
       memory: shared memory by name.
       fragments: register layouts.
-      warpgroup: index of the warpgroup.
       batch: batch index.
       head: query head.
       kv_head: key/value head.
       tile: query tile.
       tiles: KV tiles to visit.
+      line: the affine bias of the tile (:meth:`ScoreTile.affine_bias`).
     """
 
     static: Static[ForwardConfig]
@@ -174,12 +174,12 @@ class _Cta(NamedTuple):
     results: ForwardResults
     memory: Any
     fragments: instructions.Fragments
-    warpgroup: Any
     batch: Any
     head: Any
     kv_head: Any
     tile: Any
     tiles: TileIterator
+    line: tuple[Any, Any] | None = None
 
     @classmethod
     def of(
@@ -189,30 +189,23 @@ class _Cta(NamedTuple):
         results: ForwardResults,
         memory: Any,
     ) -> _Cta:
-        """The warpgroup of the current grid indices."""
+        """The CTA of the current grid indices."""
         batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
         # With ascending positions a causal mask gives the last tiles the most work: they go first.
         tile = i32(static.q_tiles - 1) - lax.axis_index("tiles")
-        warpgroup = lax.axis_index(WARPGROUP_AXIS) if static.config.warpgroups > 1 else i32(0)
         kv_head = head if static.groups == 1 else lax.div(head, i32(static.groups))
         bounds = arrays.attention.bounds
         tiles = TileIterator(bounds, batch, head, tile, static.kv_tiles - 1)
         fragments = instructions.Fragments.of(static.dtype, WARPS)
-        places = warpgroup, batch, head, kv_head, tile, tiles
-        return cls(static, arrays, results, memory, fragments, *places)
-
-    def wait(self) -> None:
-        """Waits for all copies and all threads of the CTA."""
-        if self.static.config.warpgroups > 1:
-            instructions.wait_for_copies_of_cta()
-        else:
-            instructions.wait_for_copies()
+        places = batch, head, kv_head, tile, tiles
+        cta = cls(static, arrays, results, memory, fragments, *places)
+        return cta._replace(line=cta._score_tile(i32(0)).affine_bias())
 
     def copy_queries(self) -> None:
-        """Starts the copy of the warpgroup's queries."""
-        rows, dim = self.static.config.rows, self.static.head_dim
-        source = self.arrays.attention.q.at[self.batch, self._queries(), _lanes(self.head, dim)]
-        instructions.copy(source, self.memory["q"].at[pl.ds(self.warpgroup * rows, rows)])
+        """Starts the copy of the queries."""
+        lanes = _lanes(self.head, self.static.head_dim)
+        source = self.arrays.attention.q.at[self.batch, self._queries(), lanes]
+        instructions.copy(source, self.memory["q"])
 
     def copy_keys(self, tile: Any) -> None:
         """Starts the copy of a tile of keys."""
@@ -223,42 +216,37 @@ class _Cta(NamedTuple):
         self._copy_part(self.arrays.attention.v, "v", tile, self.static.value_dim)
 
     def _copy_part(self, source: Any, name: str, tile: Any, lanes: int) -> None:
-        """Each warpgroup copies its share of a tile's rows."""
-        config, target = self.static.config, self.memory[name]
-        rows = config.block_kv // config.warpgroups
-        first = self.warpgroup * rows
-        keys = pl.ds(tile * config.block_kv + first, rows)
-        if config.warpgroups > 1:
-            target = target.at[pl.ds(first, rows)]
-        instructions.copy(source.at[self.batch, keys, _lanes(self.kv_head, lanes)], target)
+        block = self.static.config.block_kv
+        keys = pl.ds(tile * block, block)
+        source = source.at[self.batch, keys, _lanes(self.kv_head, lanes)]
+        instructions.copy(source, self.memory[name])
 
     def _queries(self) -> Any:
-        config = self.static.config
-        return pl.ds(self.tile * config.block_q + self.warpgroup * config.rows, config.rows)
+        block = self.static.config.block_q
+        return pl.ds(self.tile * block, block)
 
     def start(self) -> OnlineSoftmax:
         """The initial softmax state; starts the copies of the queries and the first tile's keys."""
         static, sinks = self.static, self.arrays.sink
+        rows = static.config.block_q
         self.copy_queries()
         self.copy_keys(self.tiles.tile(i32(0)))
-        m, total = softmax.start((static.config.rows,), None if sinks is None else sinks[self.head])
+        m, total = softmax.start((rows,), None if sinks is None else sinks[self.head])
         m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
         if sinks is not None:
             total = instructions.row_parts_of(total)
             if (excess := self._score_tile(i32(0)).excess()) is not None:
                 m = m + excess
-        return OnlineSoftmax(m, total, self.fragments.zeros((static.config.rows, static.value_dim)))
+        return OnlineSoftmax(m, total, self.fragments.zeros((rows, static.value_dim)))
 
     def _products(self) -> jax.Array:
-        """``q k^T`` of a tile, float32 ``[rows, block_kv]``."""
-        config, queries = self.static.config, self.memory["q"]
-        if config.warpgroups > 1:
-            queries = queries.at[pl.ds(self.warpgroup * config.rows, config.rows)]
+        """``q k^T`` of a tile, float32 ``[block_q, block_kv]``."""
+        config, memory = self.static.config, self.memory
         return instructions.transposed_product(
             self.fragments,
-            self.fragments.zeros((config.rows, config.block_kv)),
-            queries,
-            self.memory["k"],
+            self.fragments.zeros((config.block_q, config.block_kv)),
+            memory["q"],
+            memory["k"],
             swizzle_lanes(self.static.head_dim, 2),
         )
 
@@ -274,12 +262,12 @@ class _Cta(NamedTuple):
           masked: whether some of the tile's scores may be masked.
         """
         static, fragments = self.static, self.fragments
-        self.wait()
+        instructions.wait_for_copies()
         self.copy_values(tile)
         products = self._products()
         of_tile = self._score_tile(tile)
         scores = of_tile.scores(of_tile.raw(products), masked=masked)
-        self.wait()
+        instructions.wait_for_copies()
         self.copy_keys(upcoming)
         weights, state = state.add(scores, static.base_2_factor, fragments)
         weights = of_tile.without_dropped(weights)
@@ -289,17 +277,18 @@ class _Cta(NamedTuple):
         return state._replace(acc=plgpu.mma(state.acc, left, values))
 
     def _score_tile(self, tile: Any) -> ScoreTile:
-        """The scores of the warpgroup's queries and a KV tile."""
+        """The scores of the CTA's queries and a KV tile."""
         config = self.static.config
         return ScoreTile(
             self.static,
             self.arrays.attention.scores,
             self.fragments,
-            (config.rows, config.block_kv),
+            (config.block_q, config.block_kv),
             self.batch,
             self.head,
-            self.tile * config.block_q + self.warpgroup * config.rows,
+            self.tile * config.block_q,
             tile * config.block_kv,
+            self.line,
         )
 
     def finish(self, state: OnlineSoftmax) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -10,43 +11,63 @@ from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.launch import compiles_for
+from pallas_kernels.mosaic.padding import with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
+from pallas_kernels.mosaic.sm80 import configs
 from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
-from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
+from pallas_kernels.mosaic.sm80.configs import (
+    MMA_DEPTH,
+    SHARED_MEMORY,
+    SMALL_SHARED_MEMORY,
+    WIDEST_HEAD_DIM,
+    BackwardConfig,
+    ForwardConfig,
+    shared_memory_of,
+)
 from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
-
-_WIDEST = 256
 
 
 def mosaic_sm80(
     forward_config: ForwardConfig | None = None,
     backward_config: BackwardConfig | None = None,
     deterministic: bool = False,
+    shared_memory: int = SHARED_MEMORY,
 ) -> Implementation:
-    """The Ampere kernels; one backward kernel computes dQ, dK and dV.
+    """The kernels in instructions that every GPU since Ampere has.
+
+    One backward kernel computes dQ, dK and dV.
 
     Args:
       forward_config: tiles of the forward kernel; None is the default config.
       backward_config: tiles of the backward kernel; None is the default config.
       deterministic: whether the backward pass is bitwise reproducible.
+      shared_memory: bytes per CTA that the backward kernel's default tiles may use.
     """
-    return Implementation(
+    backward_options: Any = {"config": backward_config, "shared_memory": shared_memory}
+    tiles = forward_config, backward_config
+    implementation = Implementation(
         name="mosaic_sm80",
         forward=functools.partial(forward, config=forward_config),
-        backward=functools.partial(backward, config=backward_config, deterministic=deterministic),
+        backward=functools.partial(backward, deterministic=deterministic, **backward_options),
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
-        backward_bounds=functools.partial(backward_bounds, config=backward_config),
+        backward_bounds=functools.partial(backward_bounds, **backward_options),
         split_backward=split_tiles,
         unsupported=_unsupported,
+        backward_unsupported=functools.partial(_backward_unsupported, **backward_options),
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_ampere,
         deterministic=deterministic,
-        deterministic_variant=None
-        if deterministic
-        else mosaic_sm80(forward_config, backward_config, deterministic=True),
+        deterministic_variant=None if deterministic else mosaic_sm80(*tiles, True, shared_memory),
     )
+    return with_padding(implementation, _padded_dims, _padded_dims)
+
+
+def _padded_dims(*dims: int) -> tuple[int, int]:
+    """Head dims rounded up to a multiple of 16, the depth of one ``mma.sync`` instruction."""
+    head_dim, value_dim = (-(-dim // MMA_DEPTH) * MMA_DEPTH for dim in dims)
+    return head_dim, value_dim
 
 
 def _unsupported(inputs: AttentionInputs) -> str | None:
@@ -55,9 +76,25 @@ def _unsupported(inputs: AttentionInputs) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
-        if dim % 16 or dim > _WIDEST:
-            return f"the head dim{what} is {dim}; it supports multiples of 16 up to {_WIDEST}"
+        if dim > WIDEST_HEAD_DIM:
+            return f"the head dim{what} is {dim}; it supports {WIDEST_HEAD_DIM} at most"
     return unsupported_block_mask(inputs)
+
+
+def _backward_unsupported(
+    inputs: AttentionInputs, *, config: BackwardConfig | None, shared_memory: int
+) -> str | None:
+    """The same for the backward kernel."""
+    reason = _unsupported(inputs)
+    dims = _padded_dims(inputs.head_dim, inputs.value_dim)
+    smallest = config or configs.backward_config(*dims, shared_memory)
+    needed = smallest.shared_memory(*dims)
+    if reason is None and needed > shared_memory:
+        return (
+            f"the head dims of keys and values are {dims}, for which the backward kernel needs "
+            f"{needed} bytes of shared memory per CTA; this GPU has {shared_memory}"
+        )
+    return reason
 
 
 def _unsupported_functions(
@@ -69,17 +106,23 @@ def _unsupported_functions(
 
 
 def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
-    # The tiles need more shared memory than Ampere's and Ada's smaller GPUs have (8.6, 8.9: 99 KiB
-    # per CTA). For newer GPUs Mosaic GPU emits copies that these kernels do not wait for.
-    if platform != "gpu" or compute_capability not in (8.0, 8.7):
-        what = "compute capability 8.0 or 8.7 (A100, Orin)"
+    if platform != "gpu" or compute_capability is None or compute_capability < 8.0:
+        what = "compute capability 8.0 (Ampere) or newer"
         return needs_gpu(what, platform, compute_capability)
-    if compiles_for() not in ((8, 0), (8, 7)):
+    if compute_capability < 9.0 and compiles_for() >= (9, 0):
         return (
             "the program is compiled for a GPU that this process does not have, and Mosaic GPU "
-            "then compiles for compute capability 9.0; use None, 'triton' or 'xla'"
+            "then compiles for compute capability 9.0; use 'xla'"
         )
     return None
 
 
 MOSAIC_SM80 = mosaic_sm80()
+_SMALL = mosaic_sm80(shared_memory=SMALL_SHARED_MEMORY)
+
+
+def fitting_sm80(compute_capability: float | None) -> Implementation:
+    """The kernels, in tiles that fit in the GPU's shared memory."""
+    if compute_capability is None or shared_memory_of(compute_capability) == SHARED_MEMORY:
+        return MOSAIC_SM80
+    return _SMALL

@@ -94,12 +94,13 @@ class BackwardResults(NamedTuple):
 
 def attention_arrays(static: Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
     """The arrays of a call."""
+    scores = ScoreInputs.of(inputs, static.spec, static.config.tiles)
     return AttentionArrays(
         bounds,
         rows_of_heads(inputs.query.q, static.padded_q_length),
         rows_of_heads(inputs.kv.k, static.padded_kv_length),
         rows_of_heads(inputs.kv.v, static.padded_kv_length),
-        ScoreInputs.of(inputs, static.spec, static.config.tiles),
+        scores.with_line() if static.bias_is_affine else scores,
     )
 
 

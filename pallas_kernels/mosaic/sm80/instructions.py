@@ -6,6 +6,7 @@ and run the kernels' data flow on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +16,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.mosaic.gpu.fragmented_array import (
+    FragmentedArray,
+    WGStridedFragLayout,
+    tiled_copy_smem_gmem_layout,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.sm80.configs import WARPS
@@ -78,13 +83,73 @@ def tiled_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 def copy(source: Any, target: Any) -> None:
-    """Starts cp.async copies from global to shared memory by all threads of the warpgroup."""
-    plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    """Starts cp.async copies from global to shared memory by all threads of the warpgroup.
+
+    From Hopper on ``plgpu.copy_gmem_to_smem`` would use TMA, and need barriers.
+
+    Args:
+      source: 16-bit ``[rows, lanes]``, or a float32 vector.
+      target: the same shape; a matrix is :func:`tiled_memory`.
+    """
+    if len(target.shape) == 1:
+        transforms = ()
+    else:
+        lanes = swizzle_lanes(target.shape[1], 2)
+        transforms = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * 2)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms)))
+    def start(_, source, target):
+        transfers = _matrix_transfers if transforms else _vector_transfers
+        for to, given, size in transfers(source, target):
+            kind = nvvm.LoadCacheModifierKind.CG if size == 16 else nvvm.LoadCacheModifierKind.CA
+            nvvm.cp_async_shared_global(to, given, size, kind)
+
+    start(source, target)
 
 
-def wait_for_copies() -> None:
+def _matrix_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, int]]:
+    """A thread's part of a copy of a 16-bit matrix: (target, source, bytes) of each instruction."""
+    given, i32 = ir.MemRefType(source.type), ir.IntegerType.get_signless(32)
+    tile_rows, tile_columns, _, width = ir.MemRefType(target.type).shape
+    strides = given.get_strides_and_offset()[0]
+    layout = tiled_copy_smem_gmem_layout(tile_rows, tile_columns, 2 * width, 16)
+    steps = [utils.c(x, i32) for x in layout.tiling.tile_strides(tuple(strides))[2:]]
+    places = layout.lane_indices(), layout.warp_indices()
+    offset = arith.addi(*(utils.dyn_dot(place, steps) for place in places))
+    base = utils.getelementptr(global_pointer(source), [offset], given.element_type)
+    transfers = FragmentedArray.transfer_tiled(
+        target, 2 * width, layout, tuple(given.shape), optimized=False
+    )
+    for _, _, index_of, to in transfers:
+        distance = sum(i * stride for i, stride in zip(index_of(), strides, strict=True))
+        address = utils.getelementptr(base, [distance], given.element_type)
+        yield to, address, 2 * layout.vector_length
+
+
+def _vector_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, int]]:
+    """The same for a float32 vector."""
+    layout = WGStridedFragLayout.from_shaped_type(target.type)
+    assert layout is not None
+    f32 = ir.F32Type.get()
+    for index in layout.linear_thread_idxs():
+        index = arith.index_castui(ir.IntegerType.get_signless(32), index)
+        to, given = (
+            utils.getelementptr(base, [index], f32)
+            for base in (utils.memref_ptr(target), global_pointer(source))
+        )
+        yield to, given, layout.vec_size * 4
+
+
+def global_pointer(ref: Any) -> Any:
+    """A pointer to an array in global memory."""
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+
+
+@plgpu.inline_mgpu()
+def wait_for_copies(_):
     """Waits for all copies of the warpgroup's threads, then for the threads themselves."""
-    plgpu.wait_gmem_to_smem(0)
+    utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+    utils.warpgroup_barrier()
 
 
 @plgpu.inline_mgpu()
@@ -295,7 +360,7 @@ def add_sum(ref: Any, x: jax.Array, fragments: Fragments) -> None:
             value = arith.addf(value, element)
         for distance in (1, 2, 4, 8, 16):
             value = arith.addf(value, utils.shfl_bfly(value, distance))
-        base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+        base = global_pointer(ref)
         thread = arith.remui(utils.thread_idx(), utils.c(32 * WARPS, i32))
         lane = arith.remui(thread, utils.c(32, i32))
         first = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))

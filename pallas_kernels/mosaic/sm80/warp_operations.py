@@ -31,13 +31,11 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
 from pallas_kernels.mosaic.sm80 import instructions
-from pallas_kernels.mosaic.sm80.configs import WARPS
+from pallas_kernels.mosaic.sm80.configs import MMA_DEPTH, WARPS
 
 _LANES = 32
 # A copy also prefetches the rest of its 128-byte line into L2.
 _PREFETCH = ".L2::128B"
-# Columns of the left operand of one mma.sync instruction (m16n8k16).
-MMA_DEPTH = 16
 # Bytes of one cp.async instruction of a thread, and elements of 16 bits in them.
 _CHUNK, _CHUNK_ELEMENTS = 16, 8
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -68,7 +66,7 @@ def copy_matrix(source: Any, target: Any, first: Any) -> None:
         first = arith.muli(warp, _i32(own_rows))
         row, chunk = arith.divui(lane, _i32(chunks)), arith.remui(lane, _i32(chunks))
         given = arith.addi(arith.muli(arith.addi(first, row), _i32(stride)), _bytes(chunk))
-        source = _offset(_global_pointer(source), given)
+        source = _offset(instructions.global_pointer(source), given)
         # Tiles are 8 rows, whose chunks are permuted; the permutation repeats after 8 rows.
         row_of_tiles = 8 * lanes * 2
         octets = arith.muli(arith.divui(first, _i32(8)), _i32(row_of_tiles))
@@ -116,7 +114,7 @@ def copy_numbers(sources: tuple[Any, Any], targets: tuple[Any, Any], first: Any)
     @plgpu.inline_mgpu(arg_types=(*types, _SCALAR))
     def copy(_, sources, targets, valid):
         source, target = (
-            [_global_pointer(x) for x in sources],
+            [instructions.global_pointer(x) for x in sources],
             [utils.memref_ptr(x) for x in targets],
         )
         warp, lane = _warp_and_lane()
@@ -402,10 +400,6 @@ def _warp_and_lane() -> tuple[Any, Any]:
     thread = utils.thread_idx()
     warp = arith.remui(utils.warp_idx(), _i32(WARPS))
     return warp, arith.remui(thread, _i32(_LANES))
-
-
-def _global_pointer(ref: Any) -> Any:
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
 
 
 def _offset(pointer: Any, offset: Any) -> Any:

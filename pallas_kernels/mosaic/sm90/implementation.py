@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -9,12 +10,17 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic.padding import with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm90.configs import MAX_DERIVATIVE_HEAD_DIM, MosaicConfig
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
+from pallas_kernels.pallas_triton.implementation import triton
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
+
+_WIDEST_BACKWARD = 128
+_TRITON = triton(compute_capability=9.0)
 
 
 def mosaic_sm90(
@@ -26,54 +32,73 @@ def mosaic_sm90(
       forward_config: tile sizes of the forward kernel; None is the shipped config.
       backward_config: tile sizes of the backward kernel; None is the shipped config.
     """
-    return Implementation(
+    implementation = Implementation(
         name="mosaic_sm90",
         forward=functools.partial(forward, config=forward_config),
         backward=functools.partial(backward, config=backward_config),
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, config=backward_config),
         split_backward=split_tiles,
-        unsupported=functools.partial(_unsupported, multiple_of=16, most=256),
-        backward_unsupported=_backward_unsupported,
+        unsupported=functools.partial(_unsupported, most=256),
+        # With (192, 128), dK, dV and a warpgroup's half of dQ alone would take 208 of a thread's
+        # 240 registers, and two stages 258 KiB of shared memory.
+        backward_unsupported=functools.partial(_unsupported, most=_WIDEST_BACKWARD),
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_hopper,
         deterministic=False,
     )
+    implementation = with_padding(implementation, _forward_dims, _backward_dims, tokens=8)
+    return dataclasses.replace(implementation, deterministic_variant=_deterministic(implementation))
 
 
-def _unsupported(inputs: AttentionInputs, *, multiple_of: int, most: int) -> str | None:
-    """Why a kernel does not support the inputs, or None.
+def _deterministic(implementation: Implementation) -> Implementation:
+    """The same forward pass, and a bitwise reproducible backward pass: Triton's two kernels.
 
-    Head dims must be multiples of ``multiple_of`` up to ``most``.
+    They make 1.4 times the rate of the sm80 backward, whose reproducible variant runs on Hopper,
+    too (EXPERIMENTS.md).
     """
+    return dataclasses.replace(
+        implementation,
+        backward=_TRITON.backward,
+        backward_bounds=_TRITON.backward_bounds,
+        split_backward=_TRITON.split_backward,
+        unsupported_functions=_deterministic_unsupported_functions,
+        deterministic=True,
+    )
+
+
+def _deterministic_unsupported_functions(
+    spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool
+) -> str | None:
+    of = _TRITON.unsupported_functions if backward else _unsupported_functions
+    return of(spec, inputs, backward=backward)
+
+
+def _forward_dims(*dims: int) -> tuple[int, int]:
+    """Head dims that the forward kernel supports: multiples of 16."""
+    head_dim, value_dim = (-(-dim // 16) * 16 for dim in dims)
+    return head_dim, value_dim
+
+
+def _backward_dims(*dims: int) -> tuple[int, int]:
+    """Head dims that the backward kernel supports.
+
+    Both are multiples of 32. dV is written in slices of the same width as dK: half of H.
+    """
+    head_dims, value_dims = (range(-(-dim // 32) * 32, _WIDEST_BACKWARD + 1, 32) for dim in dims)
+    supported = ((h, hv) for h in head_dims for hv in value_dims if hv % (h // 2) == 0)
+    return min(supported, key=sum)
+
+
+def _unsupported(inputs: AttentionInputs, *, most: int) -> str | None:
+    """Why a kernel for head dims up to ``most`` does not support the inputs, or None."""
     q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
         return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
-        if dim % multiple_of or dim > most:
-            return (
-                f"the head dim{what} is {dim}; it supports multiples of {multiple_of} up to {most}"
-            )
-    for name, length in (("query", inputs.q_length), ("key", inputs.kv_length)):
-        if length % 8:
-            return f"the {name} length per device is {length}; it supports multiples of 8"
+        if dim > most:
+            return f"the head dim{what} is {dim}; it supports {most} at most"
     return unsupported_block_mask(inputs)
-
-
-def _backward_unsupported(inputs: AttentionInputs) -> str | None:
-    """Why the backward kernel does not support the inputs, or None.
-
-    Head dims end at 128. With (192, 128), dK, dV and a warpgroup's half of dQ alone would take 208
-    of a thread's 240 registers, and two stages 258 KiB of shared memory.
-    """
-    reason = _unsupported(inputs, multiple_of=32, most=128)
-    if reason is None and inputs.value_dim % (inputs.head_dim // 2):
-        # dV is written in slices of the same width as dK: half of H.
-        return (
-            f"the head dim of values is {inputs.value_dim}, of keys {inputs.head_dim}; with that "
-            f"the backward supports multiples of {inputs.head_dim // 2}"
-        )
-    return reason
 
 
 def _unsupported_functions(
@@ -91,7 +116,7 @@ def _unsupported_functions(
         return (
             f"the head dim is {widest}, and the derivative of score_mod depends on the score; the "
             f"backward supports such functions up to {MAX_DERIVATIVE_HEAD_DIM}, and those that "
-            "only add to the score at all head dims; use None, 'triton' or 'xla'"
+            "only add to the score at all head dims; use None, 'mosaic_sm80' or 'xla'"
         )
     return reason
 
