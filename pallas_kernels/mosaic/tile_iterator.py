@@ -45,34 +45,38 @@ class TileIterator:
             first, full_end = i32(0), end
         else:
             first, full_first, full_end, end = (bounds[(batch, tile, i32(c))] for c in range(4))
-        self._derive((first, full_first, full_end, end), rotate)
-
-    def _derive(self, ranges: tuple[Any, Any, Any, Any], rotate: Any) -> None:
-        self._ranges, self._unreduced_rotate = ranges, rotate
-        self._first, self._full_first, self._full_end, end = ranges
-        self._before = self._full_first - self._first
-        self.full = self._full_end - self._full_first
+        self._derive(first, full_first, full_end, end)
         self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(self.full, 1))
-        self.masked = self._before + (end - self._full_end)
-        self.total = end - self._first
+
+    def _derive(self, first: Any, full_first: Any, full_end: Any, end: Any) -> None:
+        self._first, self._full_first, self._full_end, self._end = first, full_first, full_end, end
+        self._before = full_first - first
+        self.full = full_end - full_first
+        self.masked = self._before + (end - full_end)
+        self.total = end - first
 
     def recompute(self) -> TileIterator:
         """The same; what follows from the ranges is computed again, not kept in registers."""
-        again, rotate = copy.copy(self), self._unreduced_rotate
-        again._derive(optimization_barrier(*self._ranges), rotate)
+        again = copy.copy(self)
+        ranges = self._first, self._full_first, self._full_end, self._end
+        again._derive(*optimization_barrier(*ranges))
         return again
 
-    def tile(self, step: Any) -> jax.Array:
-        """The tile of a loop step; past the last step any valid tile."""
-        masked = jnp.where(
-            step < self._before, self._first + step, self._full_end + (step - self._before)
-        )
+    def tile(self, step: Any, masked: bool = True) -> jax.Array:
+        """The tile of a loop step; past the last step any valid tile.
+
+        ``masked``: whether the step may be one whose tile needs a mask.
+        """
         i = step - self.masked
         if self._rotate is not None:
             i = i + self._rotate
             count = self._full_end - self._full_first
             i = jnp.where(i >= count, i - count, i)
-        tile = jnp.where(step < self.masked, masked, self._full_first + i)
+        tile = self._full_first + i
+        if masked:
+            after = self._full_end + (step - self._before)
+            masked_tile = jnp.where(step < self._before, self._first + step, after)
+            tile = jnp.where(step < self.masked, masked_tile, tile)
         tile = jnp.clip(tile, 0, self._last)
         return tile if self._list is None else self._list(tile)
 

@@ -5,7 +5,7 @@ of the next one from an atomic counter in global memory as soon as it has starte
 current one. So no SM idles while another has much left to do, even if another kernel, like one of
 NCCL's, occupies some SMs. A work tile's first copies overlap with the epilogue of the previous one.
 
-The producer is a warpgroup of its own, or the first consumer warpgroup.
+The producer is a warpgroup of its own, or the consumer warpgroups share its work.
 
 Where CTAs form thread-block clusters, read "cluster" for "CTA" here, and "neighboring tiles, one
 per CTA of the cluster" for "tile".
@@ -235,14 +235,14 @@ class TileScheduler(NamedTuple):
 
 
 class InlineProducer(NamedTuple):
-    """A consumer warpgroup that also starts the copies, where there is no producer warpgroup.
+    """What a consumer warpgroup does in place of a producer warpgroup.
 
     Attributes:
-      is_here: whether it is this warpgroup.
-      start: starts a work tile's first copies.
+      fetches: whether it fetches the indices of work tiles; one consumer must.
+      start: starts its share of a work tile's first copies.
     """
 
-    is_here: Any
+    fetches: Any
     start: Callable[[WorkTile], None]
 
 
@@ -266,7 +266,7 @@ def for_each_work_tile(
       iterator_of: ``(batch, head, tile) -> iterator``.
       run: processes one work tile.
       is_producer: whether this is the producer warpgroup.
-      inline: the producer, if there is no producer warpgroup.
+      inline: this warpgroup's part of a producer, if there is no producer warpgroup.
       steps_per_tile: loop steps per tile of the iterator.
       skip_empty: skip work tiles whose iterator has no tile. Otherwise they run one step, in which
         every score is masked.
@@ -292,8 +292,7 @@ def for_each_work_tile(
             slot = lax.rem(index_and_slot, i32(SLOTS))
             scheduler.wait(slot)
             following = next_index_and_slot(slot, scheduler.read(slot))
-            may_start = inline.is_here & (following < end)
-            pl.when(may_start)(lambda: start(following, steps_before + steps))
+            pl.when(following < end)(lambda: start(following, steps_before + steps))
 
         recompute = functools.partial(_recompute_coordinates, work_tiles, index_and_slot)
         position = steps, steps_before, recompute
@@ -319,7 +318,7 @@ def for_each_work_tile(
         slot = lax.rem(index_and_slot, i32(SLOTS))
         work = run_one(index_and_slot, steps_before)
         if inline is not None:
-            pl.when(inline.is_here & (work.steps == 0))(work.fetch_next)
+            pl.when(inline.fetches & (work.steps == 0))(work.fetch_next)
             pl.when(work.steps == 0)(work.start_next)
         elif is_producer:
             scheduler.fetch(slot)
@@ -332,7 +331,7 @@ def for_each_work_tile(
     end = work_tiles.count * SLOTS
     first = lax.axis_index(CTA_AXIS) * SLOTS, i32(0)
     if inline is not None:
-        pl.when(inline.is_here)(lambda: start(*first))
+        start(*first)
     if work_tiles.one_per_cta:
         # Without a loop the state is constant and needs no registers.
         return run_one(*first).steps
@@ -341,7 +340,7 @@ def for_each_work_tile(
     _, steps = lax.while_loop(lambda state: state[0] < end, body, first)
     if work_tiles.cluster > 1:
         if inline is not None:
-            pl.when(inline.is_here)(scheduler.drain)
+            pl.when(inline.fetches)(scheduler.drain)
         elif is_producer:
             scheduler.drain()
     return steps

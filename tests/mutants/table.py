@@ -179,6 +179,8 @@ MUTANTS = [
      "softmax.finish(state.m, total)", SM80),
     ("pallas_kernels/mosaic/sm90/forward.py", "_wait_for_keys(consumer, step + 1)\n        consumer",
      "consumer", f"{SM90} -k plain"),
+    ("pallas_kernels/mosaic/sm90/forward.py", "static.v_stages - 2, last", "static.v_stages - 1, last",
+     f"{SM90} -k plain-without"),
     ("pallas_kernels/mosaic/sm90/backward_step.py", "used, dp = p * factors, dp * factors",
      "used = p * factors", f"{SM90} -k block_mask"),
     ("pallas_kernels/mosaic/sm90/shared_memory.py", "pl.ds((self.stages + do_stage) * self.block_q,",

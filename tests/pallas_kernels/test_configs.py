@@ -76,6 +76,10 @@ def test_sm90_kernels_reject_tiles_that_they_do_not_support():
     for config, message in (
         (MosaicConfig(64, 256, 2), "block_kv is 256: the backward kernel supports 128"),
         (MosaicConfig(64, 128, 2, cluster=2), "cluster is 2: the backward kernel supports 1"),
+        (
+            MosaicConfig(64, 128, 2, producer_warpgroup=False),
+            "stages is 2: without a producer warpgroup the backward kernel needs 3",
+        ),
     ):
         kernels = mosaic_sm90(backward_config=config)
         with pytest.raises(ValueError, match=message):
@@ -94,7 +98,7 @@ def test_sm90_forward_tiles_fit(out_dtype):
         memory = ForwardMemory.of(
             config, dim, jnp.bfloat16, out_dtype, True, in_accumulator, value_dim
         )
-        assert memory.nbytes <= 227 * 1024, (dim, value_dim)
+        assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, (dim, value_dim)
     for dim in DIMS:
         lanes = sm90.float32_lanes(dim)
         assert dim % sm90.result_lanes(dim, out_dtype == jnp.float32) == 0

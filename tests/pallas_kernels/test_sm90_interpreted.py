@@ -28,6 +28,12 @@ slow = pytest.mark.slow
 CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2), MosaicConfig(64, 128, 2))
 # The smallest tiles. Lengths are chosen for few steps, with partial tiles on both sides.
 KERNELS = mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
+# The consumers share a producer's work.
+SHARED = mosaic_sm90(
+    MosaicConfig(128, 64, 2, v_stages=3, producer_warpgroup=False),
+    MosaicConfig(64, 128, 3, do_stages=2, producer_warpgroup=False),
+)
+SHARED_CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2, producer_warpgroup=False))
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 
 
@@ -77,6 +83,17 @@ CASES = {
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", functions="functions"
     ),
 }  # fmt: skip
+# Cases that run without a producer warpgroup, too, or only so.
+BOTH, WITHOUT = (
+    ("plain",),
+    ("slopes", "block_mask", "cap", "packed", "shared_block_mask", "shuffled"),
+)
+RUNS = [
+    *((name, KERNELS) for name in CASES if name not in WITHOUT and name != "shipped"),
+    *((name, SHARED) for name in (*BOTH, *WITHOUT)),
+    # The shipped tiles of that case are for three consumer warpgroups.
+    ("shipped", mosaic_sm90()),
+]
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
 PLAIN, SLOPES = CASES["plain"], CASES["slopes"]
 
@@ -128,17 +145,23 @@ def random_carry(inputs):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES]
-)
-def test_as_exact_as_dense(monkeypatch, name):
+    ("name", "kernels"),
+    [
+        pytest.param(
+            name, kernels, marks=() if name in QUICK else slow,
+            id=f"{name}-without-producer" if kernels is SHARED else name,
+        )
+        for name, kernels in RUNS
+    ],
+)  # fmt: skip
+def test_as_exact_as_dense(monkeypatch, name, kernels):
     """Two CTAs loop over work tiles where one shard is visited; else each has one work tile."""
     case = CASES[name]
     if case["blocks"] == 1:
         monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
     # Two sequences: each has its own segment ids and KV bounds.
     inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
-    # The shipped tiles of that case are for three consumer warpgroups.
-    got = interpret_all(inputs, mosaic_sm90() if name == "shipped" else KERNELS)
+    got = interpret_all(inputs, kernels)
     compare.assert_exact(got, inputs.reference, case["dtype"])
 
 
@@ -180,23 +203,28 @@ def test_a_bias_over_a_tiny_scale():
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "changes", "sms"),
+    ("name", "changes", "sms", "kernels"),
     [
         # Three query tiles, so that the last cluster's second one is past the last query.
-        pytest.param("plain", {"lengths": (264, 328)}, 2, id="causal"),
-        pytest.param("packed", {"lengths": (264, 136)}, None, id="one-each", marks=slow),
-        pytest.param("shared_block_mask", {}, 2, id="block-mask", marks=slow),
-        pytest.param("functions_cap", {"lengths": (264, 72)}, 2, id="functions", marks=slow),
+        pytest.param("plain", {"lengths": (264, 328)}, 2, CLUSTERS, id="causal"),
+        pytest.param(
+            "plain", {"lengths": (264, 328)}, 2, SHARED_CLUSTERS, id="without-producer", marks=slow
+        ),
+        pytest.param("packed", {"lengths": (264, 136)}, None, CLUSTERS, id="one-each", marks=slow),
+        pytest.param("shared_block_mask", {}, 2, CLUSTERS, id="block-mask", marks=slow),
+        pytest.param(
+            "functions_cap", {"lengths": (264, 72)}, 2, CLUSTERS, id="functions", marks=slow
+        ),
     ],
 )
-def test_clusters_share_kv_tiles(monkeypatch, name, changes, sms):
+def test_clusters_share_kv_tiles(monkeypatch, name, changes, sms, kernels):
     """``sms``: CTAs at a time, two per cluster; None: one per tile."""
     if sms is not None:
         monkeypatch.setattr(tile_scheduler, "num_sms", lambda: sms)
     case = {**CASES[name], **changes}
     inputs = inputs_of(case)
     carry = None if case["numbers"] == "none" else random_carry(inputs)
-    got = interpret_forward(inputs, carry, CLUSTERS)
+    got = interpret_forward(inputs, carry, kernels)
     for x, y in zip(got, map(np.asarray, reference_forward(inputs, carry)), strict=True):
         seen = np.isfinite(y)
         np.testing.assert_array_equal(np.isfinite(x), seen)

@@ -140,11 +140,17 @@ class Fetched:
         assert int(slot) == self.fetches % tile_scheduler.SLOTS
         self.fetches += 1
 
-    def read(self, slot, is_producer):
+    def wait(self, slot):
+        assert int(slot) == self.reads % tile_scheduler.SLOTS
+
+    def read(self, slot):
+        assert int(slot) == self.reads % tile_scheduler.SLOTS
+        return jnp.int32(self.indices[self.reads])
+
+    def release(self, slot, is_producer):
         assert int(slot) == self.reads % tile_scheduler.SLOTS
         assert not is_producer or self.reads < self.fetches
         self.reads += 1
-        return jnp.int32(self.indices[self.reads - 1])
 
 
 def fetch_all(work_tiles, rng):

@@ -195,7 +195,8 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
             run_empty = functools.partial(backward_epilogue.write_zeros, static, refs, warpgroup)
         inline = None
         if not static.config.producer_warpgroup:
-            inline = InlineProducer(warpgroup == 0, lambda w: _producer(static, refs, w).start())
+            own = static, refs, warpgroup
+            inline = InlineProducer(warpgroup == 0, lambda work: _producer(*own, work).start())
         run = functools.partial(_consume, static, refs, warpgroup)
         run_all(run, is_producer=False, inline=inline, run_empty=run_empty)
         plgpu.wait_smem_to_gmem(0)
@@ -217,14 +218,14 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     state = backward_step.State.zeros(static)
     masked_end = work.steps_before + work.iterator.masked * static.groups
 
-    def copy_ahead(step):
+    def copy_ahead(masked, operand, step):
         if not static.config.producer_warpgroup:
-            advance = _producer(static, refs, work).advance
-            pl.when(warpgroup == 0)(lambda: advance(step - work.steps_before))
+            producer = _producer(static, refs, warpgroup, work)
+            producer.advance(operand, step - work.steps_before, masked)
 
     masked_step, full_step = (
-        functools.partial(backward_step.step, consumer, masked, copy_ahead)
-        for masked in (True, False)
+        functools.partial(backward_step.step, consumer, m, functools.partial(copy_ahead, m))
+        for m in (True, False)
     )
     state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
@@ -254,27 +255,26 @@ def _produce(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None
         _copy_do(static, refs, work, step, tile_and_head)
 
 
-def _producer(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> Producer:
-    """Starts the same copies in a consumer warpgroup.
+def _producer(
+    static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile
+) -> Producer:
+    """Starts the same copies in the consumer warpgroups: queries in the first, dO in the last.
 
-    While it accumulates the gradients of a step, it has read what the step before needed.
+    In a step, a consumer has read what the step before needed. The copies of dO come early in it:
+    they make the last consumer wait for the first, so that this is ahead.
     """
-    layout = ScratchLayout.of(static.config)
 
-    def copy_queries(step):
+    def copy(start, step, masked):
         # Kept from step to step, what follows from the bounds would take registers.
         at = work._replace(iterator=work.iterator.recompute())
-        _copy_queries(static, refs, at, step, _tile_and_head(static, at, step))
+        start(static, refs, at, step, _tile_and_head(static, at, step, masked))
 
-    def copy_do(step):
-        # The queries of that step have been copied before.
-        stage = lax.rem(work.steps_before + step, i32(static.stages))
-        indices = (refs.memory.scratch[index] for index in layout.tile_and_head(stage))
-        q_tile, head = (index.astype(jnp.int32) for index in indices)
-        _copy_do(static, refs, work, step, (q_tile, head))
+    def copy_once():
+        pl.when(warpgroup == 0)(lambda: _copy_keys_and_values(static, refs, work))
 
-    operands = Copies(copy_queries, static.stages - 1), Copies(copy_do, static.do_stages - 1)
-    return Producer(work, operands, functools.partial(_copy_keys_and_values, static, refs, work))
+    queries = Copies(functools.partial(copy, _copy_queries), static.stages - 1, 0)
+    do = Copies(functools.partial(copy, _copy_do), static.do_stages - 1, static.consumers - 1)
+    return Producer(work, warpgroup, (queries, do), copy_once)
 
 
 def _copy_keys_and_values(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None:
@@ -307,7 +307,8 @@ def _copy_queries(
     # The consumers wait for these queries, and then read in scratch memory which they are.
     for index, value in zip(layout.tile_and_head(stage), tile_and_head, strict=True):
         memory.scratch[index] = value.astype(jnp.float32)
-    plgpu.commit_smem()
+    if static.config.producer_warpgroup:
+        plgpu.commit_smem()
     q = inputs.q.at[work.batch, queries, head]
     plgpu.copy_gmem_to_smem(q, memory.q.at[stage], barriers.q_arrived.at[stage])
     _copy_stats(lse, memory.scratch.at[layout.lse(stage)], barriers.q_arrived.at[stage])
@@ -337,7 +338,9 @@ def _lse(static: BackwardStatic, lse: Any, work: WorkTile, step: Any) -> Any:
     return lse.at[(step >= work.iterator.masked * static.groups).astype(jnp.int32)]
 
 
-def _tile_and_head(static: BackwardStatic, work: WorkTile, step: Any) -> tuple[Any, Any]:
+def _tile_and_head(
+    static: BackwardStatic, work: WorkTile, step: Any, masked: bool = True
+) -> tuple[Any, Any]:
     """The query tile and the query head of a step.
 
     Tiles that need a mask come first, for all heads, then the others. In both groups heads vary
@@ -346,7 +349,13 @@ def _tile_and_head(static: BackwardStatic, work: WorkTile, step: Any) -> tuple[A
     """
     iterator, groups = work.iterator, static.groups
     if groups == 1:
-        return iterator.tile(step), work.head
+        return iterator.tile(step, masked), work.head
+    if not masked:
+        tiles = jnp.maximum(iterator.full, 1)
+        step = step - iterator.masked * groups
+        group = _divide(step, tiles)
+        step = step - group * tiles + iterator.masked
+        return iterator.tile(step, masked), work.head * groups + group
     masked_steps = iterator.masked * groups
     in_masked = step < masked_steps
     tiles = jnp.where(in_masked, iterator.masked, iterator.total - iterator.masked)
@@ -355,6 +364,12 @@ def _tile_and_head(static: BackwardStatic, work: WorkTile, step: Any) -> tuple[A
     group = lax.div(step, tiles)
     step = lax.rem(step, tiles) + jnp.where(in_masked, 0, iterator.masked)
     return iterator.tile(step), work.head * groups + group
+
+
+def _divide(x: Any, y: Any) -> Any:
+    """``x / y``, rounded down, for 0 <= x < 2^21 and y > 0, in a few instructions."""
+    quotient = (x.astype(jnp.float32) + 0.5) / y.astype(jnp.float32)
+    return quotient.astype(jnp.int32)
 
 
 def _wait_until_free(cta_step: Any, stages: int, free: Any, stage: Any) -> None:

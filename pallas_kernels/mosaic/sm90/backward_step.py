@@ -99,19 +99,27 @@ class _StepData(NamedTuple):
 
 
 def step(
-    consumer: Consumer, masked: bool, copy_ahead: Callable[[Any], None], step: Any, state: State
-) -> State:
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[int, Any], None], step: Any,
+    state: State,
+) -> State:  # fmt: skip
     """One query tile of one head.
 
     Args:
       consumer: the keys.
       masked: whether any of the step's scores may be masked.
-      copy_ahead: called with the step while its last products run.
+      copy_ahead: called with 0 and the step while its last products run, and with 1 while its first
+        ones run. A mask and much else leave no registers for that: then it is called later.
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
     refs, data = consumer.refs, _StepData.of(consumer, step)
-    p, ds = _weights_and_gradients(consumer, masked, step, data)
+    late = masked or consumer.static.needs_registers
+
+    def copy_do(when_late):
+        if when_late == late:
+            copy_ahead(1, step)
+
+    p, ds = _weights_and_gradients(consumer, masked, step, data, lambda: copy_do(False))
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
@@ -127,12 +135,16 @@ def step(
     refs.memory.ds[data.ds, data.keys] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
-    copy_ahead = functools.partial(copy_ahead, step)
-    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_ahead)
+
+    def copy_late():
+        copy_ahead(0, step)
+        copy_do(True)
+
+    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_late)
 
 
 def _weights_and_gradients(
-    consumer: Consumer, masked: bool, step: Any, data: _StepData
+    consumer: Consumer, masked: bool, step: Any, data: _StepData, copy_do: Callable[[], None]
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, ``[64, block_q]``, in the inputs' dtype; P after dropout."""
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
@@ -154,6 +166,7 @@ def _weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        copy_do()
         p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = optimization_barrier(dp, p)
@@ -165,6 +178,7 @@ def _weights_and_gradients(
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         wait_for_queries(consumer, step + 1)
+        copy_do()
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         return _gradients_with_derivative(consumer, data, weights, dp)
 
@@ -256,7 +270,7 @@ def _gradients_with_derivative(
 
 def _add_products(
     consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array,
-    copy_ahead: Callable[[], None],
+    copy_late: Callable[[], None],
 ) -> State:  # fmt: skip
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
@@ -267,7 +281,7 @@ def _add_products(
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.lanes)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
-        copy_ahead()
+        copy_late()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         has_earlier_step = state.q_tile >= 0
         earlier = TileCoordinates(consumer.work.recompute().batch, state.head, state.q_tile)

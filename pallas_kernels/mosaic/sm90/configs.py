@@ -40,19 +40,21 @@ class MosaicConfig:
       block_kv: keys per tile. Backward: 128, 64 per consumer warpgroup.
       stages: pipeline stages of the side that is looped over.
       do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
+      v_stages: pipeline stages of V in the forward kernel; None: as many as of K.
       cluster: CTAs per cluster of the forward kernel, 1 or 2. They work on neighboring query tiles
         in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
         of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
         causal mask the earlier one visits a few that are fully masked.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
-        registers to the consumers. If not, the first consumer warpgroup starts them while its
-        products run, and all warpgroups have the same number of registers.
+        registers to the consumers. If not, consumers start them while their products run, and all
+        warpgroups have the same number of registers.
     """
 
     block_q: int
     block_kv: int
     stages: int
     do_stages: int | None = None
+    v_stages: int | None = dataclasses.field(default=None, kw_only=True)
     cluster: int = dataclasses.field(default=1, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
 
@@ -61,7 +63,7 @@ class MosaicConfig:
             size = getattr(self, name)
             if size < 64 or size % 64:
                 raise ValueError(f"{name} is {size}: it must be a multiple of 64")
-        for name in ("stages", "do_stages"):
+        for name in ("stages", "do_stages", "v_stages"):
             stages = getattr(self, name)
             if stages is not None and stages < 2:
                 raise ValueError(f"{name} is {stages}: it must be 2 or more")

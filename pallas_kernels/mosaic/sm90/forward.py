@@ -72,10 +72,13 @@ def forward(
     config: MosaicConfig | None = None,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
-    config = config or for_this_jax(_shipped_config(inputs, spec))
+    shipped = for_this_jax(_shipped_config(inputs, spec)) if config is None else config
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
-    static = ForwardStatic.of(inputs, spec, config, out_dtype=out_dtype, has_carry=has_carry)
+    static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, has_carry=has_carry)
+    if config is None and not shipped.producer_warpgroup:
+        static = static.with_third_v_stage()
+    config = static.config
     if static.consumers not in REGISTERS:
         raise ValueError(f"block_q is {config.block_q}: the forward kernel supports 128 or 192")
     q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
@@ -159,12 +162,13 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
     def consume(warpgroup):
         inline = None
         if not static.config.producer_warpgroup:
-            inline = InlineProducer(warpgroup == 0, lambda w: _producer(static, refs, w).start())
+            own = static, refs, warpgroup
+            inline = InlineProducer(warpgroup == 0, lambda work: _producer(*own, work).start())
         run = functools.partial(_consume, static, refs, warpgroup)
         steps = run_all(run, is_producer=False, inline=inline)
         plgpu.wait_smem_to_gmem(0)
         if inline is not None and static.config.cluster > 1:
-            pl.when(inline.is_here)(lambda: _drain_stages(static, refs, steps))
+            _drain_stages(static, refs, steps, warpgroup)
 
     specialize_warpgroups(
         static.consumers, consume, produce if static.config.producer_warpgroup else None
@@ -182,27 +186,31 @@ def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
         _copy_keys(static, refs, work, step)
         # The queries come after the first keys, whose stage is free earlier: the previous work tile
         # frees its queries only with its last scores.
-        pl.when(step == 0)(functools.partial(_copy_queries, static, refs, work))
+        pl.when(step == 0)(functools.partial(_copy_all_queries, static, refs, work))
         _copy_values(static, refs, work, step)
 
 
-def _producer(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> Producer:
-    """Starts the same copies in a consumer warpgroup.
+def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: WorkTile) -> Producer:
+    """Starts the same copies in the consumer warpgroups: keys in the first, values in the last.
 
-    While it computes the scores of a step, it has read the keys of the step before, and the values
-    of the one before that.
+    While a consumer computes the scores of a step, it has read the keys of the step before, and the
+    values of the one before that. The values then make the last consumer wait for the others, so
+    that the first one is ahead of it, and finds its stage of keys free.
     """
-    call, stages = (static, refs, work), static.config.stages
-    keys = Copies(functools.partial(_copy_keys, *call), ahead=stages - 1)
-    values = Copies(functools.partial(_copy_values, *call), ahead=stages - 2)
-    return Producer(work, (keys, values), functools.partial(_copy_queries, *call))
+    call, last = (static, refs, work), static.consumers - 1
+    keys = Copies(functools.partial(_copy_keys, *call), static.config.stages - 1, 0)
+    values = Copies(functools.partial(_copy_values, *call), static.v_stages - 2, last)
+    queries = functools.partial(_copy_queries, *call, warpgroup)
+    return Producer(work, warpgroup, (keys, values), queries)
 
 
-def _copy_keys(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any) -> None:
+def _copy_keys(
+    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
+) -> None:
     """Starts the copy of a step's keys, and of their positions if they are needed."""
     inputs, memory = refs.inputs, refs.memory
     stage, tokens = _copy_kv_tile(
-        static, work, step, inputs.k, memory.k, memory.k_arrived, memory.k_free
+        static, work, step, masked, inputs.k, memory.k, memory.k_arrived, memory.k_free
     )
     if static.bias_in_accumulator:
         # The stage of the positions is free when that of the keys is.
@@ -210,14 +218,16 @@ def _copy_keys(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: A
         plgpu.copy_gmem_to_smem(inputs.k_positions.at[tokens], target, arrived)
 
 
-def _copy_values(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any) -> None:
+def _copy_values(
+    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
+) -> None:
     """Starts the copy of a step's values."""
-    memory = refs.memory
-    _copy_kv_tile(static, work, step, refs.inputs.v, memory.v, memory.v_arrived, memory.v_free)
+    inputs, memory = refs.inputs, refs.memory
+    _copy_kv_tile(static, work, step, masked, inputs.v, memory.v, memory.v_arrived, memory.v_free)
 
 
 def _copy_kv_tile(
-    static: ForwardStatic, work: WorkTile, step: Any,
+    static: ForwardStatic, work: WorkTile, step: Any, masked: bool,
     source: Any, target: Any, arrived: Any, free: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Starts the copy of a step's keys or values, once the stage's previous tile has been read.
@@ -228,11 +238,11 @@ def _copy_kv_tile(
     Returns:
       The stage and the slice of the key axis.
     """
-    cta_step, block_kv = work.steps_before + step, static.config.block_kv
-    stage = lax.rem(cta_step, i32(static.config.stages))
-    tokens = pl.ds(work.iterator.tile(step) * block_kv, block_kv)
+    cta_step, block_kv, stages = work.steps_before + step, static.config.block_kv, target.shape[0]
+    stage = lax.rem(cta_step, i32(stages))
+    tokens = pl.ds(work.iterator.tile(step, masked) * block_kv, block_kv)
 
-    @pl.when(cta_step >= static.config.stages)
+    @pl.when(cta_step >= stages)
     def _():
         plgpu.barrier_wait(free.at[stage])
 
@@ -242,37 +252,46 @@ def _copy_kv_tile(
     return stage, tokens
 
 
-def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
-    """Starts the copies of a work tile's queries, 64 for each consumer."""
-    memory = refs.memory
+def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
+    """Starts the copies of a work tile's queries."""
     for warpgroup in range(static.consumers):
-
-        @pl.when(work.steps_before > 0)
-        def _(warpgroup=warpgroup):
-            plgpu.barrier_wait(memory.q_free.at[warpgroup])
-
-        first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
-        queries = pl.ds(first, WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(
-            refs.inputs.q.at[work.batch, queries, work.head],
-            memory.q.at[warpgroup],
-            memory.q_arrived.at[warpgroup],
-        )
+        _copy_queries(static, refs, work, warpgroup)
 
 
-def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
+def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, warpgroup: Any) -> None:
+    """Starts the copy of a consumer's 64 queries."""
+    memory = refs.memory
+
+    @pl.when(work.steps_before > 0)
+    def _():
+        plgpu.barrier_wait(memory.q_free.at[warpgroup])
+
+    first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
+    queries = pl.ds(first, WARPGROUP_ROWS)
+    plgpu.copy_gmem_to_smem(
+        refs.inputs.q.at[work.batch, queries, work.head],
+        memory.q.at[warpgroup],
+        memory.q_arrived.at[warpgroup],
+    )
+
+
+def _drain_stages(
+    static: ForwardStatic, refs: ForwardRefs, steps: Any, warpgroup: Any = None
+) -> None:
     """Waits until all stages are free, after a CTA's last step.
 
     The other CTA of the cluster arrives at barriers in this one's shared memory, which is gone once
-    this CTA has exited.
+    this CTA has exited. ``warpgroup``: the consumer, which waits for what it has copied; None in a
+    producer warpgroup.
     """
     memory = refs.memory
-    for stage in range(static.config.stages):
-
-        @pl.when(steps > stage)
-        def _(stage=stage):
-            plgpu.barrier_wait(memory.k_free.at[stage])
-            plgpu.barrier_wait(memory.v_free.at[stage])
+    operands = ((memory.k_free, static.config.stages, 0),)
+    operands += ((memory.v_free, static.v_stages, static.consumers - 1),)
+    for free, stages, copied_by in operands:
+        for stage in range(stages):
+            here = steps > stage
+            here = here if warpgroup is None else here & (warpgroup == copied_by)
+            pl.when(here)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 
 
 # --- consumers ------------------------------------------------------------------------------------
@@ -321,7 +340,7 @@ def _first_step(consumer: Consumer) -> _State:
 
     def products(scores_ref):
         _issue_scores(consumer, scores_ref, consumer.stage(i32(0)))
-        _copy_ahead(consumer, i32(0))
+        _copy_ahead(consumer, i32(0), masked=True)
         return scores_ref[...]
 
     scores = pl.run_scoped(products, _accumulators(static)[0])
@@ -338,14 +357,14 @@ def _first_step(consumer: Consumer) -> _State:
 def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
     """One more KV tile; adds the previous tile's weighted values to acc."""
     static, memory = consumer.static, consumer.refs.memory
-    stage, earlier_stage = consumer.stage(step), consumer.stage(step - 1)
+    stage, v_stage = consumer.stage(step), consumer.v_stage(step - 1)
 
     def products(scores_ref, acc_ref):
         acc_ref[...] = state.acc
         _issue_scores(consumer, scores_ref, stage)
-        plgpu.barrier_wait(memory.v_arrived.at[earlier_stage])
-        plgpu.wgmma(acc_ref, state.weights, memory.v.at[earlier_stage])
-        _copy_ahead(consumer, step)
+        plgpu.barrier_wait(memory.v_arrived.at[v_stage])
+        plgpu.wgmma(acc_ref, state.weights, memory.v.at[v_stage])
+        _copy_ahead(consumer, step, masked)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
@@ -357,7 +376,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
         _wait_for_keys(consumer, step + 1)
-        consumer.free_stage(memory.v_free, earlier_stage)
+        consumer.free_stage(memory.v_free, v_stage)
         # Most tiles hold no new maximum: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
         return _State(p.astype(static.dtype), acc, m, total)
@@ -367,7 +386,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
 
 def _last_product(consumer: Consumer, state: _State) -> jax.Array:
     """acc with the last tile's weighted values, which no further step adds."""
-    memory, stage = consumer.refs.memory, consumer.stage(consumer.work.steps - 1)
+    memory, stage = consumer.refs.memory, consumer.v_stage(consumer.work.steps - 1)
 
     def product(acc_ref):
         acc_ref[...] = state.acc
@@ -382,11 +401,13 @@ def _last_product(consumer: Consumer, state: _State) -> jax.Array:
     return acc
 
 
-def _copy_ahead(consumer: Consumer, step: Any) -> None:
-    """Starts copies of later steps, if this warpgroup is the producer as well."""
+def _copy_ahead(consumer: Consumer, step: Any, masked: bool) -> None:
+    """Without a producer warpgroup, starts this warpgroup's share of later steps' copies."""
     static, refs, warpgroup, work = consumer[:4]
     if not static.config.producer_warpgroup:
-        pl.when(warpgroup == 0)(lambda: _producer(static, refs, work).advance(step))
+        producer = _producer(static, refs, warpgroup, work)
+        for operand in range(len(producer.operands)):
+            producer.advance(operand, step, masked)
 
 
 def _accumulators(static: ForwardStatic) -> tuple[Any, Any]:

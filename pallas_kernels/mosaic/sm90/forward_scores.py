@@ -110,8 +110,12 @@ class Consumer(NamedTuple):
         plgpu.barrier_arrive(free.at[stage])
 
     def stage(self, step: Any) -> Any:
-        """The stage of a step's keys and values."""
+        """The stage of a step's keys."""
         return lax.rem(self.work.steps_before + step, i32(self.static.config.stages))
+
+    def v_stage(self, step: Any) -> Any:
+        """The stage of a step's values."""
+        return lax.rem(self.work.steps_before + step, i32(self.static.v_stages))
 
 
 def bias_accumulator(consumer: Consumer, stage: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A producer without a warpgroup of its own: a consumer starts copies while its products run."""
+"""Copies without a producer warpgroup: consumers start them while their products run."""
 
 from __future__ import annotations
 
@@ -15,40 +15,53 @@ class Copies(NamedTuple):
     """The copies of one operand, one per loop step.
 
     Attributes:
-      start: starts the copy of a step, when its memory is free.
+      start: ``(step, masked)``: starts the copy of a step, when its memory is free; ``masked``:
+        whether the step may be one that needs a mask.
       ahead: by how many steps a consumer may start a copy before its own step. It must have
         finished reading the stage's previous contents itself.
+      warpgroup: the consumer that starts them.
     """
 
-    start: Callable[[Any], None]
+    start: Callable[[Any, bool], None]
     ahead: int
+    warpgroup: int
 
 
 class Producer(NamedTuple):
-    """Starts the copies of a work tile as a part of a consumer warpgroup.
+    """A consumer warpgroup's share in the copies of a work tile.
 
     Attributes:
       work: the work tile.
+      warpgroup: index of the warpgroup. The first one also fetches the next work tile.
       operands: what every step copies.
       start_once: starts the work tile's other copies.
     """
 
     work: WorkTile
+    warpgroup: Any
     operands: tuple[Copies, ...]
     start_once: Callable[[], None]
 
     def start(self) -> None:
-        """Starts the first copies, before the consumer's first step."""
+        """Starts the first copies, before the first step."""
         for copies in self.operands:
-            for step in range(copies.ahead):
-                self._start(copies, i32(step))
+
+            @pl.when(self.warpgroup == copies.warpgroup)
+            def _(copies=copies):
+                for step in range(copies.ahead):
+                    self._start(copies, i32(step), masked=True)
+
         self.start_once()
 
-    def advance(self, step: Any) -> None:
-        """Starts later steps' copies while the products of a step run."""
-        for copies in self.operands:
-            self._start(copies, step + copies.ahead)
-        pl.when(step == self.work.steps - 1)(self.work.fetch_next)
+    def advance(self, operand: int, step: Any, masked: bool) -> None:
+        """Starts an operand's copy of a later step while the products of a step run."""
+        copies = self.operands[operand]
 
-    def _start(self, copies: Copies, step: Any) -> None:
-        pl.when(step < self.work.steps)(lambda: copies.start(step))
+        @pl.when(self.warpgroup == copies.warpgroup)
+        def _():
+            self._start(copies, step + copies.ahead, masked)
+            if copies.warpgroup == 0:
+                pl.when(step == self.work.steps - 1)(self.work.fetch_next)
+
+    def _start(self, copies: Copies, step: Any, masked: bool) -> None:
+        pl.when(step < self.work.steps)(lambda: copies.start(step, masked))

@@ -44,7 +44,7 @@ class ForwardMemory(NamedTuple):
     Attributes:
       q: ``[W, 64, H]``, the work tile's queries.
       k: ``[stages, block_kv, H]``.
-      v: ``[stages, block_kv, Hv]``.
+      v: ``[v_stages, block_kv, Hv]``.
       out: ``[W, 64, result_lanes]``, staging buffer for o.
       carry_o: float32 ``[W, 64, float32_lanes]``, staging buffer for the incoming o. None without a
         carry, and where o is float32, which ``out`` then serves for both.
@@ -98,6 +98,7 @@ class ForwardMemory(NamedTuple):
         """
         value_dim = head_dim if value_dim is None else value_dim
         block_kv, stages = config.block_kv, config.stages
+        v_stages = config.v_stages or stages
         consumers, rows = config.block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
         float32 = jnp.dtype(out_dtype) == jnp.float32
         lanes, out_lanes = float32_lanes(value_dim), result_lanes(value_dim, float32)
@@ -110,7 +111,7 @@ class ForwardMemory(NamedTuple):
         return cls(
             q=_matrix((consumers, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),
-            v=_matrix((stages, block_kv, value_dim), dtype),
+            v=_matrix((v_stages, block_kv, value_dim), dtype),
             out=_matrix((consumers, rows, out_lanes), out_dtype, lanes=lanes),
             carry_o=carry_o,
             lse=plgpu.SMEM((consumers + bias_in_accumulator, rows), jnp.float32),
@@ -120,9 +121,9 @@ class ForwardMemory(NamedTuple):
             q_free=plgpu.Barrier(num_barriers=consumers),
             # One arrival for the keys, and one for their positions.
             k_arrived=plgpu.Barrier(num_arrivals=1 + bias_in_accumulator, num_barriers=stages),
-            v_arrived=plgpu.Barrier(num_barriers=stages),
+            v_arrived=plgpu.Barrier(num_barriers=v_stages),
             k_free=_cluster_barriers(config, consumers, stages),
-            v_free=_cluster_barriers(config, consumers, stages),
+            v_free=_cluster_barriers(config, consumers, v_stages),
             lse_arrived=plgpu.Barrier(num_barriers=consumers),
             o_arrived=plgpu.Barrier(num_barriers=consumers),
             slot_fetched=_cluster_barriers(config, 1, SLOTS),

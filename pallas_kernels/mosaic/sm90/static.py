@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
+    SHARED_MEMORY,
     WARPGROUP_ROWS,
     MosaicConfig,
     backward_is_persistent,
@@ -101,6 +103,17 @@ class ForwardStatic(Sm90Static):
     def consumers(self) -> int:
         """Consumer warpgroups, each with 64 queries."""
         return self.config.block_q // WARPGROUP_ROWS
+
+    @property
+    def v_stages(self) -> int:
+        """Pipeline stages of values."""
+        return self.config.v_stages or self.config.stages
+
+    def with_third_v_stage(self) -> Self:
+        """With three pipeline stages of values, if they fit in shared memory."""
+        config = dataclasses.replace(self.config, v_stages=3)
+        larger = dataclasses.replace(self, config=config)
+        return larger if larger.memory.nbytes <= SHARED_MEMORY else self
 
     @property
     def float32_out(self) -> bool:
