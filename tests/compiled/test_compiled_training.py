@@ -52,8 +52,9 @@ def compile_step(gpu, kernels, config, tokens=TOKENS, **sizes):
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in names.items()
     }
     step = make_train_step(graphdef, optimizer, compiler_options=compiled.step_options())
-    traced = step.trace(params, state, batch | {"segment_ids": None})
-    return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
+    with compiled.mosaic_compiles_for(mesh):
+        traced = step.trace(params, state, batch | {"segment_ids": None})
+        return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
 
 
 def parts_of(tree):
@@ -144,7 +145,7 @@ def test_a_step_with_sharded_weights(gpu, kernels, sizes, config, tokens):
     ("changes", "tokens", "accuracy"),
     [
         # Between the memory of all layers as "attention" and of all as "selective".
-        ({"num_layers": 4, "remat": "selective", "remat_layers": 2}, 4 * TOKENS, 0.05),
+        ({"num_layers": 4, "remat": "selective", "remat_layers": 2}, 4 * TOKENS, 0.08),
         # Norms of the residual stream, of what is added to it, of queries and of keys.
         ({"num_layers": 2, "remat": "none"}, 2 * TOKENS, 0.1),
     ],
@@ -181,7 +182,7 @@ def test_what_is_offloaded_is_sent_to_the_host_during_kernels():
     assert len(forward) == 3
     # A layer's input leaves while its ring runs, out and lse during the matrix products after it.
     assert all(works for _, works in forward)
-    assert any("pallas_call" in work for _, works in forward for work in works)
+    assert any("custom-call" in work for _, works in forward for work in works)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def mosaic_sm90(
 def _deterministic(implementation: Implementation) -> Implementation:
     """The same forward pass, and a bitwise reproducible backward pass: Triton's two kernels.
 
-    They make 1.4 times the rate of the sm80 backward, whose reproducible variant runs on Hopper,
-    too (EXPERIMENTS.md).
+    Triton's forward and backward together make 1.4 times the rate of this forward with the sm80
+    reproducible backward (EXPERIMENTS.md).
     """
     return dataclasses.replace(
         implementation,
