@@ -182,7 +182,7 @@ def test_what_is_offloaded_is_sent_to_the_host_during_kernels():
     assert len(forward) == 3
     # A layer's input leaves while its ring runs, out and lse during the matrix products after it.
     assert all(works for _, works in forward)
-    assert any("custom-call" in work for _, works in forward for work in works)
+    assert any("burst_forward" in work for _, works in forward for work in works)
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ def overlapped(events):
 def transfers(program, opcode):
     """``{computation: [(operation, what overlaps), ...]}`` of the program's transfers.
 
-    What overlaps are the matrix products and the library's kernels between its start and its end:
-    nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
+    What overlaps are the names of the matrix products and of the library's kernels between its
+    start and its end: nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
     between device and host memory, "fusion".
     """
     found, starts = {}, {f"{opcode}-start", *({opcode} - {"fusion"})}
@@ -252,9 +252,9 @@ def transfers(program, opcode):
                     started[operation.name] = during
             elif operation.opcode == f"{opcode}-done":
                 started.pop(operation.operands.strip().lstrip("%"))
-            elif _is_product(operation) or kernel_of(program, operation):
+            elif (kernel := kernel_of(program, operation)) or _is_product(operation):
                 for during in started.values():
-                    during.append(operation.name)
+                    during.append(kernel or operation.name)
     return found
 
 
