@@ -238,8 +238,8 @@ def transfers(program, opcode):
     """``{computation: [(operation, what overlaps), ...]}`` of the program's transfers.
 
     What overlaps are the names of the matrix products and of the library's kernels between its
-    start and its end: nothing where it is exposed. ``opcode``: "all-gather", "collective-permute" or, for copies
-    between device and host memory, "fusion".
+    start and its end: nothing where it is exposed. ``opcode``: "all-gather", "collective-permute"
+    or, for copies between device and host memory, "fusion".
     """
     found, starts = {}, {f"{opcode}-start", *({opcode} - {"fusion"})}
     for computation, operations in computations(program).items():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.padding import with_padding
+from pallas_kernels.mosaic.launch import with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm90.configs import MAX_DERIVATIVE_HEAD_DIM, MosaicConfig
