@@ -134,6 +134,7 @@ def on_mesh(mesh, layout, **options):
     return nnx.merge(graphdef, weights)
 
 
+@pytest.mark.slow
 def test_a_decoder_with_sinks_and_prefixes_equals_one_device():
     cotangent = random_like(jax.ShapeDtypeStruct((4, 32, 16), jnp.float32), 3)
     run = functools.partial(decoders.on_its_mesh, tokens=ROWS, segments=SEGMENTS)

@@ -16,7 +16,7 @@ import local
 import numpy as np
 import pytest
 from conftest import IMPLEMENTATION, ON_GPU
-from implementations import IMPLEMENTATIONS, QUICK, UNDER_TEST
+from implementations import IMPLEMENTATIONS, QUICK, UNDER_TEST, each_of
 from jaxprs import equations
 
 from pallas_kernels import (
@@ -34,7 +34,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.score import sink_gradient
 
-every_implementation = pytest.mark.parametrize("name", UNDER_TEST)
+every_implementation = each_of(UNDER_TEST)
 DTYPE = jnp.dtype("float32" if IMPLEMENTATION in (None, "triton") else "bfloat16")
 # Several tiles, of which the last ones are partial; queries are the last tokens.
 T, S = (200, 328) if ON_GPU else (40, 56)
@@ -187,7 +187,7 @@ def test_gradients_are_added_to_what_is_given_or_rounded(name):
         assert_close(of_numbers, of_slopes)
 
 
-@pytest.mark.parametrize("name", [name for name in UNDER_TEST if name != "reference"])
+@each_of([name for name in UNDER_TEST if name != "reference"])
 def test_both_halves_of_the_work_add_up(name):
     results, _ = calls(name)
     *whole, all_slopes = results["gradients"]

@@ -141,6 +141,7 @@ def generated(prompts, count, **options):
 PROMPTS = prompts_of([9, 5])
 
 
+@pytest.mark.slow
 def test_a_dropped_generation_can_be_extended_from_the_returned_tokens():
     whole = generated(PROMPTS, 8)
     stream = server().generate(PROMPTS, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import pytest
 from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
 from jax.experimental.mosaic.gpu import utils
 
@@ -43,3 +44,10 @@ if IMPLEMENTATION == "mosaic_sm90":
     IMPLEMENTATIONS["mosaic_sm90"] = MOSAIC_SM90
 # What tests of local attention are about: on a GPU the kernels that were named.
 UNDER_TEST = [x for x in IMPLEMENTATIONS if not ON_GPU or x.startswith(IMPLEMENTATION)]
+
+
+def each_of(names):
+    """Parametrizes a test by ``name``. Triton's kernels run one variant of the gradient alone."""
+    slow = {"triton"} - {IMPLEMENTATION}
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(x, marks=marks[x]) for x in names])
