@@ -17,7 +17,7 @@ from routes import hops_of_passes
 
 import burst_jax
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve, triton
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve
 
 pytestmark = pytest.mark.cuda_compiler
 
@@ -28,8 +28,6 @@ SHAPE = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, DIM, 2, value_dim=VALUE_DIM)
 
 def attend(mesh, **options):
     options = {"is_causal": True, "layout": "zigzag", **options}
-    if options.get("implementation") == "triton":
-        options["implementation"] = triton(compute_capability=8.0)
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
 
 
