@@ -200,6 +200,12 @@ def with_padding(
     )
 
 
+def multiples_of_16(*dims: int) -> tuple[int, int]:
+    """Head dims rounded up to multiples of 16, the depth of one matrix instruction."""
+    head_dim, value_dim = (-(-dim // 16) * 16 for dim in dims)
+    return head_dim, value_dim
+
+
 def _cut(x: jax.Array, length: int, lanes: int) -> jax.Array:
     """The part of ``[B, T, N, H]`` that is not padding."""
     return x[:, :length, :, :lanes]

@@ -32,8 +32,14 @@ def masks_by_tokens(inputs: AttentionInputs, spec: AttentionSpec) -> bool:
     return by_mask or inputs.has_segments or inputs.has_kv_bounds
 
 
-def unsupported_block_mask(inputs: AttentionInputs) -> str | None:
-    """Why the kernels do not support the block-sparse mask, or None if they do."""
+def unsupported_inputs(inputs: AttentionInputs, *, most: int) -> str | None:
+    """Why a kernel for head dims up to ``most`` does not support the inputs, or None if it does."""
+    q, k = inputs.query.q, inputs.kv.k
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
+        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
+    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
+        if dim > most:
+            return f"the head dim{what} is {dim}; it supports {most} at most"
     mask = inputs.shared.block_mask
     if mask is None or not mask.tests_scores(BLOCK_TOKENS, BLOCK_TOKENS):
         return None

@@ -36,7 +36,7 @@ class KernelStatic[Config: TileConfig]:
       mask: the mask that scores are tested by; per-query KV bounds include the window.
       config: tile sizes.
       batch: B.
-      q_length: T, number of positions; arrays may be padded behind it.
+      q_length: T, number of positions; arrays may have padding after it.
       kv_length: S, the same.
       heads: N, query heads.
       kv_heads: K, key/value heads.

@@ -5,17 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax.numpy as jnp
-
 from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.launch import compiles_for, with_padding
-from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
+from pallas_kernels.mosaic.launch import compiles_for, multiples_of_16, with_padding
+from pallas_kernels.mosaic.score_inputs import unsupported_inputs
 from pallas_kernels.mosaic.sm80 import configs
 from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm80.configs import (
-    MMA_DEPTH,
     SHARED_MEMORY,
     SMALL_SHARED_MEMORY,
     WIDEST_HEAD_DIM,
@@ -53,39 +50,22 @@ def mosaic_sm80(
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **backward_options),
         split_backward=split_tiles,
-        unsupported=_unsupported,
+        unsupported=functools.partial(unsupported_inputs, most=WIDEST_HEAD_DIM),
         backward_unsupported=functools.partial(_backward_unsupported, **backward_options),
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_ampere,
         deterministic=deterministic,
         deterministic_variant=None if deterministic else mosaic_sm80(*tiles, True, shared_memory),
     )
-    return with_padding(implementation, _padded_dims, _padded_dims)
-
-
-def _padded_dims(*dims: int) -> tuple[int, int]:
-    """Head dims rounded up to a multiple of 16, the depth of one ``mma.sync`` instruction."""
-    head_dim, value_dim = (-(-dim // MMA_DEPTH) * MMA_DEPTH for dim in dims)
-    return head_dim, value_dim
-
-
-def _unsupported(inputs: AttentionInputs) -> str | None:
-    """Why the kernels do not support these arrays, or None."""
-    q, k = inputs.query.q, inputs.kv.k
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
-        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
-    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
-        if dim > WIDEST_HEAD_DIM:
-            return f"the head dim{what} is {dim}; it supports {WIDEST_HEAD_DIM} at most"
-    return unsupported_block_mask(inputs)
+    return with_padding(implementation, multiples_of_16, multiples_of_16)
 
 
 def _backward_unsupported(
     inputs: AttentionInputs, *, config: BackwardConfig | None, shared_memory: int
 ) -> str | None:
-    """The same for the backward kernel."""
-    reason = _unsupported(inputs)
-    dims = _padded_dims(inputs.head_dim, inputs.value_dim)
+    """Why the backward kernel does not support these arrays, or None if it does."""
+    reason = unsupported_inputs(inputs, most=WIDEST_HEAD_DIM)
+    dims = multiples_of_16(inputs.head_dim, inputs.value_dim)
     smallest = config or configs.backward_config(*dims, shared_memory)
     needed = smallest.shared_memory(*dims)
     if reason is None and needed > shared_memory:

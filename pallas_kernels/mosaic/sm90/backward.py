@@ -301,9 +301,7 @@ def _copy_queries(
     q_tile, head = tile_and_head
     queries = pl.ds(q_tile * block_q, block_q)
     lse = _lse(static, inputs.lse, work, step).at[work.batch, head, queries]
-    cta_step = work.steps_before + step
-    stage = lax.rem(cta_step, i32(static.stages))
-    _wait_until_free(cta_step, static.stages, barriers.q_free, stage)
+    stage = _free_stage(work, step, static.stages, barriers.q_free)
     # The consumers wait for these queries, and then read in scratch memory which they are.
     for index, value in zip(layout.tile_and_head(stage), tile_and_head, strict=True):
         memory.scratch[index] = value.astype(jnp.float32)
@@ -322,9 +320,7 @@ def _copy_do(
     layout, block_q = ScratchLayout.of(static.config), static.config.block_q
     q_tile, head = tile_and_head
     queries = pl.ds(q_tile * block_q, block_q)
-    cta_step = work.steps_before + step
-    stage = lax.rem(cta_step, i32(static.do_stages))
-    _wait_until_free(cta_step, static.do_stages, barriers.do_free, stage)
+    stage = _free_stage(work, step, static.do_stages, barriers.do_free)
     do = inputs.do.at[work.batch, queries, head]
     plgpu.copy_gmem_to_smem(do, memory.do.at[stage], barriers.do_arrived.at[stage])
     delta = inputs.delta.at[work.batch, head, queries]
@@ -372,12 +368,16 @@ def _divide(x: Any, y: Any) -> Any:
     return quotient.astype(jnp.int32)
 
 
-def _wait_until_free(cta_step: Any, stages: int, free: Any, stage: Any) -> None:
-    """Waits until both consumers have read a stage's previous contents, if it had any."""
+def _free_stage(work: WorkTile, step: Any, stages: int, free: Any) -> Any:
+    """The stage of a step's copy, when both consumers have read its previous contents, if any."""
+    cta_step = work.steps_before + step
+    stage = lax.rem(cta_step, i32(stages))
 
     @pl.when(cta_step >= stages)
     def _():
         plgpu.barrier_wait(free.at[stage])
+
+    return stage
 
 
 def _copy_stats(source: Any, target: Any, arrived: Any) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax.numpy as jnp
-
 from pallas_kernels.backend import Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.launch import with_padding
-from pallas_kernels.mosaic.score_inputs import unsupported_block_mask
+from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
+from pallas_kernels.mosaic.score_inputs import unsupported_inputs
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm90.configs import MAX_DERIVATIVE_HEAD_DIM, MosaicConfig
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
@@ -39,15 +37,15 @@ def mosaic_sm90(
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, config=backward_config),
         split_backward=split_tiles,
-        unsupported=functools.partial(_unsupported, most=256),
+        unsupported=functools.partial(unsupported_inputs, most=256),
         # With (192, 128), dK, dV and a warpgroup's half of dQ alone would take 208 of a thread's
         # 240 registers, and two stages 258 KiB of shared memory.
-        backward_unsupported=functools.partial(_unsupported, most=_WIDEST_BACKWARD),
+        backward_unsupported=functools.partial(unsupported_inputs, most=_WIDEST_BACKWARD),
         unsupported_functions=_unsupported_functions,
         unavailable=_needs_hopper,
         deterministic=False,
     )
-    implementation = with_padding(implementation, _forward_dims, _backward_dims, tokens=8)
+    implementation = with_padding(implementation, multiples_of_16, _backward_dims, tokens=8)
     return dataclasses.replace(implementation, deterministic_variant=_deterministic(implementation))
 
 
@@ -74,12 +72,6 @@ def _deterministic_unsupported_functions(
     return of(spec, inputs, backward=backward)
 
 
-def _forward_dims(*dims: int) -> tuple[int, int]:
-    """Head dims that the forward kernel supports: multiples of 16."""
-    head_dim, value_dim = (-(-dim // 16) * 16 for dim in dims)
-    return head_dim, value_dim
-
-
 def _backward_dims(*dims: int) -> tuple[int, int]:
     """Head dims that the backward kernel supports.
 
@@ -88,17 +80,6 @@ def _backward_dims(*dims: int) -> tuple[int, int]:
     head_dims, value_dims = (range(-(-dim // 32) * 32, _WIDEST_BACKWARD + 1, 32) for dim in dims)
     supported = ((h, hv) for h in head_dims for hv in value_dims if hv % (h // 2) == 0)
     return min(supported, key=sum)
-
-
-def _unsupported(inputs: AttentionInputs, *, most: int) -> str | None:
-    """Why a kernel for head dims up to ``most`` does not support the inputs, or None."""
-    q, k = inputs.query.q, inputs.kv.k
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
-        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
-    for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
-        if dim > most:
-            return f"the head dim{what} is {dim}; it supports {most} at most"
-    return unsupported_block_mask(inputs)
 
 
 def _unsupported_functions(
