@@ -16,7 +16,7 @@ import pytest
 from local_cases import attend, case_id
 
 from pallas_kernels import AttentionInputs, AttentionSpec, Dropout, KVSide, QuerySide
-from pallas_kernels.mosaic.sm80 import fixed_point
+from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
 
