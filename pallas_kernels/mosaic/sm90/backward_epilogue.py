@@ -73,7 +73,9 @@ def load_dq_factors(
     if not static.deterministic:
         return None
     queries = pl.ds(at.tile * static.config.block_q, static.config.block_q)
-    return plgpu.load(refs.inputs.dq_factors.at[at.batch, at.head, queries], layout=ROWS, optimized=False)
+    return plgpu.load(
+        refs.inputs.dq_factors.at[at.batch, at.head, queries], layout=ROWS, optimized=False
+    )
 
 
 def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:

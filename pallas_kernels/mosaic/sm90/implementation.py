@@ -84,9 +84,9 @@ def _unsupported_functions(
     score_mod = spec.score.score_mod
     if deterministic and score_mod is not None and not derivative_is_one(score_mod):
         return (
-            "deterministic is True, and the derivative of score_mod depends on the score; the "
-            "reproducible backward supports functions that only add to the score; use None, "
-            "'mosaic_sm80' or 'xla'"
+            "deterministic is True, and the derivative of score_mod is not 1; the reproducible "
+            "backward supports functions that only add to the score; use None, 'mosaic_sm80' or "
+            "'xla'"
         )
     return None
 
