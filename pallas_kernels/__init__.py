@@ -27,7 +27,6 @@ from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80 as MOSAIC_SM80
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
 from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
 from pallas_kernels.mosaic.sm90.implementation import mosaic_sm90 as mosaic_sm90
-from pallas_kernels.pallas_triton.implementation import triton as triton
 from pallas_kernels.reference import REFERENCE as REFERENCE
 from pallas_kernels.score import Score as Score
 from pallas_kernels.spec import AttentionSpec as AttentionSpec
