@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import softmax
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.spec import AttentionSpec
 
@@ -23,9 +24,11 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
 
     A query's weights P add up to at most 1, so ``|dQ| = |sum P (dP - delta) K|`` is at most the
     largest ``|dP - delta|`` times the largest ``|K|``, where ``dP = dO V^T``. Derivatives of a
-    ``score_mod`` may exceed 1: up to 2^16 is safe. If an input is not finite, neither is the bound.
+    ``score_mod`` may exceed 1: up to 2^16 is safe. If an input is not finite, or an lse too large,
+    the bound is not finite either.
     """
     do, stats = inputs.cotangents()
+    _, delta = softmax.stats_in_base_2(*stats)
 
     def largest(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=(1, 3)).astype(jnp.float32)
@@ -34,7 +37,7 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     dp = largest(do) * v * inputs.value_dim
     if spec.dropout is not None:
         dp = dp * spec.dropout.unit
-    return jnp.maximum((dp + jnp.max(jnp.abs(stats[1]), axis=2)) * k, _SMALLEST)
+    return jnp.maximum((dp + jnp.max(jnp.abs(delta), axis=2)) * k, _SMALLEST)
 
 
 def scale(bound: jax.Array) -> jax.Array:
