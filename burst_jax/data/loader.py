@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -23,12 +24,13 @@ from burst_jax.data.packing import (
     stream_states,
 )
 from burst_jax.data.tokens import ByteTokens, Tokenizer
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_integer, first_of, printable, shown
 from burst_jax.parallel.processes import gather_json
 
 type State = dict[str, Any]
 
 VERSION = 1
+_INDEX = re.compile("0|[1-9][0-9]{0,18}")
 # What grain and numpy raise for a place that a stream does not have.
 _DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 # Threads that make batches: tokenizers and reads release Python's lock, packing does not.
@@ -135,6 +137,8 @@ class Loader(Iterator[Rows]):
         length, stride = chunk_sizes(packing, self._length, exact=exact)
         self._chunks = Chunks(corpus, tokens, self.vocab_size, length=length, stride=stride)
         _check_size(corpus, self._chunks, self._length, packing)
+        # Sequences of the longest document.
+        self._most = corpus.size // self._length + 16
         self._packing: Packing = packing
         self._options = {
             "documents": corpus.fingerprint(),
@@ -217,12 +221,12 @@ class Loader(Iterator[Rows]):
         missing = [index for index in self._indices if str(index) not in rows]
         if missing:
             raise ValueError(
-                f"state has rows {_some(rows)} of the batch, this loader also needs {missing}: "
+                f"state has rows {first_of(rows)} of the batch, this loader also needs {missing}: "
                 "save the result of gather_state or merge_states over all processes"
             )
         own = self.get_state()["rows"]
         for index in map(str, self._indices):
-            _check_stream(f"state has rows.{index}", rows[index], own[index])
+            _check_stream(f"state has rows.{index}", rows[index], own[index], self._most)
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
             try:
                 set_stream_states(iterator, [rows[str(index)] for index in group])
@@ -334,59 +338,54 @@ def _close(iterators: list[grain.DatasetIterator]) -> None:
 
 def _check_state(state: Any) -> State:
     """Raises ValueError unless ``state`` is a state of a loader; its streams are not checked."""
-    known = isinstance(state, Mapping) and state.get("version") == VERSION
-    if not known or not {"step", "options", "rows"} <= state.keys():
-        raise ValueError(
-            f"state is {str(state)[:60]!r}: it must be what get_state returned, of version "
-            f"{VERSION}"
-        )
+    remedy = f"it must be what get_state returned, of version {VERSION}"
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise ValueError(f"state is {shown(state)}: {remedy}")
+    if other := sorted(map(str, state.keys() ^ {"version", "step", "options", "rows"})):
+        raise ValueError(f"state lacks, or alone has, {first_of(other)}: {remedy}")
     for name in ("options", "rows"):
         if not isinstance(state[name], Mapping):
-            raise ValueError(f"state has {name} {str(state[name])[:60]!r}: it must be an object")
+            raise ValueError(f"state has {name} {shown(state[name])}: it must be an object")
     _check_stream("state has step", state["step"], 0)
-    wrong = [name for name in state["rows"] if not (isinstance(name, str) and name.isdecimal())]
+    wrong = [str(name) for name in state["rows"] if not _INDEX.fullmatch(str(name))]
     if wrong:
-        raise ValueError(f"state has rows {_some(wrong)}: their names must be batch indices")
+        raise ValueError(f"state has rows {first_of(wrong)}: their names must be batch indices")
     return dict(state)
 
 
-def _check_stream(name: str, state: Any, like: Any) -> None:
+def _check_stream(name: str, state: Any, like: Any, most: int = 2**63 - 1) -> None:
     """Raises ValueError unless a stream's state has the form of another one.
 
-    Both are JSON values, as objects, lists and integers.
+    Both are JSON values, as objects, lists and integers. ``most`` limits the sequences that grain
+    makes and drops to reach the state.
     """
     if isinstance(like, Mapping):
         if not isinstance(state, Mapping) or state.keys() != like.keys():
             raise ValueError(
-                f"{name} {str(state)[:60]!r}: it must have {', '.join(like)} and nothing else"
+                f"{name} {shown(state)}: it must have {', '.join(like)} and nothing else"
             )
         for key in like:
-            _check_stream(f"{name}.{key}", state[key], like[key])
+            _check_stream(f"{name}.{key}", state[key], like[key], most)
     elif isinstance(like, list | tuple):
         if not isinstance(state, list | tuple) or len(state) != len(like):
-            raise ValueError(f"{name} {str(state)[:60]!r}: it must have {len(like)} values")
+            raise ValueError(f"{name} {shown(state)}: it must have {len(like)} values")
         for index, (each, other) in enumerate(zip(state, like, strict=True)):
-            _check_stream(f"{name}.{index}", each, other)
+            _check_stream(f"{name}.{index}", each, other, most)
     elif type(like) is int:
         # An empty remainder is from -1 to -1.
-        if type(state) is not int or not (-1 if "slices" in name else 0) <= state < 2**63:
-            raise ValueError(f"{name} {str(state)[:60]}: it must be an integer, 0 to 2**63 - 1")
+        least = -1 if "slices" in name else 0
+        most = most if "elements_from_buffer" in name else 2**63 - 1
+        if type(state) is not int or not least <= state <= most:
+            raise ValueError(f"{name} {shown(state)}: it must be an integer, 0 to {most}")
     elif type(state) is not type(like):
-        raise ValueError(f"{name} {str(state)[:60]!r}: it must be a {type(like).__name__}")
+        raise ValueError(f"{name} {shown(state)}: it must be a {type(like).__name__}")
 
 
 def _damaged(rows: list[int], error: Exception) -> ValueError:
     return ValueError(
-        f"state has rows {_some(map(str, rows))}, from which the streams cannot resume "
-        f"({type(error).__name__}: {str(error)[:200]}): it is damaged; use another one"
+        f"state has rows {first_of([str(row) for row in rows])}, from which the streams cannot "
+        f"resume ({type(error).__name__}: {printable(error)[:200]}): it is damaged; use another one"
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first of some names, for a message."""
-    names = list(map(str, names))
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(name[:60] for name in names[:8]) + more
 
 
 def _check_same_options(
@@ -395,7 +394,7 @@ def _check_same_options(
     for name in here:
         if saved.get(name) != here[name]:
             raise ValueError(
-                f"the state was saved with {name} {str(saved.get(name))[:200]!r}, {whose} has "
+                f"the state was saved with {name} {shown(saved.get(name))}, {whose} has "
                 f"{here[name]!r}: "
                 "use the same documents and options, or start over without the state"
             )

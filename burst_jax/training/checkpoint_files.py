@@ -26,6 +26,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from burst_jax.errors import first_of, printable
+
 RECORD = "record.json"
 # orbax writes it first and again after the record, then with the name of the handler. Nothing in it
 # is restored.
@@ -33,6 +35,8 @@ _METADATA = "_CHECKPOINT_METADATA"
 # orbax adds it after the record.
 _COMMITTED = "commit_success.txt"
 _READERS = 8
+# Arrays in a message.
+_LISTED = 100
 # Bytes of a record, which has a line for each file, or of orbax's metadata, which is read.
 _MAX_BYTES = 1 << 28
 
@@ -76,38 +80,63 @@ def read_record(step_folder: Path) -> Record:
     if _hash_bytes(text + b"\n").encode() != digest:
         raise Damage(f"{RECORD}: content does not match its hash")
     try:
-        return _parse(json.loads(text))
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        fields = json.loads(text.decode())
+        if not isinstance(fields, dict):
+            raise ValueError("its kind")
+        if other := sorted(fields.keys() ^ {"arrays", "extra", "files"}):
+            raise ValueError(first_of(other))
+        return Record(_arrays(fields["arrays"]), fields["extra"], _sizes(fields["files"]))
+    except (ValueError, RecursionError) as error:
         # The hash is right, so the bytes are intact.
         raise Damage(
-            f"{RECORD}: written by another version of burst_jax; read it with that version"
+            f"{RECORD}: written by another version of burst_jax, which differs in {error}; read it "
+            "with that version"
         ) from None
 
 
-def _parse(fields: dict[str, Any]) -> Record:
-    """The record that a JSON object describes; one of another version raises some error."""
-    arrays, found = {}, {}
-    for name, (shape, dtype) in fields["arrays"].items():
-        if not isinstance(dtype, str):
-            raise TypeError(f"arrays {name!r}")
-        arrays[name] = tuple(map(_size, shape)), dtype
-    for name, (size, digest) in fields["files"].items():
+def _arrays(entries: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype by name; raises ValueError with the key of an entry of another kind."""
+    found = {}
+    for name, entry in _items("arrays", entries):
+        match entry:
+            case [[*shape], str(dtype)] if all(map(_is_size, shape)):
+                found[name] = tuple(shape), dtype
+            case _:
+                raise ValueError(f"arrays.{_short(name)}")
+    return found
+
+
+def _sizes(entries: Any) -> dict[str, tuple[int, str]]:
+    """Size and hash by name; raises ValueError with the key of an entry of another kind."""
+    found = {}
+    for name, entry in _items("files", entries):
         path = PurePosixPath(name)
-        # A name may come from anybody, and files are read and removed by it.
+        # A record may come from anybody, and files are read and removed by their names in it.
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise Damage(f"{RECORD}: files has {name!r}, which is no path within the checkpoint")
-        if not isinstance(digest, str):
-            raise TypeError(f"files {name!r}")
-        found[name] = _size(size), digest
+            raise Damage(f"{RECORD}: files has {_short(name)}, no path within the checkpoint")
+        match entry:
+            case [int(size), str(digest)] if _is_size(size):
+                found[name] = size, digest
+            case _:
+                raise ValueError(f"files.{_short(name)}")
     if not found:
-        raise ValueError("files")
-    return Record(arrays, fields["extra"], found)
+        raise ValueError("files, which is empty")
+    return found
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
+def _items(key: str, entries: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(entries, dict):
+        raise ValueError(key)
+    return entries.items()
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _short(name: str) -> str:
+    text = printable(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _read(step_folder: Path, name: str) -> bytes:
@@ -203,27 +232,28 @@ def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1
 
 
 def compare(folder: Path, record: Record, wanted: dict[str, Any], partial: bool) -> None:
-    """Raises a ValueError that lists every difference between saved and requested arrays.
+    """Raises a ValueError that lists the differences between saved and requested arrays.
 
     If ``partial``, arrays that only the checkpoint has are ignored.
     """
     there = record.arrays
-    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
+    lines = [f"{_short(name)}: not in the checkpoint" for name in wanted if name not in there]
     if not partial:
-        lines += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
+        lines += [f"{_short(name)}: only in the checkpoint" for name in there if name not in wanted]
     for name in wanted:
         if name in there and there[name] != wanted[name]:
             (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
             lines.append(
-                f"{name}: {dtype}{list(shape)} in the checkpoint, "
+                f"{_short(name)}: {_short(dtype)}{list(shape)[:16]} in the checkpoint, "
                 f"{other_dtype}{list(other_shape)} requested"
             )
     if lines:
+        more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
         raise ValueError(
             f"checkpoint {folder} has another state: {len(lines)} arrays differ. Use the model and "
             "the optimizer that it was saved with (extra may name them), pass partial=True to "
             "restore a part of it, or start over in another folder:\n  "
-            + "\n  ".join(sorted(lines))
+            + "\n  ".join(sorted(lines)[:_LISTED] + more)
         )
 
 

@@ -252,7 +252,7 @@ class Checkpoints:
 
         Raises:
           ValueError: the checkpoint has other arrays than ``abstract_state``; the message lists
-            every difference.
+            the first 100 differences.
           FileNotFoundError: there is no checkpoint ``step``.
           CheckpointError: checkpoint ``step`` is damaged, or all are.
         """

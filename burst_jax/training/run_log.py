@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from burst_jax.errors import optional
 from burst_jax.parallel.processes import by_first_process, check_same, is_main
@@ -120,7 +120,9 @@ class RunLog:
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self.history: list[dict[str, Any]] = []
         self._first, self._every = start + 1, max(1, steps // _LINES)
-        self._file = self._curves = self._bar = self._lock = None
+        self._curves = self._bar = None
+        self._file: TextIO | None = None
+        self._lock: FileLock | None = None
         self._path = Path(out) / METRICS
         check_same({"steps": steps, "start": start, "tokens_per_step": tokens_per_step})
         by_first_process(self._open)
@@ -132,15 +134,16 @@ class RunLog:
     def _open(self) -> None:
         out, start = self._path.parent, self._last
         out.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(out / _LOCK, f"{METRICS} in {out}")
+        lock = FileLock(out / _LOCK, f"{METRICS} in {out}")
         try:
             if start == 0 and (moved := set_aside(out, [METRICS, CURVES])):
                 print(moved, file=sys.stderr, flush=True)
             self.history = cut_metrics(self._path, start)
             self._file = self._path.open("a")
         except BaseException:
-            self._lock.release()
+            lock.release()
             raise
+        self._lock = lock
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -313,7 +316,7 @@ def _parse_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
                 raise ValueError
             records[step] = record
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            unread += line is not partial
+            unread += line is not partial and bool(line.strip())
     return records, unread
 
 
