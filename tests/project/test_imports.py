@@ -20,7 +20,7 @@ PACKAGES = (
         f"burst_jax.{name}"
         for name in (
             *("errors", "jax_compat", "parallel", "layouts", "ring", "attention", "layers"),
-            *("models", "data", "training", "serving", "plan"),
+            *("models", "data", "training", "serving", "plan", "verify"),
         )
     ),
     "burst_jax",
