@@ -22,7 +22,7 @@ PACKAGES = (
         f"burst_jax.{name}"
         for name in (
             *("errors", "jax_compat", "parallel", "layouts", "ring", "attention", "layers"),
-            *("models", "data", "training", "serving", "plan"),
+            *("models", "data", "training", "serving", "plan", "verify"),
         )
     ),
     "burst_jax",
