@@ -15,6 +15,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import softmax
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.spec import AttentionSpec
 
@@ -30,11 +31,13 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     A query's weights P add up to at most 1. So ``dS K = sum P (dP - delta) K`` is at most the
     largest ``(|dP| + |delta|) |K|`` of all keys, where ``dP = dO V^T`` is at most ``|dO| |V|`` by
     the Cauchy-Schwarz inequality. The largest ``|V| |K|`` of a key is smaller than the product of
-    the largest ``|V|`` and the largest ``|K|``. If an input is not finite, neither is the bound.
+    the largest ``|V|`` and the largest ``|K|``. If an input is not finite, or an lse too large, the
+    bound is not finite either.
 
     It does not hold if the derivative of a ``score_mod`` exceeds 1.
     """
     do, stats = inputs.cotangents()
+    _, delta = softmax.stats_in_base_2(*stats)
 
     def norms(x: jax.Array) -> jax.Array:
         """At least the norm of each token and head, ``[B, heads, T]``."""
@@ -52,7 +55,7 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     dp = norms(do) * of_heads(k * norms(inputs.kv.v))
     if spec.dropout is not None:
         dp = dp * spec.dropout.unit
-    return dp + jnp.abs(stats[1]) * of_heads(k)
+    return dp + jnp.abs(delta) * of_heads(k)
 
 
 def factor_64(bound: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, gradient_dtype, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
@@ -59,17 +60,6 @@ from pallas_kernels.mosaic.tile_scheduler import (
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
-# lse of a query that attends to nothing: every 2^(score - _EMPTY_LSE) is 0.
-_EMPTY_LSE = 1e30
-
-
-def log2_stats(lse: jax.Array, delta: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """``(lse in base 2, scale times delta)``, computed once per call instead of once per tile.
-
-    The lse of a query that attends to nothing becomes so large that all its weights are 0.
-    """
-    return jnp.where(lse == -jnp.inf, _EMPTY_LSE, lse * LOG2_E), delta * scale
-
 
 def backward(
     inputs: AttentionInputs,
@@ -103,7 +93,8 @@ def backward(
         raise ValueError(f"cluster is {config.cluster}: the backward kernel supports 1")
     q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
     do, (lse, delta) = inputs.cotangents()
-    lse, delta = log2_stats(lse, delta, spec.score.scale if static.scale_in_ds else 1.0)
+    lse, delta = softmax.stats_in_base_2(lse, delta)
+    delta = delta * (spec.score.scale if static.scale_in_ds else 1.0)
     dq_sum, bound, factors = dq, None, None
     if deterministic:
         bound = fixed_point.dq_bound(inputs, spec)
@@ -120,7 +111,7 @@ def backward(
     if static.has_bias or spec.score.score_mod is not None:
         # Past the last query dO is zero, but a bias or a user function can make a weight there that
         # overflows, and zero times infinity is NaN. This lse makes the weights 0.
-        lse = pad_axis(lse, 2, static.q_tiles * config.block_q, _EMPTY_LSE)
+        lse = pad_axis(lse, 2, static.q_tiles * config.block_q, softmax.NO_KEYS)
     q_bases = None
     if static.bias_is_affine:
         q_bases, lse = _bases_and_lse(static, inputs, lse)
