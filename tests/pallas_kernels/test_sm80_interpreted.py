@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import local_cases
 import numpy as np
 import pytest
+import ring_cases
 from local_cases import attend, case_id
 
 from pallas_kernels import AttentionInputs, AttentionSpec, Dropout, KVSide, QuerySide
+from pallas_kernels.backend import runs_anywhere
 from pallas_kernels.mosaic.sm80 import fixed_point
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
@@ -106,7 +108,35 @@ def test_the_bound_of_dq_is_attained(rate):
     query = QuerySide(jnp.zeros((1, 3, 4, 16)), do=do, stats=jnp.stack([delta, delta]))
     spec = AttentionSpec.of(1.0)
     spec = dataclasses.replace(spec, dropout=None if rate is None else Dropout(rate))
-    bound = fixed_point.dq_bound(AttentionInputs(query, KVSide(k, v)), spec)
+    inputs = AttentionInputs(query, KVSide(k, v))
+    bound = fixed_point.dq_bound(inputs, spec, lambda x: x)
     largest = np.repeat(np.abs(of_keys), 2)
     dp = value_dim * np.asarray(heads) * largest * (1 if rate is None else 2)
     np.testing.assert_allclose(bound[0], (dp + 100 * np.asarray(heads)) * largest)
+    # Of keys and values ten times as large, which other calls have.
+    further = fixed_point.dq_bound(inputs, spec, lambda x: 10 * x)
+    np.testing.assert_allclose(further[0], (10 * dp + 100 * np.asarray(heads)) * 10 * largest)
+    kv = KVSide(k.at[0, 0, 0].set(jnp.nan), v)
+    ignoring_nan = functools.partial(jnp.fmax, 1.0)  # As a maximum over devices may.
+    bound = fixed_point.dq_bound(AttentionInputs(query, kv), spec, ignoring_nan)
+    np.testing.assert_array_equal(np.isfinite(bound[0]), [False, False, True, True])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ring", "layout", "shard", "backward", "kernels"),
+    [
+        (3, "zigzag", "even", "rotate_kv", SMALL),
+        (3, "striped", "63", "rotate_kv", DETERMINISTIC),
+        (5, "contiguous", "63", "rotate_query", SMALL),  # dQ is converted at every step.
+        (8, "zigzag", "even", "rotate_query", SMALL),
+        ("2x3", "zigzag", "even", "rotate_query", SMALL),
+        ("2+h2", "zigzag", "even", "rotate_kv", DETERMINISTIC),
+        (3, "zigzag", "even", "rotate_query", DETERMINISTIC),
+    ],
+)
+def test_ring_is_as_exact_as_one_device(ring, layout, shard, backward, kernels):
+    kernels = dataclasses.replace(kernels, unavailable=runs_anywhere)
+    case = ring_cases.a_case(ring, layout, "causal", backward, kernels, shard)
+    with interpreted_sm80.interpreted(devices=True):
+        ring_cases.assert_exact(case | {"dtype": "bfloat16", "heads": (2, 2)})

@@ -7,6 +7,8 @@ bound: the resolution is ``2^-46`` of the bound, and ``2^16`` times the bound st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -18,19 +20,27 @@ _BITS = 46
 _SMALLEST = 1e-20
 
 
-def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
+def dq_bound(
+    inputs: AttentionInputs, spec: AttentionSpec, maximum: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """float32 ``[B, N]``, at least the largest absolute value of any partial sum of ``dS K``.
 
     A query's weights P add up to at most 1, so ``|dQ| = |sum P (dP - delta) K|`` is at most the
     largest ``|dP - delta|`` times the largest ``|K|``, where ``dP = dO V^T``. Derivatives of a
     ``score_mod`` may exceed 1: up to 2^16 is safe. If an input is not finite, neither is the bound.
+
+    ``maximum``: of :class:`pallas_kernels.backend.DqAccumulator`, over the keys of all calls. The
+    weights of all of them add up to at most 1.
     """
     do, stats = inputs.cotangents()
 
     def largest(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=(1, 3)).astype(jnp.float32)
 
-    k, v = (jnp.repeat(largest(x), inputs.groups, axis=1) for x in (inputs.kv.k, inputs.kv.v))
+    of_keys = jnp.stack([largest(x) for x in (inputs.kv.k, inputs.kv.v)])
+    # A maximum over devices may ignore NaN.
+    of_keys = maximum(jnp.where(jnp.isnan(of_keys), jnp.inf, of_keys))
+    k, v = jnp.repeat(of_keys, inputs.groups, axis=2)
     dp = largest(do) * v * inputs.value_dim
     if spec.dropout is not None:
         dp = dp * spec.dropout.unit
