@@ -106,11 +106,14 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
       shard: the shard's index, a Python int or a traced int32 (``lax.axis_index``).
 
     Returns:
-      int32 ``[shard_length]``, ascending.
+      int32 ``[shard_length]``, ascending. A NumPy array for a Python int: what is computed from it
+      alone, as tile bounds, is computed while tracing.
     """
     check_layout(layout)
-    shard = jnp.asarray(shard, jnp.int32)
-    index = jnp.arange(shard_length, dtype=jnp.int32)
+    known = isinstance(shard, int)
+    xp: Any = np if known else jnp
+    shard = np.int32(shard) if known else jnp.asarray(shard, jnp.int32)
+    index: Any = xp.arange(shard_length, dtype=np.int32)
     if layout == "contiguous":
         return shard * shard_length + index
     stripe = stripe_size(layout)
@@ -118,7 +121,7 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
         return stripe * shard + index + (num_shards - 1) * stripe * (index // stripe)
     half = shard_length // 2
     # The second half-block, 2n-1-r, starts where index - half would be 0.
-    start = jnp.where(index < half, shard * half, (2 * num_shards - 1 - shard) * half - half)
+    start = xp.where(index < half, shard * half, (2 * num_shards - 1 - shard) * half - half)
     return start + index
 
 
