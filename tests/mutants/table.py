@@ -260,7 +260,7 @@ MUTANTS = [
      "self", "tests/training/test_adam.py -k second_moment"),
     ("burst_jax/training/adam.py", "[starts[0] + begin, *starts[1:]]", "[begin, *starts[1:]]",
      "tests/training/test_adam.py -k change_no_bit"),
-    ("burst_jax/training/batches.py", "((segments == next_segments) & (segments != 0))",
+    ("burst_jax/training/batches.py", "(segments == next_segments) & (segments != 0)",
      "(segments == next_segments)", "tests/training/test_batches.py"),
     ("burst_jax/training/batches.py", "[_hash([form]), _hash(contents)]", "[_hash([form]), _hash([form])]",
      f"{PROCESSES} -k mistakes"),
