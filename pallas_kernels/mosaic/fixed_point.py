@@ -12,6 +12,8 @@ has its own bound, and ``2`` times the bound still fits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,11 @@ _BITS_32 = 30
 _SMALLEST = 1e-20
 
 
-def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
+def dq_bound(
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    maximum: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
     """float32 ``[B, N, T]``, at least the largest absolute value of each query's ``dS K``.
 
     A query's weights P add up to at most 1. So ``dS K = sum P (dP - delta) K`` is at most the
@@ -35,6 +41,9 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     bound is not finite either.
 
     It does not hold if the derivative of a ``score_mod`` exceeds 1.
+
+    ``maximum``: of :class:`pallas_kernels.backend.DqAccumulator`, over the keys of all calls. The
+    weights of all of them add up to at most 1.
     """
     do, stats = inputs.cotangents()
     _, delta = softmax.stats_in_base_2(*stats)
@@ -47,15 +56,15 @@ def dq_bound(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
         is_exact = (norm > 1e-15) & (norm < jnp.inf)
         return jnp.where(is_exact, norm, largest * x.shape[3] ** 0.5).swapaxes(1, 2)
 
-    def of_heads(x: jax.Array) -> jax.Array:
-        """The largest of all keys, for each query head."""
-        return jnp.repeat(jnp.max(x, axis=2), inputs.groups, axis=1)[..., None]
-
     k = jnp.max(jnp.abs(inputs.kv.k), axis=3).astype(jnp.float32).swapaxes(1, 2)
-    dp = norms(do) * of_heads(k * norms(inputs.kv.v))
+    of_keys = jnp.max(jnp.stack([k * norms(inputs.kv.v), k]), axis=3)
+    # A maximum over devices may ignore NaN.
+    of_keys = maximum(jnp.where(jnp.isnan(of_keys), jnp.inf, of_keys))
+    kv, k = jnp.repeat(of_keys, inputs.groups, axis=2)[..., None]
+    dp = norms(do) * kv
     if spec.dropout is not None:
         dp = dp * spec.dropout.unit
-    return dp + jnp.abs(delta) * of_heads(k)
+    return dp + jnp.abs(delta) * k
 
 
 def factor_64(bound: jax.Array) -> jax.Array:
