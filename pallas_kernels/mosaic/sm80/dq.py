@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.sm80 import fixed_point, instructions
+from pallas_kernels.mosaic import fixed_point
+from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
@@ -35,8 +36,8 @@ class DqSum(NamedTuple):
     Attributes:
       registers: float32 ``[B, N, query tiles, warpgroups, registers, 128 threads]``; in fixed point
         int32 ``[..., 2]``, the low and the high half of each integer.
-      bound: float32 ``[B, N]`` (:func:`pallas_kernels.mosaic.sm80.fixed_point.dq_bound`); None if
-        the registers are float32.
+      bound: float32 ``[B, N]``, the largest :func:`pallas_kernels.mosaic.fixed_point.dq_bound` of
+        each head; None if the registers are float32.
     """
 
     registers: jax.Array
@@ -74,7 +75,7 @@ def zeros(
     registers = queries * lanes // _THREADS
     shape = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS, registers, _THREADS
     if deterministic:
-        bound = fixed_point.dq_bound(inputs, spec, maximum)
+        bound = jnp.max(fixed_point.dq_bound(inputs, spec, maximum), axis=2)
         return DqSum(jnp.full((*shape, 2), zero), bound)
     return DqSum(jnp.full(shape, zero.astype(jnp.float32)), None)
 
@@ -92,7 +93,7 @@ def finish(
     part = static.config.dq_part(static.head_dim)
     x, bound = dq
     if bound is not None:
-        x = fixed_point.to_float(x, bound.reshape(*bound.shape, 1, 1, 1, 1))
+        x = fixed_point.from_64(x, bound.reshape(*bound.shape, 1, 1, 1, 1))
     x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
     # [B, N, query tiles, warpgroups, queries, lanes]
     order = (0, 2, 3, 4, 1, 5) if part[0] < static.config.block_q else (0, 2, 4, 1, 3, 5)
