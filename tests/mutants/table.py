@@ -197,8 +197,8 @@ MUTANTS = [
      "tests/pallas_kernels/test_sm80_interpreted.py -k fixed_point"),
     ("pallas_kernels/mosaic/sm80/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
      "tests/pallas_kernels/test_sm80_interpreted.py -k bound"),
-    ("pallas_kernels/choice.py", "candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]",
-     "candidates = _CANDIDATES", "tests/pallas_kernels/test_resolve.py"),
+    ("pallas_kernels/choice.py", "candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)",
+     "candidates = map(_named, names)", "tests/pallas_kernels/test_resolve.py"),
     # --- layers, models, serving
     ("burst_jax/layers/rope.py", "slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)",
      "slow = (np.arange(head_dim // 2) - low) / (high - low)", f"{NNX_LAYER} -k yarn"),
