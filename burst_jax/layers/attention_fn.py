@@ -244,9 +244,9 @@ class _AttentionFn:
             if not kept:
                 raise
             raise ValueError(
-                f"{self._owner} was given {' and '.join(kept)} in a traced function that has ended, "
-                "and the layer has kept it: set attention_fn for the call, and back before the "
-                "traced function returns (Flax's layers, masks of a batch)"
+                f"{self._owner} was given {' and '.join(kept)} in a traced function that has "
+                "ended, and the layer has kept it: set attention_fn for the call, and back before "
+                "the traced function returns (Flax's layers, masks of a batch)"
             ) from error
 
 
