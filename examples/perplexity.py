@@ -31,6 +31,7 @@ from run_mesh import make_mesh, one_device
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
+from burst_jax.models import check_trained_length
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
 from burst_jax.training.run_log import replace_file
@@ -127,6 +128,7 @@ def batches(
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, computed on a mesh."""
     rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
+    check_trained_length(model.config, "--seq-len", args.seq_len)
     corpus = open_corpus(args.data)
     tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
     parts = (

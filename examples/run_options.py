@@ -16,7 +16,7 @@ from run_mesh import TRAINING_AXES, Weights, decoder_axes, make_mesh, ring_size
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.errors import did_you_mean, printable
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
-from burst_jax.models import DecoderConfig, Lora, load_config
+from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hf.peft import check_base
 from burst_jax.training.adam import Moments
@@ -347,6 +347,7 @@ def make_config(
     """The model's config; raises ValueError for inconsistent sizes or no vocabulary size."""
     if args.model is not None:
         config = load_config(args.model, **model_options(args))
+        check_trained_length(config, "--seq-len", args.seq_len)
         if args.lora_export == "adapter":
             check_base(config, args.model)
         return dataclasses.replace(config, lora=make_lora(args))

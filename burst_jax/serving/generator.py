@@ -18,6 +18,7 @@ import numpy as np
 from burst_jax.errors import check_integer, check_seed
 from burst_jax.layouts.permutation import padded_length, positions
 from burst_jax.models.decoder import Decoder
+from burst_jax.models.hf.trained_length import check_trained_length
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.serving import saved_cache
 from burst_jax.serving.cache import (
@@ -102,6 +103,7 @@ class Generator:
         if prefill_chunk is not None:
             prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
         self._lock = threading.RLock()
+        check_trained_length(model.config, "max_length", self.max_length)
         served = ServedModel(model, split_weights)
         shards = axes_size(served.shardings.mesh, served.shardings.batch_axes)
         if batch % shards:

@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from burst_jax.models import LayerKind, LinearRope, Llama3Rope, Rope, abstract_decoder
+from burst_jax.models import (
+    BeyondTrainedLength,
+    LayerKind,
+    LinearRope,
+    Llama3Rope,
+    Rope,
+    abstract_decoder,
+    check_trained_length,
+    trained_length,
+)
 from burst_jax.models.hf.config import config_json, read_config
 
 GELU = "gelu_pytorch_tanh"
@@ -211,3 +220,24 @@ def test_a_new_file_has_the_format_of_each_version_of_transformers(read_file, na
     assert len(old) < len(written) > len(new)
     for each in (written, old, new):
         assert read_file(each).layer_kinds == config.layer_kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"max_position_embeddings": 256}, 256),
+        ({"rope_scaling": YARN, "max_position_embeddings": 256}, 1024),
+        ({"rope_scaling": YARN, "max_position_embeddings": 2048}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 512}, 512),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None),
+    ],
+)
+def test_longer_sequences_than_the_checkpoint_was_trained_on_warn(read, options, length):
+    config = read("llama", **options)
+    assert trained_length(config) == length
+    check_trained_length(config, "--seq-len", length or 2**29)
+    if length is not None:
+        beyond = f"--seq-len is {length + 1}: the checkpoint was trained on {length} positions"
+        with pytest.warns(BeyondTrainedLength, match=beyond):
+            check_trained_length(config, "--seq-len", length + 1)
+    assert trained_length(dataclasses.replace(config, hf_config=None)) is None
