@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -33,10 +34,11 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
-from run_options import SAMPLE_CONTEXT, RunConfig, flag, one_device, parse_args, prepare
+from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss, report_interrupt
+from run_mesh import BATCH_AXES, one_device, ring_size, token_axes
+from run_options import OF_A_PROCESS, SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
 
-from burst_jax.data import Corpus, Loader, Rows, gather_state
+from burst_jax.data import Corpus, Loader, Rows, TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.parallel.target import peak_flops
@@ -77,10 +79,6 @@ SAME = (
 )  # fmt: skip
 # Arguments that old checkpoints lack.
 IMPLIED = {"moment_dtype": "float32"}
-# Arguments that may differ between the processes of a run.
-OF_A_PROCESS = (
-    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
-)  # fmt: skip
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -104,7 +102,7 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
         corpus,
         seq_len=args.seq_len,
         batch=args.batch,
-        rows=rows_here(run.mesh, args.batch, rules=run.rules),
+        rows=rows_here(run.mesh, args.batch, batch_axis=BATCH_AXES),
         tokens=run.tokens,
         # The model's own size is rounded up, so it would accept ids that the text must not have.
         vocab_size=args.vocab_size or run.config.vocab_size,
@@ -113,10 +111,11 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
     )
 
 
-def place(args: argparse.Namespace, run: RunConfig, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
+def place(args: argparse.Namespace, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
     """Makes a batch of this process' sequences and shards it over the mesh."""
-    batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
-    return place_batch(batch, mesh, rules=run.rules, process_local=True)
+    batch = make_batch(**rows, layout=args.layout, num_shards=ring_size(mesh))
+    axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
+    return place_batch(batch, mesh, **axes, process_local=True)
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def train(
     optimizer = make_optimizer(
         args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
     )
-    options = attention_options(args) | {"rules": run.rules, "microbatches": args.microbatches}
+    options = attention_options(args) | run.axes | {"microbatches": args.microbatches}
     graphdef, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
     train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)
     peak, tokens = peak_flops(run.mesh.devices.flat[0].device_kind), args.batch * args.seq_len
@@ -243,7 +242,7 @@ def train(
         def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
             """Each batch with the loader's state after it."""
             for rows in loader:
-                yield place(args, run, rows, run.mesh), loader.get_state()
+                yield place(args, rows, run.mesh), loader.get_state()
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
@@ -269,11 +268,10 @@ def train(
 
 def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: Mesh) -> Evaluation:
     """Evaluates the weights on held-out sequences, on the run's mesh or on one device."""
-    whole = mesh is run.mesh
-    options: Any = attention_options(args) | ({"rules": run.rules} if whole else {})
+    options: Any = attention_options(args) | (run.axes if mesh is run.mesh else {})
     graphdef, _ = abstract_decoder(run.config, mesh=mesh, **options)
     with make_loader(args, run, run.held_out) as loader:
-        batches = (place(args, run, next(loader), mesh) for _ in range(args.eval_batches))
+        batches = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
         return evaluate(make_eval_step(graphdef), params, batches)
 
 
@@ -339,11 +337,10 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
     run = with_dtype(run, args.eval_dtype)
     one, alone = one_device(run.mesh), jax.process_count() == 1
     try:
-        for each, rules in ((run.mesh, run.rules), (one, None))[: 1 + alone]:
-            graphdef, params = abstract_decoder(
-                run.config, mesh=each, rules=rules, **attention_options(args)
-            )
-            jax.eval_shape(make_eval_step(graphdef), params, shapes(args, run, each))
+        for each, axes in ((run.mesh, run.axes), (one, {}))[: 1 + alone]:
+            options: Any = axes | attention_options(args)
+            graphdef, params = abstract_decoder(run.config, mesh=each, **options)
+            jax.eval_shape(make_eval_step(graphdef), params, shapes(args, each))
         if alone and args.sample_tokens > 0:
             graphdef, prompt = sampler(args, run, one), np.zeros(SAMPLE_CONTEXT, np.int32)
             key = jax.random.key(0)
@@ -355,9 +352,9 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
         ) from error
 
 
-def shapes(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> Any:
+def shapes(args: argparse.Namespace, mesh: Mesh) -> Any:
     """Shapes and shardings of :func:`place`."""
-    sharding = NamedSharding(mesh, PartitionSpec(run.rules.batch_axes, "seq"))
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, token_axes(mesh)))
 
     def array(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((args.batch, args.seq_len), dtype, sharding=sharding)
@@ -383,8 +380,10 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
         export(args, run, attention_options(args), params)
     run = with_dtype(run, args.eval_dtype)
     ring = held_out(args, run, params, run.mesh)
-    say(f"held-out perplexity of {ring.tokens:,} tokens, in {args.eval_dtype}:")
-    say(f"  ring of {run.mesh.shape['seq']} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
+    repeated = counted(run, ring.tokens)
+    say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
+    devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
+    say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
     summary: dict[str, Any] = {"steps": args.steps, "ring": ring._asdict(), "one_device": None}
     if log.history:
         summary["loss"] = log.history[-1]["loss"]
@@ -408,6 +407,16 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
         print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
         return 1
     return 0
+
+
+def counted(run: RunConfig, tokens: int) -> str:
+    """What a number of held-out tokens means if the text has fewer; empty if it has more."""
+    size, unit = run.held_out.size, "tokens" if run.tokens is None else "bytes"
+    if tokens > size:
+        return f" (the held-out {size:,} {unit}, {tokens / size:.1f} times)"
+    if isinstance(run.tokens, TokenizerFile):
+        return f" (of {size:,} held-out bytes, again from the start if they have fewer tokens)"
+    return ""
 
 
 def write_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
@@ -470,12 +479,7 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except ERRORS as error:
             parser.error(str(error))
     if interrupt.requested:
-        if not log.history:
-            print("interrupted before the first step was complete; nothing is saved")
-            return 130
-        last = log.history[-1]
-        print(f"interrupted after step {last['step']}, loss {last['loss']:.4f}")
-        plot_loss(log.history, args.out / "loss.png")
+        report_interrupt(log.history, args.out)
         return 130
     try:
         code = finish(args, run, params, log)

@@ -57,6 +57,14 @@ def vary(x: Any, axes: frozenset) -> Any:
     return jax.tree.map(cast, x)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """``x``, rounded before anything is computed from it.
+
+    A product that is used twice, as itself and fused with a subtraction, would be two numbers.
+    """
+    return lax.optimization_barrier(x)
+
+
 def unvary(x: jax.Array) -> jax.Array:
     """Removes the marks of :func:`vary`; values are unchanged.
 

@@ -96,8 +96,8 @@ class LocalArguments:
       implementation: "mosaic_sm90", "mosaic_sm80", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
       deterministic: whether gradients must be bitwise reproducible. The kernels accumulate dQ in
-        varying order: with True "mosaic_sm90" computes it in a kernel of its own, and "mosaic_sm80"
-        in fixed point, both slower. out and lse are always bitwise reproducible. Default False.
+        varying order; with True in fixed point, where the order does not matter, which is slower.
+        out and lse are always bitwise reproducible. Default False.
     """
 
     query_offset: int | jax.Array = 0

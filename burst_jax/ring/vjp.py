@@ -248,12 +248,17 @@ def ring_backward(
     return (AttentionInputs(QuerySide(dq), KVSide(dk, dv), SharedInputs().with_per_head(wanted)),)
 
 
-_ring = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
-_ring.defvjp(_attend_fwd, ring_backward)
+_plain = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
+_plain.defvjp(_attend_fwd, ring_backward)
 
 # Gradients of per-head parameters take time, so only those that are needed are computed; symbolic
-# zeros show the forward rule which. In a shard_map outside of any jax.jit, JAX cannot call a
-# custom_vjp with symbolic zeros, but it can call a jax.jit around one.
+# zeros show the forward rule which.
 _differentiated = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
 _differentiated.defvjp(_attend_with_parameters_fwd, ring_backward, symbolic_zeros=True)
-_ring_with_parameters = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)
+
+# A shard_map outside of any jax.jit runs operations one by one. JAX 0.11.2 crashes in the vmap of
+# _bounds_at there, and no version can call a custom_vjp with symbolic zeros, but all can call a
+# jax.jit around one.
+_ring, _ring_with_parameters = (
+    jax.jit(of_ring, static_argnums=(0, 1, 2), inline=True) for of_ring in (_plain, _differentiated)
+)

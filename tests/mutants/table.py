@@ -23,6 +23,7 @@ SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
+LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
 SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
@@ -165,7 +166,11 @@ MUTANTS = [
      ONE_DEVICE),
     ("pallas_kernels/softmax.py", "divisor = jnp.where(empty, 1.0, total)", "divisor = total",
      f"{INTERFACE} -k softmax"),
-    ("pallas_kernels/softmax.py", "m = jnp.maximum(sink, FLOOR)", "m = sink", f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/softmax.py", "return jnp.maximum(sink, FLOOR),", "return sink,", f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, total)", "total", f"{LARGE_LOGITS} -k kernels"),
+    ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, x)", "x", f"{LARGE_LOGITS} -k kernels"),
+    ("pallas_kernels/xla.py", "rounded(logits if bias is None else logits + bias)",
+     "logits if bias is None else logits + bias", f"{LARGE_LOGITS} -k exact"),
     ("pallas_kernels/mosaic/tile_scheduler.py", "(work_tiles.ctas + fetched) * SLOTS", "fetched * SLOTS",
      SCHEDULER),
     ("pallas_kernels/mosaic/tile_iterator.py", "i = jnp.where(i >= count, i - count, i)",
@@ -193,10 +198,10 @@ MUTANTS = [
      "tests/serving/test_serving.py -k kernel_equals"),
     ("pallas_kernels/mosaic/sm80/decode.py", "end = lax.div((split + 1) * tiles, i32(static.splits))",
      "end = first + lax.div(tiles, i32(static.splits))", "tests/serving/test_serving.py -k kernel_equals"),
-    ("pallas_kernels/mosaic/sm80/fixed_point.py", "~high + (low == 0).astype(jnp.int32)", "~high",
-     "tests/pallas_kernels/test_sm80_interpreted.py -k fixed_point"),
-    ("pallas_kernels/mosaic/sm80/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
-     "tests/pallas_kernels/test_sm80_interpreted.py -k bound"),
+    ("pallas_kernels/mosaic/fixed_point.py", "~high + (low == 0).astype(jnp.int32)", "~high",
+     "tests/pallas_kernels/test_fixed_point.py"),
+    ("pallas_kernels/mosaic/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
+     "tests/pallas_kernels/test_fixed_point.py"),
     ("pallas_kernels/choice.py", "candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]",
      "candidates = _CANDIDATES", "tests/pallas_kernels/test_resolve.py"),
     # --- layers, models, serving

@@ -11,7 +11,7 @@ and accumulates their dK and dV in registers::
 dQ is accumulated in global memory by atomic additions, in register order (see
 :func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
 run to run. A transpose at the end makes it row-major. Where gradients must be bitwise reproducible,
-dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.sm80.fixed_point`): sums of integers
+dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.fixed_point`): sums of integers
 do not depend on the order.
 """
 
@@ -31,10 +31,11 @@ from pallas_kernels.arrays import depending_on, gradient_dtype
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
+from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm80 import fixed_point, instructions
+from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
@@ -92,8 +93,8 @@ def backward(
     )
     attention = attention_arrays(static, inputs, bounds)
     do = rows_of_heads(do, static.padded_q_length)
-    bound = fixed_point.dq_bound(inputs, spec) if deterministic else None
-    scale = None if bound is None else fixed_point.scale(bound)
+    bound = jnp.max(fixed_point.dq_bound(inputs, spec), axis=2) if deterministic else None
+    scale = None if bound is None else fixed_point.factor_64(bound)
     arrays = BackwardArrays(attention, do, stats, scale)
     queries, lanes = config.dq_part(static.head_dim)
     by_head = static.batch, static.heads
@@ -127,7 +128,7 @@ def backward(
     per_head = {name: x.sum((0, 2, 3, 4)) for name, x in results.per_head.items()}
     made = results.dq
     if bound is not None:
-        made = fixed_point.to_float(made, bound.reshape(*by_head, 1, 1, 1, 1))
+        made = fixed_point.from_64(made, bound.reshape(*by_head, 1, 1, 1, 1))
     made = _dq_of_registers(static, made)
     if dq is not None:
         made = dq + made
