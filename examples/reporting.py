@@ -67,6 +67,15 @@ class Interrupt:
         self.requested = True
 
 
+def report_interrupt(history: list[dict[str, Any]], out: Path) -> None:
+    """Prints what an interrupted run has reached, and draws its loss."""
+    if not history:
+        print("interrupted before the first step was complete; nothing is saved")
+        return
+    print(f"interrupted after step {history[-1]['step']}, loss {history[-1]['loss']:.4f}")
+    plot_loss(history, out / "loss.png")
+
+
 def plot_loss(history: list[dict[str, Any]], path: Path, held_out: float | None = None) -> None:
     """Draws the loss of each step, and the held-out loss if given, as a PNG.
 

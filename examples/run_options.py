@@ -35,6 +35,10 @@ AT_LEAST_1 = (
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
 POSITIVE = ("lr", "stall_timeout", "lora_alpha")
+# Arguments that may differ between the processes of a run.
+OF_A_PROCESS = (
+    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
+)  # fmt: skip
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256

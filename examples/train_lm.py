@@ -34,9 +34,9 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
+from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss, report_interrupt
 from run_mesh import BATCH_AXES, one_device, ring_size, token_axes
-from run_options import SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
+from run_options import OF_A_PROCESS, SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
 
 from burst_jax.data import Corpus, Loader, Rows, TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
@@ -79,10 +79,6 @@ SAME = (
 )  # fmt: skip
 # Arguments that old checkpoints lack.
 IMPLIED = {"moment_dtype": "float32"}
-# Arguments that may differ between the processes of a run.
-OF_A_PROCESS = (
-    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
-)  # fmt: skip
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -483,12 +479,7 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except ERRORS as error:
             parser.error(str(error))
     if interrupt.requested:
-        if not log.history:
-            print("interrupted before the first step was complete; nothing is saved")
-            return 130
-        last = log.history[-1]
-        print(f"interrupted after step {last['step']}, loss {last['loss']:.4f}")
-        plot_loss(log.history, args.out / "loss.png")
+        report_interrupt(log.history, args.out)
         return 130
     try:
         code = finish(args, run, params, log)
