@@ -1,13 +1,17 @@
-"""Checks and errors that every package needs: integers, spelling, libraries of an extra."""
+"""Checks and errors that every package needs: numbers, spelling, libraries of an extra."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import itertools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -16,16 +20,80 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f". Did you mean {close[0]!r}?" if close else ""
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """``value`` as a Python int.
 
     Raises:
-      ValueError: it is no integer, or smaller than ``least``.
+      ValueError: it is no integer, smaller than ``least`` or larger than ``most``.
     """
     integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not integer or value < least:
-        raise ValueError(f"{name} is {value!r}: it must be an integer, at least {least}")
+    if not integer or value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise ValueError(
+            f"{name} is {shown(value)}: it must be an integer, at least {least}{upper}"
+        )
     return int(value)
+
+
+def as_number(name: str, value: Any, valid: str = "a number") -> float:
+    """``value`` as a Python float.
+
+    Raises:
+      ValueError: it is no single number, or an integer too large for one; it must be ``valid``.
+    """
+    if np.ndim(value) == 0 and not isinstance(value, (bool, np.bool_, str, bytes)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise ValueError(f"{name} is {shown(value)}: it must be {valid}")
+
+
+def check_positive(name: str, value: Any, also: str = "") -> float:
+    """``value`` as a Python float.
+
+    Args:
+      name: its name, for the message.
+      value: anything.
+      also: what else is valid, the end of the message, like ", or None".
+
+    Raises:
+      ValueError: it is no number, not positive, or float32 cannot hold it.
+    """
+    number = as_number(name, value, f"positive and finite in float32{also}")
+    if not 2.0**-126 <= number <= 2.0**127:
+        raise ValueError(
+            f"{name} is {shown(value)}: it must be positive and finite in float32{also}"
+        )
+    return number
+
+
+def shown(value: Any) -> str:
+    """``repr(value)`` for a message: printable, and shortened to about 200 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # More digits than Python converts; nested too deeply.
+        return f"a {type(value).__name__} that cannot be printed"
+    text = printable(text)
+    return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"
+
+
+def printable(text: object) -> str:
+    """A name or a path for a message: what would control a terminal is escaped."""
+    return "".join(
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in str(text)
+    )
+
+
+def first_of(names: Collection[str], count: int = 5) -> str:
+    """The first of some names and the number of others, for a message."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(_short(printable(name)) for name in itertools.islice(names, count)) + more
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:160]}..."
 
 
 def check_seed(seed: Any) -> int:

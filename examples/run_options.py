@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from run_mesh import TRAINING_AXES, Weights, decoder_axes, make_mesh, ring_size
 
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.errors import did_you_mean
+from burst_jax.errors import did_you_mean, printable
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
@@ -56,7 +56,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the message without the usage and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        lines = "\n".join(printable(line)[:1500] for line in message.split("\n"))
+        self.exit(2, f"{self.prog}: error: {lines}\n")
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:

@@ -53,6 +53,7 @@ from burst_jax.training import (
     Restored,
     RunLog,
     abstract_train_state,
+    check_same,
     evaluate,
     initialize,
     is_main,
@@ -78,6 +79,10 @@ SAME = (
 )  # fmt: skip
 # Arguments that old checkpoints lack.
 IMPLIED = {"moment_dtype": "float32"}
+# Arguments that may differ between the processes of a run.
+OF_A_PROCESS = (
+    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
+)  # fmt: skip
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -123,8 +128,13 @@ def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"model": None if args.model is None else str(args.model)}
 
 
-def check_same(args: argparse.Namespace, extra: Any) -> None:
+def check_arguments(args: argparse.Namespace, extra: Any) -> None:
     """Raises ValueError if a checkpoint's run has other arguments."""
+    if not isinstance(extra, dict) or not isinstance(extra.get("arguments"), dict):
+        raise ValueError(
+            f"the checkpoints in {args.checkpoint_dir} are of another program: record.json has no "
+            "arguments in extra; use another --out and --checkpoint-dir"
+        )
     for name in SAME:
         then = extra["arguments"].get(name, IMPLIED.get(name))
         now = same_arguments(args)[name]
@@ -148,7 +158,7 @@ def restore(
             f"--resume is never, and {checkpoints.folder} holds checkpoints: name another "
             "--checkpoint-dir, or remove them"
         )
-    restored = checkpoints.restore(abstract, check=partial(check_same, args))
+    restored = checkpoints.restore(abstract, check=partial(check_arguments, args))
     if restored is None:
         return 0, None, {}
     by_first_process(partial(check_metrics, args, restored))
@@ -189,13 +199,21 @@ def train(
 
     with ExitStack() as stack:
         loader = stack.enter_context(make_loader(args, run, run.text))
+        # Paths may differ between hosts, but not what is read there.
+        check_same({"--data": loader.get_state()["options"], "the model": repr(run.config)})
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
+        if args.checkpoint_every:
+            checkpoints.lock()  # Another run that writes there ends this one at its start.
         # Frozen weights are not in the checkpoint, but in the Hugging Face checkpoint.
         abstract = [split_trained(shapes)[0], opt_shapes]
         start, state, extra = restore(args, checkpoints, abstract)
         loaded = extra.get("loader")
         if state is not None:
-            loader.set_state(loaded)
+            try:
+                loader.set_state(loaded)
+            except ValueError as error:
+                record = checkpoints.folder / str(start) / "record.json"
+                raise ValueError(f"{record}, extra.loader: {error}") from error
         elif is_main() and (moved := set_aside(args.out, OUTPUTS)):
             say(moved)
         params, opt_state = first_state(args, run, optimizer, options, state)
@@ -426,7 +444,7 @@ def main(argv: list[str] | None = None) -> int:
             args.process_id,
             heartbeat_timeout=args.heartbeat_timeout,
         )
-    except ValueError as error:
+    except (ValueError, TimeoutError) as error:
         parser.error(str(error))
     with processes:
         set_compiler_options()
@@ -438,6 +456,8 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     start = time.perf_counter()
     with Interrupt(alone=jax.process_count() == 1) as interrupt:
         try:
+            given = vars(args).items()
+            check_same({flag(name): value for name, value in given if name not in OF_A_PROCESS})
             run = prepare(args)
             if is_main():
                 check_out(args.out)
@@ -463,8 +483,11 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except ERRORS as error:
             parser.error(str(error))
     if interrupt.requested:
-        reached = log.history[-1:] or [{"step": 0, "loss": math.nan}]
-        print(f"interrupted after step {reached[0]['step']}, loss {reached[0]['loss']:.4f}")
+        if not log.history:
+            print("interrupted before the first step was complete; nothing is saved")
+            return 130
+        last = log.history[-1]
+        print(f"interrupted after step {last['step']}, loss {last['loss']:.4f}")
         plot_loss(log.history, args.out / "loss.png")
         return 130
     try:

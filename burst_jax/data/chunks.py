@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +16,7 @@ import numpy as np
 from burst_jax.data.corpus import Corpus, open_corpus
 from burst_jax.data.readers import OFFSETS, offsets_path
 from burst_jax.data.tokens import Tokenizer
+from burst_jax.json_files import check_regular
 
 # Bytes searched for the end of a line, near where a text is to be cut.
 _CUT_WINDOW = 4096
@@ -188,8 +191,8 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
       The saved tokens, as a corpus.
 
     Raises:
-      ValueError: the path has another suffix, the corpus holds token ids already, or a document
-        cannot be read.
+      ValueError: the path has another suffix or is no regular file, the corpus holds token ids
+        already, or a document cannot be read.
     """
     path = Path(path)
     if path.suffix != ".npy" or path.name.endswith(OFFSETS):
@@ -203,8 +206,13 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
     encoded = grain.MapDataset.source(cast(Any, chunks)).to_iter_dataset(
         grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
     )
-    raw, ids, offsets = (path.with_name(path.name + end) for end in (".raw", ".part", ".offsets"))
-    try:
+    for file in (path, offsets_path(path)):
+        with contextlib.suppress(FileNotFoundError):
+            check_regular(file)
+    # A folder of its own next to the file: any other name could be a file of the user's.
+    prefix = f".{path.name}.being-written-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as temporary:
+        raw, ids, offsets = (Path(temporary) / name for name in ("raw", "ids", "offsets"))
         with raw.open("wb") as out, closing(iter(encoded)) as in_order:
             for index, chunk in enumerate(in_order):
                 out.write(chunk["tokens"].astype(dtype).tobytes())
@@ -218,7 +226,4 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
         # The ids last: without offsets they would be one long document.
         offsets.replace(offsets_path(path))
         ids.replace(path)
-    finally:
-        for part in (raw, ids, offsets):
-            part.unlink(missing_ok=True)
     return open_corpus(path)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from burst_jax.data.readers import OFFSETS, JsonLines, Reader, TextFiles, TokenArrays
+from burst_jax.errors import printable
+from burst_jax.json_files import check_regular
 
 _JSON_LINES = {".jsonl", ".ndjson"}
 _ARRAYS = {".npy"}
@@ -155,18 +157,22 @@ def open_corpus(
     path = Path(path)
     if path.is_dir():
         files = _files_in(path, pattern)
-    elif path.is_file():
-        files = [path]
     else:
-        raise ValueError(f"path is {path}: there is no such file or folder")
+        try:
+            check_regular(path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"path is {printable(path)}: there is no such file or folder"
+            ) from None
+        files = [path]
     kinds: dict[str, Path] = {}
     for file in files:
         kinds.setdefault(_kind(file), file)
     if len(kinds) > 1:
         (first, one), (second, other) = list(kinds.items())[:2]
         raise ValueError(
-            f"path is {path}, which holds {first} ({one.name}) and {second} ({other.name}): choose "
-            "files of one kind with pattern=, like '**/*.txt'"
+            f"path is {printable(path)}, which holds {first} ({printable(one.name)}) and {second} "
+            f"({printable(other.name)}): choose files of one kind with pattern=, like '**/*.txt'"
         )
     match next(iter(kinds)):
         case "JSON lines":
@@ -175,7 +181,7 @@ def open_corpus(
             reader = TokenArrays(files)
         case _:
             reader = TextFiles(files)
-    return _whole(reader, str(path))
+    return _whole(reader, printable(path))
 
 
 def python_source() -> Corpus:
@@ -213,7 +219,8 @@ def _files_in(folder: Path, pattern: str) -> list[Path]:
     }
     if not names:
         raise ValueError(
-            f"path is {folder}: no file in it matches {pattern!r}; hidden files are skipped"
+            f"path is {printable(folder)}: no file in it matches {pattern!r}; hidden files are "
+            "skipped"
         )
     return [names[name] for name in sorted(names, key=Path.as_posix)]
 
@@ -222,8 +229,9 @@ def _kind(file: Path) -> str:
     suffix = file.suffix.lower()
     if suffix in _UNSUPPORTED:
         raise ValueError(
-            f"{file} ends in {suffix}, which is not supported: use text files, JSON lines "
-            "(.jsonl) or arrays of token ids (.npy), or choose files with pattern="
+            f"{printable(file)} ends in {printable(suffix)}, which is not supported: use text "
+            "files, JSON lines (.jsonl) or arrays of token ids (.npy), or choose files with "
+            "pattern="
         )
     if suffix in _JSON_LINES:
         return "JSON lines"

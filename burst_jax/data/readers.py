@@ -5,15 +5,19 @@ A reader knows the number and sizes of its documents; their contents are read fr
 
 from __future__ import annotations
 
-import json
 import mmap
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from burst_jax.errors import first_of, printable
+from burst_jax.json_files import check_regular, parse
+
 # Bytes searched for line ends at once.
 _SCAN = 1 << 24
+# Bytes of a JSON line, which is read as a whole.
+MAX_LINE = 1 << 28
 # Name suffix of the file with the documents' offsets in an array of ids.
 OFFSETS = ".offsets.npy"
 
@@ -48,7 +52,7 @@ class TextFiles:
     divisible = True
 
     def __init__(self, files: list[Path]):
-        sizes = np.array([file.stat().st_size for file in files], np.int64)
+        sizes = np.array([check_regular(file) for file in files], np.int64)
         self._files = [file for file, size in zip(files, sizes, strict=True) if size]
         self.sizes = sizes[sizes > 0]
 
@@ -60,7 +64,7 @@ class TextFiles:
 
     def name(self, document: int) -> str:
         """The file's path."""
-        return str(self._files[document])
+        return printable(self._files[document])
 
 
 class JsonLines:
@@ -85,18 +89,20 @@ class JsonLines:
     def read(self, document: int, start: int = 0, stop: int = 0) -> bytes:
         """The whole text in UTF-8; ``start`` and ``stop`` are ignored."""
         del start, stop
+        if self.sizes[document] > MAX_LINE:
+            raise ValueError(
+                f"{self.name(document)} has {self.sizes[document]} bytes: a line may have "
+                f"{MAX_LINE}; write longer texts as text files, which are read in parts"
+            )
         with self._file(document).open("rb") as file:
             file.seek(self._starts[document])
             line = file.read(int(self.sizes[document]))
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.name(document)} is not JSON ({error}): each line must be an object like "
-                f'{{"{self._key}": "..."}}'
-            ) from None
+        remedy = f': each line must be an object like {{"{printable(self._key)}": "..."}}'
+        record = parse(line, self.name(document), remedy)
         if not isinstance(record, dict) or self._key not in record:
-            keys = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+            keys = type(record).__name__
+            if isinstance(record, dict):
+                keys = f"keys [{first_of([repr(key) for key in sorted(record)])}]"
             raise ValueError(
                 f"{self.name(document)} has {keys}, and no key {self._key!r}: set key= to the key "
                 "of the text"
@@ -111,13 +117,14 @@ class JsonLines:
             return text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{self.name(document)} has half of a surrogate pair, which UTF-8 cannot encode "
-                f"({error.reason} at character {error.start}): write the whole pair"
+                f"{self.name(document)} has half of a surrogate pair under {self._key!r}, which "
+                f"UTF-8 cannot encode ({error.reason} at character {error.start}): write "
+                "the whole pair"
             ) from None
 
     def name(self, document: int) -> str:
         """The file's path and the line, counted from 1."""
-        return f"{self._file(document)}, line {self._numbers[document]},"
+        return f"{printable(self._file(document))}, line {self._numbers[document]},"
 
     def _file(self, document: int) -> Path:
         return self._files[np.searchsorted(self._first, document, side="right") - 1]
@@ -125,7 +132,7 @@ class JsonLines:
 
 def _lines(file: Path) -> np.ndarray:
     """int64 ``[lines, 3]``: start, stop and number of each line that is not empty."""
-    size = file.stat().st_size
+    size = check_regular(file)
     if not size:
         return np.zeros((0, 3), np.int64)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as text:
@@ -172,7 +179,7 @@ class TokenArrays:
     def name(self, document: int) -> str:
         """The file's path and the document in it, counted from 0."""
         file, document = self._locate(document)
-        return f"{self._files[file]}, document {document},"
+        return f"{printable(self._files[file])}, document {document},"
 
     def _locate(self, document: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -187,40 +194,44 @@ def offsets_path(file: Path) -> Path:
 def _offsets(file: Path, ids: np.ndarray) -> np.ndarray:
     """int64 ``[documents + 1]``, start of each document in the flat ids, and the end."""
     path = offsets_path(file)
-    if not path.is_file():
+    if not path.is_symlink() and not path.exists():
         documents, length = ids.shape if ids.ndim == 2 else (1, len(ids))
         return np.arange(documents + 1, dtype=np.int64) * length
     if ids.ndim != 1:
         raise ValueError(
-            f"{file} has shape {ids.shape}, and there is {path.name}: ids with offsets are "
-            "[tokens]; remove one of the files, or flatten the ids"
+            f"{printable(file)} has shape {ids.shape}, and there is {printable(path.name)}: ids "
+            "with offsets are [tokens]; remove one of the files, or flatten the ids"
         )
     offsets = np.array(_integers(path), np.int64)
-    rises = offsets.ndim == 1 and len(offsets) > 0 and bool((np.diff(offsets) >= 0).all())
+    rises = offsets.ndim == 1 and len(offsets) > 0 and bool((offsets[1:] >= offsets[:-1]).all())
     if not rises or offsets[0] != 0 or offsets[-1] != len(ids):
         raise ValueError(
-            f"{path} does not fit {file.name}: offsets must be [documents + 1], from 0 up to the "
-            f"number of ids, {len(ids)}; make both again with save_tokens"
+            f"{printable(path)} does not fit {printable(file.name)}: offsets must be "
+            f"[documents + 1], from 0 up to the number of ids, {len(ids)}; make both again with "
+            "save_tokens"
         )
     return offsets
 
 
 def _integers(file: Path) -> np.ndarray:
     """The file's integers, ``[tokens]`` or ``[documents, tokens]``, memory-mapped."""
+    check_regular(file)
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        array = np.lib.format.open_memmap(file, mode="r")
+    # The header is parsed as Python, and its shape may be anything.
+    except Exception as error:
         raise ValueError(
-            f"{file} is no array of numbers ({error}): write it with numpy.save"
+            f"{printable(file)} is no array of numbers ({printable(error)[:200]}): write it with "
+            "numpy.save"
         ) from None
     if array.dtype.kind not in "iu":
         raise ValueError(
-            f"{file} has dtype {array.dtype}: token ids are integers; cast the array before "
-            "numpy.save"
+            f"{printable(file)} has dtype {array.dtype}: token ids are integers; cast the array "
+            "before numpy.save"
         )
     if array.ndim not in (1, 2):
         raise ValueError(
-            f"{file} has shape {array.shape}: it must be [tokens], one document, or "
+            f"{printable(file)} has shape {array.shape}: it must be [tokens], one document, or "
             "[documents, tokens]"
         )
     return array

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import numbers
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from burst_jax.errors import optional
+from burst_jax.errors import first_of, optional, printable
+from burst_jax.json_files import read_bounded
+
+# Characters that the library encodes at once, and those searched for the end of a part.
+_PART, _PART_END = 1 << 20, 1 << 12
+# Bytes of a tokenizer.json.
+_MAX_FILE = 1 << 28
 
 
 class Tokenizer(Protocol):
@@ -102,15 +109,18 @@ class TokenizerFile:
     def __init__(self, path: str | Path, separator: str | None = None):
         tokenizers = optional("tokenizers", user="TokenizerFile", extra="data")
         self._path = Path(path)
-        if not self._path.is_file():
-            raise ValueError(f"path is {path}: there is no such file; name a tokenizer.json")
-        contents = self._path.read_bytes()
+        try:
+            contents = read_bounded(self._path, _MAX_FILE)
+        except FileNotFoundError:
+            raise ValueError(
+                f"path is {printable(path)}: there is no such file; name a tokenizer.json"
+            ) from None
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(contents.decode())
         except Exception as error:  # The library raises plain Exception.
             raise ValueError(
-                f"path is {path}, which is no tokenizer ({error}): name a tokenizer.json, as "
-                "tokenizers.Tokenizer.save writes it"
+                f"path is {printable(path)}, which is no tokenizer ({printable(error)[:200]}): "
+                "name a tokenizer.json, as tokenizers.Tokenizer.save writes it"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -122,8 +132,8 @@ class TokenizerFile:
                 str(token.content) for token in self.tokenizer.get_added_tokens_decoder().values()
             )
             raise ValueError(
-                f"separator is {separator!r}, which is not in {path}: use one of its tokens; its "
-                f"special tokens are {special}"
+                f"separator is {separator!r}, which is not in {printable(path)}: use one of its "
+                f"tokens; its special tokens are {first_of(special, 10)}"
             )
         digest = hashlib.blake2b(contents, digest_size=16).hexdigest()
         self._fingerprint = f"tokenizer {digest}, separator {separator!r}"
@@ -132,9 +142,17 @@ class TokenizerFile:
         return f"TokenizerFile({str(self._path)!r}, vocab_size={self.vocab_size})"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """int32 ``[tokens]``; raises UnicodeDecodeError if the text is not UTF-8."""
-        (encoded,) = self.tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)
-        return np.array(encoded.ids, np.int32)
+        """int32 ``[tokens]``; raises UnicodeDecodeError if the text is not UTF-8.
+
+        Texts of more than a million characters are encoded in parts, as the library needs up to 290
+        bytes per character. Parts end at a line's end or before a space, where most tokenizers
+        separate words.
+        """
+        found = [
+            self.tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
+            for part in _parts(text.decode())
+        ]
+        return np.concatenate([np.array(ids, np.int32) for ids in found])
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids ``[tokens]``."""
@@ -143,3 +161,17 @@ class TokenizerFile:
     def fingerprint(self) -> str:
         """A hash of the file and the separator."""
         return self._fingerprint
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text in parts of at most ``_PART`` characters; one part if it is empty."""
+    start = 0
+    while len(text) - start > _PART:
+        end = start + _PART
+        if (line := text.rfind("\n", end - _PART_END, end)) >= 0:
+            end = line + 1
+        elif (space := text.rfind(" ", end - _PART_END, end)) >= 0:
+            end = space
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -15,7 +15,13 @@ from burst_jax.attention.api import burst_attention
 from burst_jax.attention.arguments import AttentionArguments, AttentionOptions
 from burst_jax.attention.padding import check_pad
 from burst_jax.errors import did_you_mean
-from burst_jax.parallel.mesh import axes_size, resolve_mesh, sequence_axes
+from burst_jax.parallel.mesh import (
+    axes_size,
+    resolve_mesh,
+    sequence_axes,
+    with_devices,
+    without_devices,
+)
 
 _REJECTED = {
     "return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)",
@@ -109,7 +115,7 @@ def nnx_attention_fn(
         traced function that has ended (under ``jit`` JAX raises ``UnexpectedTracerError``).
       NotImplementedError: in the call, for a precision other than the default.
     """
-    return _attention_fn("nnx_attention_fn", options)
+    return _AttentionFn("nnx_attention_fn", options)
 
 
 def linen_attention_fn(
@@ -150,20 +156,31 @@ def linen_attention_fn(
       ValueError: as :func:`nnx_attention_fn`.
       NotImplementedError: in the call, for a custom einsum or a precision other than the default.
     """
-    return _attention_fn("linen_attention_fn", options)
+    return _AttentionFn("linen_attention_fn", options)
 
 
-def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Array]:
-    """The implementation of both public functions; ``owner`` is the name in error messages.
+class _AttentionFn:
+    """What both public functions return; ``owner`` is the name in error messages.
 
-    ``promote_dtype``, ``is_causal`` and ``input_positions`` come from nnx's layer,
-    ``force_fp32_for_softmax`` and the einsums from linen's. All parameters are named: linen's layer
-    drops arguments that the signature lacks, so ``**kwargs`` would silently ignore a mask.
+    A class, so that it can be pickled. ``promote_dtype``, ``is_causal`` and ``input_positions``
+    come from nnx's layer, ``force_fp32_for_softmax`` and the einsums from linen's. All parameters
+    are named: linen's layer drops arguments that the signature lacks, so ``**kwargs`` would
+    silently ignore a mask.
     """
-    check_options(owner, options, _REJECTED)
-    check_pad(options.get("pad", False), options.get("layout", "contiguous"))
 
-    def attention_fn(
+    def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
+        check_options(owner, options, _REJECTED)
+        check_pad(options.get("pad", False), options.get("layout", "contiguous"))
+        self._owner, self._options = owner, options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._owner, without_devices(self._options))
+
+    def __deepcopy__(self, memo: object) -> _AttentionFn:
+        return self  # As of a function: it cannot change.
+
+    def __call__(
+        self,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
@@ -184,13 +201,16 @@ def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Ar
         qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
+        """Attention, with the arguments that Flax's layers pass."""
+        options: Any = self._options
         del broadcast_dropout, force_fp32_for_softmax
         for name, array in (("mask", mask), ("bias", bias)):
             if array is not None:
                 raise ValueError(
                     f"{name} of shape {array.shape}: a dense {name} is not supported (decode=True "
-                    "also makes one); use segment ids, is_causal or local_window_size, options of "
-                    "the attention_fn, and decode with Flax's own attention_fn"
+                    "also makes one); for padding use query_seq_lengths and key_value_seq_lengths "
+                    "or segment ids, else is_causal or local_window_size, options of the "
+                    "attention_fn, and decode with Flax's own attention_fn"
                 )
         if module is not None:
             raise ValueError(
@@ -224,12 +244,14 @@ def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Ar
             if not kept:
                 raise
             raise ValueError(
-                f"{owner} was given {' and '.join(kept)} in a traced function that has ended, and "
-                "the layer has kept it: set attention_fn for the call, and back before the traced "
-                "function returns (Flax's layers, masks of a batch)"
+                f"{self._owner} was given {' and '.join(kept)} in a traced function that has "
+                "ended, and the layer has kept it: set attention_fn for the call, and back before "
+                "the traced function returns (Flax's layers, masks of a batch)"
             ) from error
 
-    return attention_fn
+
+def _unpickled(owner: str, options: Mapping[str, Any]) -> _AttentionFn:
+    return _AttentionFn(owner, with_devices(options))
 
 
 def _is_default(precision: Any) -> bool:

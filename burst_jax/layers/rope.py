@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from burst_jax.errors import check_positive
 from pallas_kernels.arrays import as_int32
 
 # A position is split as high * 2**LOW_BITS + low, see rope_table.
@@ -34,7 +35,7 @@ class Rope:
       theta: the base; the longest wavelength is just below ``2 pi theta`` tokens.
 
     Raises:
-      ValueError: theta is not positive.
+      ValueError: theta is not positive and finite.
     """
 
     theta: float = 10000.0
@@ -42,10 +43,8 @@ class Rope:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, bool) and not value > 0:
-                raise ValueError(
-                    f"{type(self).__name__}'s {field.name} is {value}: it must be positive"
-                )
+            if value is not None and not isinstance(value, bool):
+                check_positive(f"{type(self).__name__}'s {field.name}", value)
 
     @property
     def magnitude(self) -> float:
@@ -165,7 +164,7 @@ class YarnRope(Rope):
       truncate: whether the ends of the ramp are rounded outwards to whole pairs.
 
     Raises:
-      ValueError: a number that is not positive.
+      ValueError: a number that is not positive and finite, or a theta of 1.
     """
 
     factor: float = 4.0
@@ -176,6 +175,11 @@ class YarnRope(Rope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.theta == 1:
+            raise ValueError("YarnRope's theta is 1: all frequencies are equal; use a larger one")
 
     @property
     def magnitude(self) -> float:

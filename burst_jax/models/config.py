@@ -8,11 +8,14 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import Lora
 from burst_jax.layers.rope import Rope
 from burst_jax.models.feed_forward import FeedForward, GatedMLP
 from burst_jax.models.remat import Remat
 
+# Largest number of layers, each of which is listed on the host, and largest other size, int32.
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
@@ -26,15 +29,15 @@ class LayerKind:
       rope: the layer's RoPE; None is the decoder's.
 
     Raises:
-      ValueError: a window below 1.
+      ValueError: a window that is not from 1 to 2**31 - 1.
     """
 
     window: int | None = None
     rope: Rope | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
-            raise ValueError(f"window is {self.window!r}: it must be a positive integer, or None")
+        if self.window is not None:
+            check_integer("window", self.window, 1, MAX_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,8 @@ class DecoderConfig:
         :class:`burst_jax.models.feed_forward.FeedForward`. Default: the gated MLP.
 
     Raises:
-      ValueError: sizes that do not fit together, an unknown remat or activation.
+      ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
+        fit together; a number that is not positive and finite; an unknown remat or activation.
     """
 
     vocab_size: int = 256
@@ -127,11 +131,12 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, remedy: str) -> None:
             if not valid:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: {remedy}")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}: {remedy}")
 
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "mlp_dim", "mlp_chunks"):
-            check(name, _is_count(getattr(self, name)), "it must be a positive integer")
+        check_integer("num_layers", self.num_layers, 1, MAX_LAYERS)
+        sizes = ("vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+        for name in (*sizes, "mlp_chunks"):
+            check_integer(name, getattr(self, name), 1, MAX_SIZE)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}: num_heads must "
@@ -139,15 +144,15 @@ class DecoderConfig:
             )
         check("head_dim", self.head_dim % 2 == 0, "RoPE rotates pairs, so it must be even")
         for name in ("rope_theta", "norm_epsilon"):
-            check(name, getattr(self, name) > 0, "it must be positive")
+            check_positive(name, getattr(self, name))
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
                 f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has its own theta; leave "
                 "rope_theta out"
             )
         for name in ("logits_soft_cap", "final_soft_cap", "attention_scale"):
-            value = getattr(self, name)
-            check(name, value is None or value > 0, "it must be positive, or None")
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), also=", or None")
         check("layer_pattern", bool(self.layer_pattern), "it must have at least one LayerKind")
         check("lora", self.lora is None or isinstance(self.lora, Lora), "use a Lora, or None")
         feed_forward = self.feed_forward
@@ -169,7 +174,8 @@ class DecoderConfig:
                 f"remat_layers is {self.remat_layers!r}, remat {self.remat!r}: it is the number of "
                 "'selective' layers; use that remat, or leave remat_layers out"
             )
-        if not _is_count(self.remat_layers) or self.remat_layers > self.num_layers:
+        count = isinstance(self.remat_layers, int) and not isinstance(self.remat_layers, bool)
+        if not count or not 1 <= self.remat_layers <= self.num_layers:
             raise ValueError(
                 f"remat_layers is {self.remat_layers!r}, num_layers {self.num_layers}: it must be "
                 "an integer from 1 to num_layers, or None for all; for none use remat='attention'"
@@ -229,10 +235,6 @@ class DecoderConfig:
         each = 6.0 if self.lora is None else 4.0
         weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
         return weights + 12.0 * self.num_heads * self.head_dim * keys
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_floating(dtype: DTypeLike) -> bool:

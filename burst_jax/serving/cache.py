@@ -27,6 +27,8 @@ import numpy as np
 
 # The cache position of an empty slot: larger than all others, so that no token attends to it.
 EMPTY = 2**30 - 1
+# Tokens of a sequence. With their padding, cache positions stay below EMPTY.
+MAX_LENGTH = 2**29
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import time
 from collections import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,29 @@ from burst_jax.layouts.permutation import padded_length, positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.serving import saved_cache
-from burst_jax.serving.cache import Cache, FillState, PromptPosition, TokenPosition
+from burst_jax.serving.cache import (
+    MAX_LENGTH,
+    Cache,
+    FillState,
+    PromptPosition,
+    TokenPosition,
+)
+from burst_jax.serving.memory import free_memory
 from burst_jax.serving.model import ServedModel
 from burst_jax.serving.prompts import check_prompts, check_stops
 from burst_jax.serving.sampling import Sampling
 from burst_jax.serving.steps import Steps
+
+
+def _locked[**P, T](method: Callable[P, T]) -> Callable[P, T]:
+    """A method during which no other thread uses the generator's cache."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        with args[0]._lock:  # pyrefly: ignore[missing-attribute] - the Generator
+            return method(*args, **options)
+
+    return run
 
 
 class Generator:
@@ -38,6 +58,10 @@ class Generator:
     Weights are copied, one array per layer, in the compute dtype. They are sharded over the tensor
     axes only, or with ``split_weights`` also over the sequence axes. The model may be deleted
     afterwards.
+
+    Threads may share it. One step runs at a time: the prefill of a call, or one token. A call in
+    one thread ends the generations of the others, whose next step raises ValueError. All processes
+    must make the same calls in the same order, so with several, only one thread may.
 
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` returns.
@@ -56,8 +80,9 @@ class Generator:
       seconds_to_first_token: time to first token of the last :meth:`generate`; None before.
 
     Raises:
-      ValueError: a number below 1, a batch that the mesh does not divide, a model with LoRA
-        adapters, ``split_weights`` without rules, or a cache larger than the devices' free memory.
+      ValueError: a number below 1, a ``max_length`` above 2**29, a batch that the mesh does not
+        divide, a model with LoRA adapters, ``split_weights`` without rules, or a cache larger than
+        the free memory of the devices, or of the host for CPU devices.
       NotImplementedError: a model with a pipeline.
     """
 
@@ -72,10 +97,11 @@ class Generator:
     ) -> None:
         if not isinstance(model, Decoder):
             raise ValueError(f"model is a {type(model).__name__}: it must be a Decoder")
-        self.max_length = check_integer("max_length", max_length, 1)
+        self.max_length = check_integer("max_length", max_length, 1, MAX_LENGTH)
         self.batch = check_integer("batch", batch, 1)
         if prefill_chunk is not None:
             prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+        self._lock = threading.RLock()
         served = ServedModel(model, split_weights)
         shards = axes_size(served.shardings.mesh, served.shardings.batch_axes)
         if batch % shards:
@@ -165,11 +191,13 @@ class Generator:
         self._check_space(rows, count, extend)
         return self._generate(rows, count, sampling, stops, key, extend)
 
+    @_locked
     def reset(self) -> None:
         """Clears the cache. A running generation cannot continue."""
         self._clear()
         self._cache = self._steps.allocate()
 
+    @_locked
     def save_cache(self, folder: str | Path) -> None:
         """Writes the cache to a folder, so that another process can continue from it.
 
@@ -193,6 +221,7 @@ class Generator:
         state = saved_cache.CacheState(self._cache, self._filled, self._lengths)
         saved_cache.save(folder, self._steps, state)
 
+    @_locked
     def load_cache(self, folder: str | Path) -> None:
         """Replaces the cache by one that :meth:`save_cache` has written.
 
@@ -227,27 +256,29 @@ class Generator:
         extend: bool,
     ) -> abc.Generator[np.ndarray]:
         start = time.perf_counter()
-        # Other calls may have changed the cache since this one was made.
-        self._check_space(rows, count, extend)
-        if self._cache is None or (not extend and self._filled.next_position):
-            self.reset()
-        me = self._owner = object()
-        logits = self._prefill(rows)
+        with self._lock:
+            # Other calls may have changed the cache since this one was made.
+            self._check_space(rows, count, extend)
+            if self._cache is None or (not extend and self._filled.next_position):
+                self.reset()
+            me = self._owner = object()
+            logits = self._prefill(rows)
         ended = np.zeros(self.batch, bool)
         for step in range(count):
-            if self._owner is not me:
-                raise ValueError(
-                    "another call of generate has taken over the cache: finish one generation "
-                    "before the next, or use a Generator for each"
-                )
-            chosen = self._choose(sampling, logits, key)
-            if step == 0:
-                jax.block_until_ready(chosen)
-                self.seconds_to_first_token = time.perf_counter() - start
-            # The token is written to the cache before it is returned, so that the cache holds what
-            # was returned wherever the caller stops. The program is dispatched before the token is
-            # copied to the host, so that the device is busy while the host waits.
-            logits = self._decode(chosen, ~ended)
+            with self._lock:
+                if self._owner is not me:
+                    raise ValueError(
+                        "another call of generate has taken over the cache: finish one generation "
+                        "before the next, or use a Generator for each"
+                    )
+                chosen = self._choose(sampling, logits, key)
+                if step == 0:
+                    jax.block_until_ready(chosen)
+                    self.seconds_to_first_token = time.perf_counter() - start
+                # The token is written to the cache before it is returned, so that the cache holds
+                # what was returned wherever the caller stops. The program is dispatched before the
+                # token is copied to the host, so that the device is busy while the host waits.
+                logits = self._decode(chosen, ~ended)
             tokens = np.asarray(chosen)
             returned = np.where(ended, -1, tokens).astype(np.int32)
             ended |= np.isin(tokens, stops)
@@ -350,6 +381,7 @@ class Generator:
         unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
+    @_locked
     def _check_space(self, rows: list[np.ndarray], count: int, extend: bool) -> None:
         """Raises an error if the cache has no space for the prompts and ``count`` new tokens."""
         if extend and (self._cache is None or not self._filled.next_position):
@@ -385,11 +417,7 @@ class Generator:
 
     def _check_memory(self) -> None:
         """Raises ValueError if a device has too little free memory for the cache."""
-        for device in self._steps.mesh.local_devices:
-            found = device.memory_stats() or {}
-            if "bytes_limit" not in found:
-                continue
-            free = found["bytes_limit"] - found.get("bytes_in_use", 0)
+        for free, device in free_memory(self._steps.mesh.local_devices):
             if self.cache_bytes > free:
                 raise ValueError(
                     f"a cache of batch {self.batch} and max_length {self.max_length} needs "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.errors import check_integer
+from burst_jax.errors import as_number, check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Sampling:
             value = getattr(self, name)
             if value is None and name == "top_p":
                 continue
-            if isinstance(value, bool) or np.ndim(value) or not np.isreal(value):
-                raise ValueError(f"{name} is {value!r}: it must be a number")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, as_number(name, value))
         # Logits divided by a smaller temperature overflow float32.
         if self.temperature != 0 and not 1e-6 <= self.temperature < np.inf:
             raise ValueError(

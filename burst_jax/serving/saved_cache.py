@@ -20,8 +20,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.errors import first_of, printable, shown
 from burst_jax.parallel.mesh import axes_size
-from burst_jax.serving.cache import EMPTY, Cache, CacheCapacity, FillState, SlotMetadata
+from burst_jax.serving.cache import EMPTY, Cache, FillState, SlotMetadata
+from burst_jax.serving.cache_record import CacheRecord
 from burst_jax.serving.steps import Steps
 from burst_jax.training import checkpoint_files as files
 from burst_jax.training.checkpoints import CheckpointError, Checkpoints
@@ -46,14 +48,10 @@ class CacheState(NamedTuple):
 
 def save(folder: str | Path, steps: Steps, state: CacheState) -> None:
     """Writes a cache to a folder; an older one is removed when the new one is complete."""
-    record = {
-        "facts": _facts(steps),
-        "capacities": [dataclasses.astuple(capacity) for capacity in steps.capacities],
-        "capacity_of": steps.capacity_of,
-        "heads": steps.model.heads,
-        "filled": dataclasses.asdict(state.filled),
-        "lengths": state.lengths.tolist(),
-    }
+    record = CacheRecord(
+        _facts(steps), steps.capacities, steps.capacity_of, steps.model.heads, state.filled,
+        state.lengths.tolist(),
+    ).as_json()  # fmt: skip
     with Checkpoints(folder, keep=1) as there:
         latest = there.latest()
         if latest is not None:
@@ -82,9 +80,12 @@ def load(
     if step is None:
         raise FileNotFoundError(f"{there.folder} has no cache: Generator.save_cache writes one")
     saved = _record(there, step)
-    record = saved.extra
+    where = printable(there.folder / str(step) / files.RECORD)
+    record = CacheRecord.parse(where, saved, steps.model.config.head_dim)
     _check_same_model(there.folder, record, steps, max_length)
-    arrangement = _Arrangement(steps, record, _read_slots(there, step, saved, steps))
+    slots = _read_slots(there, step, saved, record, steps)
+    record.check_slots(where, slots)
+    arrangement = _Arrangement(steps, record, slots)
     forget()
     return CacheState(
         arrangement.read(there.folder / str(step), saved), arrangement.filled, arrangement.lengths
@@ -112,7 +113,7 @@ def _record(there: Checkpoints, step: int) -> files.Record:
 
 
 def _read_slots(
-    there: Checkpoints, step: int, saved: files.Record, steps: Steps
+    there: Checkpoints, step: int, saved: files.Record, record: CacheRecord, steps: Steps
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """``(positions, present)`` of each saved capacity. All files are checked for damage."""
     whole = NamedSharding(steps.mesh, P())
@@ -121,7 +122,7 @@ def _read_slots(
             jax.ShapeDtypeStruct(*saved.arrays[f"slots.{capacity}.{part}"], sharding=whole)
             for part in range(2)
         ]
-        for capacity in range(len(saved.extra["capacities"]))
+        for capacity in range(len(record.capacities))
     ]
     found = there.restore({"slots": abstract}, step, partial=True)
     assert found is not None
@@ -147,17 +148,13 @@ class _Arrangement:
     """
 
     def __init__(
-        self, steps: Steps, record: dict[str, Any], slots: list[tuple[np.ndarray, np.ndarray]]
+        self, steps: Steps, record: CacheRecord, slots: list[tuple[np.ndarray, np.ndarray]]
     ) -> None:
-        self._steps, self._saved, self._capacity_of = steps, slots, record["capacity_of"]
-        self._heads = record["heads"]
-        self.filled = FillState(**record["filled"])
-        self.lengths = np.asarray(record["lengths"], np.int64)
-        arranged = (
-            [CacheCapacity(*each) for each in record["capacities"]],
-            self._capacity_of,
-            self._heads,
-        )
+        self._steps, self._saved, self._capacity_of = steps, slots, record.capacity_of
+        self._heads = record.heads
+        self.filled: FillState = record.filled
+        self.lengths = np.asarray(record.lengths, np.int64)
+        arranged = record.capacities, self._capacity_of, self._heads
         self._same = arranged == (steps.capacities, steps.capacity_of, steps.model.heads)
         self._slots = (
             slots if self._same else [self._arrange(i) for i in range(len(steps.capacities))]
@@ -299,20 +296,32 @@ def _sum_of_bits(weights: Any) -> jax.Array:
     return total
 
 
-def _check_same_model(folder: Path, record: dict[str, Any], steps: Steps, max_length: int) -> None:
+def _check_same_model(folder: Path, record: CacheRecord, steps: Steps, max_length: int) -> None:
     """Raises ValueError unless the saved cache is of this model, and short enough."""
-    saved, own = record["facts"], _facts(steps)
+    saved, own = record.facts, _facts(steps)
     lines = [
-        f"{name} is {saved.get(name)} there and {own.get(name)} here"
+        f"{name} is {shown(saved.get(name))} there and {shown(own.get(name))} here"
         for name in dict.fromkeys([*saved, *own])
         if saved.get(name) != own.get(name)
     ]
     if lines:
         raise ValueError(
-            f"the cache in {folder} is of another model or batch: {'; '.join(lines)}. Load it into "
-            "a Generator of the same weights, config and batch, or generate without extend"
+            f"the cache in {printable(folder)} is of another model or batch: {first_of(lines)}. "
+            "Load it into a Generator of the same weights, config and batch, or generate without "
+            "extend"
         )
-    longest = max(record["lengths"])
+    if len(record.capacity_of) != len(steps.capacity_of) or len(record.lengths) != steps.batch:
+        raise ValueError(
+            f"the cache in {printable(folder)} is damaged: capacity_of has "
+            f"{len(record.capacity_of)} layers and lengths {len(record.lengths)} sequences, the "
+            f"model {len(steps.capacity_of)} and {steps.batch}"
+        )
+    if record.heads % steps.model.config.num_kv_heads:
+        raise ValueError(
+            f"the cache in {printable(folder)} is damaged: heads is {record.heads}, and the model "
+            f"has {steps.model.config.num_kv_heads} key heads"
+        )
+    longest = max(record.lengths)
     if longest > max_length:
         raise ValueError(
             f"the cache in {folder} has a sequence of {longest} tokens, and max_length is "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import re
 import textwrap
 from typing import Any
@@ -18,7 +20,9 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.layers.attention_fn import linen_attention_fn, nnx_attention_fn
+from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layouts.permutation import to_layout
+from burst_jax.parallel.mesh import SavedMesh
 
 FEATURES, T = 32, 24
 ARRAY = np.zeros((1, 8, 2, 4), np.float32)
@@ -179,7 +183,11 @@ def test_flax_drops_weights_unless_deterministic():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"mask": np.ones((1, 1, 8, 8), bool)}, ValueError, r"mask of shape \(1, 1, 8, 8\).*segm"),
+        (
+            {"mask": np.ones((1, 1, 8, 8), bool)},
+            ValueError,
+            r"mask of shape \(1, 1, 8, 8\).*seq_lengths.*segm",
+        ),
         ({"bias": np.ones((1, 2, 8, 8))}, ValueError, r"bias of shape \(1, 2, 8, 8\).*is_causal"),
         ({"module": object()}, ValueError, r"sow_weights=True: .*sow_weights=False"),
         ({"dropout_rate": 0.1}, ValueError, r"dropout_rate is 0.1 and dropout_key is None"),
@@ -195,6 +203,25 @@ def test_unsupported_calls_raise(call, error, message):
     arrays = dict.fromkeys(("query", "key", "value"), ARRAY)
     with pytest.raises(error, match=message):
         nnx_attention_fn(mesh=make_mesh(seq=2))(**arrays | call)
+
+
+@BOTH
+def test_functions_and_layers_can_be_pickled(make):
+    """With their mesh, by its devices' ids."""
+    mesh = make_mesh(seq=2)
+    x, fn = features(2), make(mesh=mesh, is_causal=True)
+    heads = x.reshape(2, T, 4, 8)
+    want = fn(heads, heads, heads)
+    kept = pickle.dumps(fn)
+    np.testing.assert_array_equal(pickle.loads(kept)(heads, heads, heads), want)
+    assert copy.deepcopy(fn) is fn
+    layer = BurstAttention(FEATURES, 4, rope_theta=None, rngs=nnx.Rngs(0), mesh=mesh)
+    again = pickle.loads(pickle.dumps(layer))
+    assert nnx.graphdef(again) == nnx.graphdef(layer)
+    np.testing.assert_array_equal(again(x), layer(x))
+    saved = SavedMesh.of(mesh)._replace(ids=(0, 99))
+    with pytest.raises(ValueError, match=r"mesh was pickled with cpu devices \[99\], which do not"):
+        saved.restored()
 
 
 @BOTH

@@ -24,6 +24,7 @@ from burst_jax.models import (
     LinearRope,
     Llama3Rope,
     Rope,
+    YarnRope,
     abstract_decoder,
 )
 from burst_jax.models.remat import Remat
@@ -169,14 +170,21 @@ def test_options_set_here_or_unknown_raise(fields, option, message):
 
 
 WRONG = [
-    ({"vocab_size": 0}, "vocab_size is 0: it must be a positive integer"),
+    ({"vocab_size": 0}, "vocab_size is 0: it must be an integer, at least 1 and at m"),
     ({"num_layers": -1}, "num_layers is -1"),
+    # Layers are listed on the host.
+    ({"num_layers": 10**9}, "num_layers is 1000000000: it must be .*at most 10000"),
+    ({"num_layers": 10**5000}, "num_layers is a int that cannot be printed: it must"),
     ({"mlp_dim": 2.5}, "mlp_dim is 2.5"),
     ({"num_kv_heads": 3}, "num_heads is 4, num_kv_heads 3: .*multiple of num_kv_heads"),
     ({"head_dim": 7}, "head_dim is 7: .*even"),
-    ({"rope_theta": 0.0}, "rope_theta is 0.0: it must be positive"),
+    ({"rope_theta": 0.0}, "rope_theta is 0.0: it must be positive and finite in float32"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf: it must be positive and finite"),
+    ({"rope_theta": 10**400}, "rope_theta is 1000"),
+    ({"norm_epsilon": "small"}, "norm_epsilon is 'small': it must be positive and finite"),
+    ({"norm_epsilon": float("nan")}, "norm_epsilon is nan"),
     ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
-    ({"final_soft_cap": 0.0}, "final_soft_cap is 0.0: it must be positive, or None"),
+    ({"final_soft_cap": 0.0}, "final_soft_cap is 0.0: it must be .* float32, or None"),
     ({"attention_scale": -1.0}, "attention_scale is -1.0"),
     ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0"),
     ({"layer_pattern": ()}, r"layer_pattern is \(\): it must have at least one LayerKind"),
@@ -192,8 +200,9 @@ WRONG = [
     ({"remat": "selective", "remat_layers": True}, "remat_layers is True"),
 ]  # fmt: skip
 WRONG_PARTS = [
-    (lambda: LayerKind(window=0), "window is 0: it must be a positive integer, or None"),
-    (lambda: LinearRope(factor=0.0), r"LinearRope's factor is 0.0: it must be positive"),
+    (lambda: LayerKind(window=0), "window is 0: it must be an integer, at least 1 and at"),
+    (lambda: YarnRope(theta=1.0), "theta is 1: all frequencies are equal; use a larger one"),
+    (lambda: LinearRope(factor=0.0), r"LinearRope's factor is 0.0: it must be positive and"),
     (lambda: Llama3Rope(high_freq_factor=1.0), "high_freq_factor is 1.0, low_freq_factor 1.0"),
 ]
 

@@ -123,7 +123,7 @@ REJECTED = [
     ("llama", {"rope_scaling": {"type": "longrope"}}, UNSUPPORTED, "type 'longrope': supported"),
     ("llama", {"rope_scaling": LINEAR | {"offset": 1}}, UNSUPPORTED, "'linear' has offset"),
     ("llama", {"rope_scaling": {"type": "linear"}}, VALUE, "'linear' lacks factor"),
-    ("llama", {"rope_scaling": LINEAR | {"factor": "2"}}, VALUE, "must be a number"),
+    ("llama", {"rope_scaling": LINEAR | {"factor": "2"}}, VALUE, "factor is '2': it must be pos"),
     ("llama", {"rope_scaling": "linear"}, VALUE, "'linear': it must be a JSON object"),
     ("llama", {"rope_parameters": [1]}, VALUE, r"\[1\]: it must be a JSON object"),
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}}, VALUE,

@@ -11,13 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from burst_jax.errors import first_of, printable, shown
+from burst_jax.json_files import parse_object, read_object
 from burst_jax.layers.rope import DynamicRope
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
-from burst_jax.models.hf.files import read_object
+from burst_jax.models.hf.fields import check_fields
 from burst_jax.models.hf.ropes import without_options
 
+# Keys in a message.
+_NAMED = 10
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 # Keys without effect on hidden states and logits, in any family.
 _IGNORED = frozenset(
@@ -61,11 +65,11 @@ def read_config(
       decoder is part of, or None.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         remedy = "pass the folder of a Hugging Face checkpoint"
         if (folder / "adapter_config.json").is_file():
             remedy = "it has a PEFT adapter; load its base model, and pass that to load_adapter"
-        raise FileNotFoundError(f"{folder} lacks config.json: {remedy}")
+        raise FileNotFoundError(f"{printable(folder)} lacks config.json: {remedy}")
     given = read_object(path)
     multimodal = None
     for family in FAMILIES.values():
@@ -75,15 +79,20 @@ def read_config(
     family = _family(path, given)
     given = without_options(given, ignore)
     values = _complete(path, given, family, ignore)
-    stored = given.get("dtype") or given.get("torch_dtype") or "float32"
+    found = (given.get("dtype"), given.get("torch_dtype"), "float32")
+    stored = next(value for value in found if value is not None)
     if dtype is None:
-        if stored not in _DTYPES:
+        if not isinstance(stored, str) or stored not in _DTYPES:
             raise NotImplementedError(
-                f"{path} has dtype {stored!r}: pass dtype=, like jnp.bfloat16"
+                f"{printable(path)} has dtype {shown(stored)}: pass dtype=, like jnp.bfloat16"
             )
         dtype = _DTYPES[stored]
+    try:
+        decoder = family.read(check_fields(values))
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{printable(path)}: {error}") from None
     config = dataclasses.replace(
-        family.read(values),
+        decoder,
         dtype=dtype,
         param_dtype=dtype if param_dtype is None else param_dtype,
         # Normalized, so that equal models have equal configs.
@@ -112,10 +121,9 @@ def config_json(
             )
         max_length = rope.max_positions
     if config.hf_config is not None:
-        given = json.loads(config.hf_config)
+        given, family = loaded_from(config.hf_config)
         if max_length is not None:
             given["max_position_embeddings"] = max_length
-        family = FAMILIES[given["model_type"]]
         known = {key: value for key, value in given.items() if key in family.known}
         if _same(family.read({**family.defaults, **known}), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
@@ -142,12 +150,22 @@ def config_json(
 
 def _family(path: Path, given: Mapping[str, Any]) -> Family:
     name = given.get("model_type")
-    if name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     remedy = f"supported are {', '.join(FAMILIES)}"
     if "text_config" in given:
         remedy += "; save its language model with transformers, and load that"
-    raise NotImplementedError(f"{path} has model_type {name!r}: {remedy}")
+    raise NotImplementedError(f"{printable(path)} has model_type {shown(name)}: {remedy}")
+
+
+def loaded_from(hf_config: str) -> tuple[dict[str, Any], Family]:
+    """The ``config.json`` in ``DecoderConfig.hf_config``, and its family.
+
+    Raises:
+      ValueError, NotImplementedError: it is not what :func:`read_config` stores there.
+    """
+    given = parse_object(hf_config, "hf_config")
+    return given, _family(Path("hf_config"), given)
 
 
 def _text_config(
@@ -158,7 +176,12 @@ def _text_config(
     ignore: Collection[str],
 ) -> dict[str, Any]:
     """The language model's ``config.json`` from that of a model of text and images."""
-    text = given.get("text_config") or {}
+    text = given.get("text_config")
+    if not isinstance(text, dict) and text is not None:
+        raise ValueError(
+            f"{printable(path)} has text_config {shown(text)}: it must be a JSON object"
+        )
+    text = text or {}
     # The output projection belongs to the whole model.
     tied = text.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
     only = _ONLY | {"tie_word_embeddings": (tied,)}
@@ -174,7 +197,7 @@ def _complete(
     """``config.json`` with the family's defaults, checked for unknown keys."""
     missing = [key for key in REQUIRED if {**family.defaults, **given}.get(key) is None]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
+        raise ValueError(f"{printable(path)} lacks {', '.join(missing)}")
     only = _ONLY | dict(family.only)
     known = {*family.known, *family.ignored}
     _check_keys(path, family.model_type, given, known, only, ignore)
@@ -191,17 +214,20 @@ def _check_keys(
 ) -> None:
     """Raises NotImplementedError that names all keys that are unknown or have a wrong value."""
     wrong = [
-        f"{key} is {given[key]!r} and must be {allowed[0]!r}"
+        f"{key} is {shown(given[key])} and must be {allowed[0]!r}"
         for key, allowed in only.items()
         if key in given and given[key] not in allowed and key not in ignore
     ]
     known = {*known, *only, *_IGNORED, *ignore}
     unknown = [key for key in given if key not in known]
     if wrong or unknown:
-        wrong += [f"{key} is {given[key]!r}, and unknown" for key in unknown]
+        wrong += [f"{first_of([key])} is {shown(given[key])}, and unknown" for key in unknown]
+        if len(wrong) > _NAMED:
+            wrong[_NAMED:] = [f"and {len(wrong) - _NAMED} more"]
+        ignored = shown(tuple(unknown)) if 0 < len(unknown) <= _NAMED else "(key,)"
         raise NotImplementedError(
-            f"{path}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
-            f"change the computation, pass ignore={tuple(unknown) or '(key,)'}"
+            f"{printable(path)}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
+            f"change the computation, pass ignore={ignored}"
         )
 
 

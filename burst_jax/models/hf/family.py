@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from burst_jax.errors import shown
 from burst_jax.models.config import Activation, DecoderConfig, LayerKind
 from burst_jax.models.hf.ropes import FULL, SLIDING, read_ropes, write_ropes
 
@@ -105,9 +106,9 @@ class Family:
             "tie_embeddings": bool(values["tie_word_embeddings"]),
         }
         activation = values[self._activation_key]
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise NotImplementedError(
-                f"config.json's {self._activation_key} is {activation!r}: supported are "
+                f"config.json's {self._activation_key} is {shown(activation)}: supported are "
                 f"{', '.join(ACTIVATIONS)}"
             )
         fields["activation"] = ACTIVATIONS[activation]
@@ -160,9 +161,9 @@ class Family:
         sliding = [False] * count if self.sliding is None else self.sliding(values)
         types = values.get("layer_types")
         if types is not None:
-            if len(types) != count or not set(types) <= {FULL, SLIDING}:
+            if len(types) != count or not all(kind in (FULL, SLIDING) for kind in types):
                 raise ValueError(
-                    f"config.json's layer_types is {types}: it needs {count} entries, each "
+                    f"config.json's layer_types is {shown(types)}: it needs {count} entries, each "
                     f"{FULL!r} or {SLIDING!r}"
                 )
             sliding = [kind == SLIDING for kind in types]

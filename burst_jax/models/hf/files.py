@@ -7,16 +7,18 @@ reads every .safetensors file of a folder, some of which have the weights twice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from burst_jax.errors import optional
+from burst_jax.errors import first_of, optional, printable, shown
+from burst_jax.json_files import MAX_INDEX_BYTES, check_regular, read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Bytes of the JSON header of a file, which lists its tensors: about 300,000 of them.
+MAX_HEADER_BYTES = 1 << 25
 # Supported dtypes; others are of quantized weights, which need scales.
 FLOATING = ("F64", "F32", "F16", "BF16")
 
@@ -38,7 +40,7 @@ class TensorFiles:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or the files disagree with their index.
+      ValueError: a file is damaged, or no regular file, or the files disagree with their index.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class TensorFiles:
         single: str = SINGLE,
         tensor_name: Callable[[str], str | None] = str,
     ) -> None:
+        # The file of each tensor, and its name there.
+        self._places: dict[str, tuple[Any, str]] = {}
         self._slices: dict[str, Any] = {}
         for path, expected in _files(folder, single).items():
             file = _opened(path)
@@ -55,33 +59,42 @@ class TensorFiles:
                 differ := sorted(expected.symmetric_difference(file.keys()))
             ):
                 raise ValueError(
-                    f"{path} and {folder / INDEX} do not agree: only one of them has "
-                    f"{_some(differ)}. Download both again"
+                    f"{printable(path)} and {printable(folder / INDEX)} do not agree: only one of "
+                    f"them has {first_of(differ)}. Download both again"
                 )
             for stored in file.keys():  # noqa: SIM118 (it is no dictionary)
                 name = tensor_name(stored)
                 if name is None:
                     continue
-                if name in self._slices:
-                    raise ValueError(f"{path} has {name}, which another file has, too")
-                self._slices[name] = file.get_slice(stored)
+                if name in self._places:
+                    raise ValueError(
+                        f"{printable(path)} has {first_of([name])}, which another file has, too"
+                    )
+                self._places[name] = file, stored
 
     @property
     def names(self) -> Iterable[str]:
         """The names of all tensors."""
-        return self._slices.keys()
+        return self._places.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._slices[name].get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor as in safetensors, like BF16."""
-        return self._slices[name].get_dtype()
+        return self._slice(name).get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> Any:
         """A slice of a tensor."""
-        return self._slices[name][index]
+        return self._slice(name)[index]
+
+    def _slice(self, name: str) -> Any:
+        # Made on demand: a file may have a million tensors that nobody reads.
+        if name not in self._slices:
+            file, stored = self._places[name]
+            self._slices[name] = file.get_slice(stored)
+        return self._slices[name]
 
 
 def _files(folder: Path, name: str) -> dict[Path, set[str] | None]:
@@ -91,55 +104,50 @@ def _files(folder: Path, name: str) -> dict[Path, set[str] | None]:
     """
     single, index = folder / name, folder / INDEX
     if name != SINGLE:
-        if not single.exists():
-            raise FileNotFoundError(f"{folder} lacks {name}")
+        if not _is_there(single):
+            raise FileNotFoundError(f"{printable(folder)} lacks {name}")
         return {single: None}
-    tensors = _tensors_of(index) if index.exists() else None
-    if single.exists():
+    tensors = _tensors_of(index) if _is_there(index) else None
+    if _is_there(single):
         if tensors is not None:
             with _opened(single) as file:
                 differ = sorted(set().union(*tensors.values()).symmetric_difference(file.keys()))
             if differ:
                 raise ValueError(
-                    f"{single} and {index} are of different models: only one of them has "
-                    f"{_some(differ)}. Remove the wrong one"
+                    f"{printable(single)} and {printable(index)} are of different models: only one "
+                    f"of them has {first_of(differ)}. Remove the wrong one"
                 )
         return {single: None}
-    missing = [SINGLE] if tensors is None else [n for n in tensors if not (folder / n).exists()]
+    missing = [SINGLE] if tensors is None else [n for n in tensors if not _is_there(folder / n)]
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {', '.join(missing)}: a checkpoint needs {SINGLE}, or {INDEX} and the "
-            "files in it"
+            f"{printable(folder)} lacks {first_of(missing)}: a checkpoint needs {SINGLE}, or "
+            f"{INDEX} and the files in it"
         )
     return {folder / name: stored for name, stored in (tensors or {}).items()}
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      ValueError: it has no JSON, or another value.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is {content!r}: it must be a JSON object")
-    return content
+def _is_there(path: Path) -> bool:
+    """Whether something, also a broken link, is at a path; see :func:`check_regular`."""
+    if not path.is_symlink() and not path.exists():
+        return False
+    check_regular(path)
+    return True
 
 
 def _tensors_of(index: Path) -> dict[str, set[str]]:
     """Each file's tensors, by the index."""
-    places = read_object(index).get("weight_map")
+    places = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index} lacks weight_map, which has each tensor's file")
+        raise ValueError(f"{printable(index)} lacks weight_map, which has each tensor's file")
     tensors: dict[str, set[str]] = {}
     for tensor, name in places.items():
         # A path could be a file anywhere.
-        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+        inside = isinstance(name, str) and Path(name).name == name and name != ".."
+        if not inside or not name.isprintable() or len(name) > 255:
             raise ValueError(
-                f"{index} has {tensor} in {name!r}: it must be a file name in the same folder"
+                f"{printable(index)} has weight_map {shown(tensor)} in {shown(name)}: it must be "
+                "a file name in the same folder"
             )
         tensors.setdefault(name, set()).add(tensor)
     return dict(sorted(tensors.items()))
@@ -147,13 +155,17 @@ def _tensors_of(index: Path) -> dict[str, set[str]]:
 
 def _opened(path: Path) -> Any:
     """A memory-mapped safetensors file; a damaged one raises ValueError."""
+    check_regular(path)
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{printable(path)} is not a safetensors file, or damaged: it has a header of {header} "
+            f"bytes, more than {MAX_HEADER_BYTES}"
+        )
     try:
         return safetensors().safe_open(path, framework="numpy")
     except safetensors().SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or damaged: {error}") from error
-
-
-def _some(names: list[str]) -> str:
-    """The first of these names."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+        raise ValueError(
+            f"{printable(path)} is not a safetensors file, or damaged: {printable(error)[:300]}"
+        ) from None

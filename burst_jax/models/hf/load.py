@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.errors import first_of, printable
 from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hf.config import read_config
@@ -87,8 +88,9 @@ def load(
       FileNotFoundError: a file is missing.
       ImportError: the library safetensors is missing.
       NotImplementedError: an unsupported model family, or option of one.
-      ValueError: missing, unexpected or wrongly shaped tensors, all of them named; a damaged file;
-        no mesh, or none with devices; a mesh that does not divide a weight.
+      ValueError: missing, unexpected or wrongly shaped tensors, the first of which are named; a
+        file that is damaged, or no regular file; a value of ``config.json`` out of range; no mesh,
+        or none with devices; a mesh that does not divide a weight.
     """
     folder = Path(folder)
     config, family, multimodal = read_config(
@@ -146,7 +148,7 @@ def check_tensors(
     ignore: Collection[str],
     described_by: str = "its config.json describes",
 ) -> None:
-    """Raises ValueError that names all missing, unexpected and wrong tensors."""
+    """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers."""
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
@@ -162,7 +164,7 @@ def check_tensors(
         if files.dtype(name) not in FLOATING
     ]
     found = [
-        f"{what}: {', '.join(names)}"
+        f"{what}: {first_of(names)}"
         for what, names in (
             ("missing", missing),
             ("unexpected", unexpected),
@@ -173,7 +175,7 @@ def check_tensors(
     ]
     if found:
         raise ValueError(
-            f"{folder} does not have the tensors that {described_by}; "
+            f"{printable(folder)} does not have the tensors that {described_by}; "
             + "; ".join(found)
             + ("; pass ignore= to skip tensors" if unexpected else "")
         )

@@ -8,7 +8,6 @@ It stores A and B as ``[outputs, inputs]``, for each layer::
 
 from __future__ import annotations
 
-import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from burst_jax.errors import check_integer, check_positive, first_of, printable, shown
+from burst_jax.json_files import read_object
 from burst_jax.layers.lora import LORA_A, LORA_B, PROJECTIONS, Lora
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
+from burst_jax.models.hf.config import loaded_from
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import Family
-from burst_jax.models.hf.files import TensorFiles, read_object
+from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
 from burst_jax.models.hf.tensors import Weight
@@ -163,11 +165,12 @@ def check_base(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
     path = None if base is None else Path(base) / "config.json"
     if path is None or config.hf_config is None or not path.exists():
         return
-    there, here = json.loads(path.read_text())["model_type"], _family(config).model_type
+    there, here = read_object(path).get("model_type"), _family(config).model_type
     if there != here:
         raise NotImplementedError(
-            f"base is {base}, with model_type {there!r}, and the decoder is a {here!r}: peft would "
-            "give its adapters to more than the language model; save the merged model"
+            f"base is {printable(base)}, with model_type {shown(there)}, and the decoder is a "
+            f"{here!r}: peft would give its adapters to more than the language model; save the "
+            "merged model"
         )
 
 
@@ -186,31 +189,37 @@ def _family(config: DecoderConfig) -> Family:
     """The family of a decoder; any one if it was not loaded, as projections have the same names."""
     if config.hf_config is None:
         return next(iter(FAMILIES.values()))
-    return FAMILIES[json.loads(config.hf_config)["model_type"]]
+    return loaded_from(config.hf_config)[1]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """``adapter_config.json``, checked for unsupported keys."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} lacks {CONFIG}: pass the folder of a PEFT adapter")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{printable(path.parent)} lacks {CONFIG}: pass the folder of a PEFT adapter"
+        )
     given = read_object(path)
     kind = given.get("peft_type")
     if kind != "LORA":
-        raise NotImplementedError(f"{path} has peft_type {kind!r}: only 'LORA' is supported")
+        raise NotImplementedError(
+            f"{printable(path)} has peft_type {shown(kind)}: only 'LORA' is supported"
+        )
     wrong = [
-        f"{key} is {value!r}"
+        f"{key} is {shown(value)}"
         for key, value in given.items()
         if key not in _KNOWN and value and (key, value) != ("bias", "none")
     ]
     init = given.get("init_lora_weights")
     if (init.lower() if isinstance(init, str) else init) not in _INITIALIZERS:
-        wrong.append(f"init_lora_weights is {init!r}")
+        wrong.append(f"init_lora_weights is {shown(init)}")
     if wrong:
         raise NotImplementedError(
-            f"{path}: {'; '.join(wrong)}. Supported is LoRA of one rank on the layers' "
+            f"{printable(path)}: {first_of(wrong)}. Supported is LoRA of one rank on the layers' "
             "projections; merge others with peft's merge_and_unload, and load the model"
         )
     missing = [key for key in ("r", "lora_alpha") if given.get(key) is None]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
+        raise ValueError(f"{printable(path)} lacks {', '.join(missing)}")
+    check_integer(f"{printable(path)}: r", given["r"], 1, MAX_SIZE)
+    check_positive(f"{printable(path)}: lora_alpha", given["lora_alpha"])
     return given

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from burst_jax.errors import check_integer, check_positive, first_of, shown
 from burst_jax.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -40,34 +41,36 @@ def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[s
       ValueError: an option is missing; ``rope_scaling`` and ``rope_parameters`` disagree; one of
         them has the other's form.
     """
-    scaling, parameters = (values.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
-    _check_object(scaling)
-    _check_object(parameters)
+    scaling, parameters = (_object(values, key) for key in ("rope_scaling", "rope_parameters"))
     bases = {kind: _base(values, kind, thetas) for kind in (FULL, SLIDING)}
     per_type = "rope_local_base_freq" in values
     if per_type and (FULL in scaling or SLIDING in scaling):
         raise ValueError(
-            f"config.json's rope_scaling is {scaling}: a dictionary for each type of layer must be "
-            "in rope_parameters"
+            f"config.json's rope_scaling is {shown(scaling)}: a dictionary for each type of layer "
+            "must be in rope_parameters"
         )
     if per_type and parameters and FULL not in parameters and SLIDING not in parameters:
         raise ValueError(
-            f"config.json's rope_parameters is {parameters}: it must have a dictionary for each "
-            f"type of layer, {FULL} and {SLIDING}"
+            f"config.json's rope_parameters is {shown(parameters)}: it must have a dictionary for "
+            f"each type of layer, {FULL} and {SLIDING}"
         )
     old = {kind: {} if per_type and kind == SLIDING else scaling for kind in bases}
     nested = FULL in parameters or SLIDING in parameters
-    new = {kind: (parameters.get(kind) or {}) if nested else parameters for kind in bases}
+    new = {kind: _object(parameters, kind) if nested else parameters for kind in bases}
     readings = [
-        {kind: _rope(own[kind], values, base) for kind, base in bases.items()}
-        for own, given in ((old, scaling), (new, parameters))
+        {kind: _rope(key, own[kind], values, base) for kind, base in bases.items()}
+        for key, own, given in (
+            ("rope_scaling", old, scaling),
+            ("rope_parameters", new, parameters),
+        )
         if given or own is new
     ]
     # Which of them transformers reads depends on its version and on the model.
     if scaling and parameters and readings[0] != readings[1]:
         raise ValueError(
-            f"config.json has rope_scaling {scaling} and rope_parameters {parameters}, which "
-            f"disagree, {readings[0]} and {readings[1]}: remove one of them"
+            f"config.json has rope_scaling {shown(scaling)} and rope_parameters "
+            f"{shown(parameters)}, which disagree, {readings[0]} and {readings[1]}: remove one of "
+            "them"
         )
     return readings[0]
 
@@ -91,9 +94,9 @@ def _base(values: Mapping[str, Any], kind: str, thetas: Mapping[str, float]) -> 
     return thetas[kind] if theta is None else theta
 
 
-def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
-    """One RoPE from its dictionary and, for options it lacks, from ``config.json``."""
-    _check_object(given)
+def _rope(source: str, given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
+    """One RoPE from its dictionary, the key ``source``, and for options it lacks from others."""
+    source = f"config.json's {source}"
     options = {key: value for key, value in given.items() if value is not None}
     old_name = options.pop("type", "default")
     name = options.pop("rope_type", old_name)
@@ -101,10 +104,10 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
         # transformers treats YaRN's 0 as absent.
         if name == "yarn" and options.get(key) == 0:
             del options[key]
-    theta = float(options.pop("rope_theta", theta))
-    if name not in _TYPES:
+    theta = check_positive("rope_theta", options.pop("rope_theta", theta))
+    if not isinstance(name, str) or name not in _TYPES:
         raise NotImplementedError(
-            f"config.json's RoPE has the type {name!r}: supported are {', '.join(_TYPES)}"
+            f"{source} has rope_type {shown(name)}: supported are {', '.join(_TYPES)}"
         )
     rope, known = _TYPES[name]
     positions = values["max_position_embeddings"]
@@ -113,30 +116,37 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> 
     else:
         # transformers ignores the old length for these.
         options.pop(_OLD_LENGTH, None)
+    for key in set(known) & set(options):
+        if key == _OLD_LENGTH:
+            check_integer(f"{source}'s {key}", options[key], 1, 2**31 - 1)
+        elif key == "truncate":
+            if not isinstance(options[key], bool):
+                raise ValueError(
+                    f"{source} has truncate {shown(options[key])}: it must be true or false"
+                )
+        else:
+            check_positive(f"{source}'s {key}", options[key])
     if name == "yarn" and "factor" not in options:
         options["factor"] = positions / options[_OLD_LENGTH]
     whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
     if whole != 1:
         raise NotImplementedError(
-            f"partial_rotary_factor is {whole}: only 1 is supported, RoPE of all head features"
+            f"partial_rotary_factor is {shown(whole)}: only 1 is supported, RoPE of all head "
+            "features"
         )
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise NotImplementedError(
-            f"config.json's RoPE of the type {name!r} has {', '.join(unknown)}: known options are "
+            f"{source} with rope_type {name!r} has {first_of(unknown)}: known options are "
             f"{', '.join(known) or 'none'}. If one does not change the computation, pass "
-            f"ignore={tuple(unknown)}"
+            f"ignore={shown(tuple(unknown))}"
         )
     needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(known)
     if missing := sorted(needed - set(options)):
-        raise ValueError(f"config.json's RoPE of the type {name!r} lacks {', '.join(missing)}")
+        raise ValueError(f"{source} with rope_type {name!r} lacks {', '.join(missing)}")
     if rope is DynamicRope:
         return DynamicRope(theta, float(options["factor"]), int(positions))
-    numbers = {
-        _field(key): value if isinstance(value, bool) else _number(key, value)
-        for key, value in options.items()
-    }
-    return rope(theta=theta, **numbers)
+    return rope(theta=theta, **{_field(key): value for key, value in options.items()})
 
 
 def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
@@ -181,12 +191,9 @@ def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": new["rope_theta"], **scaling}
 
 
-def _check_object(given: Any) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config.json's RoPE has {given!r}: it must be a JSON object")
-
-
-def _number(key: str, value: Any) -> float | int:
-    if not isinstance(value, (int, float)):
-        raise ValueError(f"config.json's RoPE has {key} {value!r}: it must be a number")
-    return value
+def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The dictionary at a key; empty where it is null or missing."""
+    given = values.get(key)
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"config.json's {key} is {shown(given)}: it must be a JSON object")
+    return given or {}
