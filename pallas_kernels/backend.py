@@ -103,14 +103,14 @@ class DqAccumulator:
       zeros: ``(inputs, bounds, *, spec, maximum) -> accumulator``, a pytree. ``maximum`` maps an
         array to its elementwise maximum over all calls that will add to the accumulator, which
         have other keys; the default is the identity, for one call.
-      add: a :class:`BackwardFunction`, with the accumulator as ``dq``.
+      add: like a :class:`BackwardFunction`, with the accumulator as ``dq``.
       finish: ``(accumulator, inputs, *, spec) -> dq``, float32 ``[B, T, N, H]``.
       is_additive: whether the elementwise sum of two accumulators of the same queries is that of
         their sum. If so, a ring may send partial sums from device to device.
     """
 
     zeros: Callable[..., Any]
-    add: BackwardFunction
+    add: Callable[..., tuple[Any, Dkv, PerHead]]
     finish: Callable[..., jax.Array]
     is_additive: bool = True
 

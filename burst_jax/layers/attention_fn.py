@@ -66,19 +66,21 @@ def nnx_attention_fn(
     The layer's input is ``[*batch, T, features]`` in the token order of ``layout``. Several batch
     dimensions are flattened into one of size B; segment ids are ``[B, T]``.
 
-    Flax's layer does not pass segment ids to its ``attention_fn`` (0 is padding, documents count
-    from 1). Create the function where the batch is known::
+    Flax's layer does not pass lengths or segment ids to its ``attention_fn`` (0 is padding,
+    documents count from 1). Create the function where the batch is known, and set the layer's back
+    before a traced function returns: under ``nnx.jit`` the layer would keep it, with tracers. ::
 
-        graphdef, params = nnx.split(layer)
-
-        @jax.jit
-        def attend(params, x, segment_ids):
-            layer = nnx.merge(graphdef, params)  # A copy: this call's function stays local to it.
-            layer.attention_fn = nnx_attention_fn(
+        @nnx.jit
+        def attend(layer, x, segment_ids):
+            own, layer.attention_fn = layer.attention_fn, nnx_attention_fn(
                 mesh=mesh, is_causal=True,
                 query_segment_ids=segment_ids, key_value_segment_ids=segment_ids,
             )
-            return layer(x)
+            out = layer(x)
+            layer.attention_fn = own
+            return out
+
+    For all layers of a model, see docs/flax.md, "Masks of a batch".
 
     Each argument that Flax passes is either applied or rejected:
 
@@ -108,8 +110,9 @@ def nnx_attention_fn(
     Raises:
       TypeError: immediately, for an unknown option.
       ValueError: immediately, for an option that is not accepted, or for ``pad`` with a layout
-        other than contiguous; in the call, for an argument that the table rejects, and without
-        ``pad`` for lengths that the mesh does not divide.
+        other than contiguous; in the call, for an argument that the table rejects, without ``pad``
+        for lengths that the mesh does not divide, and outside of ``jit`` for an option from a
+        traced function that has ended (under ``jit`` JAX raises ``UnexpectedTracerError``).
       NotImplementedError: in the call, for a precision other than the default.
     """
     return _AttentionFn("nnx_attention_fn", options)
@@ -234,7 +237,17 @@ class _AttentionFn:
         call_options: AttentionOptions = {**options, "is_causal": causal}
         if dropout_rate > 0.0 and not deterministic:
             call_options |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return _attend_batched(query, key, value, call_options)
+        try:
+            return _attend_batched(query, key, value, call_options)
+        except jax.errors.UnexpectedTracerError as error:
+            kept = [name for name, x in options.items() if isinstance(x, jax.core.Tracer)]
+            if not kept:
+                raise
+            raise ValueError(
+                f"{self._owner} was given {' and '.join(kept)} in a traced function that has "
+                "ended, and the layer has kept it: set attention_fn for the call, and back before "
+                "the traced function returns (Flax's layers, masks of a batch)"
+            ) from error
 
 
 def _unpickled(owner: str, options: Mapping[str, Any]) -> _AttentionFn:

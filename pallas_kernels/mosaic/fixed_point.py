@@ -57,10 +57,10 @@ def dq_bound(
         return jnp.where(is_exact, norm, largest * x.shape[3] ** 0.5).swapaxes(1, 2)
 
     k = jnp.max(jnp.abs(inputs.kv.k), axis=3).astype(jnp.float32).swapaxes(1, 2)
-    of_keys = jnp.max(jnp.stack([k * norms(inputs.kv.v), k]), axis=3)
+    largest = jnp.max(jnp.stack([k * norms(inputs.kv.v), k]), axis=3)
     # A maximum over devices may ignore NaN.
-    of_keys = maximum(jnp.where(jnp.isnan(of_keys), jnp.inf, of_keys))
-    kv, k = jnp.repeat(of_keys, inputs.groups, axis=2)[..., None]
+    largest = maximum(jnp.where(jnp.isnan(largest), jnp.inf, largest))
+    kv, k = jnp.repeat(largest, inputs.groups, axis=2)[..., None]
     dp = norms(do) * kv
     if spec.dropout is not None:
         dp = dp * spec.dropout.unit

@@ -136,7 +136,7 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded():
 
 @BOTH
 def test_the_docstrings_segment_ids_run(make):
-    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:Each|Args))", make.__doc__)
+    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:For|Args))", make.__doc__)
     x = features(1, length=8)
     ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2]], jnp.int32)
     names: dict[str, Any] = {"jax": jax, "nnx": nnx, "nn": linen, "mesh": make_mesh(seq=2)}
@@ -146,12 +146,28 @@ def test_the_docstrings_segment_ids_run(make):
     if make is nnx_attention_fn:
         mask = jnp.asarray(ids[:, None, :, None] == ids[:, None, None])
         want = layer(x, mask=mask, is_causal=True)
-        assert relative_rms(names["attend"](names["params"], x, ids), want) < 1e-5
+        assert relative_rms(names["attend"](layer, x, ids), want) < 1e-5
+        assert relative_rms(layer(x, mask=mask, is_causal=True), want) < 1e-5  # Set back.
     else:
         out, params = names["Block"]().init_with_output(jax.random.key(0), x, ids)
         second = names["Block"]().apply(params, x.at[0, 0].add(1.0), ids)
         np.testing.assert_array_equal(second[0, 4:], out[0, 4:])
         assert (second[0, :4] != out[0, :4]).any()
+
+
+def test_a_layer_that_keeps_another_calls_lengths_raises():
+    layer, x = make_layer(), features(1, length=8)
+
+    @nnx.jit
+    def attend(layer, x, lengths):
+        masks: Any = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), lengths)
+        layer.attention_fn = nnx_attention_fn(mesh=make_mesh(seq=2), **masks)
+        return layer(x)
+
+    attend(layer, x, jnp.asarray([5]))
+    message = r"nnx_attention_fn was given query_seq_lengths and key_value_seq_lengths in a traced"
+    with pytest.raises(ValueError, match=message + " function that has ended, .* back before"):
+        layer(x)
 
 
 def test_flax_drops_weights_unless_deterministic():

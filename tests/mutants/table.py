@@ -202,8 +202,8 @@ MUTANTS = [
      "tests/pallas_kernels/test_fixed_point.py"),
     ("pallas_kernels/mosaic/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
      "tests/pallas_kernels/test_fixed_point.py"),
-    ("pallas_kernels/choice.py", "candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]",
-     "candidates = _CANDIDATES", "tests/pallas_kernels/test_resolve.py"),
+    ("pallas_kernels/choice.py", "candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)",
+     "candidates = map(_named, names)", "tests/pallas_kernels/test_resolve.py"),
     # --- layers, models, serving
     ("burst_jax/layers/rope.py", "slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)",
      "slow = (np.arange(head_dim // 2) - low) / (high - low)", f"{NNX_LAYER} -k yarn"),

@@ -51,14 +51,15 @@ def test_the_bound_of_dq_is_attained(rate):
     query = QuerySide(jnp.zeros((1, 3, 4, 16)), do=do, stats=jnp.stack([delta, delta]))
     spec = AttentionSpec.of(1.0)
     spec = dataclasses.replace(spec, dropout=None if rate is None else Dropout(rate))
-    inputs = AttentionInputs(query, KVSide(k, v))
-    bound = fixed_point.dq_bound(inputs, spec)
+    bound = fixed_point.dq_bound(AttentionInputs(query, KVSide(k, v)), spec)
     largest = np.repeat(np.abs(of_keys), 2)[:, None]
     dp = value_dim * np.asarray(heads)[:, None] * largest * (1 if rate is None else 2)
     np.testing.assert_allclose(bound[0], (dp + np.abs(delta[0])) * largest, rtol=1e-6)
-    # Of other calls' keys, whose K and ``|V| |K|`` are ten times as large.
-    further = fixed_point.dq_bound(inputs, spec, lambda x: 10 * x)
-    np.testing.assert_allclose(further, 10 * bound, rtol=1e-6)
+    # The keys of other calls have products with their values four times as large, or have NaN.
+    factors = jnp.asarray([4.0, 1.0])[:, None, None]
+    inputs = AttentionInputs(query, KVSide(k, v))
+    further = fixed_point.dq_bound(inputs, spec, lambda x: x * factors)
+    np.testing.assert_allclose(further[0], (4 * dp + np.abs(delta[0])) * largest, rtol=1e-6)
     kv = KVSide(k.at[0, 0, 0].set(jnp.nan), v)
     ignoring_nan = functools.partial(jnp.fmax, 1.0)  # As a maximum over devices may.
     bound = fixed_point.dq_bound(AttentionInputs(query, kv), spec, ignoring_nan)

@@ -83,6 +83,7 @@ def with_accumulator(zeros, finish, **options):
 
     def add(inputs, bounds, dq, dkv=None, *, spec, out_dtype=None):
         del out_dtype
+        assert XLA.backward is not None
         made, dkv, per_head = XLA.backward(inputs, bounds, None, dkv, spec=spec)
         sums, *rest = dq
         length = made.shape[1]

@@ -37,7 +37,7 @@ class DqSum(NamedTuple):
       registers: float32 ``[B, N, query tiles, warpgroups, registers, 128 threads]``; in fixed point
         int32 ``[..., 2]``, the low and the high half of each integer.
       bound: float32 ``[B, N]``, the largest :func:`pallas_kernels.mosaic.fixed_point.dq_bound` of
-        a head's queries; None if the registers are float32.
+        each head; None if the registers are float32.
     """
 
     registers: jax.Array
