@@ -35,7 +35,8 @@ class Place(NamedTuple):
         return f"{Path(self.file).name}:{self.line}"
 
 
-@dataclasses.dataclass(frozen=True)
+# Compared by identity: arguments may be tracers.
+@dataclasses.dataclass(frozen=True, eq=False)
 class WatchedCall:
     """One call of an attention function in a traced program.
 

@@ -53,8 +53,8 @@ class Order:
     def sequences(self, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
         """``(first, end, lead)`` of each run of dimensions that is ``[lead, T]`` in one."""
         single = [(i, i + 1, 1) for i, size in enumerate(shape) if size == self.length > 1]
-        joined = self.batch * self.length
-        single += [(i, i + 1, self.batch) for i, size in enumerate(shape) if size == joined > 1]
+        tokens = self.batch * self.length
+        single += [(i, i + 1, self.batch) for i, size in enumerate(shape) if size == tokens > 1]
         if single or self.length == 1:
             return sorted(set(single))[:3]
         # Chunks of tokens, [B, n, T / n]. The first dimension is the batch.

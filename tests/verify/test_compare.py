@@ -221,7 +221,7 @@ def tuple_loss(mesh, layout):
         ),
         ({"batch": {"x": np.zeros((2, 66), int)}}, "the length of batch is 66: the zigzag layout"),
         (
-            {"batch": {name: x[:1] for name, x in packed().items()}},
+            {"batch": {name: np.asarray(x)[:1] for name, x in packed().items()}},
             "batch has 1 sequences, which the 2 devices of the mesh axes data do not divide",
         ),
         (
