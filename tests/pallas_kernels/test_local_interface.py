@@ -160,7 +160,8 @@ def test_results_are_float32_and_like_the_reference_s(name):
     results, _ = calls(name)
     o, lse = results["fresh"]
     assert (o.shape, lse.shape) == ((BATCH, T, HEADS, DIM), (BATCH, HEADS, T))
-    limit = 3 * compare.RELATIVE_RMS[min(DTYPE, dtype_of(name), key=by_size).name]
+    # A slope's gradient is a sum over all scores times distances, whose float32 parts cancel.
+    limit = 3 * compare.RELATIVE_RMS[min(DTYPE, dtype_of(name), key=by_size).name] + 4e-6
     want, _ = calls("reference")
     for what in ("fresh", "carried", "gradients"):
         pairs = zip(*(jax.tree.leaves(x[what]) for x in (results, want)), strict=True)
