@@ -37,7 +37,6 @@ if _TYPE_CHECKING:
     from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
     from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
     from pallas_kernels.mosaic.sm90.implementation import mosaic_sm90 as mosaic_sm90
-    from pallas_kernels.pallas_triton.implementation import triton as triton
 
 # Imported when they are first used: the kernels take most of a second to import.
 _KERNELS = {
@@ -45,7 +44,6 @@ _KERNELS = {
     "mosaic_sm80": "mosaic.sm80",
     "MOSAIC_SM90": "mosaic.sm90",
     "mosaic_sm90": "mosaic.sm90",
-    "triton": "pallas_triton",
 }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisNames = str | tuple[str, ...] | None
 
@@ -86,6 +87,48 @@ def check_axes(
                     "axes"
                 )
             owner[axis] = argument
+
+
+class SavedMesh(NamedTuple):
+    """A mesh for pickle, which has no form for devices: they are named by platform and id."""
+
+    shape: dict[str, int]
+    axis_types: tuple[AxisType, ...]
+    platform: str
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Any) -> Any:
+        """The mesh, saved; anything else as it is."""
+        if not isinstance(mesh, Mesh) or mesh.empty:
+            return mesh
+        devices = list(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        return cls(dict(mesh.shape), mesh.axis_types, devices[0].platform, ids)
+
+    def restored(self) -> Mesh:
+        """The mesh of this process' devices; ValueError if some of them do not exist here."""
+        devices = {device.id: device for device in jax.devices(self.platform)}
+        if missing := set(self.ids) - devices.keys():
+            raise ValueError(
+                f"mesh was pickled with {self.platform} devices {sorted(missing)}, which do not "
+                "exist here: pickle with mesh=None, and enter jax.set_mesh(mesh) where it is used"
+            )
+        array = np.array([devices[i] for i in self.ids]).reshape(*self.shape.values())
+        return Mesh(array, tuple(self.shape), axis_types=self.axis_types)
+
+
+def without_devices(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``burst_attention`` for pickle; the inverse of :func:`with_devices`."""
+    return {name: SavedMesh.of(value) for name, value in options.items()}
+
+
+def with_devices(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``burst_attention`` with the mesh that :func:`without_devices` saved."""
+    return {
+        name: value.restored() if isinstance(value, SavedMesh) else value
+        for name, value in options.items()
+    }
 
 
 def check_has_devices(mesh: Any) -> Mesh:

@@ -129,7 +129,9 @@ def _meshes(cluster: Cluster, batch: int) -> Iterator[TrainingStrategy]:
             inside = min(seq, gpus // tensor)
             if batch % rows or seq % inside:
                 continue
-            rings = [((seq // ulysses,), ulysses) for ulysses in _divisors(inside)]
+            rings: list[tuple[tuple[int, ...], int]] = [
+                ((seq // ulysses,), ulysses) for ulysses in _divisors(inside)
+            ]
             if 1 < inside < seq:
                 rings.append(((seq // inside, inside), 1))
             for ring, ulysses in rings:

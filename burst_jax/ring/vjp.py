@@ -223,7 +223,11 @@ def ring_backward(
     delta = jnp.where(lse == -jnp.inf, 0, delta)
     # The backward ring starts when all of its inputs are ready. Otherwise XLA would hoist one of
     # its permutes into the forward ring, where it would delay one that the forward pass waits for.
-    q, do, (k, v), lse, delta = lax.optimization_barrier((query.q, do, (kv.k, kv.v), lse, delta))
+    # One device sends nothing, and without a barrier XLA computes all of delta in one kernel.
+    arrays = query.q, do, (kv.k, kv.v), lse, delta
+    q, do, (k, v), lse, delta = (
+        lax.optimization_barrier(arrays) if request.ring_size > 1 else arrays
+    )
     inputs = AttentionInputs(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )

@@ -217,10 +217,12 @@ class Checkpoints:
         finally:
             writer, self._writer = self._writer, None
             lock, self._lock = self._lock, None
-            if writer is not None:
-                writer.close()
-            if lock is not None:
-                lock.release()
+            try:
+                if writer is not None:
+                    writer.close()
+            finally:
+                if lock is not None:
+                    lock.release()
 
     def restore(
         self,

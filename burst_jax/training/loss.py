@@ -144,7 +144,12 @@ def next_token_loss(
       ``(sum of losses in nats, number of targets)``, float32 scalars.
     """
     parts, kernel_spec = model.head_sharding()
-    hidden = model(batch["inputs"], batch["positions"], batch["segment_ids"])
+    hidden = model(
+        batch["inputs"],
+        batch["positions"],
+        batch["segment_ids"],
+        prefix_lengths=batch.get("prefix_lengths"),
+    )
     return chunked_cross_entropy(
         hidden,
         model.head_kernel(),

@@ -15,6 +15,7 @@ from burst_jax.layouts.permutation import check_length, shard_unit, to_layout
 from burst_jax.parallel.mesh import axes_size
 
 _POSITIONS = ("position", "pos_id")
+_SEGMENTS = ("segment", "seg_id", "doc")
 _WEIGHTS = ("weight", "loss_mask", "mask")
 
 
@@ -145,7 +146,7 @@ def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
         for name, x in named_leaves(batch)
         if len(x.shape) == 2 and sizes.dimension(x.shape) is not None
     ]
-    found = [(n, x) for n, x in arrays if n in names or "segment" in n.lower()]
+    found = [(n, x) for n, x in arrays if n in names or _is_named(n, _SEGMENTS)]
     found = [(n, x) for n, x in found if np.issubdtype(x.dtype, np.integer)]
     if not found:
         return None
@@ -165,7 +166,7 @@ def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
 
 def is_content(name: str, segments: str) -> bool:
     """Whether an array has tokens or targets, and not positions, weights or segment ids."""
-    others = (*_POSITIONS, *_WEIGHTS, "segment")
+    others = (*_POSITIONS, *_WEIGHTS, *_SEGMENTS)
     return name != segments and not _is_named(name, others)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from burst_jax.attention.watch import Place, WatchedCall
+from burst_jax.jax_compat import source_lines
 from burst_jax.verify.calls import options_that_differ, sequence_axes_of, where
 from burst_jax.verify.lockstep import Origin
 from burst_jax.verify.program import Step, equations
@@ -177,18 +178,21 @@ class Sentences:
         start = f"the shard_map {line} gives other values on the mesh from the same inputs"
         if names & set(_RANDOM):
             return f"{start}: it draws random numbers on each device by the index of a token"
-        local = [c for c in self.calls if c.manual and c.local and not sequence_axes_of(c)]
+        lines = {Place(*line) for equation in inside for line in source_lines(equation)}
+        calls = [c for c in self.calls if c.manual and c.place in lines]
+        local = [c for c in calls if not sequence_axes_of(c)]
         if local:
             return (
                 f"{start}: {where(local[0], self.calls)} is local_attention, which attends to the "
                 "keys of its own device only; use ring_attention"
             )
-        if any(getattr(c.arguments, "layout", self.layout) != self.layout for c in self.calls):
-            call = next(c for c in self.calls if c.arguments.layout != self.layout)  # type: ignore
-            return (
-                f"{start}: {where(call, self.calls)} has layout={call.arguments.layout!r}, its "  # type: ignore
-                f"tokens are in the {self.layout} layout"
-            )
+        for call in calls:
+            own = getattr(call.arguments, "layout", self.layout)
+            if own != self.layout:
+                return (
+                    f"{start}: {where(call, self.calls)} has layout={own!r}, but its tokens are in "
+                    f"the {self.layout} layout"
+                )
         if all(x.ndim == 0 for x in origin.right.values()):
             return start + self._scalar(origin, names)
         if "iota" in names and "axis_index" not in names:
@@ -196,7 +200,7 @@ class Sentences:
                 f"{start}: it counts tokens from 0 on every device (an arange); pass it the "
                 "batch's positions, sharded like the tokens"
             )
-        if not self.calls and "dot_general" in names and "ppermute" not in names:
+        if not calls and "dot_general" in names and "ppermute" not in names:
             return f"{start}: it attends, or sums, over the tokens of one device only"
         return (
             f"{start}: it computes from one device's tokens what needs those of all devices (a "

@@ -420,15 +420,17 @@ def _check_arguments(
             f"make_loss is a {type(make_loss).__name__}: it must be a function (mesh, layout) -> "
             "loss(params, batch)"
         )
-    with contextlib.suppress(ValueError, TypeError):
+    try:
         signature = inspect.signature(make_loss)
-        try:
-            signature.bind(mesh, layout)
-        except TypeError as error:
-            raise ValueError(
-                f"make_loss{signature} cannot be called as make_loss(mesh, layout) ({error}): "
-                "it must build the loss for the mesh and layout that it gets"
-            ) from None
+    except (ValueError, TypeError):  # Some callables have none.
+        signature = inspect.Signature.from_callable(lambda mesh, layout: None)
+    try:
+        signature.bind(mesh, layout)
+    except TypeError as error:
+        raise ValueError(
+            f"make_loss{signature} cannot be called as make_loss(mesh, layout) ({error}): it must "
+            "build the loss for the mesh and layout that it gets"
+        ) from None
     if isinstance(params, nnx.Module):
         raise ValueError(
             "params is an nnx.Module: pass its state, nnx.split(model)[1], and let make_loss merge "

@@ -95,7 +95,7 @@ def _rounded_to_int32(_, x):
         made: Any = llvm.mlir_undef(ir.VectorType.get(kind.shape, i32))
         for i in range(kind.shape[0]):
             element = vector.extract(register, dynamic_position=[], static_position=[i])
-            rounded = llvm.inline_asm(
+            rounded: Any = llvm.inline_asm(
                 i32, [element], "cvt.rni.s32.f32 $0, $1;", "=r,f", has_side_effects=False
             )
             made = vector.insert(rounded, made, dynamic_position=[], static_position=[i])

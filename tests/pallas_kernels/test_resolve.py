@@ -31,7 +31,6 @@ from pallas_kernels import (
     Score,
     SlowerKernelsWarning,
     resolve,
-    triton,
     xla,
 )
 from pallas_kernels.mosaic.sm80 import implementation as sm80
@@ -57,7 +56,7 @@ BENT, ADDED = (
     AttentionSpec(Mask(), Score(1.0, score_mod=function))
     for function in (lambda s, b, h, q, k: s * s, lambda s, b, h, q, k: s + 1.0)
 )
-INTERPRETED = triton(interpret=True)
+OWN = dataclasses.replace(XLA, name="own")
 SMALL = sm80.fitting_sm80(8.6)  # 99 KiB of shared memory
 REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
 REPRODUCIBLE_SM90 = MOSAIC_SM90.deterministic_variant
@@ -107,7 +106,7 @@ def test_resolve():
         ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
         ("xla", 8.0, {"backward": True}, XLA),
         ("reference", None, {"platform": "cpu"}, REFERENCE),
-        (INTERPRETED, None, {"platform": "cpu"}, INTERPRETED),
+        (OWN, None, {"platform": "cpu"}, OWN),
     ):
         assert choose(name, capability, **options) is chosen, (name, capability, options)
 

@@ -189,7 +189,7 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
 def test_the_order_of_work_tiles_changes_no_bit(monkeypatch, kernels, same):
     """Where dQ is in fixed point. dQ, dK and dV are added to those of another call."""
     inputs = inputs_of({**PLAIN, "lengths": (136, 392)})
-    work_tiles = BackwardStatic.work_tiles.fget
+    work_tiles: Any = BackwardStatic.work_tiles.fget
     q, (kv, *_), q_tokens, (kv_tokens, *_), (do, _), *_ = inputs.arrays
     o, lse = reference_forward(inputs)
     delta = np.einsum("btnh,btnh->bnt", do.astype(np.float32), np.asarray(o))

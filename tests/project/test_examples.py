@@ -26,6 +26,7 @@ from data_files import write_words
 from local_processes import free_port, started
 
 from burst_jax.data import ByteTokens, TokenizerFile
+from burst_jax.training import Checkpoints
 
 TINY = [
     "--layers=1", "--embed-dim=16", "--heads=2", "--kv-heads=1", "--head-dim=8", "--mlp-dim=16",
@@ -138,6 +139,17 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
         error_of(arguments(corpus, out, *STEPS, MESH), capsys),
     )
     assert {path.name for path in out.iterdir()} == before
+
+    # While another run writes its checkpoints, a second one ends at its start.
+    with Checkpoints(out / "checkpoints") as other:
+        other.lock()
+        message = f"{other.folder} is being written by"
+        assert message in error_of(arguments(corpus, out, *STEPS, MESH), capsys)
+    # An interrupt before the first step leaves nothing to report a loss of.
+    monkeypatch.setattr(train_lm, "rehearse", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert train_lm.main(arguments(corpus, tmp_path / "early", MESH, "--steps=3")) == 130
+    early = "interrupted before the first step was complete; nothing is saved\n"
+    assert capsys.readouterr().out.endswith(early)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -103,7 +103,7 @@ except AttributeError as error:
     assert len(imported) < 70, imported
     own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
     assert len(imported) - len(own) < 5, imported
-    lazy = ("mosaic", "pallas_triton", "data", "models", "plan", "serving", "training", "verify")
+    lazy = ("mosaic", "data", "models", "plan", "serving", "training", "verify")
     assert not {name.split(".")[1] for name in own if "." in name} & set(lazy)
     assert error == "module 'burst_jax' has no attribute 'modles'"
 

@@ -54,7 +54,7 @@ def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp
         (["--mesh", "data=2", "--batch", "3"], "--batch is 3: use a multiple of 2, like 2"),
         (
             ["--seq-len", "100"],
-            "--seq-len is 100: the zigzag layout over 8 devices does not divide",
+            "--seq-len is 100: the zigzag layout over 8 devices does not",
         ),
         (["--seq-len", "4"], "--seq-len is 4: it must be at least 8"),
         (["--layout", "zig"], "layout is 'zig'"),

@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
-from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile, tile_positions
+from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import DS_BUFFERS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
@@ -89,7 +89,7 @@ def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
       ds: float32 ``[64, block_q]``, gradients of the logits.
     """
     static, refs, work = consumer.static, consumer.refs, consumer.work
-    parts = static.spec.score.per_head_gradients(ds, *tile_positions(consumer, at, ds.shape))
+    parts = consumer.tile(at).per_head_gradients(ds)
     first = work.tile * static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
     keys = pl.ds(first, WARPGROUP_ROWS)
     layout = ScratchLayout.of(static.config)

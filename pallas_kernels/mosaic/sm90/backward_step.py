@@ -28,7 +28,6 @@ from pallas_kernels.mosaic.sm90.backward_scores import (
     AffineBias,
     Consumer,
     StepTile,
-    dropout_factors,
     exponents,
     logit_gradients,
     score_gradients,
@@ -227,7 +226,7 @@ def _weights_with_derivative(
     static = consumer.static
     p, _, derivative = _weights(consumer, masked, data, scores_ref, wait_n=0)
     assert derivative is not None
-    factors = dropout_factors(consumer, data.at, p.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     used = (p if factors is None else p * factors).astype(static.dtype)
     # The derivative may be infinite or NaN where a score is masked.
     results = used, jnp.where(p == 0, 0.0, p * derivative)
@@ -242,7 +241,7 @@ def _gradients(
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static = consumer.static
     used = p
-    factors = dropout_factors(consumer, data.at, p.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     if factors is not None:
         used, dp = p * factors, dp * factors
     ds = logit_gradients(consumer, p, dp, _delta(consumer, data))
@@ -263,7 +262,7 @@ def _gradients_with_derivative(
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)`` as :func:`_gradients`, from :func:`_weights_with_derivative`."""
     used, with_derivative, *rounded = weights
-    factors = dropout_factors(consumer, data.at, dp.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     dp = dp if factors is None else dp * factors
     delta = _delta(consumer, data)
     if rounded:
