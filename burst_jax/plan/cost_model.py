@@ -45,7 +45,7 @@ _RING = {
 _TWO_LEVEL_RING = {
     ("fused", "rotate_kv"): (2.0, 14.2),
     ("fused", "rotate_query"): (16.8, 1.7),
-    ("reordered", "rotate_kv"): (2.0, 14.2),
+    ("reordered", "rotate_kv"): (1.6, 14.2),
     ("reordered", "rotate_query"): (15.2, 1.7),
 }
 _ULYSSES = {"fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
