@@ -45,14 +45,14 @@ _RING = {
 _TWO_LEVEL_RING = {
     ("fused", "rotate_kv"): (2.0, 14.2),
     ("fused", "rotate_query"): (16.8, 1.7),
-    ("reordered", "rotate_kv"): (5.6, 14.2),
+    ("reordered", "rotate_kv"): (1.6, 14.2),
     ("reordered", "rotate_query"): (15.2, 1.7),
 }
 _ULYSSES = {"fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
 _RING_AND_ULYSSES = {
     ("fused", "rotate_kv"): (3.0, 9.0),
     ("fused", "rotate_query"): (11.2, 1.9),
-    ("reordered", "rotate_kv"): (7.0, 9.0),
+    ("reordered", "rotate_kv"): (3.0, 9.0),
     ("reordered", "rotate_query"): (11.3, 1.9),
 }
 
