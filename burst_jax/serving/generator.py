@@ -98,9 +98,9 @@ class Generator:
         if not isinstance(model, Decoder):
             raise ValueError(f"model is a {type(model).__name__}: it must be a Decoder")
         self.max_length = check_integer("max_length", max_length, 1, MAX_LENGTH)
-        self.batch = check_integer("batch", batch, 1)
+        self.batch = check_integer("batch", batch, 1, MAX_LENGTH)
         if prefill_chunk is not None:
-            prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+            prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1, MAX_LENGTH)
         self._lock = threading.RLock()
         served = ServedModel(model, split_weights)
         shards = axes_size(served.shardings.mesh, served.shardings.batch_axes)
@@ -184,7 +184,7 @@ class Generator:
         """
         vocabulary = self._steps.model.config.vocab_size
         sampling = Sampling(temperature, top_k, top_p)
-        count = check_integer("max_new_tokens", max_new_tokens, 1)
+        count = check_integer("max_new_tokens", max_new_tokens, 1, MAX_LENGTH)
         rows = check_prompts(prompts, self.batch, vocabulary)
         stops = check_stops(stop_tokens, vocabulary)
         key = jax.random.key(check_seed(seed))
