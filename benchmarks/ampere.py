@@ -105,8 +105,9 @@ def carry_shares(case: Case) -> tuple[float, float]:
     (q, k, v, do), spec = arrays_of(case), case.request().spec
     positions = jnp.arange(case.length, dtype=jnp.int32)
     inputs = AttentionInputs(QuerySide(q, positions), KVSide(k, v, positions))
-    backward = SM80.backward
+    backward, accumulator = SM80.backward, SM80.dq_accumulator
     assert backward is not None
+    assert accumulator is not None
     with as_ampere():
         bounds, tables = (
             jax.jit(functools.partial(of, spec=spec))(inputs)
@@ -118,9 +119,9 @@ def carry_shares(case: Case) -> tuple[float, float]:
         stats = jnp.stack([lse, jnp.zeros_like(lse)])
         with_do = inputs._replace(query=inputs.query._replace(do=do, stats=stats))
         fresh = jax.jit(functools.partial(backward, spec=spec))
-        added = jax.jit(functools.partial(backward, spec=spec), donate_argnums=(2, 3))
-        dq, dkv, _ = fresh(with_do, tables)
-        sums = dq, dkv
+        added = jax.jit(functools.partial(accumulator.add, spec=spec), donate_argnums=(2, 3))
+        dq = jax.jit(functools.partial(accumulator.zeros, spec=spec))(with_do, tables)
+        sums = dq, fresh(with_do, tables)[1]
 
         def step() -> Any:
             nonlocal carry

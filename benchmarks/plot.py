@@ -18,7 +18,6 @@ _COLOURS = {
     "Pallas example": "#56B4E9",
     "mosaic_sm90": "#D55E00",
     "mosaic_sm80": "#D55E00",
-    "triton": "#E69F00",
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#000000")
 # With more names than colours, each bar is labelled with its name, and has the colour of the first

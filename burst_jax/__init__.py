@@ -31,7 +31,7 @@ from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 __version__ = _version("burst-jax")
 
 # Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
-_PACKAGES = ("data", "models", "plan", "serving", "training")
+_PACKAGES = ("data", "models", "plan", "serving", "training", "verify")
 
 if _TYPE_CHECKING:
     from burst_jax import data as data
@@ -39,6 +39,7 @@ if _TYPE_CHECKING:
     from burst_jax import plan as plan
     from burst_jax import serving as serving
     from burst_jax import training as training
+    from burst_jax import verify as verify
 
 
 def __getattr__(name: str) -> object:

@@ -5,12 +5,13 @@ Each has the JAX versions that it was seen in, and the public replacement to wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax.custom_derivatives import SymbolicZero
 from jax.custom_derivatives import custom_vjp_primal_tree_values as primal_values
@@ -19,13 +20,18 @@ from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "backends_are_initialized",
+    "bind_equation",
     "distributed_process_count",
+    "function_file",
+    "function_of_equation",
     "identity_primitive",
     "instantiated",
     "primal_values",
     "raises",
+    "scan_inputs",
     "set_jvp",
     "set_transpose",
+    "source_lines",
     "vmapped_over_mesh_axes",
 ]
 
@@ -53,6 +59,47 @@ def vmapped_over_mesh_axes() -> bool:
     Seen in 0.11.2 and 0.12; replace by a public query of the axis environment.
     """
     return bool(_core.get_axis_env().spmd_axis_names)
+
+
+# Programs, equation by equation. Seen in 0.11.2 and 0.12; ``jax.extend.core`` has the types, but no
+# source lines, and documents no way to build a program of one equation.
+
+
+def source_lines(equation: Any) -> Iterator[tuple[str, int]]:
+    """File and line of the calls that made an equation, from the inner to the outer ones."""
+    for frame in _source_info.user_frames(equation.source_info.traceback):
+        yield frame.file_name, frame.start_line
+
+
+def function_file(jaxpr: Any) -> str:
+    """The file of the function that a jaxpr was traced from, "" if unknown."""
+    info = getattr(jaxpr.debug_info, "func_src_info", None) or ""
+    return info.partition(" at ")[2].rpartition(":")[0]
+
+
+def bind_equation(equation: Any, values: Sequence[Any], **params: Any) -> list[Any]:
+    """The results of an equation, with ``params`` instead of its own where given."""
+    rest = equation.primitive.get_bind_params({**equation.params, **params})
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*values, **rest)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+def scan_inputs(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The inputs of a ``scan`` equation: those of every iteration, the first carry, the stacked."""
+    constants, carry, stacked = params["ft_in"].update(list(values)).unpack()
+    return list(constants), list(carry), list(stacked)
+
+
+def function_of_equation(jaxpr: Any, equation: Any) -> Callable[..., list[Any]]:
+    """An equation of a jaxpr as a function of its inputs that are variables."""
+    inputs = list(dict.fromkeys(x for x in equation.invars if not isinstance(x, _core.Literal)))
+    info = jaxpr.debug_info.with_unknown_names()
+    alone = jaxpr.replace(
+        constvars=[], invars=inputs, outvars=list(equation.outvars), eqns=[equation],
+        effects=equation.effects, debug_info=info,
+    )  # fmt: skip
+    return _core.jaxpr_as_fun(alone)
 
 
 # Primitives with rules of their own for derivatives. Seen in 0.11.2 and 0.12. ``jax.extend.core``

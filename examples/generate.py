@@ -23,7 +23,7 @@ import numpy as np
 from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
 from jax.sharding import Mesh
 from perplexity import start_of
-from run_options import make_mesh
+from run_mesh import make_mesh
 
 from burst_jax.data import TokenizerFile
 from burst_jax.parallel.xla_options import set_compiler_options

@@ -135,7 +135,7 @@ def export(
     adapter_only = args.lora_export == "adapter"
     name = "adapter" if adapter_only else "model"
     folder = args.out / name
-    graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, rules=run.rules, **options)
+    graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, **run.axes, **options)
     model = nnx.merge(graphdef, params)
 
     def remove_old() -> None:

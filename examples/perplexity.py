@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
 from jax.sharding import Mesh
-from run_options import make_mesh, one_device
+from run_mesh import make_mesh, one_device
 
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus

@@ -10,11 +10,11 @@ from typing import Any, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
+from run_mesh import TRAINING_AXES, Weights, decoder_axes, make_mesh, ring_size
 
-from burst_jax import ShardingRules
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.errors import did_you_mean
+from burst_jax.errors import did_you_mean, printable
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, load_config
 from burst_jax.models.config import Remat
@@ -22,7 +22,6 @@ from burst_jax.models.hf.peft import check_base
 from burst_jax.training.adam import Moments
 from pallas_kernels import NAMES
 
-AXES = ("data", "fsdp", "stage", "seq", "tensor")
 # Defaults on CPU and on GPUs.
 DEFAULTS = {
     "seq_len": (512, 16384), "batch": (2, 2), "layers": (4, 6), "embed_dim": (128, 1024),
@@ -57,7 +56,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the message without the usage and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        lines = "\n".join(printable(line)[:1500] for line in message.split("\n"))
+        self.exit(2, f"{self.prog}: error: {lines}\n")
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
@@ -82,6 +82,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--batch", type=int, help=f"global batch size in sequences {default('batch')}")
     add = group("devices").add_argument
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
+    add("--weights", choices=get_args(Weights), default="sharded", help="over batch and sequence")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout")
     add("--microbatches", type=int, help="pipeline microbatches (default: number of stages)")
     add("--implementation", choices=NAMES, help="attention kernels")
@@ -149,8 +150,8 @@ class RunConfig:
     """What the command line defines.
 
     Attributes:
-      mesh: mesh with all of AXES.
-      rules: sharding rules.
+      mesh: mesh with all of TRAINING_AXES.
+      axes: the decoder's arguments for this mesh.
       config: the model.
       tokens: the tokenizer; None for token arrays.
       text: training documents.
@@ -158,7 +159,7 @@ class RunConfig:
     """
 
     mesh: Mesh
-    rules: ShardingRules
+    axes: dict[str, Any]
     config: DecoderConfig
     tokens: ByteTokens | TokenizerFile | None
     text: Corpus
@@ -197,19 +198,21 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             raise ValueError(f"{flag(name)} is {value}: it must be positive, and finite")
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
-    mesh = make_mesh(args.mesh)
-    rules = ShardingRules.of(mesh)
-    seq, rows = mesh.shape["seq"], mesh.shape["data"] * mesh.shape["fsdp"]
-    fit = padded_length(args.layout, args.seq_len, seq)
+    mesh = make_mesh(args.mesh, TRAINING_AXES)
+    axes = decoder_axes(mesh, args.weights)
+    ring, rows = ring_size(mesh), mesh.shape["data"] * mesh.shape["fsdp"]
+    devices = ring * mesh.shape["heads"]
+    multiple = math.lcm(padded_length(args.layout, 1, ring), devices)
+    fit = -(-args.seq_len // multiple) * multiple
     if fit != args.seq_len:
         raise ValueError(
-            f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices does not "
-            f"divide it; use {fit}"
+            f"--seq-len is {args.seq_len}: the {args.layout} layout over {devices} devices does "
+            f"not divide it; use {fit}"
         )
-    if args.seq_len // seq % args.mlp_chunks:
+    if args.seq_len // devices % args.mlp_chunks:
         raise ValueError(
-            f"--mlp-chunks is {args.mlp_chunks}: it must divide the {args.seq_len // seq} tokens "
-            "per device of a sequence, --seq-len over the mesh's seq axis"
+            f"--mlp-chunks is {args.mlp_chunks}: it must divide the {args.seq_len // devices} "
+            "tokens per device of a sequence, --seq-len over the mesh's axes that shard tokens"
         )
     stages = mesh.shape["stage"]
     if args.microbatches is not None and stages == 1:
@@ -237,7 +240,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     tokens = make_tokens(args, corpus)
     config = make_config(args, tokens)
     check_split(args, config, mesh)
-    return RunConfig(mesh, rules, config, tokens, text, held_out)
+    return RunConfig(mesh, axes, config, tokens, text, held_out)
 
 
 def check_model(folder: Path) -> None:
@@ -260,13 +263,21 @@ def check_lora(args: argparse.Namespace) -> None:
 
 def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
     """Raises ValueError if the mesh cannot shard the model, in terms of the command line."""
+    of_weights = ("fsdp", "outer", "inner", "seq", "heads", "stage")
+    if args.weights == "replicated":
+        of_weights = ()
     for option, what, size, axes in (
         ("--layers", "layers", config.num_layers, ("stage",)),
-        ("--heads", "query heads", config.num_heads, ("tensor",)),
+        ("--heads", "query heads", config.num_heads, ("heads", "tensor")),
         ("--mlp-dim", "hidden features", config.mlp_dim, ("tensor",)),
         # Without --model it is rounded up to a multiple of 128.
         (None, "token ids", config.vocab_size, ("tensor",)),
-        ("--embed-dim", "features", config.embed_dim, ("fsdp", "seq", "stage")),
+        (
+            "--embed-dim",
+            "features",
+            config.embed_dim,
+            of_weights,
+        ),
     ):
         count = math.prod(mesh.shape[axis] for axis in axes)
         if size % count:
@@ -280,14 +291,17 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
                 f"{_size(args, option, size, what)}: --mesh shards them over {split}, but {count} "
                 f"does not divide {size}; {remedy}"
             )
-    heads, tensor = config.num_kv_heads, mesh.shape["tensor"]
-    if heads % tensor and tensor % heads:
-        raise ValueError(
-            f"{_size(args, '--kv-heads', heads, 'key/value heads')}: --mesh has tensor={tensor}, "
-            "and one of the two numbers must divide the other; use another --mesh"
-            + ", or other --kv-heads"
-            * (args.model is None)
-        )
+    heads = config.num_kv_heads
+    for axis in ("tensor", "heads"):
+        size = mesh.shape[axis]
+        if heads % size and size % heads:
+            per_device = " on each device" * (axis == "heads" and mesh.shape["tensor"] > 1)
+            raise ValueError(
+                f"{_size(args, '--kv-heads', heads, 'key/value heads')}{per_device}: --mesh has "
+                f"{axis}={size}, and one of the two numbers must divide the other; use another "
+                "--mesh" + ", or other --kv-heads" * (args.model is None)
+            )
+        heads = max(1, heads // size)
 
 
 def _size(args: argparse.Namespace, option: str | None, size: int, what: str) -> str:
@@ -295,52 +309,6 @@ def _size(args: argparse.Namespace, option: str | None, size: int, what: str) ->
     if args.model is not None:
         return f"--model has {size} {what}"
     return f"the model has {size} {what}" if option is None else f"{option} is {size}"
-
-
-def make_mesh(text: str | None) -> Mesh:
-    """The mesh of ``--mesh``, over the first devices."""
-    devices = jax.devices()
-    sizes = dict.fromkeys(AXES, 1)
-    if text is None:
-        sizes["seq"] = len(devices)
-    else:
-        try:
-            pairs = [
-                (name, int(size)) for name, size in (axis.split("=") for axis in text.split(","))
-            ]
-        except ValueError:
-            raise ValueError(f"--mesh is {text!r}: write it like fsdp=2,seq=4") from None
-        given = dict(pairs)
-        if len(given) != len(pairs):
-            raise ValueError(f"--mesh is {text!r}: it names an axis twice; give each one size")
-        if not set(given) <= set(sizes) or min(given.values()) < 1:
-            raise ValueError(
-                f"--mesh is {text!r}: its axes are {', '.join(AXES)}, of size 1 or more"
-            )
-        sizes |= given
-    count = math.prod(sizes.values())
-    if count > len(devices):
-        raise ValueError(
-            f"--mesh is {text!r}: it needs {count} devices, there are {len(devices)}; "
-            f"use for example seq={len(devices)}"
-        )
-    if jax.process_count() > 1 and count != len(devices):
-        raise ValueError(
-            f"--mesh is {text!r}: {count} devices, but the processes have {len(devices)}: several "
-            "processes must use all (on CPUs each has JAX_NUM_CPU_DEVICES, 8 by default)"
-        )
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=devices[:count],
-    )
-
-
-def one_device(mesh: Mesh) -> Mesh:
-    """A mesh of the first device, with the same axes."""
-    kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((1,) * len(AXES), AXES, axis_types=kinds, devices=[mesh.devices.flat[0]])
 
 
 def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:

@@ -35,9 +35,10 @@ from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss
-from run_options import SAMPLE_CONTEXT, RunConfig, flag, one_device, parse_args, prepare
+from run_mesh import BATCH_AXES, one_device, ring_size, token_axes
+from run_options import SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
 
-from burst_jax.data import Corpus, Loader, Rows, gather_state
+from burst_jax.data import Corpus, Loader, Rows, TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.parallel.target import peak_flops
@@ -52,6 +53,7 @@ from burst_jax.training import (
     Restored,
     RunLog,
     abstract_train_state,
+    check_same,
     evaluate,
     initialize,
     is_main,
@@ -77,6 +79,10 @@ SAME = (
 )  # fmt: skip
 # Arguments that old checkpoints lack.
 IMPLIED = {"moment_dtype": "float32"}
+# Arguments that may differ between the processes of a run.
+OF_A_PROCESS = (
+    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
+)  # fmt: skip
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -100,7 +106,7 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
         corpus,
         seq_len=args.seq_len,
         batch=args.batch,
-        rows=rows_here(run.mesh, args.batch, rules=run.rules),
+        rows=rows_here(run.mesh, args.batch, batch_axis=BATCH_AXES),
         tokens=run.tokens,
         # The model's own size is rounded up, so it would accept ids that the text must not have.
         vocab_size=args.vocab_size or run.config.vocab_size,
@@ -109,10 +115,11 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
     )
 
 
-def place(args: argparse.Namespace, run: RunConfig, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
+def place(args: argparse.Namespace, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
     """Makes a batch of this process' sequences and shards it over the mesh."""
-    batch = make_batch(**rows, layout=args.layout, num_shards=mesh.shape["seq"])
-    return place_batch(batch, mesh, rules=run.rules, process_local=True)
+    batch = make_batch(**rows, layout=args.layout, num_shards=ring_size(mesh))
+    axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
+    return place_batch(batch, mesh, **axes, process_local=True)
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,8 +128,13 @@ def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"model": None if args.model is None else str(args.model)}
 
 
-def check_same(args: argparse.Namespace, extra: Any) -> None:
+def check_arguments(args: argparse.Namespace, extra: Any) -> None:
     """Raises ValueError if a checkpoint's run has other arguments."""
+    if not isinstance(extra, dict) or not isinstance(extra.get("arguments"), dict):
+        raise ValueError(
+            f"the checkpoints in {args.checkpoint_dir} are of another program: record.json has no "
+            "arguments in extra; use another --out and --checkpoint-dir"
+        )
     for name in SAME:
         then = extra["arguments"].get(name, IMPLIED.get(name))
         now = same_arguments(args)[name]
@@ -146,7 +158,7 @@ def restore(
             f"--resume is never, and {checkpoints.folder} holds checkpoints: name another "
             "--checkpoint-dir, or remove them"
         )
-    restored = checkpoints.restore(abstract, check=partial(check_same, args))
+    restored = checkpoints.restore(abstract, check=partial(check_arguments, args))
     if restored is None:
         return 0, None, {}
     by_first_process(partial(check_metrics, args, restored))
@@ -180,20 +192,28 @@ def train(
     optimizer = make_optimizer(
         args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
     )
-    options = attention_options(args) | {"rules": run.rules, "microbatches": args.microbatches}
+    options = attention_options(args) | run.axes | {"microbatches": args.microbatches}
     graphdef, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
     train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)
     peak, tokens = peak_flops(run.mesh.devices.flat[0].device_kind), args.batch * args.seq_len
 
     with ExitStack() as stack:
         loader = stack.enter_context(make_loader(args, run, run.text))
+        # Paths may differ between hosts, but not what is read there.
+        check_same({"--data": loader.get_state()["options"], "the model": repr(run.config)})
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
+        if args.checkpoint_every:
+            checkpoints.lock()  # Another run that writes there ends this one at its start.
         # Frozen weights are not in the checkpoint, but in the Hugging Face checkpoint.
         abstract = [split_trained(shapes)[0], opt_shapes]
         start, state, extra = restore(args, checkpoints, abstract)
         loaded = extra.get("loader")
         if state is not None:
-            loader.set_state(loaded)
+            try:
+                loader.set_state(loaded)
+            except ValueError as error:
+                record = checkpoints.folder / str(start) / "record.json"
+                raise ValueError(f"{record}, extra.loader: {error}") from error
         elif is_main() and (moved := set_aside(args.out, OUTPUTS)):
             say(moved)
         params, opt_state = first_state(args, run, optimizer, options, state)
@@ -226,7 +246,7 @@ def train(
         def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
             """Each batch with the loader's state after it."""
             for rows in loader:
-                yield place(args, run, rows, run.mesh), loader.get_state()
+                yield place(args, rows, run.mesh), loader.get_state()
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
@@ -252,11 +272,10 @@ def train(
 
 def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: Mesh) -> Evaluation:
     """Evaluates the weights on held-out sequences, on the run's mesh or on one device."""
-    whole = mesh is run.mesh
-    options: Any = attention_options(args) | ({"rules": run.rules} if whole else {})
+    options: Any = attention_options(args) | (run.axes if mesh is run.mesh else {})
     graphdef, _ = abstract_decoder(run.config, mesh=mesh, **options)
     with make_loader(args, run, run.held_out) as loader:
-        batches = (place(args, run, next(loader), mesh) for _ in range(args.eval_batches))
+        batches = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
         return evaluate(make_eval_step(graphdef), params, batches)
 
 
@@ -322,11 +341,10 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
     run = with_dtype(run, args.eval_dtype)
     one, alone = one_device(run.mesh), jax.process_count() == 1
     try:
-        for each, rules in ((run.mesh, run.rules), (one, None))[: 1 + alone]:
-            graphdef, params = abstract_decoder(
-                run.config, mesh=each, rules=rules, **attention_options(args)
-            )
-            jax.eval_shape(make_eval_step(graphdef), params, shapes(args, run, each))
+        for each, axes in ((run.mesh, run.axes), (one, {}))[: 1 + alone]:
+            options: Any = axes | attention_options(args)
+            graphdef, params = abstract_decoder(run.config, mesh=each, **options)
+            jax.eval_shape(make_eval_step(graphdef), params, shapes(args, each))
         if alone and args.sample_tokens > 0:
             graphdef, prompt = sampler(args, run, one), np.zeros(SAMPLE_CONTEXT, np.int32)
             key = jax.random.key(0)
@@ -338,9 +356,9 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
         ) from error
 
 
-def shapes(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> Any:
+def shapes(args: argparse.Namespace, mesh: Mesh) -> Any:
     """Shapes and shardings of :func:`place`."""
-    sharding = NamedSharding(mesh, PartitionSpec(run.rules.batch_axes, "seq"))
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, token_axes(mesh)))
 
     def array(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((args.batch, args.seq_len), dtype, sharding=sharding)
@@ -366,8 +384,10 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
         export(args, run, attention_options(args), params)
     run = with_dtype(run, args.eval_dtype)
     ring = held_out(args, run, params, run.mesh)
-    say(f"held-out perplexity of {ring.tokens:,} tokens, in {args.eval_dtype}:")
-    say(f"  ring of {run.mesh.shape['seq']} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
+    repeated = counted(run, ring.tokens)
+    say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
+    devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
+    say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
     summary: dict[str, Any] = {"steps": args.steps, "ring": ring._asdict(), "one_device": None}
     if log.history:
         summary["loss"] = log.history[-1]["loss"]
@@ -393,6 +413,16 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
     return 0
 
 
+def counted(run: RunConfig, tokens: int) -> str:
+    """What a number of held-out tokens means if the text has fewer; empty if it has more."""
+    size, unit = run.held_out.size, "tokens" if run.tokens is None else "bytes"
+    if tokens > size:
+        return f" (the held-out {size:,} {unit}, {tokens / size:.1f} times)"
+    if isinstance(run.tokens, TokenizerFile):
+        return f" (of {size:,} held-out bytes, again from the start if they have fewer tokens)"
+    return ""
+
+
 def write_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
     """Writes ``summary.json``."""
     replace_file(args.out / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -414,7 +444,7 @@ def main(argv: list[str] | None = None) -> int:
             args.process_id,
             heartbeat_timeout=args.heartbeat_timeout,
         )
-    except ValueError as error:
+    except (ValueError, TimeoutError) as error:
         parser.error(str(error))
     with processes:
         set_compiler_options()
@@ -426,6 +456,8 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     start = time.perf_counter()
     with Interrupt(alone=jax.process_count() == 1) as interrupt:
         try:
+            given = vars(args).items()
+            check_same({flag(name): value for name, value in given if name not in OF_A_PROCESS})
             run = prepare(args)
             if is_main():
                 check_out(args.out)
@@ -451,8 +483,11 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except ERRORS as error:
             parser.error(str(error))
     if interrupt.requested:
-        reached = log.history[-1:] or [{"step": 0, "loss": math.nan}]
-        print(f"interrupted after step {reached[0]['step']}, loss {reached[0]['loss']:.4f}")
+        if not log.history:
+            print("interrupted before the first step was complete; nothing is saved")
+            return 130
+        last = log.history[-1]
+        print(f"interrupted after step {last['step']}, loss {last['loss']:.4f}")
         plot_loss(log.history, args.out / "loss.png")
         return 130
     try:

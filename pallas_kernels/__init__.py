@@ -5,6 +5,9 @@ layouts. Positions and segment ids define which keys a query attends to, tile bo
 kernel visits. A dense reference is for tests.
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from pallas_kernels.arrays import vary as vary
 from pallas_kernels.arrays import varying_axes as varying_axes
 from pallas_kernels.backend import Implementation as Implementation
@@ -23,13 +26,33 @@ from pallas_kernels.inputs import QuerySide as QuerySide
 from pallas_kernels.inputs import SharedInputs as SharedInputs
 from pallas_kernels.mask import Mask as Mask
 from pallas_kernels.merge import merge as merge
-from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80 as MOSAIC_SM80
-from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
-from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
-from pallas_kernels.mosaic.sm90.implementation import mosaic_sm90 as mosaic_sm90
-from pallas_kernels.pallas_triton.implementation import triton as triton
 from pallas_kernels.reference import REFERENCE as REFERENCE
 from pallas_kernels.score import Score as Score
 from pallas_kernels.spec import AttentionSpec as AttentionSpec
 from pallas_kernels.spec import Tiles as Tiles
 from pallas_kernels.xla import XLA as XLA
+
+if _TYPE_CHECKING:
+    from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80 as MOSAIC_SM80
+    from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
+    from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
+    from pallas_kernels.mosaic.sm90.implementation import mosaic_sm90 as mosaic_sm90
+
+# Imported when they are first used: the kernels take most of a second to import.
+_KERNELS = {
+    "MOSAIC_SM80": "mosaic.sm80",
+    "mosaic_sm80": "mosaic.sm80",
+    "MOSAIC_SM90": "mosaic.sm90",
+    "mosaic_sm90": "mosaic.sm90",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _KERNELS:
+        module = _importlib.import_module(f"pallas_kernels.{_KERNELS[name]}.implementation")
+        return getattr(module, name)
+    raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_KERNELS})

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
@@ -21,18 +20,31 @@ def as_int32(name: str, x: Any) -> Any:
     Under ``jax_enable_x64`` ``jnp.arange`` gives int64, and NumPy's integers are int64 by default.
 
     Raises:
-      ValueError: another dtype, or a NumPy array with a value that int32 cannot hold. Values of JAX
-        arrays are not checked, because that would block on them.
+      ValueError: another dtype, or a value that int32 cannot hold. Traced values are unknown, and
+        wrap.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {x.dtype}: convert it to int32")
     if x.dtype == jnp.int32:
         return x
-    if isinstance(x, np.ndarray) and x.size:
-        for value in (x.min(), x.max()):
-            if not -(2**31) <= int(value) < 2**31:
-                raise ValueError(f"{name} holds {value}: int32 cannot; renumber them")
+    for value in value_range(x):
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{name} holds {value}: int32 cannot; renumber them")
     return x.astype(jnp.int32)
+
+
+def value_range(x: Any) -> tuple[int, ...]:
+    """The smallest and the largest of an array's integers; none if it is traced or empty.
+
+    An array that several processes share: of the part that this process holds.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return ()
+    parts = [x]
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        parts = [shard.data for shard in x.addressable_shards]
+    parts = [part for part in jax.device_get(parts) if part.size]
+    return (min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)) if parts else ()
 
 
 def varying_axes(*arrays: Any) -> frozenset:
@@ -55,6 +67,14 @@ def vary(x: Any, axes: frozenset) -> Any:
         return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
     return jax.tree.map(cast, x)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """``x``, rounded before anything is computed from it.
+
+    A product that is used twice, as itself and fused with a subtraction, would be two numbers.
+    """
+    return lax.optimization_barrier(x)
 
 
 def unvary(x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import jax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import gradient_dtype
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.spec import AttentionSpec
 
@@ -87,6 +88,53 @@ class BackwardFunction(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class DqAccumulator:
+    """How an implementation accumulates dQ over several calls, in a form of its own.
+
+    A ring makes an accumulator once, adds to it in place at every step, and converts it once::
+
+        accumulator = zeros(inputs, bounds, spec=spec)
+        for inputs, bounds in steps:
+            accumulator, dkv, per_head = add(inputs, bounds, accumulator, dkv, spec=spec)
+        dq = finish(accumulator, inputs, spec=spec)
+
+    Attributes:
+      zeros: ``(inputs, bounds, *, spec, maximum) -> accumulator``, a pytree. ``maximum`` maps an
+        array to its elementwise maximum over all calls that will add to the accumulator, which
+        have other keys; the default is the identity, for one call.
+      add: like a :class:`BackwardFunction`, with the accumulator as ``dq``.
+      finish: ``(accumulator, inputs, *, spec) -> dq``, float32 ``[B, T, N, H]``.
+      is_additive: whether the elementwise sum of two accumulators of the same queries is that of
+        their sum. If so, a ring may send partial sums from device to device.
+    """
+
+    zeros: Callable[..., Any]
+    add: Callable[..., tuple[Any, Dkv, PerHead]]
+    finish: Callable[..., jax.Array]
+    is_additive: bool = True
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        bounds: Any,
+        dq: jax.Array | None = None,
+        dkv: Dkv | None = None,
+        *,
+        spec: AttentionSpec,
+        out_dtype: DTypeLike | None = None,
+    ) -> tuple[jax.Array, Dkv, PerHead]:
+        """A :class:`BackwardFunction` that accumulates this call alone, and adds it to ``dq``."""
+        accumulator: Any = self.zeros(inputs, bounds, spec=spec)
+        accumulator, dkv, per_head = self.add(
+            inputs, bounds, accumulator, dkv, spec=spec, out_dtype=out_dtype
+        )
+        made = self.finish(accumulator, inputs, spec=spec)
+        if dq is not None:
+            made = dq + made
+        return made.astype(gradient_dtype(dq, out_dtype)), dkv, per_head
+
+
 def runs_anywhere(platform: str, compute_capability: float | None) -> None:
     """``Implementation.unavailable`` for implementations that run on every platform."""
     del platform, compute_capability
@@ -128,6 +176,7 @@ class Implementation:
       split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
         gradients add up to those of one call with ``bounds``. A ring defers one of the calls to
         overlap the rotating gradient's final send. None if the work cannot be split.
+      dq_accumulator: how ``backward`` accumulates dQ, if not in an array like dQ itself.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
         if it does. Values are not read, so the leaves may be ``jax.ShapeDtypeStruct``.
       backward_unsupported: the same for the backward pass; None uses ``unsupported`` for both.
@@ -154,6 +203,7 @@ class Implementation:
     unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
     split_backward: Callable[[Any], tuple[Any, Any]] | None = None
+    dq_accumulator: DqAccumulator | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True
     deterministic_variant: Implementation | None = None

@@ -18,14 +18,19 @@ All scores of the other tiles are masked.
 Bounds depend on positions, segment ids and KV bounds, not on layers or heads. They are computed
 once per pair of shards, from each tile's smallest and largest values. A range may contain a tile
 whose scores are all masked; it never omits a tile with an unmasked score.
+
+Where positions are NumPy arrays and nothing else is masked, bounds are computed while tracing and
+are constants of the program. On the GPU they take up to seven launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.block_mask import BlockMask
@@ -134,9 +139,10 @@ def _summary(side: Side, block: int) -> TileSummary:
     length = side.positions.shape[0]
     count = -(-length // block)
     extra = count * block - length
-    pos = jnp.pad(side.positions, (0, extra), mode="edge").reshape(1, count, block)
+    pos = _module(side.positions).pad(side.positions, (0, extra), mode="edge")
+    pos = pos.reshape(1, count, block)
     pos_first, pos_last = _reduce((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
-    whole = jnp.arange(count, dtype=jnp.int32)[None] < length // block
+    whole: Any = np.arange(count, dtype=np.int32)[None] < length // block
     summary = TileSummary(pos_first, pos_last, whole, None, None, None)
     if side.segment_ids is not None:
         summary = summary._replace(**_segments(side.segment_ids, count, block))
@@ -179,22 +185,22 @@ def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str
 
 
 def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
-    count = possible.shape[-1]
-    index = jnp.arange(count, dtype=jnp.int32)
+    count, xp = possible.shape[-1], _module(possible, full)
+    index = xp.arange(count, dtype=np.int32)
     # The range of full tiles is the first run of them. Causal and window masks have only one run.
     # Segments may have more; masking those tiles is needless but correct. The first run ends where
     # a full tile is first followed by one that is not.
-    before = jnp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    before = xp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
     first, end, full_first, full_end = _reduce(
-        (lax.min, count, jnp.where(possible, index, count)),
-        (lax.max, 0, jnp.where(possible, index + 1, 0)),
-        (lax.min, count, jnp.where(full, index, count)),
-        (lax.min, count, jnp.where(before & ~full, index, count)),
+        (lax.min, count, xp.where(possible, index, count)),
+        (lax.max, 0, xp.where(possible, index + 1, 0)),
+        (lax.min, count, xp.where(full, index, count)),
+        (lax.min, count, xp.where(before & ~full, index, count)),
     )
-    first = jnp.minimum(first, end)
-    full_first = jnp.clip(full_first, first, end)
-    full_end = jnp.clip(full_end, full_first, end)
-    return jnp.stack([first, full_first, full_end, end], axis=-1)
+    first = xp.minimum(first, end)
+    full_first = xp.clip(full_first, first, end)
+    full_end = xp.clip(full_end, full_first, end)
+    return xp.stack([first, full_first, full_end, end], axis=-1)
 
 
 def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:
@@ -214,9 +220,20 @@ def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence
     One joint reduction is one small GPU kernel, which runs before every attention.
     """
     operations, starts, arrays = zip(*parts, strict=True)
+    if _module(*arrays) is np:
+        ufuncs = {lax.min: np.minimum, lax.max: np.maximum}
+        return [
+            ufuncs[operation].reduce(array, axis=-1, initial=start)
+            for operation, start, array in parts
+        ]
 
     def combine(left, right):
         return tuple(op(a, b) for op, a, b in zip(operations, left, right, strict=True))
 
     starts = tuple(jnp.int32(start) for start in starts)
     return lax.reduce(arrays, starts, combine, (arrays[0].ndim - 1,))
+
+
+def _module(*arrays: jax.Array | np.ndarray) -> Any:
+    """NumPy if all arrays are known while tracing, else ``jax.numpy``."""
+    return np if all(isinstance(array, np.ndarray) for array in arrays) else jnp

@@ -6,27 +6,30 @@ import warnings
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
-from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80, fitting_sm80
-from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
 from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
-# What implementation=None tries, fastest first. The last one supports everything.
-_CANDIDATES = (MOSAIC_SM90, MOSAIC_SM80, XLA)
+NAMES = ("mosaic_sm90", "mosaic_sm80", "xla")
+# What implementation=None tries on a GPU, fastest first. The last one supports everything.
+_CANDIDATES = NAMES
 
 
 class SlowerKernelsWarning(UserWarning):
     """``implementation=None`` uses no kernels on a GPU that could run them."""
 
 
-NAMES = ("mosaic_sm90", "mosaic_sm80", "xla")
-_BY_NAME = {
-    "mosaic_sm90": MOSAIC_SM90,
-    "mosaic_sm80": MOSAIC_SM80,
-    "xla": XLA,
-    "reference": REFERENCE,  # For tests only.
-}
+def _named(name: str) -> Implementation:
+    """An implementation by its name. Importing kernels takes most of a second, so it is late."""
+    if name == "mosaic_sm90":
+        from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
+
+        return MOSAIC_SM90
+    if name == "mosaic_sm80":
+        from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80
+
+        return MOSAIC_SM80
+    return XLA if name == "xla" else REFERENCE
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:
@@ -37,12 +40,13 @@ def find(implementation: str | Implementation | None) -> Implementation | None:
     """
     if implementation is None or isinstance(implementation, Implementation):
         return implementation
-    if not isinstance(implementation, str) or implementation not in _BY_NAME:
+    # The reference is for tests.
+    if not isinstance(implementation, str) or implementation not in (*NAMES, "reference"):
         raise ValueError(
             f"implementation is {implementation!r}: use None, an Implementation, or one of "
             f"{', '.join(map(repr, NAMES))}"
         )
-    return _BY_NAME[implementation]
+    return _named(implementation)
 
 
 def resolve(
@@ -81,16 +85,18 @@ def resolve(
         chosen = _variant(chosen, deterministic, compute_capability)
     where = platform, compute_capability, inputs, backward, deterministic, spec
     if chosen is None:
-        candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]
+        names = _CANDIDATES if platform == "gpu" else ("xla",)
+        candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)
         chosen = next(x for x in candidates if _obstacle(x, *where) is None)
-        absent = MOSAIC_SM80.unavailable(platform, compute_capability)
-        is_ampere = absent is not None and (compute_capability or 0) >= 8.0
-        if chosen is XLA and is_ampere and MOSAIC_SM80.unsupported(inputs) is None:
-            warnings.warn(
-                f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
-                SlowerKernelsWarning,
-                stacklevel=2,
-            )
+        if chosen is XLA and (compute_capability or 0) >= 8.0:
+            sm80 = _named("mosaic_sm80")
+            absent = sm80.unavailable(platform, compute_capability)
+            if absent is not None and sm80.unsupported(inputs) is None:
+                warnings.warn(
+                    f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
+                    SlowerKernelsWarning,
+                    stacklevel=2,
+                )
     obstacle = _obstacle(chosen, *where)
     if obstacle is not None:
         raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
@@ -101,8 +107,11 @@ def _variant(
     implementation: Implementation, deterministic: bool, compute_capability: float | None
 ) -> Implementation:
     """What runs of an implementation: its tiles for the GPU, and its reproducible variant."""
-    if implementation is MOSAIC_SM80:
-        implementation = fitting_sm80(compute_capability)
+    if implementation.name == "mosaic_sm80":
+        from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80, fitting_sm80
+
+        if implementation is MOSAIC_SM80:
+            implementation = fitting_sm80(compute_capability)
     variant = implementation.deterministic_variant if deterministic else None
     return implementation if variant is None else variant
 

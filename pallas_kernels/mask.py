@@ -145,15 +145,15 @@ class Mask:
 
         q_whole, kv_whole = pair(q.whole, kv.whole)
         full = q_whole & kv_whole
-        possible = jnp.ones_like(full)
+        possible = full | True
         q_first, kv_first = pair(q.first, kv.first)
         q_last, kv_last = pair(q.last, kv.last)
         if self.left is not None:
-            possible &= q_first - kv_last <= self.left
-            full &= q_last - kv_first <= self.left
+            possible = possible & (q_first - kv_last <= self.left)
+            full = full & (q_last - kv_first <= self.left)
         if self.right is not None:
-            possible &= kv_first - q_last <= self.right
-            full &= kv_last - q_first <= self.right
+            possible = possible & (kv_first - q_last <= self.right)
+            full = full & (kv_last - q_first <= self.right)
         if q.segment is not None:
             assert kv.segment is not None
             q_low, kv_low = pair(q.segment_low, kv.segment_low)
@@ -172,7 +172,7 @@ class Mask:
             full = full & (kv_last < q.earliest_end[:, :, None])
         if self.mask_mod is not None:
             # A mask_mod cannot be evaluated for a whole tile.
-            full = jnp.zeros_like(full)
+            full = full & False
         return possible, full
 
     def shards(

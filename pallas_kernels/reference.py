@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arrays import rounded
 from pallas_kernels.backend import Dkv, Implementation, no_bounds, supports_all_inputs
 from pallas_kernels.dropout import column_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
@@ -143,7 +144,7 @@ class _Scores:
         logits = self._spec.score.modified(self.raw, self.coordinates)
         per_head = {name: self.of_heads(x) for name, x in shared.score_parameters.items()}
         bias = self._spec.score.bias(*self.positions, per_head)
-        logits = logits if bias is None else logits + bias
+        logits = rounded(logits if bias is None else logits + bias)
         return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
 
 

@@ -2,6 +2,11 @@
 
 In between, a kernel loops over KV tiles. Per query it keeps the largest score so far, ``m``, and
 ``total``, the sum of ``base^(score - m)`` over the keys so far.
+
+Kernels with base 2 compute ``score factor - m`` by one fused multiply-add, while ``m`` is rounded.
+So all weights of a query contain one common factor ``2^d``, where d is that rounding error. It
+cancels in the output and in lse, but weights overflow or vanish where it is large. Such queries are
+NaN: see :data:`LARGEST`.
 """
 
 from __future__ import annotations
@@ -13,8 +18,17 @@ import jax.numpy as jnp
 
 from pallas_kernels.score import LOG2_E
 
-# The initial m. It is finite, so that a query without keys so far never computes -inf - -inf.
-FLOOR = -1e30
+# The initial m, at most every logit. It is finite, so that a query without keys so far never
+# computes -inf - -inf.
+FLOOR = float(jnp.finfo(jnp.float32).min)
+# The largest |m| in base 2 for which kernels compute out and lse. m is then off by at most 2, so
+# that the weights of every query also fit float16.
+LARGEST = 2.0**26
+# The largest |lse| in base 2 for which kernels compute gradients. The roundings of lse then change
+# weights by at most 10 %.
+LARGEST_LSE = 2.0**20
+# The lse of a query that attends to no key, for gradients: all of its weights are 0.
+NO_KEYS = 1e30
 
 
 def start(
@@ -30,9 +44,8 @@ def start(
     if sink is None:
         return jnp.full(shape, FLOOR, jnp.float32), jnp.zeros(shape, jnp.float32)
     sink = jnp.broadcast_to(sink * (LOG2_E if base == "2" else 1.0), shape)
-    m = jnp.maximum(sink, FLOOR)
-    # 1, or 0 for a sink of -inf, which is no sink.
-    return m, jnp.exp(sink - m)
+    # A sink of -inf is no sink.
+    return jnp.maximum(sink, FLOOR), jnp.where(sink == -jnp.inf, 0.0, jnp.ones_like(sink))
 
 
 def finish(
@@ -47,9 +60,29 @@ def finish(
 
     Returns:
       ``(divisor, lse)``: ``(total, m + log(total))`` in natural logarithms. Without keys the
-      divisor is 1, so that the output is 0, and lse is -inf.
+      divisor is 1, so that the output is 0, and lse is -inf. In base 2 both are NaN if m exceeds
+      :data:`LARGEST`.
     """
+    total = checked(m, total) if base == "2" else total
     empty = total == 0
     divisor = jnp.where(empty, 1.0, total)
     natural = m / LOG2_E if base == "2" else m
     return divisor, jnp.where(empty, -jnp.inf, natural + jnp.log(divisor))
+
+
+def checked(m: jax.Array, total: jax.Array) -> jax.Array:
+    """``total`` in base 2, NaN for queries whose ``|m|`` exceeds :data:`LARGEST`."""
+    too_large = (jnp.abs(m) > LARGEST) & (m != FLOOR)
+    return jnp.where(too_large, jnp.nan, total)
+
+
+def stats_in_base_2(lse: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``(lse in base 2, delta)``, from which kernels compute gradients.
+
+    The lse of a query that attends to no key becomes so large that all of its weights are 0. Both
+    are NaN for queries whose ``|lse|`` exceeds :data:`LARGEST_LSE`.
+    """
+    scaled, no_keys = lse * LOG2_E, lse == -jnp.inf
+    too_large = (jnp.abs(scaled) > LARGEST_LSE) & ~no_keys
+    scaled, delta = (jnp.where(too_large, jnp.nan, x) for x in (scaled, delta))
+    return jnp.where(no_keys, NO_KEYS, scaled), delta

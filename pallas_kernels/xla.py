@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
-from pallas_kernels.arrays import pad_axis, vary, varying_axes
+from pallas_kernels.arrays import pad_axis, rounded, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, supports_all_inputs
 from pallas_kernels.bounds import lists_for_all, over_batch, query_bounds, split_tiles
 from pallas_kernels.dropout import column_hashes
@@ -256,7 +256,7 @@ class _KeyTiles:
         coordinates = self.coordinates(queries, j)
         logits = self.spec.score.modified(raw, coordinates)
         bias = self.spec.score.bias(*self.positions_of(queries, j), self.per_head)
-        logits = logits if bias is None else logits + bias
+        logits = rounded(logits if bias is None else logits + bias)
         ids = self.segment_ids
         mask = self.spec.mask.allowed(
             queries["positions"][:, None],

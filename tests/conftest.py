@@ -1,7 +1,7 @@
 """Tests run on eight CPU devices, whatever the machine has.
 
 With ``--implementation`` the tests of local attention run compiled, on the GPU:
-``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``, or ``triton``.
+``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``.
 """
 
 import collections
@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-_GPU = ("triton", "mosaic_sm80", "mosaic_sm90")
+_GPU = ("mosaic_sm80", "mosaic_sm90")
 CACHE = {
     "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
     "jax_persistent_cache_min_compile_time_secs": 0,

@@ -120,7 +120,7 @@ def burst_attention(
     arguments = AttentionArguments.of(burst_attention, options)
     check_bool("return_residual", return_residual)
     check_pad(arguments.pad, arguments.layout)
-    check_outside_shard_map()
+    check_outside_shard_map(arguments)
     mesh = resolve_mesh(arguments.mesh)
     request, arrays, derived = parse_call(
         arguments,

@@ -44,8 +44,8 @@ class LocalArguments:
       query_positions: integers ``[T]`` or ``[B, T]``: the global position of each query, in any
         order; replaces the layout's positions and ``query_offset``.
       key_value_positions: integers ``[S]``, the same for keys. Positions are between -2^30 and
-        2^30. ``alibi_slopes``, ``score_mod``, ``mask_mod`` and dropout need positions that are
-        equal in all sequences.
+        2^30; traced ones are not checked, and int64 ones wrap. ``alibi_slopes``, ``score_mod``,
+        ``mask_mod`` and dropout need positions that are equal in all sequences.
       is_causal: a query attends to keys at its own and earlier positions only. Default False.
       scale: factor on the logits, a Python number. None is ``1 / sqrt(H)``. To apply a traced
         factor, multiply the query by it and pass ``scale=1.0``.
@@ -58,7 +58,8 @@ class LocalArguments:
         keys at positions with ``p_k // C == p // C``, combined with all other masks. A Python
         integer, static, so a ring skips hops between chunks. None is no chunks.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
-      query_segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1. A query attends to keys of its own
+      query_segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1; traced ones are not checked, and
+        int64 ones wrap. A query attends to keys of its own
         segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
         the ids of both sides or of neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
@@ -96,8 +97,8 @@ class LocalArguments:
       implementation: "mosaic_sm90", "mosaic_sm80", "xla", a
         :class:`pallas_kernels.Implementation`, or None for the fastest one that supports the call.
       deterministic: whether gradients must be bitwise reproducible. The kernels accumulate dQ in
-        varying order: with True "mosaic_sm90" computes it in a kernel of its own, and "mosaic_sm80"
-        in fixed point, both slower. out and lse are always bitwise reproducible. Default False.
+        varying order; with True in fixed point, where the order does not matter, which is slower.
+        out and lse are always bitwise reproducible. Default False.
     """
 
     query_offset: int | jax.Array = 0

@@ -33,6 +33,7 @@ from burst_jax.attention.validation import (
     to_int32,
     window_sides,
 )
+from burst_jax.attention.watch import watch_call
 from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import check_layout
 from burst_jax.parallel.mesh import AxisNames
@@ -86,6 +87,7 @@ def parse_call(
       ValueError: an argument is wrong.
       NotImplementedError: a combination that the kernels do not support.
     """
+    arguments = watch_call(arguments, query, axes, local)
     arrays = check_arrays(arguments, query, key, value)
     request = make_request(
         arguments,

@@ -170,7 +170,7 @@ def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     for row in np.flatnonzero(others):
         if (np.sort(given[row]) != count).any():
             continue
-        found = _layout_of(given[row])
+        found = layout_of(given[row])
         if found is not None:
             raise ValueError(
                 f"positions of row {row} are those of the {found[0]} layout over {found[1]} "
@@ -179,7 +179,7 @@ def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
             )
 
 
-def _layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
+def layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
     """The layout and number of shards with these positions ``[T]``; None if there is none."""
     length = len(positions)
     # If the layout is striped, the tokens up to the first gap are one stripe.

@@ -20,6 +20,12 @@ _SIGNATURES = {
     "score_mod": "score_mod(score, batch, head, q_position, kv_position) -> score",
     "mask_mod": "mask_mod(batch, head, q_position, kv_position) -> bool",
 }
+# What JAX raises where Python or NumPy ask for the value of a traced number.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 # Names of operations that reduce over several scores begin with these.
 _REDUCTIONS = ("reduce", "arg", "cum", "sort")
 
@@ -47,6 +53,12 @@ def check_function(name: str, function: Any) -> Traced:
         )
     try:
         traced = trace(function, takes_score=name == "score_mod")
+    except _NEEDS_A_VALUE as error:
+        raise ValueError(
+            f"{name} is {function!r} and needs the value of a traced number (a Python if, and, or, "
+            "not, int() or a NumPy function): write it with jax.numpy, like jnp.where(condition, "
+            f"this, that), & for and, | for or, ~ for not, {_SIGNATURES[name]}"
+        ) from error
     except Exception as error:
         error.add_note(f"It was called as {_SIGNATURES[name]}, with a traced number for each.")
         raise

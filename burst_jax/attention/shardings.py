@@ -14,7 +14,14 @@ from burst_jax.attention.arguments import AttentionArguments
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
 from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.permutation import check_length, shard_unit
-from burst_jax.parallel.mesh import axes_size, axis_names, flat_names, restrict_spec, size_on_mesh
+from burst_jax.parallel.mesh import (
+    axes_size,
+    axis_names,
+    flat_names,
+    reshard_explicit,
+    size_on_mesh,
+    split_explicit,
+)
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import check_heads
 
@@ -28,6 +35,10 @@ _DERIVED = {
     "out": "B T N Hv",
     "lse": "B T N",
 }
+# The argument of burst_attention that shards a dimension.
+_ARGUMENTS = (
+    {"B": "batch_axis"} | dict.fromkeys("TS", "seq_axis") | dict.fromkeys("NK", "tensor_axis")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,38 +111,19 @@ class ArrayShardings:
 
     def reshard(self, name: str, array: jax.Array) -> jax.Array:
         """A derived array, sharded over the mesh's Explicit axes as :meth:`spec` requires."""
-        explicit = self.mesh.explicit_axes
-        if not explicit:
-            return array
-        needed = restrict_spec(self.spec(name, array.ndim), explicit)
-        return jax.reshard(array, jax.NamedSharding(self.mesh, needed))
+        return reshard_explicit(array, self.mesh, self.spec(name, array.ndim))
 
     def check(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The caller's arrays, checked against :meth:`spec` on the mesh's Explicit axes.
-
-        The type of an array includes its sharding over Explicit axes. An array that is on no mesh
-        yet is sharded here. Resharding any other array communicates, so it is left to the caller.
+        """The caller's arrays, sharded over Explicit mesh axes as :meth:`spec` requires.
 
         Raises:
-          ValueError: an array is sharded otherwise over Explicit axes.
+          ValueError: an array is sharded otherwise (:func:`split_explicit`).
         """
-        explicit = self.mesh.explicit_axes
-        if not explicit:
-            return arrays
         checked = {}
         for name, array in arrays.items():
-            needed = self.spec(name, array.ndim)
-            sharding = getattr(jax.typeof(array), "sharding", None)
-            if sharding is None or sharding.mesh.empty:
-                checked[name] = self.reshard(name, array)
-                continue
-            if _entries(sharding.spec, explicit, len(needed)) != _entries(needed, explicit):
-                raise ValueError(
-                    f"{name} is sharded as {sharding.spec} over Explicit mesh axes, the ring "
-                    f"needs {needed}: set seq_axis, batch_axis and tensor_axis to how it is "
-                    f"sharded, or reshard it: jax.reshard({name}, {needed})"
-                )
-            checked[name] = array
+            arguments = [_ARGUMENTS.get(letter) for letter in _dimensions(name, array.ndim)]
+            spec = self.spec(name, array.ndim)
+            checked[name] = split_explicit(name, array, self.mesh, spec, arguments)
         return checked
 
 
@@ -140,12 +132,6 @@ def _dimensions(name: str, ndim: int | None) -> list[str]:
     shapes = (_DERIVED[name],) if name in _DERIVED else ARRAYS[name].shapes
     of_ndim = [shape.split() for shape in shapes if ndim in (None, len(shape.split()))]
     return of_ndim[0]
-
-
-def _entries(spec: P, axes: tuple[str, ...], length: int = 0) -> list[tuple[str, ...]]:
-    """The given axes that each dimension is sharded over; at least ``length`` dimensions."""
-    entries = [flat_names(entry) for entry in restrict_spec(spec, axes)]
-    return entries + [()] * (length - len(entries))
 
 
 def check_global_shapes(
@@ -230,14 +216,23 @@ def _check_ulysses(request: Request, heads: int, kv_heads: int) -> None:
     check_heads(heads, kv_heads, request.ulysses_size, name)
 
 
-def check_outside_shard_map() -> None:
-    """Raises ValueError if ``burst_attention`` is called inside a ``shard_map``."""
+def check_outside_shard_map(arguments: AttentionArguments) -> None:
+    """Raises ValueError if ``burst_attention`` is called inside a ``shard_map``.
+
+    Inside one over other axes than the sequence's it would be a nested one, whose gradient JAX
+    cannot lower.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual:
-        raise ValueError(
-            f"burst_attention is called inside a shard_map over {manual}: call "
-            "ring_attention there, on one device's arrays"
-        )
+    if not manual:
+        return
+    names = axis_names("seq_axis", arguments.seq_axis) + flat_names(arguments.ulysses_axis)
+    missing = tuple(axis for axis in names if axis not in manual)
+    over = f"make it one over {missing} too, and call ring_attention" if missing else ""
+    raise ValueError(
+        f"burst_attention is called inside a shard_map over {manual}: "
+        f"{over or 'call ring_attention'} there, on one device's arrays; or call burst_attention "
+        "outside of it, with these axes as batch_axis or tensor_axis"
+    )
 
 
 def check_inside_shard_map() -> None:

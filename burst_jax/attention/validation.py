@@ -20,7 +20,7 @@ from burst_jax.attention.arguments import LocalArguments, Side
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import Dropout
-from pallas_kernels.arrays import as_int32
+from pallas_kernels.arrays import as_int32, value_range
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 _INT32 = jnp.iinfo(jnp.int32)
@@ -35,8 +35,8 @@ class Rule:
     Attributes:
       shapes: the allowed shapes, as letters: "B T N H".
       dtype: "float" (one of :data:`FLOAT_DTYPES`), "float32", "bool", or how integers become int32:
-        "id" (a NumPy value outside of int32 or below 0 raises), "position" (a NumPy value of 2^30
-        or more raises), "bound" (values outside of int32 are clipped to it).
+        "id" (a value outside of int32 or below 0 raises), "position" (2^30 or more raises), "bound"
+        (values outside of int32 are clipped to it). Traced values are not checked.
     """
 
     shapes: tuple[str, ...]
@@ -130,16 +130,11 @@ def to_int32(name: str, x: Any, kind: str) -> Any:
         if limits.min < _INT32.min:
             x = xp.maximum(x, xp.asarray(_INT32.min, x.dtype))
     x = as_int32(name, x)
-    if not isinstance(x, np.ndarray) or not x.size:
-        return x
-    if kind == "id" and x.min() < 0:
-        raise ValueError(f"{name} holds {x.min()}: count documents from 1; 0 is padding")
-    if kind == "position":
-        for value in (x.min(), x.max()):
-            if not -_MAX_POSITION < int(value) < _MAX_POSITION:
-                raise ValueError(
-                    f"{name} holds {value}: positions must be between -2**30 and 2**30"
-                )
+    for value in value_range(x) if kind != "bound" else ():
+        if kind == "id" and value < 0:
+            raise ValueError(f"{name} holds {value}: count documents from 1; 0 is padding")
+        if kind == "position" and not -_MAX_POSITION < value < _MAX_POSITION:
+            raise ValueError(f"{name} holds {value}: positions must be between -2**30 and 2**30")
     return x
 
 

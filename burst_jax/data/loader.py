@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -23,12 +24,15 @@ from burst_jax.data.packing import (
     stream_states,
 )
 from burst_jax.data.tokens import ByteTokens, Tokenizer
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_integer, first_of, printable, shown
 from burst_jax.parallel.processes import gather_json
 
 type State = dict[str, Any]
 
 VERSION = 1
+_INDEX = re.compile("0|[1-9][0-9]{0,18}")
+# What grain and numpy raise for a place that a stream does not have.
+_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 # Threads that make batches: tokenizers and reads release Python's lock, packing does not.
 _THREADS = 4
 
@@ -133,6 +137,8 @@ class Loader(Iterator[Rows]):
         length, stride = chunk_sizes(packing, self._length, exact=exact)
         self._chunks = Chunks(corpus, tokens, self.vocab_size, length=length, stride=stride)
         _check_size(corpus, self._chunks, self._length, packing)
+        # Sequences of the longest document.
+        self._most = corpus.size // self._length + 16
         self._packing: Packing = packing
         self._options = {
             "documents": corpus.fingerprint(),
@@ -147,7 +153,7 @@ class Loader(Iterator[Rows]):
             sequence_stream,
             length=self._length, batch=self._batch, packing=packing, seed=self._seed, epochs=epochs,
         )  # fmt: skip
-        self.step = 0
+        self.step, self._resumed = 0, False
         self._steps = None
         if epochs is not None and len(self._indices) < self._batch:
             self._steps = self._count_steps()
@@ -164,7 +170,13 @@ class Loader(Iterator[Rows]):
         self._check_open()
         if self.step == self._steps:
             raise StopIteration
-        parts = [next(iterator) for iterator in self._iterators]
+        try:
+            parts = [next(iterator) for iterator in self._iterators]
+        except _DAMAGED as error:
+            if self._resumed:
+                raise _damaged(self._indices, error) from error
+            raise
+        self._resumed = False
         tokens, segment_ids = (
             np.concatenate([part[name] for part in parts])
             for name in ("tokens", "tokens_segment_ids")
@@ -200,25 +212,30 @@ class Loader(Iterator[Rows]):
             and ``prefetch`` may differ if the state covers this loader's batch indices.
 
         Raises:
-          ValueError: it is no state, has other documents or options, or lacks batch indices.
+          ValueError: it is no state, has other documents or options, or lacks batch indices. The
+            next batch raises if the state names a place that the documents do not have.
         """
         self._check_open()
-        known = isinstance(state, dict) and state.get("version") == VERSION
-        if not known or not {"step", "options", "rows"} <= state.keys():
-            raise ValueError(
-                f"state is {str(state)[:60]!r}: it must be what get_state returned, of version "
-                f"{VERSION}"
-            )
+        rows = _check_state(state)["rows"]
         _check_same_options(state["options"], self._options)
-        missing = [index for index in self._indices if str(index) not in state["rows"]]
+        missing = [index for index in self._indices if str(index) not in rows]
         if missing:
             raise ValueError(
-                f"state has rows {', '.join(state['rows'])} of the batch, this loader also needs "
-                f"{missing}: save the result of gather_state or merge_states over all processes"
+                f"state has rows {first_of(rows)} of the batch, this loader also needs {missing}: "
+                "save the result of gather_state or merge_states over all processes"
             )
+        own = self.get_state()["rows"]
+        for index in map(str, self._indices):
+            _check_stream(f"state has rows.{index}", rows[index], own[index], self._most)
         for group, iterator in zip(self._groups(), self._iterators, strict=True):
-            set_stream_states(iterator, [state["rows"][str(index)] for index in group])
+            try:
+                set_stream_states(iterator, [rows[str(index)] for index in group])
+            except _DAMAGED as error:
+                for others, each in zip(self._groups(), self._iterators, strict=True):
+                    set_stream_states(each, [own[str(index)] for index in others])
+                raise _damaged(group, error) from error
         self.step = state["step"]
+        self._resumed = True
 
     def close(self) -> None:
         """Ends the threads. It may be called twice; no batch can be requested afterwards."""
@@ -286,7 +303,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> State:
     Raises:
       ValueError: there are none, or they have different steps, data or options.
     """
-    states = list(states)
+    states = [_check_state(state) for state in states]
     if not states:
         raise ValueError("states is empty: pass what Loader.get_state returned on each process")
     first = states[0]
@@ -319,13 +336,66 @@ def _close(iterators: list[grain.DatasetIterator]) -> None:
     iterators.clear()
 
 
+def _check_state(state: Any) -> State:
+    """Raises ValueError unless ``state`` is a state of a loader; its streams are not checked."""
+    remedy = f"it must be what get_state returned, of version {VERSION}"
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise ValueError(f"state is {shown(state)}: {remedy}")
+    if other := sorted(map(str, state.keys() ^ {"version", "step", "options", "rows"})):
+        raise ValueError(f"state lacks, or alone has, {first_of(other)}: {remedy}")
+    for name in ("options", "rows"):
+        if not isinstance(state[name], Mapping):
+            raise ValueError(f"state has {name} {shown(state[name])}: it must be an object")
+    _check_stream("state has step", state["step"], 0)
+    wrong = [str(name) for name in state["rows"] if not _INDEX.fullmatch(str(name))]
+    if wrong:
+        raise ValueError(f"state has rows {first_of(wrong)}: their names must be batch indices")
+    return dict(state)
+
+
+def _check_stream(name: str, state: Any, like: Any, most: int = 2**63 - 1) -> None:
+    """Raises ValueError unless a stream's state has the form of another one.
+
+    Both are JSON values, as objects, lists and integers. ``most`` limits the sequences that grain
+    makes and drops to reach the state.
+    """
+    if isinstance(like, Mapping):
+        if not isinstance(state, Mapping) or state.keys() != like.keys():
+            raise ValueError(
+                f"{name} {shown(state)}: it must have {', '.join(like)} and nothing else"
+            )
+        for key in like:
+            _check_stream(f"{name}.{key}", state[key], like[key], most)
+    elif isinstance(like, list | tuple):
+        if not isinstance(state, list | tuple) or len(state) != len(like):
+            raise ValueError(f"{name} {shown(state)}: it must have {len(like)} values")
+        for index, (each, other) in enumerate(zip(state, like, strict=True)):
+            _check_stream(f"{name}.{index}", each, other, most)
+    elif type(like) is int:
+        # An empty remainder is from -1 to -1.
+        least = -1 if "slices" in name else 0
+        most = most if "elements_from_buffer" in name else 2**63 - 1
+        if type(state) is not int or not least <= state <= most:
+            raise ValueError(f"{name} {shown(state)}: it must be an integer, 0 to {most}")
+    elif type(state) is not type(like):
+        raise ValueError(f"{name} {shown(state)}: it must be a {type(like).__name__}")
+
+
+def _damaged(rows: list[int], error: Exception) -> ValueError:
+    return ValueError(
+        f"state has rows {first_of([str(row) for row in rows])}, from which the streams cannot "
+        f"resume ({type(error).__name__}: {printable(error)[:200]}): it is damaged; use another one"
+    )
+
+
 def _check_same_options(
     saved: Mapping[str, Any], here: Mapping[str, Any], whose: str = "this loader"
 ) -> None:
     for name in here:
         if saved.get(name) != here[name]:
             raise ValueError(
-                f"the state was saved with {name} {saved.get(name)!r}, {whose} has {here[name]!r}: "
+                f"the state was saved with {name} {shown(saved.get(name))}, {whose} has "
+                f"{here[name]!r}: "
                 "use the same documents and options, or start over without the state"
             )
 

@@ -15,7 +15,13 @@ from burst_jax.attention.api import burst_attention
 from burst_jax.attention.arguments import AttentionArguments, AttentionOptions
 from burst_jax.attention.padding import check_pad
 from burst_jax.errors import did_you_mean
-from burst_jax.parallel.mesh import axes_size, resolve_mesh, sequence_axes
+from burst_jax.parallel.mesh import (
+    axes_size,
+    resolve_mesh,
+    sequence_axes,
+    with_devices,
+    without_devices,
+)
 
 _REJECTED = {
     "return_residual": "Flax's layers expect one array; call burst_attention for (out, lse)",
@@ -60,19 +66,21 @@ def nnx_attention_fn(
     The layer's input is ``[*batch, T, features]`` in the token order of ``layout``. Several batch
     dimensions are flattened into one of size B; segment ids are ``[B, T]``.
 
-    Flax's layer does not pass segment ids to its ``attention_fn`` (0 is padding, documents count
-    from 1). Create the function where the batch is known::
+    Flax's layer does not pass lengths or segment ids to its ``attention_fn`` (0 is padding,
+    documents count from 1). Create the function where the batch is known, and set the layer's back
+    before a traced function returns: under ``nnx.jit`` the layer would keep it, with tracers. ::
 
-        graphdef, params = nnx.split(layer)
-
-        @jax.jit
-        def attend(params, x, segment_ids):
-            layer = nnx.merge(graphdef, params)  # A copy: this call's function stays local to it.
-            layer.attention_fn = nnx_attention_fn(
+        @nnx.jit
+        def attend(layer, x, segment_ids):
+            own, layer.attention_fn = layer.attention_fn, nnx_attention_fn(
                 mesh=mesh, is_causal=True,
                 query_segment_ids=segment_ids, key_value_segment_ids=segment_ids,
             )
-            return layer(x)
+            out = layer(x)
+            layer.attention_fn = own
+            return out
+
+    For all layers of a model, see docs/flax.md, "Masks of a batch".
 
     Each argument that Flax passes is either applied or rejected:
 
@@ -102,11 +110,12 @@ def nnx_attention_fn(
     Raises:
       TypeError: immediately, for an unknown option.
       ValueError: immediately, for an option that is not accepted, or for ``pad`` with a layout
-        other than contiguous; in the call, for an argument that the table rejects, and without
-        ``pad`` for lengths that the mesh does not divide.
+        other than contiguous; in the call, for an argument that the table rejects, without ``pad``
+        for lengths that the mesh does not divide, and outside of ``jit`` for an option from a
+        traced function that has ended (under ``jit`` JAX raises ``UnexpectedTracerError``).
       NotImplementedError: in the call, for a precision other than the default.
     """
-    return _attention_fn("nnx_attention_fn", options)
+    return _AttentionFn("nnx_attention_fn", options)
 
 
 def linen_attention_fn(
@@ -147,20 +156,31 @@ def linen_attention_fn(
       ValueError: as :func:`nnx_attention_fn`.
       NotImplementedError: in the call, for a custom einsum or a precision other than the default.
     """
-    return _attention_fn("linen_attention_fn", options)
+    return _AttentionFn("linen_attention_fn", options)
 
 
-def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Array]:
-    """The implementation of both public functions; ``owner`` is the name in error messages.
+class _AttentionFn:
+    """What both public functions return; ``owner`` is the name in error messages.
 
-    ``promote_dtype``, ``is_causal`` and ``input_positions`` come from nnx's layer,
-    ``force_fp32_for_softmax`` and the einsums from linen's. All parameters are named: linen's layer
-    drops arguments that the signature lacks, so ``**kwargs`` would silently ignore a mask.
+    A class, so that it can be pickled. ``promote_dtype``, ``is_causal`` and ``input_positions``
+    come from nnx's layer, ``force_fp32_for_softmax`` and the einsums from linen's. All parameters
+    are named: linen's layer drops arguments that the signature lacks, so ``**kwargs`` would
+    silently ignore a mask.
     """
-    check_options(owner, options, _REJECTED)
-    check_pad(options.get("pad", False), options.get("layout", "contiguous"))
 
-    def attention_fn(
+    def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
+        check_options(owner, options, _REJECTED)
+        check_pad(options.get("pad", False), options.get("layout", "contiguous"))
+        self._owner, self._options = owner, options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._owner, without_devices(self._options))
+
+    def __deepcopy__(self, memo: object) -> _AttentionFn:
+        return self  # As of a function: it cannot change.
+
+    def __call__(
+        self,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
@@ -181,13 +201,16 @@ def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Ar
         qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
+        """Attention, with the arguments that Flax's layers pass."""
+        options: Any = self._options
         del broadcast_dropout, force_fp32_for_softmax
         for name, array in (("mask", mask), ("bias", bias)):
             if array is not None:
                 raise ValueError(
                     f"{name} of shape {array.shape}: a dense {name} is not supported (decode=True "
-                    "also makes one); use segment ids, is_causal or local_window_size, options of "
-                    "the attention_fn, and decode with Flax's own attention_fn"
+                    "also makes one); for padding use query_seq_lengths and key_value_seq_lengths "
+                    "or segment ids, else is_causal or local_window_size, options of the "
+                    "attention_fn, and decode with Flax's own attention_fn"
                 )
         if module is not None:
             raise ValueError(
@@ -214,9 +237,21 @@ def _attention_fn(owner: str, options: AttentionOptions) -> Callable[..., jax.Ar
         call_options: AttentionOptions = {**options, "is_causal": causal}
         if dropout_rate > 0.0 and not deterministic:
             call_options |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return _attend_batched(query, key, value, call_options)
+        try:
+            return _attend_batched(query, key, value, call_options)
+        except jax.errors.UnexpectedTracerError as error:
+            kept = [name for name, x in options.items() if isinstance(x, jax.core.Tracer)]
+            if not kept:
+                raise
+            raise ValueError(
+                f"{self._owner} was given {' and '.join(kept)} in a traced function that has "
+                "ended, and the layer has kept it: set attention_fn for the call, and back before "
+                "the traced function returns (Flax's layers, masks of a batch)"
+            ) from error
 
-    return attention_fn
+
+def _unpickled(owner: str, options: Mapping[str, Any]) -> _AttentionFn:
+    return _AttentionFn(owner, with_devices(options))
 
 
 def _is_default(precision: Any) -> bool:

@@ -31,6 +31,8 @@ from burst_jax.parallel.mesh import (
     inside_shard_map,
     resolve_mesh,
     sequence_axes,
+    with_devices,
+    without_devices,
 )
 
 # (query, key, value, **options of burst_attention) -> (out, aux), or in a shard_map
@@ -307,6 +309,14 @@ class BurstAttention(nnx.Module):
         fn = attention_fn or _without_aux(ring_attention)
         out, aux = fn(query, key, value, axis, **options)
         return project(self.out, out, summed_over=tensor_axis), aux
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = tuple(without_devices(dict(self.options)).items())
+        return super().__getstate__() | {"options": saved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        options = tuple(with_devices(dict(state["options"])).items())
+        super().__setstate__(state | {"options": options})
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
         """The dropout key of a call; None without dropout."""

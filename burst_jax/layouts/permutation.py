@@ -106,11 +106,14 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
       shard: the shard's index, a Python int or a traced int32 (``lax.axis_index``).
 
     Returns:
-      int32 ``[shard_length]``, ascending.
+      int32 ``[shard_length]``, ascending. A NumPy array for a Python int: what is computed from it
+      alone, as tile bounds, is computed while tracing.
     """
     check_layout(layout)
-    shard = jnp.asarray(shard, jnp.int32)
-    index = jnp.arange(shard_length, dtype=jnp.int32)
+    known = isinstance(shard, int)
+    xp: Any = np if known else jnp
+    shard = np.int32(shard) if known else jnp.asarray(shard, jnp.int32)
+    index: Any = xp.arange(shard_length, dtype=np.int32)
     if layout == "contiguous":
         return shard * shard_length + index
     stripe = stripe_size(layout)
@@ -118,7 +121,7 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
         return stripe * shard + index + (num_shards - 1) * stripe * (index // stripe)
     half = shard_length // 2
     # The second half-block, 2n-1-r, starts where index - half would be 0.
-    start = jnp.where(index < half, shard * half, (2 * num_shards - 1 - shard) * half - half)
+    start = xp.where(index < half, shard * half, (2 * num_shards - 1 - shard) * half - half)
     return start + index
 
 
@@ -274,6 +277,7 @@ def pad_to_layout[Tree](
     if not leaves:
         raise ValueError("tree holds no arrays: pass an array [B, T, ...] or a pytree of them")
     for leaf in leaves:
+        _check_is_array("tree", leaf)
         if np.ndim(leaf) < 2:
             raise ValueError(f"tree holds an array of shape {np.shape(leaf)}: it needs [B, T, ...]")
     shapes = {np.shape(leaf)[:2] for leaf in leaves}
@@ -341,6 +345,7 @@ def _permute(x: Array, layout: str, num_shards: int, axis: int, *, inverse: bool
     """One leaf of :func:`to_layout`, or of :func:`from_layout` with ``inverse``."""
     check_layout(layout)
     _check_shards(num_shards)
+    _check_is_array("x", x)
     shape = np.shape(x)
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis is {axis}: the array has shape {shape}")
@@ -387,6 +392,15 @@ def _reorder(
     halves = xp.reshape(x, (*lead, 2 * n, -1, *tail))
     low, high = halves[(*leading, slice(0, n))], halves[(*leading, slice(n, None))]
     return xp.stack([low, xp.flip(high, axis)], axis + 1).reshape(shape)
+
+
+def _check_is_array(name: str, leaf: Any) -> None:
+    """Raises ValueError for a Python number: a list of them is a pytree, not an array."""
+    if not hasattr(leaf, "dtype"):
+        raise ValueError(
+            f"{name} holds {leaf!r}, a {type(leaf).__name__}: pass an array or a pytree of arrays, "
+            "np.asarray(x) for a list of numbers"
+        )
 
 
 def _check_shards(num_shards: int) -> int:

@@ -15,6 +15,7 @@ from burst_jax.models.hf.load import load as load
 from burst_jax.models.hf.load import load_config as load_config
 from burst_jax.models.hf.peft import load_adapter as load_adapter
 from burst_jax.models.hf.peft import save_adapter as save_adapter
+from burst_jax.models.hf.save import check_save_folder as check_save_folder
 from burst_jax.models.hf.save import save as save
 from burst_jax.models.lora import add_lora as add_lora
 from burst_jax.models.lora import merge_lora as merge_lora

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisNames = str | tuple[str, ...] | None
 
@@ -88,6 +89,48 @@ def check_axes(
             owner[axis] = argument
 
 
+class SavedMesh(NamedTuple):
+    """A mesh for pickle, which has no form for devices: they are named by platform and id."""
+
+    shape: dict[str, int]
+    axis_types: tuple[AxisType, ...]
+    platform: str
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Any) -> Any:
+        """The mesh, saved; anything else as it is."""
+        if not isinstance(mesh, Mesh) or mesh.empty:
+            return mesh
+        devices = list(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        return cls(dict(mesh.shape), mesh.axis_types, devices[0].platform, ids)
+
+    def restored(self) -> Mesh:
+        """The mesh of this process' devices; ValueError if some of them do not exist here."""
+        devices = {device.id: device for device in jax.devices(self.platform)}
+        if missing := set(self.ids) - devices.keys():
+            raise ValueError(
+                f"mesh was pickled with {self.platform} devices {sorted(missing)}, which do not "
+                "exist here: pickle with mesh=None, and enter jax.set_mesh(mesh) where it is used"
+            )
+        array = np.array([devices[i] for i in self.ids]).reshape(*self.shape.values())
+        return Mesh(array, tuple(self.shape), axis_types=self.axis_types)
+
+
+def without_devices(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``burst_attention`` for pickle; the inverse of :func:`with_devices`."""
+    return {name: SavedMesh.of(value) for name, value in options.items()}
+
+
+def with_devices(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``burst_attention`` with the mesh that :func:`without_devices` saved."""
+    return {
+        name: value.restored() if isinstance(value, SavedMesh) else value
+        for name, value in options.items()
+    }
+
+
 def check_has_devices(mesh: Any) -> Mesh:
     """``mesh`` itself; ValueError unless it has devices that arrays can be placed on."""
     if not isinstance(mesh, Mesh):
@@ -124,14 +167,15 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 def size_in_shard_map(argument: str, axis: str) -> int:
     """Number of devices along the manual mesh axis that an argument of ``ring_attention`` names."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        manual = jax.sharding.get_abstract_mesh().manual_axes
+    mesh = jax.sharding.get_abstract_mesh()
+    # An axis_name of jax.vmap has a size too, but no devices that a ring could send to.
+    if axis not in mesh.manual_axes:
         raise ValueError(
-            f"{argument} is {axis!r}, the manual mesh axes here are {manual}: call "
-            "ring_attention inside a shard_map over that axis, or burst_attention outside of one"
-        ) from None
+            f"{argument} is {axis!r}, the manual mesh axes here are {mesh.manual_axes}: call "
+            "ring_attention inside a shard_map over that axis (an axis of jax.vmap is not one), or "
+            "burst_attention outside of one"
+        )
+    return mesh.shape[axis]
 
 
 def sequence_axes(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -184,6 +228,59 @@ def reshard_explicit(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpe
     if not mesh.explicit_axes:
         return x
     return jax.reshard(x, NamedSharding(mesh, restrict_spec(spec, mesh.explicit_axes)))
+
+
+def split_explicit(
+    name: str,
+    x: jax.Array,
+    mesh: Mesh | AbstractMesh,
+    spec: PartitionSpec,
+    arguments: Sequence[str | None],
+) -> jax.Array:
+    """``x`` sharded by ``spec`` over the mesh's Explicit axes, if that only splits dimensions.
+
+    Under ``jax.set_mesh`` the result of every operation is on the mesh, and replicated unless an
+    operand was sharded. So an array that the caller has not placed is on no mesh, or replicated:
+    each device then keeps its own part, without communication. Any other resharding communicates,
+    so it is left to the caller.
+
+    Args:
+      name: the array's name in messages.
+      x: the array.
+      mesh: the mesh of the call.
+      spec: how the call needs the array.
+      arguments: for each dimension the argument that shards it, or None.
+
+    Raises:
+      ValueError: a dimension is sharded over other Explicit axes, or over another mesh.
+    """
+    if not mesh.explicit_axes:
+        return x
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return reshard_explicit(x, mesh, spec)
+    given = sharding.spec
+    if flat_names(*given) and sharding.mesh.shape != mesh.shape:
+        raise ValueError(
+            f"{name} is sharded as {given} over a mesh of {dict(sharding.mesh.shape)}, the call's "
+            f"mesh has {dict(mesh.shape)}: use one mesh, or outside of jax.jit put it onto the "
+            f"call's, jax.device_put({name}, jax.NamedSharding(mesh, {spec}))"
+        )
+    has, needs = (
+        [flat_names(entry) for entry in restrict_spec(each, mesh.explicit_axes)]
+        for each in (given, spec)
+    )
+    has += [()] * (x.ndim - len(has))
+    needs += [()] * (x.ndim - len(needs))
+    wrong = [dim for dim, axes in enumerate(has) if axes not in ((), needs[dim])]
+    if wrong:
+        options = [f"{arguments[dim]}={given[dim]!r}" for dim in wrong if arguments[dim]]
+        remedy = f"pass {', '.join(options)} (layers have these options, too), or " * bool(options)
+        raise ValueError(
+            f"{name} is sharded as {given} over Explicit mesh axes, the call needs {spec}: "
+            f"{remedy}reshard it, or the input of the layer: jax.reshard({name}, {spec})"
+        )
+    return x if has == needs else reshard_explicit(x, mesh, spec)
 
 
 def gather_explicit[Weights](weights: Weights) -> Weights:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -121,7 +121,10 @@ def initialize(
 
     Raises:
       ValueError: an argument is missing and the environment does not define it; one is out of
-        range; the coordinator is not ``"host:port"``.
+        range; the coordinator is not ``"host:port"``; the processes have different
+        ``num_processes``, numbers of devices, or versions of JAX.
+      TimeoutError: nothing listens at ``coordinator`` within ``start_timeout``: process 0 has not
+        started, or has ended.
       RuntimeError: JAX's backends have started.
     """
     _check(
@@ -149,6 +152,9 @@ def initialize(
     here = f"{socket.gethostname()}, pid {os.getpid()}"
     # JAX ends a process whose start-up times out with a message that does not name the cause.
     _log(f"{here}: waiting up to {start_timeout} s for the other processes of the run")
+    start = time.monotonic()
+    if coordinator is not None and process_id:
+        _wait_for(coordinator, start_timeout)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -156,7 +162,7 @@ def initialize(
             process_id,
             local_device_ids=local_device_ids,
             heartbeat_timeout_seconds=heartbeat_timeout,
-            initialization_timeout=start_timeout,
+            initialization_timeout=max(1, start_timeout - int(time.monotonic() - start)),
         )
     except ValueError as error:
         if not missing:
@@ -169,7 +175,45 @@ def initialize(
     processes = Processes(jax.process_index(), jax.process_count(), heartbeat_timeout)
     # JAX names a missing process by its index only.
     _log(f"{here}: process {processes.index} of {processes.count}")
+    _check_devices([device.process_index for device in jax.devices()])
+    check_same(
+        {
+            "num_processes": num_processes or processes.count,
+            "the version of jax": jax.__version__,
+        }
+    )
     return processes
+
+
+def _wait_for(coordinator: str, seconds: int) -> None:
+    """Returns when something listens at ``coordinator``.
+
+    JAX would end this process with the stack of its own code.
+    """
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"no process 0 at {coordinator} within {seconds} s ({error}): start it, see "
+                    "whether it has ended with an error, or correct coordinator"
+                ) from None
+        time.sleep(0.2)
+
+
+def _check_devices(owners: Sequence[int]) -> None:
+    """Raises ValueError unless all processes own equally many devices, as collectives need."""
+    counts = {process: owners.count(process) for process in sorted(set(owners))}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} on process {process}" for process, count in counts.items())
+        raise ValueError(
+            f"the processes of this run have different numbers of devices, {each}: show each the "
+            "same number (on CPUs JAX_NUM_CPU_DEVICES, on GPUs local_device_ids)"
+        )
 
 
 def another_may_be_gone(error: BaseException) -> bool:
@@ -242,6 +286,48 @@ def gather_json(value: Any) -> list[Any]:
         json.loads(row[: int(size)].tobytes())
         for row, size in zip(texts, sizes.reshape(-1), strict=True)
     ]
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+    """Raises unless all processes pass equal values: options, a seed, a fingerprint of the data.
+
+    Processes with different learning rates train on, each with other weights; with different
+    numbers of steps or sizes they end inside of a collective, whose error names neither. So call it
+    before the first step, on all processes; a collective of a few hundred bytes. ::
+
+        check_same({"--lr": args.lr, "--steps": args.steps, "data": loader.get_state()["options"]})
+
+    Args:
+      values: name -> value, anything whose ``repr`` is the same if it is equal; names as the user
+        knows them, for the message.
+
+    Raises:
+      ValueError: on all processes, with the name of each value that differs and what each process
+        has.
+    """
+    own = {str(name): repr(value) for name, value in values.items()}
+    seen = gather_json(own)
+    lines = []
+    for name in dict.fromkeys(name for each in seen for name in each):
+        found: dict[str, list[int]] = {}
+        for process, each in enumerate(seen):
+            found.setdefault(each.get(name, "missing"), []).append(process)
+        if len(found) > 1:
+            lines.append(
+                f"{name} is "
+                + ", ".join(f"{value} on {_listed(where)}" for value, where in found.items())
+            )
+    if lines:
+        raise ValueError(
+            "the processes of this run differ: "
+            + "; ".join(lines)
+            + ". Start all of them with the same program and options"
+        )
+
+
+def _listed(processes: list[int]) -> str:
+    more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+    return f"process {', '.join(map(str, processes[:4]))}{more}"
 
 
 def _check(coordinator: str | None, **numbers: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any, get_args
 
@@ -63,7 +64,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action], list[argp
     )
     parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
     parser.add_argument("--batch", type=int, default=1, help="batch size")
-    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
+    parser.add_argument("--gpu", default="h200", type=str.lower, choices=sorted(GPUS))
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--gpus-per-host", type=int, default=8)
     parser.add_argument(
@@ -168,4 +169,6 @@ def _config(model: str) -> DecoderConfig:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # End silently in "| head".
     main()

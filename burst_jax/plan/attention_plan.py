@@ -186,7 +186,7 @@ def attention(
       value_head_dim: head dim of values, Hv; None is H. The kernels' rates were measured with
         H = Hv.
       batch: batch size.
-      gpu: "a100", "h100", "h200", or a :class:`burst_jax.plan.Gpu`.
+      gpu: a name in :data:`burst_jax.plan.GPUS`, or a :class:`burst_jax.plan.Gpu`.
       hosts: number of hosts.
       gpus_per_host: number of GPUs per host.
       host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).

@@ -39,14 +39,14 @@ _ONE_DEVICE = (2.0, 2.0)
 _RING = {
     ("fused", "rotate_kv"): (2.0, 9.0),
     ("fused", "rotate_query"): (12.6, 1.0),
-    ("reordered", "rotate_kv"): (6.3, 9.0),
-    ("reordered", "rotate_query"): (16.1, 1.0),
+    ("reordered", "rotate_kv"): (2.4, 9.0),
+    ("reordered", "rotate_query"): (14.1, 1.0),
 }
 _TWO_LEVEL_RING = {
     ("fused", "rotate_kv"): (2.0, 14.2),
     ("fused", "rotate_query"): (16.8, 1.7),
     ("reordered", "rotate_kv"): (5.6, 14.2),
-    ("reordered", "rotate_query"): (17.2, 1.7),
+    ("reordered", "rotate_query"): (15.2, 1.7),
 }
 _ULYSSES = {"fused": (3.0, 2.3), "reordered": (3.7, 2.3)}
 _RING_AND_ULYSSES = {

@@ -15,6 +15,7 @@ from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.training_strategy import TrainingStrategy
+from burst_jax.ring.ulysses import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class DeviceSizes:
       width: features of the residual stream.
       query: features of the device's query heads together.
       kv: features of its key heads together, and of its value heads.
+      attended_kv: the same during attention, per token of the device: more than ``kv`` if Ulysses
+        replicates key heads.
       heads: number of its query heads.
       hidden: its hidden features of the feed-forward.
       normed: features that one layer's norms read, in total.
@@ -62,6 +65,7 @@ class DeviceSizes:
     width: int
     query: int
     kv: int
+    attended_kv: int
     heads: int
     hidden: int
     normed: int
@@ -101,7 +105,11 @@ def device_sizes(
     for name, size in (("num_heads", config.num_heads), ("mlp_dim", config.mlp_dim)):
         if size % tensor:
             raise ValueError(f"{name} is {size}: {tensor} devices do not divide it")
-    specs = weight_specs(shapes, config, mesh, rules)
+    ulysses = strategy.ulysses
+    kv_heads = max(1, config.num_kv_heads // tensor)
+    check_heads(config.num_heads // tensor, kv_heads, ulysses, "the Ulysses axis")
+    more_axes = strategy.arguments.get("ulysses_axis") if strategy.weights == "sharded" else None
+    specs = weight_specs(shapes, config, mesh, rules, more_axes=more_axes)
     whole: dict[str, int] = {}
     part: dict[str, int] = {}
     named = jax.tree_util.tree_leaves_with_path(shapes)
@@ -121,15 +129,16 @@ def device_sizes(
     rows = batch // strategy.rows
     head_features = config.head_dim
     query = config.num_heads // tensor * head_features
-    kv = max(1, config.num_kv_heads // tensor) * head_features
+    kv = kv_heads * head_features
     post_normed = 2 * config.embed_dim if config.post_norms else 0
     return DeviceSizes(
         layers=config.num_layers,
-        tokens=rows * length // strategy.seq,
+        tokens=rows * length // strategy.token_devices,
         rows=rows,
         width=config.embed_dim,
         query=query,
         kv=kv,
+        attended_kv=max(kv, ulysses * head_features),
         heads=config.num_heads // tensor,
         hidden=config.mlp_dim // tensor,
         normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),

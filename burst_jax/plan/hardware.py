@@ -72,6 +72,11 @@ GPUS = {
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
     ),
 }  # fmt: skip
+GPUS["a100-40gb"] = dataclasses.replace(
+    GPUS["a100"], name="a100-40gb", memory=40, bandwidth=1220,
+    source=f"those of a100, with the data sheets' ratio of memory bandwidths; "
+    f"{GPUS['a100'].source}",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +119,8 @@ def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float)
     Raises:
       ValueError: an unknown GPU, or a number that is not positive.
     """
+    if isinstance(gpu, str):
+        gpu = gpu.lower()
     hosts = check_integer("hosts", hosts, 1)
     gpus_per_host = check_integer("gpus_per_host", gpus_per_host, 1)
     if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:

@@ -117,7 +117,7 @@ def _backward(
     """Bytes of one layer's backward pass, by its two halves."""
     features = s.tokens * s.itemsize
     one, query, kv = features * s.width, features * s.query, features * 2 * s.kv
-    sharded = strategy.weights == "sharded" and strategy.rows * strategy.seq > 1
+    sharded = strategy.weights == "sharded" and strategy.rows * strategy.token_devices > 1
     # The layer's gathered weights, or the next layer's: they replace each other one by one.
     gathered = s.itemsize * s.layer.whole
     # The feed-forward's gradients are reduced at the end of the layer.
@@ -127,9 +127,9 @@ def _backward(
         rotation,
         passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
         steps=strategy.seq,
-        ulysses=False,
+        ulysses=strategy.ulysses > 1,
         q=query,
-        kv=kv,
+        kv=features * 2 * s.attended_kv,
     )
     # The copy that was fetched from the host.
     fetched = one if remat == "offload" else 0

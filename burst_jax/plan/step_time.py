@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from burst_jax.attention.shardings import check_lengths
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.remat import Remat
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate
@@ -71,7 +72,7 @@ def attention_of(
     """One layer's attention, with the rotation of ``backward="auto"``.
 
     Raises:
-      ValueError: the layout cannot split the length.
+      ValueError: the strategy cannot shard the length.
     """
     window = () if kind.window is None else (("local_window_size", (kind.window - 1, 0)),)
     shape = AttentionShape(
@@ -83,6 +84,7 @@ def attention_of(
         masks=(("is_causal", True), *window),
     )
     request = strategy.attention.request(shape, strategy.layout)
+    check_lengths(request, {"length": length})
     model = CostModel(shape, strategy.ring_cluster(cluster), strategy.attention, request)
     found = [model.estimate(rotation) for rotation in ROTATIONS]
     return min(found, key=lambda each: each.backward_bytes)
@@ -152,7 +154,7 @@ def _exposed_weights(
     s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster, ahead: float, back: float
 ) -> float:
     """Exposed seconds of the weights' communication, forward and backward."""
-    group = strategy.rows * strategy.seq
+    group = strategy.rows * strategy.token_devices
     if group == 1:
         return 0.0
     hosts = -(-group * strategy.tensor // cluster.gpus)

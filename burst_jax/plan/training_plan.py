@@ -21,6 +21,8 @@ from burst_jax.plan.training_strategy import TrainingStrategy
 USABLE = 0.94
 # Strategies whose times differ by at most this factor are equally fast, within the model's error.
 AS_FAST = 1.01
+# A difference of less than this fraction is not worth a sentence.
+_SHOWN = 0.0005
 _GIB = 2**30
 # JAX preallocates this fraction of a GPU's memory by default.
 _JAX_PREALLOCATES = 0.75
@@ -106,13 +108,15 @@ class TrainingPlan:
 
         Of those that take at most :data:`AS_FAST` times as long as the fastest that fits, it is one
         that needs no host memory, if there is one; of these one that sends the fewest bytes to
-        other hosts; of these the one that needs the least memory.
+        other hosts; of these one with the smallest Ulysses axis; of these the one that needs the
+        least memory.
         """
         fit = list(filter(self.fits, self.estimates))
         as_fast = [each for each in fit if each.seconds.total <= AS_FAST * fit[0].seconds.total]
 
-        def cost(each: StepEstimate) -> tuple[bool, int, int]:
-            return each.memory.host > 0, each.ring_host_bytes, each.memory.total
+        def cost(each: StepEstimate) -> tuple[bool, int, int, int]:
+            memory = each.memory
+            return memory.host > 0, each.ring_host_bytes, each.strategy.ulysses, memory.total
 
         return min(as_fast, key=cost, default=None)
 
@@ -138,7 +142,7 @@ class TrainingPlan:
         return self.table()
 
     def table(self, *, show_all: bool = False, model: str = "DIR") -> str:
-        """The best estimate of each mesh, all of the recommended mesh, and how to run that.
+        """The best estimate of each mesh, others of the recommended mesh, and how to run that.
 
         Args:
           show_all: print all estimates instead, the best first.
@@ -150,7 +154,7 @@ class TrainingPlan:
         meshes = _firsts(self.estimates, lambda each: each.strategy.name)
         fit = [each for each in meshes if self.fits(each)]
         shown = list(self.estimates) if show_all else fit or meshes[:5]
-        rows = [self._cells(each) for each in shown]
+        tables = {"every strategy" if show_all else "the fastest strategy of each mesh": shown}
         if not show_all:
             first = self.estimates[0] if best is None else best
             name = first.strategy.name
@@ -159,7 +163,9 @@ class TrainingPlan:
             same_layout = [each for each in same if each.strategy.layout == layout]
             others = [each for each in same if each.strategy.layout != layout]
             others = _firsts(others, lambda each: each.strategy.layout)
-            rows += [[]] + [self._cells(each) for each in [*same_layout, *others]]
+            title = f"mesh {first.strategy.name}: every remat and place of the moments"
+            tables[f"{title}; other layouts with the fastest"] = [*same_layout, *others]
+        usable = USABLE * gpu.memory
         lines = [
             f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {gpu.memory:g} GiB each, "
             f"{cluster.link:g} GB/s within a host, {cluster.host_link:g} to another host; rates: "
@@ -167,14 +173,21 @@ class TrainingPlan:
             f"{config.num_layers} layers of {config.embed_dim}, {heads}, hidden {config.mlp_dim}, "
             f"vocabulary {config.vocab_size:,}; {jnp.dtype(config.dtype).name}, weights "
             f"{jnp.dtype(config.param_dtype).name}, moments {self.moment_dtype}",
-            f"{self.batch} x {self.length:,} tokens per step; seconds per step, the rest per GPU",
+            f"{self.batch} x {self.length:,} tokens per step; s is of a step, all else per GPU",
+            "remat, mlp chunks: of DecoderConfig (selective in 12: remat_layers=12); moments: the "
+            "memory of AdamW's; MFU: without recomputation",
+            f"GiB: memory of a step, at most {usable:.1f} (in brackets: too much); host GiB: host "
+            "memory",
             "",
-            *_aligned(rows),
+            *_aligned({title: list(map(self._cells, each)) for title, each in tables.items()}),
         ]
         if fit and len(fit) < len(meshes) and not show_all:
             names = [each.strategy.name for each in meshes if not self.fits(each)]
             lines.append(f"too little memory with any remat: {'; '.join(names)}")
-        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out]
+        left_out: dict[str, list[str]] = {}
+        for name, reason in self.left_out:
+            left_out.setdefault(reason, []).append(name)
+        lines += [f"left out: {'; '.join(names)}: {reason}" for reason, names in left_out.items()]
         if best is None:
             lines.append(
                 f"\nNone fits {gpu.memory:g} GiB (in brackets: too much). Use more devices, a "
@@ -231,24 +244,50 @@ class TrainingPlan:
             f"    init_train_state(config, optimizer, mesh, seed, {options})",
             f"    # permute the tokens: make_batch(..., {layout})",
         ]
-        if strategy.flags is not None:
-            flags = ["--model", shlex.quote(model), *strategy.flags]
-            flags += ["--seq-len", str(self.length), "--batch", str(self.batch)]
-            flags += ["--moment-dtype", self.moment_dtype] if bfloat16 else []
-            lines.append(f"    python examples/train_lm.py {' '.join(flags)}")
-        gpu, gpus = self.cluster.gpu, self.cluster.gpus
+        return [*lines, *self._command(best, model), *self._reason(best)]
+
+    def _command(self, best: StepEstimate, model: str) -> list[str]:
+        """The command of ``examples/train_lm.py``, below comments on the variables that it sets."""
+        hosts, gpu, gpus = self.cluster.hosts, self.cluster.gpu, self.cluster.gpus
+        lines, words = [], []
         if best.memory.total > _JAX_PREALLOCATES * gpu.memory * _GIB:
-            lines.append(
-                "    # JAX preallocates three quarters of the memory: set "
-                "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-            )
-        pinned = gpus * best.memory.host / _GIB
+            lines.append("    # By default JAX preallocates three quarters of a GPU's memory.")
+            words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+        # On one host one process has all GPUs, on several each has one.
+        pinned = (gpus if hosts == 1 else 1) * best.memory.host / _GIB
         if pinned > _JAX_PINS:
-            lines.append(
-                f"    # JAX pins {_JAX_PINS} GiB of host memory per process, {gpus} GPUs need "
-                f"more: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}"
-            )
-        return lines
+            lines.append(f"    # By default a process pins {_JAX_PINS} GiB of host memory.")
+            words.append(f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}")
+        if hosts > 1:
+            lines.append(f"    # One process per GPU; without SLURM start {self.cluster.size} of")
+            lines[-1] += " them, with --coordinator, --num-processes and --process-id."
+            words.append(f"srun --nodes={hosts} --ntasks-per-node={gpus} --gpus-per-node={gpus}")
+        words += ["python examples/train_lm.py --model", shlex.quote(model), *best.strategy.flags]
+        words += ["--seq-len", str(self.length), "--batch", str(self.batch)]
+        if self.moment_dtype != "float32":
+            words += ["--moment-dtype", self.moment_dtype]
+        return [*lines, f"    {' '.join(words)}"]
+
+    def _reason(self, best: StepEstimate) -> list[str]:
+        """Why the recommended strategy is not the fastest that fits; empty if it is."""
+        fastest = self.estimates[0]
+        slower = best.seconds.total / fastest.seconds.total - 1
+        if best is fastest or slower < _SHOWN:
+            return []
+        gains = []
+        if fastest.memory.host > 0 and best.memory.host == 0:
+            gains.append("no host memory")
+        if best.ring_host_bytes < fastest.ring_host_bytes:
+            share = best.ring_host_bytes / fastest.ring_host_bytes
+            gains.append(f"{share:.0%} of the ring's bytes to other hosts")
+        saved = (fastest.memory.total - best.memory.total) / _GIB
+        if saved > 0:
+            gains.append(f"{saved:.1f} GiB less memory per GPU")
+        cells = self._cells(fastest)
+        return [
+            f"    # {slower:.1%} slower than the fastest that fits ({cells[0]}, {cells[1]} weights,"
+            f" {cells[3]}), within the model's error, but {', '.join(gains)}"
+        ]
 
 
 _HEADING = (
@@ -257,10 +296,10 @@ _HEADING = (
 )  # fmt: skip
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """The rows below the heading in columns, words left-aligned and numbers right-aligned."""
-    cells = [list(_HEADING), *rows]
-    widths = [max(len(row[i]) for row in cells if row) for i in range(len(_HEADING))]
+def _aligned(tables: dict[str, list[list[str]]]) -> list[str]:
+    """The rows of each title below one heading, words left-aligned and numbers right-aligned."""
+    cells = [list(_HEADING), *(row for rows in tables.values() for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADING))]
 
     def line(row: list[str]) -> str:
         left = ("mesh", "weights", "layout", "remat", "moments")
@@ -269,8 +308,10 @@ def _aligned(rows: list[list[str]]) -> list[str]:
             cell.ljust(width) if name in left else cell.rjust(width) for name, cell, width in pairs
         )
 
-    heading = line(list(_HEADING))
-    return [heading, "-" * len(heading), *(line(row) if row else "" for row in rows)]
+    heading, lines = line(list(_HEADING)), []
+    for title, rows in tables.items():
+        lines += [f"{title}:", heading, "-" * len(heading), *map(line, rows), ""]
+    return lines[:-1]
 
 
 def _firsts(

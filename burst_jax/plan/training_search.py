@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import get_args
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.errors import check_integer
-from burst_jax.layouts.permutation import LAYOUTS, check_length
+from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.remat import Remat
@@ -54,7 +55,7 @@ def training(
         ``remat_layers`` and ``mlp_chunks`` are ignored: they are what is planned.
       length: sequence length.
       batch: batch size, over all devices.
-      gpu: "a100", "h100", "h200", or a :class:`burst_jax.plan.Gpu`.
+      gpu: a name in :data:`burst_jax.plan.GPUS`, or a :class:`burst_jax.plan.Gpu`.
       hosts: number of hosts.
       gpus_per_host: number of GPUs per host.
       host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).
@@ -96,7 +97,6 @@ def training(
     estimates, left_out = [], []
     for mesh in _meshes(cluster, batch):
         try:
-            check_length(mesh.layout, length, mesh.seq)
             sizes = device_sizes(config, shapes, mesh, length=length, batch=batch)
             search = _Search(config, cluster, length, batch, dtype.itemsize, mesh, sizes)
             estimates += search.estimates(places)
@@ -129,11 +129,17 @@ def _meshes(cluster: Cluster, batch: int) -> Iterator[TrainingStrategy]:
             inside = min(seq, gpus // tensor)
             if batch % rows or seq % inside:
                 continue
-            rings = [(seq,)] if seq == inside or inside == 1 else [(seq,), (seq // inside, inside)]
-            for ring in rings:
+            rings: list[tuple[tuple[int, ...], int]] = [
+                ((seq // ulysses,), ulysses) for ulysses in _divisors(inside)
+            ]
+            if 1 < inside < seq:
+                rings.append(((seq // inside, inside), 1))
+            for ring, ulysses in rings:
                 for weights in get_args(Weights) if rows * seq > 1 else ("replicated",):
-                    for layout in LAYOUTS if seq > 1 else LAYOUTS[:1]:
-                        yield TrainingStrategy(weights, rows, ring, tensor, layout, "attention")
+                    for layout in LAYOUTS if math.prod(ring) > 1 else LAYOUTS[:1]:
+                        yield TrainingStrategy(
+                            weights, rows, ring, tensor, layout, "attention", ulysses=ulysses
+                        )
 
 
 def _divisors(n: int) -> list[int]:
@@ -227,7 +233,7 @@ class _Search:
 
     def _chunked(self, strategy: TrainingStrategy) -> Iterator[tuple[TrainingStrategy, StepMemory]]:
         """Every possible number of chunks of the feed-forward, fewest first, and its memory."""
-        tokens = self.length // strategy.seq
+        tokens = self.length // strategy.token_devices
         rotation = next(iter(self._attention.values())).backward
         kernels = self.cluster.gpu.kernels
         for count in [count for count in _MLP_CHUNKS if tokens % count == 0]:

@@ -34,6 +34,7 @@ class TrainingStrategy:
         :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: number of token chunks that the feed-forward runs in.
       moments: the memory that the optimizer's moments are in.
+      ulysses: size of the Ulysses axis, which shards the tokens of each ring shard; 1 without one.
     """
 
     weights: Weights
@@ -45,11 +46,17 @@ class TrainingStrategy:
     mlp_chunks: int = 1
     moments: Moments = "device"
     remat_layers: int | None = None
+    ulysses: int = 1
 
     @property
     def seq(self) -> int:
         """Number of devices of a ring."""
         return math.prod(self.ring)
+
+    @property
+    def token_devices(self) -> int:
+        """Number of devices that shard the tokens of a sequence."""
+        return self.seq * self.ulysses
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -68,13 +75,16 @@ class TrainingStrategy:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``init_train_state``, with ``rules`` if the weights are sharded."""
-        seq = self.attention.arguments["seq_axis"]
+        attention = self.attention.arguments
+        seq = attention["seq_axis"]
+        options = {"ulysses_axis": attention.get("ulysses_axis"), "layout": self.layout}
+        options = {name: value for name, value in options.items() if value is not None}
         names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
         if self.weights == "sharded":
             rules = ShardingRules(data=None, fsdp=names["fsdp"], seq=seq, tensor=names["tensor"])
-            return {"rules": rules, "layout": self.layout}
+            return {"rules": rules, **options}
         given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
-        return {**{k: v for k, v in given.items() if v is not None}, "layout": self.layout}
+        return {name: axis for name, axis in given.items() if axis is not None} | options
 
     @property
     def weight_rules(self) -> ShardingRules:
@@ -96,32 +106,35 @@ class TrainingStrategy:
     def attention(self) -> Strategy:
         """How the sequence of one attention is sharded."""
         name = "one device" if self.seq == 1 else "ring"
-        return Strategy("two-level ring" if len(self.ring) == 2 else name, self.ring, 1)
+        name = "two-level ring" if len(self.ring) == 2 else name
+        if self.ulysses > 1:
+            name = f"{name} and ulysses"
+        return Strategy(name, self.ring, self.ulysses)
 
     def ring_cluster(self, cluster: Cluster) -> Cluster:
-        """The devices of one ring.
+        """The devices that share a sequence.
 
-        Devices along the tensor axis are adjacent, then those along the ring. Several hosts run
-        several processes, between which copy engines cannot do permutes.
+        Devices along the tensor axis are adjacent, then those along the Ulysses axis, then those
+        along the ring. Several hosts run several processes, between which copy engines cannot do
+        permutes.
         """
         gpu = cluster.gpu
         if cluster.hosts > 1:
             gpu = dataclasses.replace(gpu, peer_link=None)
-        inside = min(self.seq, cluster.gpus // self.tensor)
-        return Cluster(gpu, self.seq // inside, inside, cluster.host_link)
+        inside = min(self.token_devices, cluster.gpus // self.tensor)
+        return Cluster(gpu, self.token_devices // inside, inside, cluster.host_link)
 
     def remats(self, layers: int) -> dict[Remat, int]:
         """The number of layers with each remat, in the order of the layers."""
         return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
 
     @property
-    def flags(self) -> list[str] | None:
-        """The flags of ``examples/train_lm.py`` for this strategy, or None if it has none."""
-        replicated = self.weights == "replicated" and self.rows * self.seq > 1
-        if replicated or len(self.ring) == 2:
-            return None
+    def flags(self) -> list[str]:
+        """The flags of ``examples/train_lm.py`` for this strategy."""
         mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
         flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]
+        if self.weights == "replicated" and self.rows * self.token_devices > 1:
+            flags[2:2] = ["--weights", "replicated"]
         if self.remat_layers is not None:
             flags += ["--remat-layers", str(self.remat_layers)]
         flags += ["--mlp-chunks", str(self.mlp_chunks)]

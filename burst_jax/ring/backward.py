@@ -36,7 +36,7 @@ def backward(
             state.step(step)
     with jax.named_scope(step_name("backward", len(steps))):
         state.last_step(last)
-    dq, dkv = kernels.by_side(state.stationary, state.sums[kernels.route.local])
+    dq, dkv = kernels.results(state.stationary, state.sums[kernels.route.local])
     return dq, dkv, kernels.per_head
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.schedule import Part
-from pallas_kernels import AttentionInputs, Implementation, KVSide, resolve
+from pallas_kernels import AttentionInputs, AttentionSpec, Implementation, KVSide, resolve
+from pallas_kernels.backend import Dkv, DqAccumulator
 from pallas_kernels.inputs import Carry, PerHead, Side
 
 
@@ -133,35 +135,76 @@ class LocalBackward:
         self.rotating = rotating
         self.per_head: PerHead = {}
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
+        self._accumulator = _dq_accumulator(
+            implementation, request.spec, inputs_at(route.local, rotating), whole, route, rotate_kv
+        )
         # With one step and no Ulysses axis (which may sum gradients of copied heads) nothing is
         # added to the kernel's results. A kernel that rounds as it writes then saves a cast.
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
-        options: Any = {"spec": request.spec, "out_dtype": out_dtype}
-        assert implementation.backward is not None  # resolve(backward=True) checks it
+        self._options: Any = {"spec": request.spec}
+        run = implementation.backward if self._accumulator is None else self._accumulator.add
+        assert run is not None  # resolve(backward=True) checks it
         # Traced and lowered once for all steps with equal shapes, not once per step.
-        self._gradients = jax.jit(functools.partial(implementation.backward, **options))
+        self._gradients = jax.jit(functools.partial(run, **self._options, out_dtype=out_dtype))
 
     def __call__(
         self, offset: Offset, part: Part, block: Side, stationary: Any, rotating: Any
     ) -> tuple[Any, Any]:
         """The gradients of the two sides so far, with those of a ring step added.
 
-        They are float32, or in the query's dtype where nothing is added to them later. None starts
-        from zero.
+        They are float32, or in the query's dtype where nothing is added to them later, and dQ may
+        be an implementation's accumulator: :meth:`results` converts it. None starts from zero.
         """
         local = offset == self.route.local
         bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
         inputs = self._inputs_at(offset, block)
-        dq, dkv, per_head = self._gradients(inputs, bounds, *self.by_side(stationary, rotating))
+        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
+        if dq is None and self._accumulator is not None:
+            dq = self._accumulator.zeros(inputs, bounds, maximum=self._maximum, **self._options)
+        dq, dkv, per_head = self._gradients(inputs, bounds, dq, dkv)
         for name, addend in per_head.items():
             before = self.per_head.get(name)
             self.per_head[name] = addend if before is None else before + addend
         return _swap(self._rotate_kv, dq, dkv)
 
-    def by_side(self, stationary: Any, rotating: Any) -> tuple[Any, Any]:
-        """``(dq, (dk, dv))`` from the gradients of the two sides."""
-        return _swap(self._rotate_kv, stationary, rotating)
+    def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
+        """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
+        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
+        if self._accumulator is not None:
+            inputs = self._inputs_at(self.route.local, self.rotating)
+            dq = self._accumulator.finish(dq, inputs, **self._options)
+        return dq, dkv
+
+    def _maximum(self, x: jax.Array) -> jax.Array:
+        """Over the devices of the ring: every device's keys pass the stationary queries."""
+        return lax.pmax(x, self.route.axes)
+
+
+def _dq_accumulator(
+    implementation: Implementation,
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    bounds: Any,
+    route: Route,
+    rotate_kv: bool,
+) -> DqAccumulator | None:
+    """The implementation's accumulator, if dQ is kept in it over the whole ring.
+
+    One call has nothing to add. Partial sums of dQ that rotate are kept in it if they can be added
+    up, and if that sends no more bytes than dQ itself, without a kernel's padding. Otherwise dQ is
+    converted at every step.
+    """
+    accumulator = implementation.dq_accumulator
+    if accumulator is None or len(route.offsets) == 1:
+        return None
+    if rotate_kv:
+        return accumulator
+    if not accumulator.is_additive:
+        return None
+    zeros = jax.eval_shape(functools.partial(accumulator.zeros, spec=spec), inputs, bounds)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(zeros))
+    return accumulator if size <= inputs.query.q.size * 4 else None
 
 
 def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:

@@ -83,6 +83,8 @@ class Route:
     def source(self, offset: Offset | jax.Array) -> jax.Array | int:
         """Index of the device whose block this one holds at ``offset`` (or an int32 array)."""
         index: jax.Array | int = 0
+        if self.size == 1:
+            return index
         for i, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
             # lax.rem does not convert a Python number to the dtype of its other operand, and under
             # jax_enable_x64 a Python int alone is int64.

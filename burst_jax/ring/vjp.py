@@ -223,7 +223,11 @@ def ring_backward(
     delta = jnp.where(lse == -jnp.inf, 0, delta)
     # The backward ring starts when all of its inputs are ready. Otherwise XLA would hoist one of
     # its permutes into the forward ring, where it would delay one that the forward pass waits for.
-    q, do, (k, v), lse, delta = lax.optimization_barrier((query.q, do, (kv.k, kv.v), lse, delta))
+    # One device sends nothing, and without a barrier XLA computes all of delta in one kernel.
+    arrays = query.q, do, (kv.k, kv.v), lse, delta
+    q, do, (k, v), lse, delta = (
+        lax.optimization_barrier(arrays) if request.ring_size > 1 else arrays
+    )
     inputs = AttentionInputs(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )
@@ -248,12 +252,17 @@ def ring_backward(
     return (AttentionInputs(QuerySide(dq), KVSide(dk, dv), SharedInputs().with_per_head(wanted)),)
 
 
-_ring = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
-_ring.defvjp(_attend_fwd, ring_backward)
+_plain = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
+_plain.defvjp(_attend_fwd, ring_backward)
 
 # Gradients of per-head parameters take time, so only those that are needed are computed; symbolic
-# zeros show the forward rule which. In a shard_map outside of any jax.jit, JAX cannot call a
-# custom_vjp with symbolic zeros, but it can call a jax.jit around one.
+# zeros show the forward rule which.
 _differentiated = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
 _differentiated.defvjp(_attend_with_parameters_fwd, ring_backward, symbolic_zeros=True)
-_ring_with_parameters = jax.jit(_differentiated, static_argnums=(0, 1, 2), inline=True)
+
+# A shard_map outside of any jax.jit runs operations one by one. JAX 0.11.2 crashes in the vmap of
+# _bounds_at there, and no version can call a custom_vjp with symbolic zeros, but all can call a
+# jax.jit around one.
+_ring, _ring_with_parameters = (
+    jax.jit(of_ring, static_argnums=(0, 1, 2), inline=True) for of_ring in (_plain, _differentiated)
+)

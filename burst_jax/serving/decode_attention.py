@@ -30,7 +30,7 @@ class PartialAttention(NamedTuple):
 
     def merged(self) -> PartialAttention:
         """One split instead of all."""
-        most = jnp.where(self.total > 0, self.most, -jnp.inf)
+        most = jnp.where(self.total == 0, -jnp.inf, self.most)
         highest = most.max(0, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         factor = jnp.exp(most - highest)
@@ -56,7 +56,7 @@ class PartialAttention(NamedTuple):
             highest = jnp.maximum(most, sinks)
             factor = jnp.exp(most - highest)
             out, total = factor[..., None] * out, factor * total + jnp.exp(sinks - highest)
-        return out / jnp.where(total > 0, total, 1)[..., None]
+        return out / jnp.where(total == 0, 1, total)[..., None]
 
 
 def decode_attention(

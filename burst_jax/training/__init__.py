@@ -2,6 +2,7 @@
 
 from burst_jax.parallel.processes import Processes as Processes
 from burst_jax.parallel.processes import barrier as barrier
+from burst_jax.parallel.processes import check_same as check_same
 from burst_jax.parallel.processes import initialize as initialize
 from burst_jax.parallel.processes import is_main as is_main
 from burst_jax.training.batches import Batch as Batch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from burst_jax.attention.validation import to_int32
+from burst_jax.attention.validation import check_array, to_int32
 from burst_jax.errors import check_integer
 from burst_jax.layouts.permutation import Layout, pad_to_layout, to_layout
 from burst_jax.parallel.mesh import (
@@ -26,7 +26,9 @@ from pallas_kernels.arrays import as_int32
 
 
 class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
-    """A next-token batch, each entry ``[B, T]`` in a layout's order: see :func:`make_batch`.
+    """A next-token batch: see :func:`make_batch`.
+
+    Each entry is ``[B, T]`` in a layout's order, but for ``prefix_lengths``.
 
     ``Batch[np.ndarray]`` is on the host, ``Batch[jax.Array]`` on a mesh.
 
@@ -37,6 +39,8 @@ class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
       weights: float32, 1 where the target counts in the loss, else 0. The loss is the weighted
         mean, so you may change them.
       segment_ids: int32, 0 for padding; None if there is no padding and one segment per sequence.
+      prefix_lengths: int32 ``[B]``, tokens of each sequence that all of its tokens attend to;
+        missing without prefixes.
     """
 
     inputs: Array
@@ -44,6 +48,7 @@ class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
     positions: Array
     weights: Array
     segment_ids: Array | None
+    prefix_lengths: NotRequired[Array | None]
 
 
 # Each (mesh, process_local) for which place_batch has compared the processes' batches.
@@ -56,6 +61,8 @@ def make_batch(
     layout: Layout = "contiguous",
     num_shards: int = 1,
     segment_ids: np.ndarray | None = None,
+    prefix_lengths: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
     multiple_of: int = 1,
 ) -> Batch[np.ndarray]:
     """Makes a next-token batch from sequences of T + 1 tokens.
@@ -74,23 +81,29 @@ def make_batch(
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
         padding. Count documents from 1. If another library counts them from 0, add 1; otherwise
         each sequence's first document is padding, which nothing attends to and no loss counts.
+      prefix_lengths: integers ``[B]``: the first tokens of each sequence are visible to all of its
+        tokens (prefix LM). None is no prefix.
+      weights: numbers ``[B, T + 1]``: the weight in the loss of predicting each token of ``rows``,
+        like 0 in prompts; the first column is not used. None is 1.
       multiple_of: a second number that must divide the padded length, as in
         :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis``, the number of devices on the ring
         and that axis together.
 
     Returns:
-      A dict of NumPy arrays ``[B, T_padded]`` in ``layout``:
+      A dict of NumPy arrays, ``[B, T_padded]`` in ``layout`` but for the last:
 
       - ``inputs``, ``targets``: int32.
       - ``positions``: int32, the index in the sequence. It does not restart with a segment, because
         RoPE depends only on differences of positions.
       - ``segment_ids``: int32, 0 for padding; None without padding and without ``segment_ids``.
-      - ``weights``: float32, 1 where the target and its input are in the same segment other than 0,
+      - ``weights``: float32, the argument of this name where the target and its input are in the
+        same segment other than 0 and the target is not in the prefix, which its input attends to;
         else 0.
+      - ``prefix_lengths``: int32 ``[B]``, if it is given.
 
     Raises:
       ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
-        or exceed int32; ``segment_ids`` has another shape or dtype; the layout is unknown.
+        or exceed int32; another argument has a wrong shape or dtype; the layout is unknown.
     """
     rows = np.asarray(rows)
     if rows.ndim != 2 or rows.shape[1] < 2:
@@ -104,7 +117,12 @@ def make_batch(
             "segment id 0"
         )
     batch_size, length = rows.shape[0], rows.shape[1] - 1
-    weights, segments = np.ones((batch_size, length), np.float32), None
+    counts, segments = np.ones((batch_size, length), bool), None
+    if prefix_lengths is not None:
+        prefix_lengths = check_array(
+            "prefix_lengths", np.asarray(prefix_lengths), {"B": batch_size}
+        )
+        counts = np.arange(1, length + 1) >= prefix_lengths[:, None]
     if segment_ids is not None:
         segment_ids = np.asarray(segment_ids)
         if segment_ids.shape != rows.shape:
@@ -113,19 +131,36 @@ def make_batch(
             )
         segment_ids = to_int32("segment_ids", segment_ids, "id")
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
-        weights = ((segments == next_segments) & (segments != 0)).astype(np.float32)
+        counts = counts & (segments == next_segments) & (segments != 0)
     arrays: dict[str, np.ndarray] = {
         "inputs": rows[:, :-1].astype(np.int32),
         "targets": rows[:, 1:].astype(np.int32),
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (batch_size, length)),
-        "weights": weights,
+        "weights": np.where(counts, _target_weights(weights, rows.shape), np.float32(0)),
     }
     arrays, padded_segments = pad_to_layout(
         arrays, layout, num_shards, segments, multiple_of=multiple_of
     )
     needed = segments is not None or padded_segments.shape[1] != length
     batch: Any = {**arrays, "segment_ids": np.asarray(padded_segments) if needed else None}
-    return to_layout(batch, layout, num_shards)
+    batch = to_layout(batch, layout, num_shards)
+    return batch if prefix_lengths is None else batch | {"prefix_lengths": prefix_lengths}
+
+
+def _target_weights(weights: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The argument ``weights`` of :func:`make_batch` by targets, float32 ``[B, T]``."""
+    if weights is None:
+        weights = np.ones(shape, np.float32)
+    weights = np.asarray(weights)
+    if weights.shape != shape or weights.dtype.kind not in "biuf":
+        raise ValueError(
+            f"weights has shape {weights.shape} and dtype {weights.dtype}: it needs one number "
+            f"per token of rows, {shape}, of which the first column is not used"
+        )
+    weights = weights[:, 1:].astype(np.float32)
+    if not np.isfinite(weights).all() or weights.min(initial=0) < 0:
+        raise ValueError("weights holds a number that is negative or not finite")
+    return weights
 
 
 def place_batch(
@@ -137,7 +172,7 @@ def place_batch(
     batch_axis: AxisNames = None,
     process_local: bool = False,
 ) -> Any:
-    """Shards a batch of host arrays ``[B, T]`` over the mesh; each device gets its own tokens.
+    """Shards host arrays ``[B, T]`` and ``[B]`` over the mesh; each device gets its own tokens.
 
     With several processes, ``process_local`` selects what each one passes::
 
@@ -156,7 +191,7 @@ def place_batch(
     other programs, not in a loader thread. Later calls may come from any thread.
 
     Args:
-      batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]``.
+      batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]`` and ``[B]``.
       mesh: mesh of the result.
       rules: the decoder's sharding rules, which define both axes; then leave ``seq_axis`` and
         ``batch_axis`` out.
@@ -167,11 +202,12 @@ def place_batch(
         the sequences that its own devices hold, in mesh order; B is the total over processes.
 
     Returns:
-      The batch with every array as a global ``jax.Array`` ``[B, T]`` of the same dtype.
+      The batch with every array as a global ``jax.Array`` of the same dtype.
 
     Raises:
-      ValueError: arrays that are not all ``[B, T]``, axes that the mesh lacks or that do not divide
-        B or T, axes in addition to ``rules``, or processes whose batches do not fit together.
+      ValueError: arrays that are not ``[B, T]`` or ``[B]``, axes that the mesh lacks or that do not
+        divide B or T, axes in addition to ``rules``, or processes whose batches do not fit
+        together.
     """
     mesh = check_has_devices(mesh)
     if rules is not None:
@@ -200,12 +236,11 @@ def place_batch(
         raise ValueError(error)
 
     def place(x: np.ndarray) -> jax.Array:
+        own = NamedSharding(mesh, PartitionSpec(*sharding.spec[: x.ndim]))
         if process_local:
-            shape = x.shape[0] // shards * batch_shards, x.shape[1]
-            return jax.make_array_from_process_local_data(sharding, x, shape)
-        return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: x[index], dtype=x.dtype
-        )
+            shape = x.shape[0] // shards * batch_shards, *x.shape[1:]
+            return jax.make_array_from_process_local_data(own, x, shape)
+        return jax.make_array_from_callback(x.shape, own, lambda index: x[index], dtype=x.dtype)
 
     return jax.tree.map(place, batch)
 
@@ -284,9 +319,13 @@ def _shape_error(
         if isinstance(kind, str) or np.dtype(kind).kind not in "biufV":
             return f"batch holds a leaf of {kind}: it must hold arrays of numbers"
     shapes = {np.shape(leaf) for leaf in leaves}
-    if len(shapes) != 1 or len(min(shapes)) != 2:
-        return f"batch has arrays of shapes {sorted(shapes)}: they must all have one shape [B, T]"
-    ((size, length),) = shapes
+    of_tokens = {shape for shape in shapes if len(shape) != 1}
+    if len(of_tokens) != 1 or not all(len(x) == 2 and shapes <= {x, x[:1]} for x in of_tokens):
+        return (
+            f"batch has arrays of shapes {sorted(shapes)}: they must all have one shape [B, T], or "
+            "[B] (prefix_lengths)"
+        )
+    ((size, length),) = of_tokens
     if length % token_shards:
         return (
             f"batch has length T {length}: it must be a multiple of {token_shards}, the size of "

@@ -5,6 +5,8 @@ renames it), but not that its bytes are still the ones written: OCDBT has checks
 nodes, not for the array chunks, and orbax exposes no option for one. A flipped byte would be
 restored as a weight (``tests/training/test_checkpoints.py`` shows it). So each process hashes the
 files it wrote, and ``record.json``, written last, lists all files with their sizes and hashes.
+
+A folder is one of these checkpoints by its content, never by its name: see :func:`is_checkpoint`.
 """
 
 from __future__ import annotations
@@ -13,20 +15,30 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from burst_jax.errors import first_of, printable
+
 RECORD = "record.json"
-# orbax rewrites it after the record. Nothing in it is restored.
-_UNREAD = "_CHECKPOINT_METADATA"
+# orbax writes it first and again after the record, then with the name of the handler. Nothing in it
+# is restored.
+_METADATA = "_CHECKPOINT_METADATA"
+# orbax adds it after the record.
+_COMMITTED = "commit_success.txt"
 _READERS = 8
+# Arrays in a message.
+_LISTED = 100
+# Bytes of a record, which has a line for each file, or of orbax's metadata, which is read.
+_MAX_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +58,11 @@ class Record:
     def write(self, folder: Path) -> None:
         """Writes the record into ``folder``, with its own hash in the last line."""
         text = json.dumps(dataclasses.asdict(self)) + "\n"
-        (folder / RECORD).write_text(text + _hash_bytes(text.encode()) + "\n")
+        with (folder / RECORD).open("w") as file:
+            file.write(text + _hash_bytes(text.encode()) + "\n")
+            file.flush()
+            # Otherwise a machine failure could keep the checkpoint's name and lose its record.
+            os.fsync(file.fileno())
 
 
 class Damage(Exception):
@@ -57,28 +73,139 @@ def read_record(step_folder: Path) -> Record:
     """Reads the record of a checkpoint and verifies its hash.
 
     Raises:
-      Damage: it is missing or differs from what was written.
+      Damage: it is missing or differs from what was written, or names a file outside of the folder.
     """
-    try:
-        data = (step_folder / RECORD).read_bytes()
-    except OSError as error:
-        raise Damage(f"{RECORD}: {error.strerror}") from None
+    data = _read(step_folder, RECORD)
     text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
     if _hash_bytes(text + b"\n").encode() != digest:
         raise Damage(f"{RECORD}: content does not match its hash")
     try:
-        fields = json.loads(text)
-        for name in ("arrays", "files"):
-            fields[name] = {key: tuple(value) for key, value in fields[name].items()}
-        fields["arrays"] = {
-            name: (tuple(shape), dtype) for name, (shape, dtype) in fields["arrays"].items()
-        }
-        return Record(**fields)
-    except (TypeError, ValueError, KeyError, AttributeError):
+        fields = json.loads(text.decode())
+        if not isinstance(fields, dict):
+            raise ValueError("its kind")
+        if other := sorted(fields.keys() ^ {"arrays", "extra", "files"}):
+            raise ValueError(first_of(other))
+        return Record(_arrays(fields["arrays"]), fields["extra"], _sizes(fields["files"]))
+    except (ValueError, RecursionError) as error:
         # The hash is right, so the bytes are intact.
         raise Damage(
-            f"{RECORD}: written by another version of burst_jax; read it with that version"
+            f"{RECORD}: written by another version of burst_jax, which differs in {error}; read it "
+            "with that version"
         ) from None
+
+
+def _arrays(entries: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype by name; raises ValueError with the key of an entry of another kind."""
+    found = {}
+    for name, entry in _items("arrays", entries):
+        match entry:
+            case [[*shape], str(dtype)] if all(map(_is_size, shape)):
+                found[name] = tuple(shape), dtype
+            case _:
+                raise ValueError(f"arrays.{_short(name)}")
+    return found
+
+
+def _sizes(entries: Any) -> dict[str, tuple[int, str]]:
+    """Size and hash by name; raises ValueError with the key of an entry of another kind."""
+    found = {}
+    for name, entry in _items("files", entries):
+        path = PurePosixPath(name)
+        # A record may come from anybody, and files are read and removed by their names in it.
+        if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
+            raise Damage(f"{RECORD}: files has {_short(name)}, no path within the checkpoint")
+        match entry:
+            case [int(size), str(digest)] if _is_size(size):
+                found[name] = size, digest
+            case _:
+                raise ValueError(f"files.{_short(name)}")
+    if not found:
+        raise ValueError("files, which is empty")
+    return found
+
+
+def _items(key: str, entries: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(entries, dict):
+        raise ValueError(key)
+    return entries.items()
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _short(name: str) -> str:
+    text = printable(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _read(step_folder: Path, name: str) -> bytes:
+    """The content of a small file of a checkpoint."""
+    try:
+        _check_regular(step_folder, name)
+        with (step_folder / name).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise Damage(f"{name}: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise Damage(f"{name}: has more than {_MAX_BYTES} bytes")
+    return data
+
+
+def _check_regular(step_folder: Path, name: str) -> int:
+    """The size of a file; reading a pipe or a device might not end."""
+    found = (step_folder / name).stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damage(f"{name}: is no regular file")
+    return found.st_size
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether :class:`Handler` has written this folder, also if it is damaged.
+
+    It is what a readable record says, or else orbax's metadata, which names the handler. A number
+    as a name says nothing: it may be a year, or a checkpoint of another library.
+    """
+    try:
+        return json.loads(_read(folder, _METADATA))["item_handlers"] == _HANDLER
+    except (Damage, ValueError, TypeError, KeyError, RecursionError):
+        return has_record(folder)
+
+
+def has_record(folder: Path) -> bool:
+    """Whether a folder has a readable record."""
+    try:
+        read_record(folder)
+    except Damage:
+        return False
+    return True
+
+
+def remove(step_folder: Path) -> None:
+    """Removes a checkpoint: the files in its record. A file of the user's in it stays.
+
+    If it is interrupted, the record is still there, and the removal can be repeated.
+
+    Raises:
+      Damage: the record cannot be read, or it is a link to elsewhere. Nothing is removed.
+      OSError: a file cannot be removed.
+    """
+    if step_folder.is_symlink():
+        raise Damage(f"{step_folder.name}: is a link")
+    own = {*read_record(step_folder).files, _METADATA, _COMMITTED}
+    folders = []
+    for path, _, names in os.walk(step_folder):
+        folders.append(Path(path))
+        for name in names:
+            file = Path(path, name)
+            if file.relative_to(step_folder).as_posix() in own:
+                file.unlink()
+    for each in reversed(folders[1:]):
+        if not any(each.iterdir()):
+            each.rmdir()
+    (step_folder / RECORD).unlink()
+    if not any(step_folder.iterdir()):
+        step_folder.rmdir()
 
 
 def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1) -> None:
@@ -91,7 +218,7 @@ def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1
     def check(name: str) -> None:
         size, digest = record.files[name]
         try:
-            found = (step_folder / name).stat().st_size
+            found = _check_regular(step_folder, name)
             if found != size:
                 raise Damage(f"{name}: has {found} bytes, {size} were written")
             if _hash_file(step_folder / name) != digest:
@@ -102,6 +229,32 @@ def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(check, sorted(record.files)[part::parts]):
             pass
+
+
+def compare(folder: Path, record: Record, wanted: dict[str, Any], partial: bool) -> None:
+    """Raises a ValueError that lists the differences between saved and requested arrays.
+
+    If ``partial``, arrays that only the checkpoint has are ignored.
+    """
+    there = record.arrays
+    lines = [f"{_short(name)}: not in the checkpoint" for name in wanted if name not in there]
+    if not partial:
+        lines += [f"{_short(name)}: only in the checkpoint" for name in there if name not in wanted]
+    for name in wanted:
+        if name in there and there[name] != wanted[name]:
+            (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
+            lines.append(
+                f"{_short(name)}: {_short(dtype)}{list(shape)[:16]} in the checkpoint, "
+                f"{other_dtype}{list(other_shape)} requested"
+            )
+    if lines:
+        more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+        raise ValueError(
+            f"checkpoint {folder} has another state: {len(lines)} arrays differ. Use the model and "
+            "the optimizer that it was saved with (extra may name them), pass partial=True to "
+            "restore a part of it, or start over in another folder:\n  "
+            + "\n  ".join(sorted(lines)[:_LISTED] + more)
+        )
 
 
 class Handler(ocp.StandardCheckpointHandler):
@@ -128,10 +281,14 @@ class Handler(ocp.StandardCheckpointHandler):
         others = [
             path
             for path in _files(folder)
-            if path.name != _UNREAD and str(path.relative_to(folder)) not in hashes
+            if path.name != _METADATA and str(path.relative_to(folder)) not in hashes
         ]
         hashes |= _hash_files(folder, others)
         dataclasses.replace(self._record, files=hashes).write(folder)
+
+
+# How orbax's metadata names the handler, also that of checkpoints on disk.
+_HANDLER = "burst_jax.training.checkpoint_files.Handler"
 
 
 # orbax requires arguments for both directions, but Handler never restores.

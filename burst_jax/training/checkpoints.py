@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -19,14 +20,22 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from burst_jax.errors import check_integer
-from burst_jax.parallel.processes import another_may_be_gone, barrier, gather_json
+from burst_jax.parallel.processes import (
+    another_may_be_gone,
+    barrier,
+    by_first_process,
+    gather_json,
+)
 from burst_jax.training import checkpoint_files as files
+from burst_jax.training.lock import FileLock
 
 # How many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
 _SHARED = ".all-processes-see-this"
-# Part of the name of a folder that orbax has not completed.
-_TEMPORARY = ".orbax-checkpoint-tmp"
+_LOCK = ".checkpoints.lock"
+_STEP = re.compile("0|[1-9][0-9]*")
+# The name of a folder that orbax has not completed; it may be killed before it writes a file there.
+_INCOMPLETE = re.compile(r"[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?")
 # Texts in the errors of Python's threads and thread pools at interpreter shutdown.
 _SHUTDOWN = ("interpreter shutdown", "new futures after shutdown")
 _HOST_MEMORY = "pinned_host"
@@ -40,7 +49,8 @@ class Restored(NamedTuple):
       state: the pytree of arrays, on the requested shardings.
       extra: the JSON value saved with it.
       refused: step -> reason, for each newer checkpoint that is damaged: a file is missing or not
-        as written. The next :meth:`Checkpoints.save` renames it to ``<step>.refused``.
+        as written. The next :meth:`Checkpoints.save` renames it to ``<step>.refused``, or
+        ``<step>.refused.1`` and so on if that exists.
     """
 
     step: int
@@ -59,6 +69,13 @@ class Checkpoints:
     A checkpoint is written to a temporary folder and renamed when it is complete, so a killed
     process leaves the earlier checkpoints intact. Every file is hashed when it is written and
     verified when it is read: a damaged checkpoint is never restored.
+
+    Only folders that a Checkpoints has written are listed, renamed or removed, by their content:
+    other folders with a number as a name stay as they are.
+
+    One run at a time may write in a folder: :meth:`lock`, and so the first :meth:`save`, raises if
+    another one has locked it, until that one is closed or its process ends in any way. Any number
+    may read.
 
     With several processes all of them call every method except :meth:`latest`, and the folder must
     be on a shared file system.
@@ -88,6 +105,7 @@ class Checkpoints:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._writing: int | None = None
         self._refused: list[int] = []
+        self._lock: FileLock | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +116,25 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest complete step, or None; it is not verified."""
         return max(self._steps(), default=None)
+
+    def lock(self) -> None:
+        """Reserves the folder, which is created, for this run's writes until :meth:`close`.
+
+        :meth:`save` does so too. A run that calls it before :meth:`restore` finds out at its start
+        whether another one is still writing there. The lock is one on ``.checkpoints.lock``
+        (``fcntl``), which ends with the process, so a crash leaves nothing to clean up. On a file
+        system without such locks a line on stderr reports that there is none.
+
+        Raises:
+          ValueError: another run, or another Checkpoints of this process, has locked the folder.
+          OSError: the folder cannot be created or written to.
+        """
+        by_first_process(self._take_lock)
+
+    def _take_lock(self) -> None:
+        if self._lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.folder / _LOCK, str(self.folder))
 
     def save(self, step: int, state: Any, extra: Any = None) -> None:
         """Starts to save ``state`` and ``extra`` as checkpoint ``step``, and returns.
@@ -114,14 +151,20 @@ class Checkpoints:
 
         Raises:
           ValueError: a leaf of ``state`` is no array, or not on all processes; ``extra`` is not
-            JSON or differs between processes; ``step`` is not greater than existing ones; the
-            folder is not shared by all processes.
+            JSON or differs between processes; ``step`` is not greater than existing ones, or
+            another folder has its name; the folder is not shared by all processes, or see
+            :meth:`lock`.
           CheckpointError: this checkpoint, or the previous one, could not be written.
         """
         step = check_integer("step", step, 0)
         arrays = _by_name(state)
         record = files.Record(_shapes(arrays), _json(extra))
         self.wait()
+        if self._writer is None:
+            try:
+                self._writer = self._make_writer()
+            except OSError as error:
+                raise self._failed(step, error) from error
         self._set_refused_aside()
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -129,14 +172,15 @@ class Checkpoints:
                 f"step is {step}: {self.folder} already holds checkpoint {latest}; resume from it "
                 "(restore), use another folder, or remove the checkpoints that you do not want"
             )
-        if self._writer is None:
-            try:
-                self._writer = self._make_writer()
-            except OSError as error:
-                raise self._failed(step, error) from error
+        place = self.folder / str(step)
+        if place.is_symlink() or place.exists():
+            raise ValueError(
+                f"step is {step}: {place} exists and is no checkpoint of burst_jax; move it, or "
+                "use another folder"
+            )
         try:
             args = files.SaveArgs(_copy_host_memory(arrays), record)
-            self._writer.save(self.folder / str(step), args=args)
+            self._writer.save(place, args=args)
         except Exception as error:
             raise self._failed(step, error) from error
         self._writing = step
@@ -158,18 +202,27 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         if jax.process_index() == 0:
-            for old in sorted(self._steps())[: -self._keep]:
+            # Damaged ones neither count nor are removed.
+            steps = sorted(self._steps(), reverse=True)
+            intact = [step for step in steps if files.has_record(self.folder / str(step))]
+            for old in intact[self._keep :]:
                 # A failed removal is retried after the next checkpoint.
-                shutil.rmtree(self.folder / str(old), ignore_errors=True)
+                with contextlib.suppress(OSError, files.Damage):
+                    files.remove(self.folder / str(old))
 
     def close(self) -> None:
-        """Waits for the last checkpoint, see :meth:`wait`, and ends the writer's threads."""
+        """Waits for the last checkpoint, see :meth:`wait`, and ends threads and :meth:`lock`."""
         try:
             self.wait()
         finally:
             writer, self._writer = self._writer, None
-            if writer is not None:
-                writer.close()
+            lock, self._lock = self._lock, None
+            try:
+                if writer is not None:
+                    writer.close()
+            finally:
+                if lock is not None:
+                    lock.release()
 
     def restore(
         self,
@@ -183,8 +236,8 @@ class Checkpoints:
 
         Mesh, shardings and number of processes may differ from those of the run that saved it.
         Every file is verified first. If the newest checkpoint is damaged, the one before it is
-        restored and a line on stderr reports both; the next :meth:`save` renames the damaged one to
-        ``<step>.refused``.
+        restored and a line on stderr reports both; the next :meth:`save` renames the damaged one,
+        see :class:`Restored`.
 
         Args:
           abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays.
@@ -201,7 +254,7 @@ class Checkpoints:
 
         Raises:
           ValueError: the checkpoint has other arrays than ``abstract_state``; the message lists
-            every difference.
+            the first 100 differences.
           FileNotFoundError: there is no checkpoint ``step``.
           CheckpointError: checkpoint ``step`` is damaged, or all are.
         """
@@ -224,9 +277,15 @@ class Checkpoints:
             record = files.read_record(folder)
             if check is not None:
                 check(record.extra)
-            _compare(folder, record, _shapes(wanted), partial)
+            files.compare(folder, record, _shapes(wanted), partial)
             self._report(refused, candidate)
-            arrays = files.restore_arrays(folder, wanted)
+            try:
+                arrays = files.restore_arrays(folder, wanted)
+            except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+                raise CheckpointError(
+                    f"checkpoint {folder} cannot be read, though its files are as its record has "
+                    f"them: {_reason(error)}"
+                ) from error
             leaves = [arrays[name] for name in wanted]
             state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
             return Restored(candidate, state, record.extra, refused)
@@ -251,35 +310,43 @@ class Checkpoints:
                 )
 
     def _set_refused_aside(self) -> None:
-        if not self._refused:
-            return
-        if jax.process_index() == 0:
-            for step in self._refused:
-                place = self.folder / str(step)
-                if place.exists():
-                    aside = self.folder / f"{step}.refused"
-                    shutil.rmtree(aside, ignore_errors=True)
-                    place.rename(aside)
-        self._refused = []
-        barrier("burst_jax refused checkpoints")
+        refused, self._refused = self._refused, []
+        if refused:
+            by_first_process(functools.partial(self._rename, refused))
+
+    def _rename(self, steps: list[int]) -> None:
+        for place in (self.folder / str(step) for step in steps):
+            if files.is_checkpoint(place):
+                aside = Path(f"{place}.refused")
+                number = itertools.count(1)
+                while aside.is_symlink() or aside.exists():
+                    aside = Path(f"{place}.refused.{next(number)}")
+                place.rename(aside)
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+        return [
+            int(path.name)
+            for path in self.folder.iterdir()
+            if _STEP.fullmatch(path.name) and files.is_checkpoint(path)
+        ]
 
     def _make_writer(self) -> ocp.AsyncCheckpointer:
-        """Creates the folder and removes what a killed run was writing there.
+        """Locks the folder and removes what a killed run was writing there.
 
         Called by the first :meth:`save`, so a program that only reads removes nothing.
         """
-        if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for half in self.folder.glob(f"*{_TEMPORARY}*"):
-                shutil.rmtree(half)
+        self.lock()
+        by_first_process(self._remove_incomplete)
         if jax.process_count() > 1:
             self._check_shared()
         return ocp.AsyncCheckpointer(files.Handler(), timeout_secs=self._timeout)
+
+    def _remove_incomplete(self) -> None:
+        for path in self.folder.iterdir():
+            if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
 
     def _check_shared(self) -> None:
         mark = self.folder / _SHARED
@@ -410,31 +477,6 @@ def _json(extra: Any) -> Any:
             "all. burst_jax.data.gather_state makes one state of all processes' loaders"
         )
     return json.loads(text)
-
-
-def _compare(folder: Path, record: files.Record, wanted: dict[str, Any], partial: bool) -> None:
-    """Raises a ValueError that lists every difference between saved and requested arrays.
-
-    If ``partial``, arrays that only the checkpoint has are ignored.
-    """
-    there = record.arrays
-    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
-    if not partial:
-        lines += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
-    for name in wanted:
-        if name in there and there[name] != wanted[name]:
-            (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
-            lines.append(
-                f"{name}: {dtype}{list(shape)} in the checkpoint, "
-                f"{other_dtype}{list(other_shape)} requested"
-            )
-    if lines:
-        raise ValueError(
-            f"checkpoint {folder} has another state: {len(lines)} arrays differ. Use the model and "
-            "the optimizer that it was saved with (extra may name them), pass partial=True to "
-            "restore a part of it, or start over in another folder:\n  "
-            + "\n  ".join(sorted(lines))
-        )
 
 
 def _damage(folder: Path) -> str | None:

@@ -20,6 +20,8 @@ from burst_jax.parallel.mesh import (
     flat_names,
     reshard_explicit,
     resolve_mesh,
+    restrict_spec,
+    split_explicit,
     token_spec,
 )
 from burst_jax.parallel.rules import check_divides
@@ -100,21 +102,26 @@ def chunked_cross_entropy(
         kernel_spec = explicit_spec(kernel, PartitionSpec(None, vocab_axis))
     check_divides("kernel", kernel.shape, kernel_spec, mesh)
     tokens = token_spec(batch_axis, seq_axis)
-    # Hidden states are not resharded here, because that is expensive.
+    hidden_spec = token_spec(batch_axis, seq_axis, ndim=3)
+    hidden = split_explicit("hidden", hidden, mesh, hidden_spec, ("batch_axis", "seq_axis", None))
     targets, weights = (reshard_explicit(x, mesh, tokens) for x in (targets, weights))
+    # Over other axes every device would compute the same loss from its gathered kernel, which JAX
+    # could not know to be the same; so those are gathered before.
+    token_axes = flat_names(batch_axis, seq_axis)
+    kernel_spec = restrict_spec(kernel_spec, (*token_axes, *options.vocab_axes))
     kernel = reshard_explicit(kernel, mesh, kernel_spec)
     if frozen_kernel:
         kernel = lax.stop_gradient(kernel)
     local = jax.shard_map(
         partial(
             _local_loss,
-            token_axes=flat_names(batch_axis, seq_axis),
+            token_axes=token_axes,
             kernel_spec=kernel_spec,
             options=options,
             frozen_kernel=frozen_kernel,
         ),
         mesh=mesh,
-        in_specs=(token_spec(batch_axis, seq_axis, ndim=3), kernel_spec, tokens, tokens),
+        in_specs=(hidden_spec, kernel_spec, tokens, tokens),
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
     return local(hidden, kernel, targets, lax.stop_gradient(weights))
@@ -137,7 +144,12 @@ def next_token_loss(
       ``(sum of losses in nats, number of targets)``, float32 scalars.
     """
     parts, kernel_spec = model.head_sharding()
-    hidden = model(batch["inputs"], batch["positions"], batch["segment_ids"])
+    hidden = model(
+        batch["inputs"],
+        batch["positions"],
+        batch["segment_ids"],
+        prefix_lengths=batch.get("prefix_lengths"),
+    )
     return chunked_cross_entropy(
         hidden,
         model.head_kernel(),

@@ -12,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from burst_jax.errors import optional
-from burst_jax.parallel.processes import is_main
+from burst_jax.parallel.processes import by_first_process, check_same, is_main
 from burst_jax.training.checkpoints import Checkpoints
+from burst_jax.training.lock import FileLock
 from burst_jax.training.monitoring import StallGuard, device_memory
 
 METRICS = "metrics.jsonl"
 CURVES = "tensorboard"
+_LOCK = ".metrics.lock"
 # Steps over which the speed is averaged.
 _WINDOW = 20
 # Metrics that end the run when they are not finite.
@@ -64,6 +66,10 @@ class RunLog:
     ``tensorboard.1``, or the next free number, and reports it on stderr. On a terminal a progress
     bar is drawn (with ``rich``, if installed); otherwise about twenty lines are printed.
 
+    Lines that cannot be read, like those with an invalid byte, are reported, and the file with them
+    is kept under such a name. One RunLog at a time may write in a folder: a second run raises until
+    the first has closed its log or has ended, see :meth:`Checkpoints.lock`.
+
     With several processes all create a RunLog and call :meth:`step`; process 0 writes and prints.
 
     Args:
@@ -83,7 +89,9 @@ class RunLog:
 
     Raises:
       ImportError: ``tensorboard`` without tensorboardX.
-      ValueError: ``start`` is not in 0 ... ``steps``.
+      ValueError: ``start`` is not in 0 ... ``steps``; another run logs in ``out``; ``steps``,
+        ``start`` or ``tokens_per_step`` differ between processes.
+      OSError: ``out`` cannot be written to.
     """
 
     def __init__(
@@ -112,21 +120,30 @@ class RunLog:
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self.history: list[dict[str, Any]] = []
         self._first, self._every = start + 1, max(1, steps // _LINES)
-        self._file = self._curves = self._bar = None
-        if not is_main():
-            return
-        out = Path(out)
+        self._curves = self._bar = None
+        self._file: TextIO | None = None
+        self._lock: FileLock | None = None
+        self._path = Path(out) / METRICS
+        check_same({"steps": steps, "start": start, "tokens_per_step": tokens_per_step})
+        by_first_process(self._open)
+        if is_main():
+            self._bar = _make_bar(steps, start)
+            if writer is not None:
+                self._curves = writer(str(Path(out) / CURVES), purge_step=start + 1)
+
+    def _open(self) -> None:
+        out, start = self._path.parent, self._last
         out.mkdir(parents=True, exist_ok=True)
-        if start == 0:
-            moved = set_aside(out, [METRICS, CURVES])
-            if moved:
+        lock = FileLock(out / _LOCK, f"{METRICS} in {out}")
+        try:
+            if start == 0 and (moved := set_aside(out, [METRICS, CURVES])):
                 print(moved, file=sys.stderr, flush=True)
-        self.history = cut_metrics(out / METRICS, start)
-        self._path = out / METRICS
-        self._file = self._path.open("a")
-        self._bar = _make_bar(steps, start)
-        if writer is not None:
-            self._curves = writer(str(out / CURVES), purge_step=start + 1)
+            self.history = cut_metrics(self._path, start)
+            self._file = self._path.open("a")
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -146,6 +163,8 @@ class RunLog:
             # Every line has been flushed, except one that already raised an error.
             with contextlib.suppress(OSError):
                 self._file.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of the completed step ``step``; steps count from 1.
@@ -251,23 +270,58 @@ def duration(seconds: float) -> str:
 def cut_metrics(path: Path, start: int) -> list[dict[str, Any]]:
     """Removes the lines after step ``start`` of a ``metrics.jsonl`` and returns the others.
 
-    A partial line, left by a killed run, is removed too.
+    A partial line, left by a killed run, is removed too. If other lines cannot be read, a copy of
+    the file is kept, and reported on stderr.
     """
-    records = read_metrics(path)
+    records, unread = _parse_metrics(path)
+    if unread:
+        number = 1
+        while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        kept.write_bytes(path.read_bytes())
+        print(
+            f"{path}: {unread} lines cannot be read; they are left out, and kept in {kept.name}",
+            file=sys.stderr,
+            flush=True,
+        )
     remaining = [records[step] for step in sorted(records) if step <= start]
     replace_file(path, "".join(json.dumps(record) + "\n" for record in remaining))
     return remaining
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Step -> record of a ``metrics.jsonl``, ignoring partial lines."""
+    """Step -> record of a ``metrics.jsonl``, ignoring lines that cannot be read.
+
+    Raises:
+      ValueError: ``path`` is no regular file.
+    """
+    return _parse_metrics(path)[0]
+
+
+def _parse_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """Step -> record, and the number of complete lines without one."""
     records: dict[int, dict[str, Any]] = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                records[int(record["step"])] = record
-    return records
+    if not path.exists():
+        return records, 0
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: use another folder, or move it")
+    *lines, partial = path.read_bytes().split(b"\n")
+    unread = 0
+    for line in (*lines, partial):
+        try:
+            record = json.loads(line.decode())
+            step = record["step"]
+            # A loss that is drawn or compared is a number; the log writes None for NaN.
+            if type(step) is not int or not all(_is_number(value) for value in record.values()):
+                raise ValueError
+            records[step] = record
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            unread += line is not partial and bool(line.strip())
+    return records, unread
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e308)
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> str:

@@ -154,7 +154,7 @@ class TrainStep:
                 + pipeline
                 * (microbatches > 1)
             )
-        spec = shardings.token_spec(2)
+        specs = jax.tree.map(lambda x: PartitionSpec(*shardings.token_spec(2)[: x.ndim]), batch)
 
         # Each device slices its own sequences, so nothing is communicated.
         def slices(x: jax.Array) -> jax.Array:
@@ -163,8 +163,8 @@ class TrainStep:
         sliced = jax.shard_map(
             partial(jax.tree.map, slices),
             mesh=shardings.mesh,
-            in_specs=spec,
-            out_specs=PartitionSpec(None, *spec),
+            in_specs=(specs,),
+            out_specs=jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs),
         )(batch)
 
         def add(sums: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:

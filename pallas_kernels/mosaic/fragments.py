@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, math, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
 from pallas_kernels.score import LOG2_E
 
@@ -74,6 +74,33 @@ def fma(x: jax.Array, y: jax.Array, z: jax.Array, layout: Any) -> jax.Array:
 
 def _fma(_, x, y, z):
     return y._pointwise(lambda y, z, x: math.fma(x, y, z), z, x)
+
+
+def rounded_to_int32(x: jax.Array, layout: Any) -> jax.Array:
+    """The nearest int32 of each element of ``x``; ``astype`` would round towards zero.
+
+    Args:
+      x: float32, in ``layout``.
+      layout: register layout, also of the result.
+    """
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32), layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(_rounded_to_int32)(x)
+
+
+def _rounded_to_int32(_, x):
+    i32 = ir.IntegerType.get_signless(32)
+    registers = np.empty(x.registers.shape, dtype=object)
+    for index, register in np.ndenumerate(x.registers):
+        kind = ir.VectorType(register.type)
+        made: Any = llvm.mlir_undef(ir.VectorType.get(kind.shape, i32))
+        for i in range(kind.shape[0]):
+            element = vector.extract(register, dynamic_position=[], static_position=[i])
+            rounded: Any = llvm.inline_asm(
+                i32, [element], "cvt.rni.s32.f32 $0, $1;", "=r,f", has_side_effects=False
+            )
+            made = vector.insert(rounded, made, dynamic_position=[], static_position=[i])
+        registers[index] = made
+    return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
 
 
 def rescale_rows(x: jax.Array, factors: jax.Array, *, tile: Any, rows: Any) -> jax.Array:

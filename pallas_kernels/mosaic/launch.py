@@ -139,7 +139,8 @@ def with_padding(
       backward_dims: those of the backward kernel.
       tokens: padded lengths are multiples of it.
     """
-    backward_kernel = implementation.backward
+    accumulator = implementation.dq_accumulator
+    backward_kernel = implementation.backward if accumulator is None else accumulator.add
     assert backward_kernel is not None
 
     def padded(x: jax.Array, lanes: int) -> jax.Array:
@@ -169,6 +170,17 @@ def with_padding(
         o, lse = implementation.forward(given, bounds, carry, **options)
         return _cut(o, inputs.q_length, inputs.value_dim), lse
 
+    def add(
+        inputs: AttentionInputs, bounds: Any, dq: Any, dkv: Dkv | None = None, **options: Any
+    ) -> tuple[Any, Dkv, PerHead]:
+        """The backward kernel; dQ remains padded."""
+        given = padded_inputs(inputs, backward_dims)
+        if dkv is not None:
+            dkv = padded(dkv[0], given.head_dim), padded(dkv[1], given.value_dim)
+        dq, (dk, dv), per_head = backward_kernel(given, bounds, dq, dkv, **options)
+        dk, dv = _cut(dk, *inputs.kv.k.shape[1::2]), _cut(dv, *inputs.kv.v.shape[1::2])
+        return dq, (dk, dv), per_head
+
     def backward(
         inputs: AttentionInputs,
         bounds: Any,
@@ -176,14 +188,10 @@ def with_padding(
         dkv: Dkv | None = None,
         **options: Any,
     ) -> tuple[jax.Array, Dkv, PerHead]:
-        given = padded_inputs(inputs, backward_dims)
         if dq is not None:
-            dq = padded(dq, given.head_dim)
-        if dkv is not None:
-            dkv = padded(dkv[0], given.head_dim), padded(dkv[1], given.value_dim)
-        dq, (dk, dv), per_head = backward_kernel(given, bounds, dq, dkv, **options)
-        dk, dv = _cut(dk, *inputs.kv.k.shape[1::2]), _cut(dv, *inputs.kv.v.shape[1::2])
-        return _cut(dq, inputs.q_length, inputs.head_dim), (dk, dv), per_head
+            dq = padded(dq, backward_dims(inputs.head_dim, inputs.value_dim)[0])
+        made, dkv, per_head = add(inputs, bounds, dq, dkv, **options)
+        return _cut(made, inputs.q_length, inputs.head_dim), dkv, per_head
 
     def forward_bounds(inputs: AttentionInputs, **options: Any) -> Any:
         return implementation.forward_bounds(padded_inputs(inputs, forward_dims), **options)
@@ -191,10 +199,24 @@ def with_padding(
     def backward_bounds(inputs: AttentionInputs, **options: Any) -> Any:
         return implementation.backward_bounds(padded_inputs(inputs, backward_dims), **options)
 
+    if accumulator is not None:
+        zeros, finish = accumulator.zeros, accumulator.finish
+
+        def padded_zeros(inputs: AttentionInputs, bounds: Any, **options: Any) -> Any:
+            return zeros(padded_inputs(inputs, backward_dims), bounds, **options)
+
+        def cut_finish(dq: Any, inputs: AttentionInputs, **options: Any) -> jax.Array:
+            made = finish(dq, padded_inputs(inputs, backward_dims), **options)
+            return _cut(made, inputs.q_length, inputs.head_dim)
+
+        accumulator = dataclasses.replace(
+            accumulator, zeros=padded_zeros, add=add, finish=cut_finish
+        )
     return dataclasses.replace(
         implementation,
         forward=forward,
-        backward=backward,
+        backward=backward if accumulator is None else accumulator.backward,
+        dq_accumulator=accumulator,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
     )

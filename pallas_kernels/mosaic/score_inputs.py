@@ -1,12 +1,11 @@
 """What kernels compute scores from, apart from ``q k^T``: in global memory and as fragments.
 
 Positions, segment ids, per-query KV bounds, per-head parameters, dropout hashes, block-sparse
-masks and global indices; and the masks of a tile of scores that follow from them.
+masks and global indices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.dropout import column_hashes
 from pallas_kernels.inputs import AttentionInputs, GlobalIndices, KVSide, QuerySide
-from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.spec import AttentionSpec, Tiles
 
@@ -47,6 +45,11 @@ def unsupported_inputs(inputs: AttentionInputs, *, most: int) -> str | None:
         f"blocks of block_mask hold {mask.q_run} queries and {mask.kv_run} keys side by side on a "
         f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, None or 'xla')"
     )
+
+
+def load_tokens(ref: Any, tokens: Any, layout: Any) -> jax.Array:
+    """Loads the values of some tokens from global memory into registers."""
+    return plgpu.load(ref.at[tokens], layout=layout, optimized=False)
 
 
 class TokenArrays(NamedTuple):
@@ -90,7 +93,7 @@ class TokenArrays(NamedTuple):
                 return None
             if len(ref.shape) == 2:
                 ref = ref.at[batch if ref.shape[0] != 1 else 0]
-            return plgpu.load(ref.at[tokens], layout=layout, optimized=False)
+            return load_tokens(ref, tokens, layout)
 
         return TokenArrays(*map(loaded, self))
 
@@ -119,13 +122,9 @@ class DropoutHashes(NamedTuple):
     queries: Any
     keys: Any
 
-    def load_queries(self, batch: Any, head: Any, queries: Any, layout: Any) -> jax.Array:
-        """Loads the hashes of some queries into registers."""
-        return plgpu.load(self.queries.at[batch, head, queries], layout=layout, optimized=False)
-
-    def load_keys(self, keys: Any, layout: Any) -> jax.Array:
-        """Loads the hashes of some keys into registers."""
-        return plgpu.load(self.keys.at[keys], layout=layout, optimized=False)
+    def of(self, batch: Any, head: Any) -> tuple[Any, Any]:
+        """The hashes of a head's queries, and of its keys."""
+        return self.queries.at[batch, head], self.keys
 
 
 class BlockMaskEntries(NamedTuple):
@@ -234,43 +233,3 @@ def _block_mask_entries(
     parts = (length // BLOCK_TOKENS for length in lengths)
     padded = (pad_axis(x, 0, count) for x, count in zip((rows, columns), parts, strict=True))
     return BlockMaskEntries(mask.table.astype(jnp.int32), *padded)
-
-
-def token_mask(
-    mask: Mask,
-    shape: tuple[int, ...],
-    q: TokenArrays,
-    k: TokenArrays,
-    q_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
-    k_along: Callable[[jax.Array, tuple[int, ...]], jax.Array],
-) -> jax.Array | None:
-    """True where the token arrays do not mask a score of a tile; None if they mask none.
-
-    Args:
-      mask: the window; its ``mask_mod`` must be None.
-      shape: shape of the tile.
-      q: tokens of the tile's queries, in registers.
-      k: tokens of the tile's keys, in registers.
-      q_along: ``along_rows`` where queries are the tile's rows, else ``along_columns``.
-      k_along: the other one.
-    """
-    q_positions, q_ids, starts, ends = (None if x is None else q_along(x, shape) for x in q)
-    k_positions, k_ids, *_ = (None if x is None else k_along(x, shape) for x in k)
-    return mask.allowed(q_positions, k_positions, q_ids, k_ids, starts, ends)
-
-
-def allowed_columns(shape: tuple[int, ...], allowed: Sequence[jax.Array], layout: Any) -> jax.Array:
-    """Mask of a tile in ``layout``; its i-th BLOCK_TOKENS columns are True if ``allowed[i]`` is."""
-    index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-    mask = None
-    # Two neighboring parts make one range of columns.
-    for first in range(0, len(allowed), 2):
-        middle = (first + 1) * BLOCK_TOKENS
-        start = jnp.where(allowed[first], i32(middle - BLOCK_TOKENS), i32(middle))
-        end = i32(middle)
-        if first + 1 < len(allowed):
-            end = jnp.where(allowed[first + 1], i32(middle + BLOCK_TOKENS), end)
-        here = (index >= start) & (index < end)
-        mask = here if mask is None else mask | here
-    assert mask is not None
-    return mask

@@ -126,6 +126,11 @@ class KernelStatic[Config: TileConfig]:
         return self.has_bias and self.spec.mask.hides_later_keys
 
     @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is added to the scores after ``q k^T``."""
+        return self.has_bias
+
+    @property
     def base_2_factor(self) -> float:
         """Factor that takes a tile's scores to logits in base 2; with a bias they are already."""
         return 1.0 if self.has_bias else self.spec.score.base_2_factor

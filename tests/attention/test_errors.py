@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import assert_close, make_mesh
+from meshes import assert_close, make_mesh, mesh_of
 from mistakes import ARRAY_SCALE, GLOBAL, IMPOSSIBLE, SHARED, B, H, N, T, good, zeros
 
 import burst_jax
@@ -125,10 +125,11 @@ def test_burst_attention_inside_shard_map():
         run(zeros(B, T, N, H))
 
 
-IN_SHARD_MAP: list[tuple[bool, str | None, dict[str, Any], str]] = [
+IN_SHARD_MAP: list[tuple[bool | str, str | None, dict[str, Any], str]] = [
     (False, "seq", {}, r"axis_name is 'seq', .*: call ring_attention inside a sh"),
     (False, None, {}, r"axis_name is None outside of a shard_map, .*: call burs"),
     (False, "seq", {"ulysses_axis": "seq"}, "ulysses_axis is 'seq', and so is axis_name"),
+    ("vmap", "seq", {}, r"axis_name is 'seq', .* \(an axis of jax.vmap is not one\), or burst_at"),
     (True, "heads", {}, r"axis_name is 'heads', the manual mesh axes .*'seq'"),
     (True, "seq", {"ulysses_axis": "heads"}, r"ulysses_axis is 'heads', the manual mesh axes"),
     (True, "seq", {"layout": "zigzag"},
@@ -141,28 +142,34 @@ def test_ring_attention_names_its_own_arguments(inside, axis, options, message):
     def run(q):
         return burst_jax.ring_attention(q, q, q, axis, **options)
 
-    if inside:
+    if inside == "vmap":
+        run = jax.vmap(lambda q: burst_jax.ring_attention(q, q, q, axis), axis_name=axis)
+        run = functools.partial(lambda run, q: run(q[None]), run)
+    elif inside:
         spec = P(None, "seq")
         run = jax.shard_map(run, mesh=make_mesh(seq=4), in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match=message):
         run(zeros(B, 12, N, H))
 
 
-@pytest.mark.parametrize("spec", [P(), P("data", "seq"), P(None, None, "seq")], ids=str)
-def test_explicit_axes_split_otherwise(spec):
-    mesh = make_mesh(data=2, seq=4, kind=AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        arrays = {
-            name: jax.device_put(good()[name], jax.NamedSharding(mesh, P(None, "seq")))
-            for name in ("key", "value")
-        }
-        query = jax.device_put(zeros(B, T, 4, H), jax.NamedSharding(mesh, spec))
-        message = (
-            r"query is sharded as .* over Explicit mesh axes, the ring needs .*'seq'.*: set "
-            r"seq_axis, batch_axis and tensor_axis .*, or reshard it: jax.reshard\(query, "
-        )
-        with pytest.raises(ValueError, match=message):
-            burst_jax.burst_attention(query, **arrays)
+@pytest.mark.parametrize(
+    ("sizes", "spec", "message"),
+    [
+        (
+            {"data": 2, "seq": 4},
+            P("data", "seq"),
+            r"call needs .*: pass batch_axis='data' \(layers",
+        ),
+        ({"data": 2, "seq": 4}, P(None, None, None, "seq"), r"call needs .*'seq'.*\): reshard it"),
+        ({"a": 2, "b": 4}, P("a"), r"mesh of {'a': 2, 'b': 4}, the call's mesh has {'data': 2, '"),
+    ],
+    ids=["batch", "head-dim", "mesh"],
+)
+def test_explicit_axes_split_otherwise(sizes, spec, message):
+    mesh, own = (mesh_of(AxisType.Explicit, **each) for each in ({"data": 2, "seq": 4}, sizes))
+    query = jax.device_put(good()["query"], jax.NamedSharding(own, spec))
+    with pytest.raises(ValueError, match=r"query is sharded as .*" + message):
+        burst_jax.burst_attention(query, query, query, mesh=mesh)
 
 
 NO_DENSE_MASK = (

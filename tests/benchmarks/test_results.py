@@ -15,7 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.results import Results, Row, replacing
 
 UNSUPPORTED = Row("causal, 32/8 heads", "Pallas example", note="NotImplementedError: no GQA")
-WRONG = Row("full", "triton", error=0.5, note="wrong: dq; not timed")
+WRONG = Row("full", "mosaic_sm80", error=0.5, note="wrong: dq; not timed")
 RESULTS = Results(
     "NVIDIA H200",
     "0.11.2",
@@ -116,7 +116,7 @@ def test_the_figure_has_all_rows(tmp_path, monkeypatch):
         ["595", "wrong", "n/a", "7.5", "matmul 685"],
         ["539", "wrong", "n/a", "690", "matmul 685"],
     ]
-    assert names == ["cuDNN", "triton", "Pallas example", "new"]
+    assert names == ["cuDNN", "mosaic_sm80", "Pallas example", "new"]
     colours = {handle.get_facecolor() for handle in legend.legend_handles}
     assert len(colours) == len(names)
     for axes in figure.axes:

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.cuda_compiler
 hopper_kernels = pytest.mark.hopper_kernels
 
 
-def compile_one(half, dim, value_dim=None, config=None, **options):
+def compile_one(half, dim, value_dim=None, config=None, deterministic=False, **options):
     """Compiles one call of a kernel; ``config``: None is the one that ships.
 
     There are more work tiles than an H100 has SMs: each CTA loops over several, which takes
     registers.
     """
-    local = mosaic_sm90(**({} if config is None else {f"{half}_config": config}))
+    configs = {} if config is None else {f"{half}_config": config}
+    local = mosaic_sm90(**configs, deterministic=deterministic)
     return compile_call(local, "h100", half, dim, value_dim, **options)
 
 
@@ -107,11 +108,30 @@ def test_kernels_fit_in_the_registers(report, half, dim, options):
     assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
 
 
+@hopper_kernels
+@pytest.mark.parametrize(
+    ("dim", "options", "most_stack"),
+    [
+        (64, FULL, 0), (96, {}, 0), (64, {"numbers": "differentiated"}, 0), (128, RANGES, 8),
+        # What a work tile keeps over its loop.
+        (128, {}, 24), (128, LAST, 24), (128, BLOCKS | BOTH, 8),
+    ],
+    ids=call_id,
+)  # fmt: skip
+def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options, most_stack):
+    seen = report("backward", dim, deterministic=True, **options)
+    assert len(seen.kernels) == 1
+    assert seen.stack <= most_stack
+    assert seen.spills <= 2 * most_stack
+    assert not seen.serialized
+
+
 @pytest.mark.parametrize(
     ("half", "dim", "options"),
     [
         ("forward", 64, {}), ("forward", 128, FULL | FRESH), ("forward", 256, FULL),
         ("backward", 64, LAST | SEGMENTS), ("backward", 128, {}), ("backward", 128, LAST | FULL),
+        ("backward", 64, {"deterministic": True}), ("backward", 128, {"deterministic": True}),
     ],
     ids=call_id,
 )  # fmt: skip

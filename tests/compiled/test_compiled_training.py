@@ -38,15 +38,20 @@ TOKENS = 4096
 def compile_step(gpu, kernels, config, tokens=TOKENS, **sizes):
     """A step of ``tokens`` tokens a device, and the shapes of weights and optimizer state.
 
-    ``sizes``: of the mesh's axes, which are named as the fields of ``ShardingRules`` are.
+    ``sizes``: of the mesh's axes, which are named as the fields of ``ShardingRules`` are, or
+    ``heads``, the Ulysses axis.
     """
     mesh = compiled.named_mesh(gpu, **sizes)
-    rules, optimizer = ShardingRules.of(mesh), make_optimizer(1e-3, 10)
+    names = [field.name for field in dataclasses.fields(ShardingRules)]
+    rules = ShardingRules(**{name: name if name in sizes else None for name in names})
+    options: dict[str, Any] = {"ulysses_axis": "heads"} if "heads" in sizes else {}
+    optimizer = make_optimizer(1e-3, 10)
     graphdef, params, state = abstract_train_state(
-        config, optimizer, mesh, layout="zigzag", implementation=kernels, rules=rules
+        config, optimizer, mesh, layout="zigzag", implementation=kernels, rules=rules, **options
     )
-    shape = sizes.get("data", 1) * sizes.get("fsdp", 1), tokens * sizes["seq"]
-    sharding = NamedSharding(mesh, P(rules.batch_axes or None, rules.seq))
+    tokens_per_row = tokens * sizes["seq"] * sizes.get("heads", 1)
+    shape = sizes.get("data", 1) * sizes.get("fsdp", 1), tokens_per_row
+    sharding = NamedSharding(mesh, P(rules.batch_axes or None, ("seq", *options.values())))
     names = dict.fromkeys(("inputs", "targets", "positions"), jnp.int32) | {"weights": jnp.float32}
     batch: Any = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in names.items()
@@ -142,23 +147,28 @@ def test_a_step_with_sharded_weights(gpu, kernels, sizes, config, tokens):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "accuracy"),
+    ("changes", "tokens", "ulysses", "accuracy"),
     [
         # Between the memory of all layers as "attention" and of all as "selective".
-        ({"num_layers": 4, "remat": "selective", "remat_layers": 2}, 4 * TOKENS, 0.08),
+        ({"num_layers": 4, "remat": "selective", "remat_layers": 2}, 4 * TOKENS, 1, 0.08),
         # Norms of the residual stream, of what is added to it, of queries and of keys.
-        ({"num_layers": 2, "remat": "none"}, 2 * TOKENS, 0.1),
+        ({"num_layers": 2, "remat": "none"}, 2 * TOKENS, 1, 0.1),
+        ({"num_layers": 2, "remat": "none"}, 2 * TOKENS, 2, 0.1),
     ],
-    ids=["two-of-four-selective", "none"],
+    ids=["two-of-four-selective", "none", "none-ulysses"],
 )
-def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, accuracy):
+def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, ulysses, accuracy):
     config = dataclasses.replace(CONFIG, post_norms=True, **changes)
     assert config.qk_norm
-    program, params, _ = compile_step("a100", "mosaic_sm80", config, tokens, seq=2)
+    heads = {"heads": ulysses} if ulysses > 1 else {}
+    program, params, _ = compile_step("a100", "mosaic_sm80", config, tokens, seq=2, **heads)
 
     def planned(remat: Remat, count: int | None) -> int:
-        strategy = TrainingStrategy("sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count)
-        of_device = device_sizes(config, params, strategy, length=2 * tokens, batch=1)
+        strategy = TrainingStrategy(
+            "sharded", 1, (2,), 1, "zigzag", remat, remat_layers=count, ulysses=ulysses
+        )
+        length = 2 * ulysses * tokens
+        of_device = device_sizes(config, params, strategy, length=length, batch=1)
         memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
         return memory.activations + memory.gradients + memory.work
 

@@ -208,8 +208,8 @@ def test_bad_numbers_of_processes_raise():
 
 
 STATES: list[Any] = [
-    (lambda state: None, "state is 'None': it must be what get_state returned"),
-    (lambda state: {}, "state is '{}': it must be what get_state returned"),
+    (lambda state: None, "state is None: it must be what get_state returned"),
+    (lambda state: {}, "state is {}: it must be what get_state returned"),
     (lambda state: state | {"version": 0}, "of version 1"),
     (lambda state: {"version": 1}, "it must be what get_state returned"),
     (

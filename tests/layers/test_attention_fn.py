@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import re
 import textwrap
 from typing import Any
@@ -18,7 +20,9 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, random_like, relative_rms
 
 from burst_jax.layers.attention_fn import linen_attention_fn, nnx_attention_fn
+from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layouts.permutation import to_layout
+from burst_jax.parallel.mesh import SavedMesh
 
 FEATURES, T = 32, 24
 ARRAY = np.zeros((1, 8, 2, 4), np.float32)
@@ -132,7 +136,7 @@ def test_lengths_that_the_mesh_does_not_divide_are_padded():
 
 @BOTH
 def test_the_docstrings_segment_ids_run(make):
-    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:Each|Args))", make.__doc__)
+    (block,) = re.findall(r"::\n\n((?: {8}.*\n|\n)+)(?=    (?:For|Args))", make.__doc__)
     x = features(1, length=8)
     ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2]], jnp.int32)
     names: dict[str, Any] = {"jax": jax, "nnx": nnx, "nn": linen, "mesh": make_mesh(seq=2)}
@@ -142,12 +146,28 @@ def test_the_docstrings_segment_ids_run(make):
     if make is nnx_attention_fn:
         mask = jnp.asarray(ids[:, None, :, None] == ids[:, None, None])
         want = layer(x, mask=mask, is_causal=True)
-        assert relative_rms(names["attend"](names["params"], x, ids), want) < 1e-5
+        assert relative_rms(names["attend"](layer, x, ids), want) < 1e-5
+        assert relative_rms(layer(x, mask=mask, is_causal=True), want) < 1e-5  # Set back.
     else:
         out, params = names["Block"]().init_with_output(jax.random.key(0), x, ids)
         second = names["Block"]().apply(params, x.at[0, 0].add(1.0), ids)
         np.testing.assert_array_equal(second[0, 4:], out[0, 4:])
         assert (second[0, :4] != out[0, :4]).any()
+
+
+def test_a_layer_that_keeps_another_calls_lengths_raises():
+    layer, x = make_layer(), features(1, length=8)
+
+    @nnx.jit
+    def attend(layer, x, lengths):
+        masks: Any = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), lengths)
+        layer.attention_fn = nnx_attention_fn(mesh=make_mesh(seq=2), **masks)
+        return layer(x)
+
+    attend(layer, x, jnp.asarray([5]))
+    message = r"nnx_attention_fn was given query_seq_lengths and key_value_seq_lengths in a traced"
+    with pytest.raises(ValueError, match=message + " function that has ended, .* back before"):
+        layer(x)
 
 
 def test_flax_drops_weights_unless_deterministic():
@@ -163,7 +183,11 @@ def test_flax_drops_weights_unless_deterministic():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"mask": np.ones((1, 1, 8, 8), bool)}, ValueError, r"mask of shape \(1, 1, 8, 8\).*segm"),
+        (
+            {"mask": np.ones((1, 1, 8, 8), bool)},
+            ValueError,
+            r"mask of shape \(1, 1, 8, 8\).*seq_lengths.*segm",
+        ),
         ({"bias": np.ones((1, 2, 8, 8))}, ValueError, r"bias of shape \(1, 2, 8, 8\).*is_causal"),
         ({"module": object()}, ValueError, r"sow_weights=True: .*sow_weights=False"),
         ({"dropout_rate": 0.1}, ValueError, r"dropout_rate is 0.1 and dropout_key is None"),
@@ -179,6 +203,25 @@ def test_unsupported_calls_raise(call, error, message):
     arrays = dict.fromkeys(("query", "key", "value"), ARRAY)
     with pytest.raises(error, match=message):
         nnx_attention_fn(mesh=make_mesh(seq=2))(**arrays | call)
+
+
+@BOTH
+def test_functions_and_layers_can_be_pickled(make):
+    """With their mesh, by its devices' ids."""
+    mesh = make_mesh(seq=2)
+    x, fn = features(2), make(mesh=mesh, is_causal=True)
+    heads = x.reshape(2, T, 4, 8)
+    want = fn(heads, heads, heads)
+    kept = pickle.dumps(fn)
+    np.testing.assert_array_equal(pickle.loads(kept)(heads, heads, heads), want)
+    assert copy.deepcopy(fn) is fn
+    layer = BurstAttention(FEATURES, 4, rope_theta=None, rngs=nnx.Rngs(0), mesh=mesh)
+    again = pickle.loads(pickle.dumps(layer))
+    assert nnx.graphdef(again) == nnx.graphdef(layer)
+    np.testing.assert_array_equal(again(x), layer(x))
+    saved = SavedMesh.of(mesh)._replace(ids=(0, 99))
+    with pytest.raises(ValueError, match=r"mesh was pickled with cpu devices \[99\], which do not"):
+        saved.restored()
 
 
 @BOTH

@@ -91,6 +91,19 @@ def test_positions_are_required_checked_and_shared():
         layer(X, POSITIONS)
 
 
+@pytest.mark.parametrize("run", [lambda layer, x: layer(x), nnx.jit(lambda layer, x: layer(x))])
+def test_arrays_that_are_not_on_the_mesh_yet(run):
+    """Under jax.set_mesh, any operation puts them on the mesh, replicated."""
+    mesh = make_mesh(data=2, seq=2, kind=AxisType.Explicit)
+    options: Any = {"rope_theta": None, "layout": "zigzag", "is_causal": True}
+    want = make_layer(make_mesh(seq=2), **options)(to_layout(X, "zigzag", 2))
+    with jax.set_mesh(mesh):
+        layer = make_layer(mesh, **options, batch_axis="data")
+        out = run(layer, to_layout(X + 0, "zigzag", 2))
+    assert out.sharding.spec == P("data", "seq", None)
+    assert_close(jax.device_get(out), want)
+
+
 def test_attend_returns_what_the_function_computes():
     layer = make_layer(is_causal=True)
     rope = rope_table(POSITIONS, H)

@@ -222,7 +222,12 @@ WRONG: list[tuple[Any, str]] = [
 
 
 def test_wrong_arguments():
-    for call, message in WRONG:
+    numbers = r"holds 1, a int: pass an array or a pytree of arrays, np.asarray\(x\) for a list"
+    lists = (
+        (lambda: to_layout([1, 2, 3, 4], "zigzag", 2), "x " + numbers),
+        (lambda: pad_to_layout([[1, 2]], "zigzag", 2), "tree " + numbers),
+    )
+    for call, message in (*WRONG, *lists):
         with pytest.raises(ValueError, match=message):
             call()
 

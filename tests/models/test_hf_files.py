@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import mesh_of
 from safetensors.numpy import save_file
 
-from burst_jax.models import Decoder, DecoderConfig, load, save
+from burst_jax.models import Decoder, DecoderConfig, check_save_folder, load, save
 from burst_jax.models.hf.save import take_layer
 
 ONE = mesh_of(seq=1)
@@ -173,6 +173,13 @@ def test_a_new_decoder_is_saved_as_the_family_with_its_architecture(model, tmp_p
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
     with pytest.raises(FileExistsError, match=r"new exists: choose a folder that does not"):
         save(model, tmp_path / "new", max_length=4096)
+    # Before a training, too, and without a trace.
+    with pytest.raises(FileExistsError, match=r"new exists: choose a folder that does not"):
+        check_save_folder(tmp_path / "new")
+    with pytest.raises(PermissionError, match=r"deep cannot be created: .*json is no folder that"):
+        check_save_folder(tmp_path / "new" / "config.json" / "very" / "deep")
+    check_save_folder(tmp_path / "not" / "yet")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
     model.config = dataclasses.replace(model.config, post_norms=True)
     with pytest.raises(NotImplementedError, match="no model family"):
         save(model, tmp_path / "other", max_length=4096)

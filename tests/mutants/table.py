@@ -23,6 +23,7 @@ SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
+LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
 SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
@@ -150,10 +151,10 @@ MUTANTS = [
     (MASK, "& (q_segment_ids != 0))", ")", f"{LOCAL} {PADDING}"),
     (MASK, "operator.lt(*_of_one_rank(kv_positions, kv_ends))",
      "operator.le(*_of_one_rank(kv_positions, kv_ends))", f"{MASKS} {FUZZ}"),
-    (MASK, "full &= kv_last - q_first <= self.right", "full &= kv_last - q_last <= self.right", BOUNDS),
-    (MASK, "possible &= q_first - kv_last <= self.left", "possible &= q_last - kv_last <= self.left",
+    (MASK, "full = full & (kv_last - q_first <= self.right)", "full = full & (kv_last - q_last <= self.right)", BOUNDS),
+    (MASK, "possible = possible & (q_first - kv_last <= self.left)", "possible = possible & (q_last - kv_last <= self.left)",
      BOUNDS),
-    (MASK, "full = jnp.zeros_like(full)", "pass", f"{BOUNDS} {FUNCTIONS}"),
+    (MASK, "full = full & False", "pass", f"{BOUNDS} {FUNCTIONS}"),
     (TILES, "jnp.where((low == high) & (padded == 0), low, 0)", "jnp.where(low == high, low, 0)",
      BOUNDS),
     (TILES, "possible.reshape(by_group).any(2)", "possible.reshape(by_group).all(2)",
@@ -165,7 +166,11 @@ MUTANTS = [
      ONE_DEVICE),
     ("pallas_kernels/softmax.py", "divisor = jnp.where(empty, 1.0, total)", "divisor = total",
      f"{INTERFACE} -k softmax"),
-    ("pallas_kernels/softmax.py", "m = jnp.maximum(sink, FLOOR)", "m = sink", f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/softmax.py", "return jnp.maximum(sink, FLOOR),", "return sink,", f"{INTERFACE} -k softmax"),
+    ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, total)", "total", f"{LARGE_LOGITS} -k kernels"),
+    ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, x)", "x", f"{LARGE_LOGITS} -k kernels"),
+    ("pallas_kernels/xla.py", "rounded(logits if bias is None else logits + bias)",
+     "logits if bias is None else logits + bias", f"{LARGE_LOGITS} -k exact"),
     ("pallas_kernels/mosaic/tile_scheduler.py", "(work_tiles.ctas + fetched) * SLOTS", "fetched * SLOTS",
      SCHEDULER),
     ("pallas_kernels/mosaic/tile_iterator.py", "i = jnp.where(i >= count, i - count, i)",
@@ -193,12 +198,12 @@ MUTANTS = [
      "tests/serving/test_serving.py -k kernel_equals"),
     ("pallas_kernels/mosaic/sm80/decode.py", "end = lax.div((split + 1) * tiles, i32(static.splits))",
      "end = first + lax.div(tiles, i32(static.splits))", "tests/serving/test_serving.py -k kernel_equals"),
-    ("pallas_kernels/mosaic/sm80/fixed_point.py", "~high + (low == 0).astype(jnp.int32)", "~high",
-     "tests/pallas_kernels/test_sm80_interpreted.py -k fixed_point"),
-    ("pallas_kernels/mosaic/sm80/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
-     "tests/pallas_kernels/test_sm80_interpreted.py -k bound"),
-    ("pallas_kernels/choice.py", "candidates = [_variant(x, deterministic, compute_capability) for x in _CANDIDATES]",
-     "candidates = _CANDIDATES", "tests/pallas_kernels/test_resolve.py"),
+    ("pallas_kernels/mosaic/fixed_point.py", "~high + (low == 0).astype(jnp.int32)", "~high",
+     "tests/pallas_kernels/test_fixed_point.py"),
+    ("pallas_kernels/mosaic/fixed_point.py", "dp = dp * spec.dropout.unit", "pass",
+     "tests/pallas_kernels/test_fixed_point.py"),
+    ("pallas_kernels/choice.py", "candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)",
+     "candidates = map(_named, names)", "tests/pallas_kernels/test_resolve.py"),
     # --- layers, models, serving
     ("burst_jax/layers/rope.py", "slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)",
      "slow = (np.arange(head_dim // 2) - low) / (high - low)", f"{NNX_LAYER} -k yarn"),
@@ -255,7 +260,7 @@ MUTANTS = [
      "self", "tests/training/test_adam.py -k second_moment"),
     ("burst_jax/training/adam.py", "[starts[0] + begin, *starts[1:]]", "[begin, *starts[1:]]",
      "tests/training/test_adam.py -k change_no_bit"),
-    ("burst_jax/training/batches.py", "((segments == next_segments) & (segments != 0))",
+    ("burst_jax/training/batches.py", "(segments == next_segments) & (segments != 0)",
      "(segments == next_segments)", "tests/training/test_batches.py"),
     ("burst_jax/training/batches.py", "[_hash([form]), _hash(contents)]", "[_hash([form]), _hash([form])]",
      f"{PROCESSES} -k mistakes"),

@@ -95,6 +95,13 @@ def check(masks, q_tokens, kv_tokens, tiles, tight=False):
         exact = tight(mask) if callable(tight) else tight
         assert_right(found[0], some, whole, tight=exact)
         assert_right(found[1], some.swapaxes(1, 2), whole.swapaxes(1, 2), tight=exact)
+        if q_tokens.segment_ids is None and not q_tokens.kv_bounds:
+            q, kv = (x._replace(positions=np.asarray(x.positions)) for x in (q_tokens, kv_tokens))
+            for bounds, traced in zip((query_bounds, key_bounds), found[:2], strict=True):
+                while_tracing = bounds(mask, q, kv, tiles)
+                assert isinstance(while_tracing, np.ndarray)
+                assert while_tracing.dtype == np.int32
+                np.testing.assert_array_equal(while_tracing, traced)
         first, end = np.moveaxis(np.asarray(found[2]), -1, 0)[..., None]
         index = np.arange(some.shape[2])
         visited = (index >= first) & (index < end)

@@ -27,7 +27,6 @@ from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
 from pallas_kernels.mosaic.tile_scheduler import SLOTS
-from pallas_kernels.pallas_triton.configs import SHARED_MEMORY, TritonConfig, triton_configs
 
 SPEC = AttentionSpec.of
 
@@ -45,10 +44,6 @@ SPEC = AttentionSpec.of
         (lambda: SPEC(1.0, logits_soft_cap=float("inf")), "soft_cap is inf: "),
         (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
         (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
-        (lambda: TritonConfig(24, 32, 4, 2), "block_q is 24: .* a power of two"),
-        (lambda: TritonConfig(32, 8, 4, 2), "block_kv is 8: .* 16 or more"),
-        (lambda: TritonConfig(32, 32, 3, 2), "num_warps is 3: use 1, 2, 4, 8 or 16"),
-        (lambda: TritonConfig(32, 32, 4, 0), "num_stages is 0: it must be 1 or"),
         (lambda: MosaicConfig(128, 128, 1), "stages is 1: it must be 2 or more"),
         (lambda: MosaicConfig(32, 128, 2), "block_q is 32: it must be a multiple of 64"),
         (lambda: MosaicConfig(128, 100, 2), "block_kv is 100: it must be a multiple of 64"),
@@ -185,41 +180,3 @@ def test_sm80_tiles_fit():
         assert forward.shared_memory(*dims) <= sm80.SMALL_SHARED_MEMORY
         queries, lanes = backward.dq_part(dims[0])
         assert 2 * queries * lanes == backward.block_q * dims[0]
-
-
-# --- Triton --------------------------------------------------------------------------------------
-
-
-def configs(capability=9.0, dim=128, dtype="bfloat16", length=4096, packed=False, **options):
-    value_dim = options.pop("value_dim", None)
-    spec = SPEC(1.0, right=0, **options)
-    return triton_configs(capability, dim, dtype, length, length, spec, packed, value_dim=value_dim)
-
-
-def test_triton_configs_are_chosen_by_gpu_and_call():
-    for capability, dtype in ((8.6, "bfloat16"), (10.0, "float16"), (12.1, "float32")):
-        for dim in (32, 96, 256):  # A GPU without a table gets configs that fit all.
-            assert configs(capability, dim, dtype) == configs(None, dim, dtype)
-    assert len({configs(capability) for capability in (None, 8.0, 9.0)}) == 3
-    assert configs() == configs(dtype="float16") != configs(dtype="float32")
-    for capability in (8.0, 9.0):
-        for takes_registers in ({"length": 4000}, {"packed": True}, {"logits_soft_cap": 30.0}):
-            assert configs(capability, **takes_registers) != configs(capability)
-        assert configs(capability, left=99) == configs(capability)
-    for capability in (None, 8.0, 9.0):
-        # Narrower values leave room for larger tiles; wider ones decide alone.
-        narrower, as_wide = (configs(capability, 192, value_dim=x) for x in (128, 192))
-        assert (narrower == as_wide) == (capability is None)
-        assert configs(capability, 64, value_dim=256) == configs(capability, 256)
-
-
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_triton_tiles_fit_the_shared_memory_of_every_gpu_they_are_for(capability):
-    pairs = [*((dim, dim) for dim in (32, 64, 96, 128, 256)), (192, 128), (64, 256)]
-    for dtype, (dim, value_dim), packed in itertools.product(
-        ("bfloat16", "float32"), pairs, (False, True)
-    ):
-        chosen = configs(capability, dim, dtype, packed=packed, value_dim=value_dim)
-        for kernel, config in chosen._asdict().items():
-            size = config.shared_memory(kernel, dim, jnp.dtype(dtype).itemsize, value_dim) + 2048
-            assert size <= SHARED_MEMORY[capability], (kernel, dim, value_dim, config)

@@ -24,11 +24,13 @@ from pallas_kernels import (
     REFERENCE,
     XLA,
     AttentionInputs,
+    AttentionSpec,
     KVSide,
+    Mask,
     QuerySide,
+    Score,
     SlowerKernelsWarning,
     resolve,
-    triton,
     xla,
 )
 from pallas_kernels.mosaic.sm80 import implementation as sm80
@@ -49,7 +51,12 @@ def choose(
         )  # fmt: skip
 
 
-INTERPRETED = triton(interpret=True)
+# With a score_mod: a derivative that may exceed 1, and one that is 1.
+BENT, ADDED = (
+    AttentionSpec(Mask(), Score(1.0, score_mod=function))
+    for function in (lambda s, b, h, q, k: s * s, lambda s, b, h, q, k: s + 1.0)
+)
+OWN = dataclasses.replace(XLA, name="own")
 SMALL = sm80.fitting_sm80(8.6)  # 99 KiB of shared memory
 REPRODUCIBLE = MOSAIC_SM80.deterministic_variant
 REPRODUCIBLE_SM90 = MOSAIC_SM90.deterministic_variant
@@ -91,11 +98,15 @@ def test_resolve():
         (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
         ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
         (None, 9.0, {"backward": True, "deterministic": True, "dim": 256}, REPRODUCIBLE),
+        (None, 9.0, {"backward": True, "deterministic": True, "spec": BENT}, REPRODUCIBLE),
+        (None, 9.0, {"backward": True, "deterministic": True, "spec": ADDED}, REPRODUCIBLE_SM90),
+        (None, 9.0, {"deterministic": True, "spec": BENT}, REPRODUCIBLE_SM90),
+        (None, 9.0, {"backward": True, "spec": BENT}, MOSAIC_SM90),
         ("mosaic_sm90", 9.0, {"backward": True}, MOSAIC_SM90),
         ("mosaic_sm80", 8.0, {"backward": True}, MOSAIC_SM80),
         ("xla", 8.0, {"backward": True}, XLA),
         ("reference", None, {"platform": "cpu"}, REFERENCE),
-        (INTERPRETED, None, {"platform": "cpu"}, INTERPRETED),
+        (OWN, None, {"platform": "cpu"}, OWN),
     ):
         assert choose(name, capability, **options) is chosen, (name, capability, options)
 
@@ -110,6 +121,8 @@ def test_resolve():
         ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
         ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "dim is 256; it supports 128 at"),
         ("mosaic_sm90", 9.0, {"dim": 192, "value_dim": 128, "backward": True}, "head dim is 192"),
+        ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True, "spec": BENT},
+         "deterministic is True, and the derivative .* use None, 'mosaic_sm80' or 'xla'"),
         ("mosaic_sm90", None, {"platform": "cpu"}, r"9.0 \(Hopper\), the arrays are on 'cpu'; use"),
         ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'mosaic_sm80'"),
         ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'mosaic_sm80'"),

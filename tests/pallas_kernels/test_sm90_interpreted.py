@@ -21,6 +21,7 @@ from pallas_kernels import REFERENCE, mosaic_sm90
 from pallas_kernels.mosaic import tile_scheduler
 from pallas_kernels.mosaic.sm90 import forward, shared_memory
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
+from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import TileScheduler
 
 needs_interpreter = pytest.mark.mosaic_interpreter
@@ -32,6 +33,14 @@ KERNELS = mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
 SHARED = mosaic_sm90(
     MosaicConfig(128, 64, 2, v_stages=3, producer_warpgroup=False),
     MosaicConfig(64, 128, 3, do_stages=2, producer_warpgroup=False),
+)
+# dQ in fixed point, with a producer warpgroup and without.
+DETERMINISTIC, SHARED_DETERMINISTIC = (
+    mosaic_sm90(MosaicConfig(128, 64, 2), config, deterministic=True)
+    for config in (
+        MosaicConfig(64, 128, 2),
+        MosaicConfig(64, 128, 3, do_stages=2, producer_warpgroup=False),
+    )
 )
 SHARED_CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2, producer_warpgroup=False))
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
@@ -91,10 +100,18 @@ BOTH, WITHOUT = (
 RUNS = [
     *((name, KERNELS) for name in CASES if name not in WITHOUT and name != "shipped"),
     *((name, SHARED) for name in (*BOTH, *WITHOUT)),
+    *((name, DETERMINISTIC) for name in ("plain", "float16", "slopes", "packed", "kv_bounds")),
+    *((name, SHARED_DETERMINISTIC) for name in ("cap", "block_mask", "full_slopes")),
     # The shipped tiles of that case are for three consumer warpgroups.
     ("shipped", mosaic_sm90()),
 ]
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
+SLOW = ("plain", DETERMINISTIC), ("slopes", DETERMINISTIC), ("block_mask", SHARED_DETERMINISTIC)
+SUFFIXES = {
+    SHARED: "-without-producer",
+    DETERMINISTIC: "-deterministic",
+    SHARED_DETERMINISTIC: "-deterministic-without-producer",
+}
 PLAIN, SLOPES = CASES["plain"], CASES["slopes"]
 
 
@@ -148,8 +165,8 @@ def random_carry(inputs):
     ("name", "kernels"),
     [
         pytest.param(
-            name, kernels, marks=() if name in QUICK else slow,
-            id=f"{name}-without-producer" if kernels is SHARED else name,
+            name, kernels, marks=() if name in QUICK and (name, kernels) not in SLOW else slow,
+            id=name + SUFFIXES.get(kernels, ""),
         )
         for name, kernels in RUNS
     ],
@@ -163,6 +180,34 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
     inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
     got = interpret_all(inputs, kernels)
     compare.assert_exact(got, inputs.reference, case["dtype"])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kernels", "same"), [(DETERMINISTIC, True), pytest.param(KERNELS, False, marks=slow)]
+)
+def test_the_order_of_work_tiles_changes_no_bit(monkeypatch, kernels, same):
+    """Where dQ is in fixed point. dQ, dK and dV are added to those of another call."""
+    inputs = inputs_of({**PLAIN, "lengths": (136, 392)})
+    work_tiles: Any = BackwardStatic.work_tiles.fget
+    q, (kv, *_), q_tokens, (kv_tokens, *_), (do, _), *_ = inputs.arrays
+    o, lse = reference_forward(inputs)
+    delta = np.einsum("btnh,btnh->bnt", do.astype(np.float32), np.asarray(o))
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=x.shape).astype(np.float32) for x in (q, *kv)]
+    call = (q, do), kv, (np.asarray(lse), delta), q_tokens, kv_tokens
+
+    def run(first, call, given):
+        tiles = property(lambda static: dataclasses.replace(work_tiles(static), last_first=first))
+        monkeypatch.setattr(BackwardStatic, "work_tiles", tiles)
+        dq, dkv = local.backward(kernels, *call, given[0], given[1:], spec=inputs.spec)
+        return dq, *dkv
+
+    results = [interpret(functools.partial(run, first), call, given) for first in (False, True)]
+    assert all(np.array_equal(*pair) for pair in zip(*results, strict=True)) is same
+    truth = local.backward(REFERENCE, *call, spec=inputs.spec)
+    for got, wanted, before in zip(results[0], (truth[0], *truth[1]), given, strict=True):
+        assert compare.errors(got - before, wanted)[1] < compare.RELATIVE_RMS["bfloat16"]
 
 
 @needs_interpreter

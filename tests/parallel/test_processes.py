@@ -29,11 +29,13 @@ from safetensors.numpy import load_file
 from burst_jax.data import open_corpus
 from burst_jax.layouts.permutation import to_layout
 from burst_jax.models import Decoder, DecoderConfig, save
+from burst_jax.parallel import processes
 from burst_jax.parallel.processes import another_may_be_gone, by_first_process, gather_json
 from burst_jax.training import (
     CheckpointError,
     Checkpoints,
     barrier,
+    check_same,
     initialize,
     is_main,
     make_batch,
@@ -49,11 +51,11 @@ LAUNCHERS = {
 }
 
 
-def two_processes(mode: str, folder: Path, launcher: str | None = None):
+def two_processes(mode: str, folder: Path, launcher: str | None = None, counts=("2", "2")):
     """Two processes of a run, of two devices each, started by a launcher or by arguments."""
     port, commands, environments = free_port(), [], []
     for index in range(2):
-        given = [] if launcher else [port, "2", str(index)]
+        given = [] if launcher else [port, counts[index], str(index)]
         variables = f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 JAX_COORDINATOR_PORT={port}".split()
         variables += LAUNCHERS[launcher].format(index).split() if launcher else []
         commands.append([SCRIPT, mode, str(folder), *given])
@@ -182,6 +184,10 @@ def test_checkpoints_are_restored_by_another_number_of_processes(seen, folder):
         assert "state has x only on this process' devices: put it onto the mesh" in each["local"]
         assert "extra differs between processes: one copy of it is saved" in each["extra differs"]
         assert "y: not in the checkpoint" in each["other state"]
+        assert each["options"] == (
+            "ValueError: the processes of this run differ: --lr is 0.1 on process 0, 0.2 on "
+            "process 1. Start all of them with the same program and options"
+        )
         assert each["there"] == ["5.refused", "6", "7"]
     want = one_process_state(5)
     restored = Checkpoints(folder / "checkpoints").restore(want)
@@ -225,8 +231,17 @@ def test_a_lost_process_ends_the_other_in_time_with_its_index(tmp_path):
             assert re.search(message, of_other), of_other
         return errors
 
-    with ThreadPoolExecutor(len(LOST)) as pool:
+    def differ():
+        with two_processes("loop", tmp_path, counts=("2", "3")) as both:
+            return [process.communicate(timeout=120)[1] for process in both]
+
+    with ThreadPoolExecutor(len(LOST) + 1) as pool:
+        different = pool.submit(differ)
         *_, raised, full = pool.map(lambda case: lose(*case), LOST)
+    assert all(
+        "differ: num_processes is 2 on process 0, 3 on process 1. Start" in errors
+        for errors in different.result()
+    )
     assert "OSError: the loader's disk is gone" in raised
     assert re.search(r"process 1 of 2 on \S+ ends: OSError", raised)
     assert f"checkpoint 2 could not be written to {tmp_path}: File too large" in full
@@ -276,6 +291,35 @@ def test_a_single_process_needs_no_arguments(monkeypatch):
     with pytest.raises(OSError, match="unchanged"), initialize():
         raise OSError("unchanged")
     assert not jax.distributed.is_initialized()
+
+
+def test_values_and_devices_that_differ_between_processes_are_named(monkeypatch):
+    check_same({"--lr": 0.1, "config": object})  # One process.
+
+    def seen(*found):
+        monkeypatch.setattr(processes, "gather_json", lambda _: list(found))
+
+    same = {"--lr": "0.1", "--steps": "9"}
+    seen(same, same, same)
+    check_same({})
+    seen(*[same] * 6, {"--lr": "0.2"}, {"--lr": "0.2", "--steps": "9", "--new": "'a'"})
+    message = (
+        r"differ: --lr is 0.1 on process 0, 1, 2, 3 and 2 more, 0.2 on process 6, 7; --steps is 9 "
+        r"on process 0, 1, 2, 3 and 3 more, missing on process 6; --new is missing on process 0, "
+        r"1, 2, 3 and 3 more, 'a' on process 7. Start all of them with the same"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_same({})
+    processes._check_devices([0, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"numbers of devices, 2 on process 0, 1 on process 1: sh"):
+        processes._check_devices([0, 1, 0])
+
+
+def test_a_coordinator_that_never_starts_ends_with_a_sentence(monkeypatch):
+    without_launcher(monkeypatch)
+    message = r"no process 0 at 127.0.0.1:\d+ within 1 s \(.*refused\): start it, see whether"
+    with pytest.raises(TimeoutError, match=message):
+        initialize(f"127.0.0.1:{free_port()}", 2, 1, start_timeout=1)
 
 
 def test_by_first_process_with_a_single_process():

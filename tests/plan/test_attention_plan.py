@@ -327,7 +327,7 @@ def test_bad_input():
         ({"length": 0}, "length is 0: it must be an integer, at least 1"),
         ({"hosts": 1.5}, "hosts is 1.5: it must be an integer, at least 1"),
         ({"num_kv_heads": 5}, "num_kv_heads is 5, num_heads 32: .* a multiple of it"),
-        ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', 'h100', 'a100', or a Gpu"),
+        ({"gpu": "v100"}, "gpu is 'v100': use one of 'h200', .* 'a100-40gb', or a Gpu"),
         ({"host_link": 0.0}, "host_link is 0.0: it must be a positive number of GB/s"),
         ({"local_window_size": -1}, "local_window_size is -1: it must be an int or a pair"),
         ({"length": 1001}, "length is 1001: no strategy can shard it over 8: ring, contig"),

@@ -85,12 +85,25 @@ def test_any_integers_are_segment_ids():
         assert_same(np.asarray(got), want)
 
 
-def test_integers_that_int32_cannot_hold_are_refused():
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_integers_that_int32_cannot_hold_raise(array):
     ids = np.ones((2, 8), np.int64)
     assert as_int32("ids", ids).dtype == np.int32
-    for value in (2**31, -(2**31) - 1):
-        ids[1, 3] = value
-        with pytest.raises(ValueError, match=rf"ids holds {value}: int32 cannot; renumber them"):
-            as_int32("ids", ids)
-    with pytest.raises(ValueError, match=r"segment_ids holds .*: int32 cannot"):
-        burst_jax.pad_to_layout(np.ones((2, 8)), "zigzag", 2, ids)
+    with jax.enable_x64(True):
+        for value in (2**31, -(2**31) - 1, 2**32 + 1):
+            ids[1, 3] = value
+            with pytest.raises(ValueError, match=rf"ids holds {value}: int32 cannot; renumber"):
+                as_int32("ids", array(ids))
+        with pytest.raises(ValueError, match=r"segment_ids holds .*: int32 cannot"):
+            burst_jax.pad_to_layout(np.ones((2, 8)), "zigzag", 2, array(ids))
+        x, wide = jnp.ones((1, 8, 1, 8), jnp.float32), array(np.full(8, 2**32, np.int64))
+        for options in (
+            {"query_segment_ids": wide[None], "key_value_segment_ids": wide[None]},
+            {"query_offset": wide[:1]},
+            {"query_positions": wide},
+        ):
+            with pytest.raises(ValueError, match=r"query_\w+ holds 4294967296: int32 cannot"):
+                burst_jax.local_attention(x, x, x, is_causal=True, **options)
+        # Bounds are clipped: those that no key reaches.
+        out = burst_jax.local_attention(x, x, x, key_ends=wide, key_value_seq_lengths=wide[:1])
+    np.testing.assert_array_equal(out, x)

@@ -234,7 +234,6 @@ def templates():
                 if len("".join(parts).split()) >= 3:  # More than a name.
                     yield parts
     yield ["No Python 3.12 or newer found"]  # .ci/find-python
-    yield ["The Pallas Triton backend is deprecated"]
     yield ["Jax plugin configuration error"]
     yield ["supported are "]  # Model families
     # Reasons that a message quotes.

@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import compare_runs
 import flax_attention
@@ -23,12 +25,15 @@ import train_lm
 from data_files import write_words
 from local_processes import free_port, started
 
+from burst_jax.data import ByteTokens, TokenizerFile
+from burst_jax.training import Checkpoints
+
 TINY = [
     "--layers=1", "--embed-dim=16", "--heads=2", "--kv-heads=1", "--head-dim=8", "--mlp-dim=16",
     "--seq-len=32", "--batch=2", "--eval-batches=1", "--sample-tokens=5",
 ]  # fmt: skip
 STEPS = ["--steps=3", "--checkpoint-every=2"]
-MESH = "--mesh=data=2,seq=2"
+MESH = "--mesh=outer=2,inner=2,heads=2"
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,17 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
     )
     assert {path.name for path in out.iterdir()} == before
 
+    # While another run writes its checkpoints, a second one ends at its start.
+    with Checkpoints(out / "checkpoints") as other:
+        other.lock()
+        message = f"{other.folder} is being written by"
+        assert message in error_of(arguments(corpus, out, *STEPS, MESH), capsys)
+    # An interrupt before the first step leaves nothing to report a loss of.
+    monkeypatch.setattr(train_lm, "rehearse", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert train_lm.main(arguments(corpus, tmp_path / "early", MESH, "--steps=3")) == 130
+    early = "interrupted before the first step was complete; nothing is saved\n"
+    assert capsys.readouterr().out.endswith(early)
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_request_and_the_second_interrupts(number):
@@ -147,7 +163,7 @@ def test_the_first_signal_is_a_request_and_the_second_interrupts(number):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-AXES = "data, fsdp, stage, seq, tensor"
+AXES = "data, fsdp, stage, outer, inner, seq, heads, tensor"
 AT_LEAST_1 = (
     "batch", "seq-len", "layers", "kv-heads", "vocab-size", "steps", "keep", "mlp-chunks",
     "accumulate", "eval-batches",
@@ -167,6 +183,13 @@ INVALID = {
         for mesh in ("ring=8", "seq=0", "seq=-1", "Seq=2")
     },
     "--mesh=data=3,seq=3": "it needs 9 devices, there are 8; use for example seq=8",
+    "--mesh=seq=2,outer=2,inner=2": "the ring is seq, or outer and inner .two levels., not both",
+    "--mesh=fsdp=2,seq=4 --weights=replicated": "replicated, and --mesh has fsdp=2, which shards",
+    "--mesh=seq=2,heads=4": "--heads is 2: --mesh shards them over heads=4, .* or --heads 4$",
+    "--mesh=heads=6,tensor=1 --heads=12 --kv-heads=4 --seq-len=36 --embed-dim=12": (
+        "--kv-heads is 4: --mesh has heads=6, and one of the two numbers"
+    ),
+    "--mesh=outer=2,inner=2,heads=2 --seq-len=36": "zigzag layout over 8 devices.*; use 40",
     "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
     "--head-dim=7": "--head-dim is 7: RoPE rotates pairs of features, so it must be even",
     "--seq-len=100": "--seq-len is 100: the zigzag layout over 8 devices.*; use 112",
@@ -259,6 +282,24 @@ def test_mistakes_are_found_before_the_first_step(corpus, tmp_path, monkeypatch,
     ):
         monkeypatch.setitem(sys.modules, "tokenizers", None)
         assert message in error_of(arguments(corpus, tmp_path / out, *more), capsys)
+
+
+def test_what_a_perplexity_counts_is_stated():
+    text, arrays, tokenizer = ByteTokens(), None, object.__new__(TokenizerFile)
+    for tokens, held_out, counted in (
+        (text, 64, ""),
+        (text, 20, r" \(the held-out 20 bytes, 3\.2 times\)"),
+        (arrays, 10, r" \(the held-out 10 tokens, 6\.4 times\)"),
+        (
+            tokenizer,
+            70,
+            r" \(of 70 held-out bytes, again from the start if .*\)",
+        ),
+    ):
+        run: Any = types.SimpleNamespace(
+            tokens=tokens, held_out=types.SimpleNamespace(size=held_out)
+        )
+        assert re.fullmatch(counted, train_lm.counted(run, 64))
 
 
 def test_a_run_without_matplotlib_warns_first(corpus, tmp_path, monkeypatch, capsys):

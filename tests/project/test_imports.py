@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -20,7 +22,7 @@ PACKAGES = (
         f"burst_jax.{name}"
         for name in (
             *("errors", "jax_compat", "parallel", "layouts", "ring", "attention", "layers"),
-            *("models", "data", "training", "serving", "plan"),
+            *("models", "data", "training", "serving", "plan", "verify"),
         )
     ),
     "burst_jax",
@@ -71,6 +73,39 @@ def test_no_cycle_and_no_import_of_a_package_above():
     assert "pallas_kernels.inputs" in graph["burst_jax.ring.forward"]
     graphlib.TopologicalSorter(graph).prepare()
     assert upward(graph) == []
+
+
+def test_importing_burst_jax_loads_no_kernels_and_no_packages():
+    """Beyond jax and flax it takes 0.2 s, and stays below 0.3 s with so few modules."""
+    script = """
+import sys
+import flax.linen, flax.nnx, jax
+before = set(sys.modules)
+import burst_jax
+new = sorted(set(sys.modules) - before)
+for name in ("data", "models", "plan", "serving", "training"):
+    assert name in dir(burst_jax), name
+print(*new)
+from pallas_kernels import MOSAIC_SM80
+assert burst_jax.models.Decoder.__name__ in dir(sys.modules["burst_jax.models"])
+try:
+    burst_jax.modles
+except AttributeError as error:
+    print(error)
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    modules, error = ran.stdout.splitlines()
+    imported = modules.split()
+    assert "pallas_kernels.choice" in imported
+    assert len(imported) < 70, imported
+    own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
+    assert len(imported) - len(own) < 5, imported
+    lazy = ("mosaic", "data", "models", "plan", "serving", "training", "verify")
+    assert not {name.split(".")[1] for name in own if "." in name} & set(lazy)
+    assert error == "module 'burst_jax' has no attribute 'modles'"
 
 
 def test_cycles_and_upward_imports_are_found(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,8 @@ from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id, program_of
 
 import burst_jax
+from pallas_kernels import XLA
+from pallas_kernels.backend import DqAccumulator
 
 # Rings, two levels, Ulysses within a node, and all of them together.
 FACTORS = {
@@ -70,6 +73,91 @@ def test_error_does_not_grow_with_the_ring():
         _, single_rms = compare.errors(single, exact)
         assert rms <= 1.5 * single_rms + 1e-6, name
         np.testing.assert_array_equal(same, got, err_msg=name)
+
+
+def with_accumulator(zeros, finish, **options):
+    """XLA's local attention, with dQ accumulated in a form of its own: heads first, and negative.
+
+    ``zeros``: dQ's shape, ``maximum`` and inputs ``-> accumulator``; ``finish``: the inverse.
+    """
+
+    def add(inputs, bounds, dq, dkv=None, *, spec, out_dtype=None):
+        del out_dtype
+        assert XLA.backward is not None
+        made, dkv, per_head = XLA.backward(inputs, bounds, None, dkv, spec=spec)
+        sums, *rest = dq
+        length = made.shape[1]
+        return (sums.at[:, :, :length].add(-made.swapaxes(1, 2)), *rest), dkv, per_head
+
+    def first(inputs, bounds, *, spec, maximum=lambda x: x):
+        del bounds, spec
+        batch, length, heads, dim = inputs.query.q.shape
+        return zeros((batch, heads, length, dim), maximum, inputs)
+
+    accumulator = DqAccumulator(first, add, finish, **options)
+    return dataclasses.replace(XLA, dq_accumulator=accumulator, backward=accumulator.backward)
+
+
+def padded_form(padding, counts, **options):
+    """Without other state, with so many further queries; ``counts`` what is traced."""
+
+    def zeros(shape, maximum, inputs):
+        del maximum, inputs
+        counts["zeros"] += 1
+        batch, heads, length, dim = shape
+        return (jnp.zeros((batch, heads, length + padding, dim)),)
+
+    def finish(dq, inputs, *, spec):
+        del spec
+        counts["finish"] += 1
+        return -dq[0][:, :, : inputs.q_length].swapaxes(1, 2)
+
+    return with_accumulator(zeros, finish, **options)
+
+
+@pytest.mark.parametrize(
+    ("ring", "backward", "padding", "additive", "counts"),
+    [
+        # Made once, and every step adds to it.
+        ("5", "rotate_kv", 3, False, {"zeros": 1, "finish": 1}),
+        ("2+h2", "rotate_kv", 0, True, {"zeros": 1, "finish": 1}),
+        # Three partial sums rotate, or two in each pass but the local one; and for its size.
+        ("5", "rotate_query", 0, True, {"zeros": 3 + 1, "finish": 1}),
+        ("2x3", "rotate_query", 0, True, {"zeros": 5 + 1, "finish": 1}),
+        # Would send more, or cannot be added up. Each call makes one; three of them are traced:
+        # with no sums, with that of dK and dV, with both.
+        ("3", "rotate_query", 1, True, {"zeros": 3 + 1, "finish": 3}),
+        ("3", "rotate_query", 0, False, {"zeros": 3, "finish": 3}),
+        ("1", "rotate_kv", 0, True, {"zeros": 1, "finish": 1}),
+    ],
+)
+def test_dq_is_accumulated_in_a_form_of_the_implementation_s_own(
+    ring, backward, padding, additive, counts
+):
+    seen = collections.Counter()
+    kernels = padded_form(padding, seen, is_additive=additive)
+    case = a_case(ring, "zigzag", "causal", backward, kernels)
+    assert_exact(case | {"heads": (4, 4)})
+    assert seen == counts
+
+
+def test_an_accumulator_starts_from_the_maximum_over_the_ring():
+    """Over all keys that its queries meet."""
+
+    def zeros(shape, maximum, inputs):
+        return jnp.zeros(shape), maximum(jnp.max(inputs.kv.k))
+
+    def finish(dq, inputs, *, spec):
+        del spec
+        return jnp.full_like(inputs.query.q, dq[1])
+
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(outer=2, inner=3), seq_axis=("outer", "inner"),
+        implementation=with_accumulator(zeros, finish, is_additive=False), backward="rotate_kv",
+    )  # fmt: skip
+    key = jnp.broadcast_to(jnp.arange(24.0)[:, None, None], (1, 24, 2, 8))
+    out, vjp = jax.vjp(attend, key, key, key)
+    np.testing.assert_array_equal(vjp(out)[0], 23)
 
 
 def events(jaxpr, stack=""):

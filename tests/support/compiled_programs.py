@@ -164,7 +164,7 @@ class Operation(NamedTuple):
 
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
-_KERNEL = re.compile(r"\bburst_(?:forward|backward|dq|dkv)\b")
+_KERNEL = re.compile(r"\bburst_(?:forward|backward)\b")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import interpreted_sm80
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
 from jax.experimental.mosaic.gpu import utils
@@ -14,10 +17,10 @@ from pallas_kernels import (
     MOSAIC_SM90,
     REFERENCE,
     Tiles,
-    triton,
+    mosaic_sm80,
     xla,
 )
-from pallas_kernels.pallas_triton.configs import TritonConfig
+from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 
 # Most of these tests' time is compile time, for programs that run once. Not so on a GPU, nor of
 # other projects' cases at their own sizes.
@@ -25,16 +28,26 @@ QUICK = None if ON_GPU or REPLAYING else {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-SMALL = TritonConfig(16, 32, num_warps=4, num_stages=1)
+def _interpreted(kernels):
+    """The sm80 kernels on a CPU."""
+
+    def inside(function):
+        def run(*args, **options):
+            with interpreted_sm80.interpreted():
+                return function(*args, **options)
+
+        return run
+
+    of = kernels.forward, kernels.backward
+    forward, backward = map(inside, of)
+    return dataclasses.replace(kernels, forward=forward, backward=backward)
+
+
 IMPLEMENTATIONS = {
     "reference": REFERENCE,
     "xla": xla.in_tiles(Tiles(16, 24)),
-    "triton": triton(interpret=not ON_GPU, config=SMALL),
+    "mosaic_sm80": _interpreted(mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64))),
 }
-if IMPLEMENTATION == "triton":
-    # In the tiles that ship for this GPU, too.
-    capability = float(jax.devices()[0].compute_capability)
-    IMPLEMENTATIONS["triton_shipped"] = triton(compute_capability=capability)
 if IMPLEMENTATION == "mosaic_sm80":
     if float(jax.devices()[0].compute_capability) >= 9:
         # A newer GPU runs Ampere's instructions, if Mosaic GPU is told to compile them.
@@ -46,8 +59,15 @@ if IMPLEMENTATION == "mosaic_sm90":
 UNDER_TEST = [x for x in IMPLEMENTATIONS if not ON_GPU or x.startswith(IMPLEMENTATION)]
 
 
+def dtype_of(name):
+    """The widest dtype that an implementation supports."""
+    return jnp.dtype("bfloat16" if name.startswith("mosaic") else "float32")
+
+
 def each_of(names):
-    """Parametrizes a test by ``name``. Triton's kernels run one variant of the gradient alone."""
-    slow = {"triton"} - {IMPLEMENTATION}
-    marks = {name: [pytest.mark.slow] if name in slow else [] for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(x, marks=marks[x]) for x in names])
+    """Parametrizes a test by ``name``. Interpreted kernels take seconds to compile."""
+    marks = {True: pytest.mark.slow, False: ()}
+    cases = [
+        pytest.param(name, marks=marks[name.startswith("mosaic") and not ON_GPU]) for name in names
+    ]
+    return pytest.mark.parametrize("name", cases)

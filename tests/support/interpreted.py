@@ -405,6 +405,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return token, []  # A warpgroup is one thread here.
         if name == (fragments.__name__, "_fma"):
             return token, [jax.pure_callback(_fma, eqn.outvars[0].aval, *get_invals())]
+        if name == (fragments.__name__, "_rounded_to_int32"):
+            (x,) = get_invals()
+            return token, [lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int32)]
         if name == (fragments.__name__, "_rescale_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]

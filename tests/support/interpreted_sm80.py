@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -184,9 +184,9 @@ _PALLAS = {
 _BARRIERS_OF_A_STEP = 3
 
 
-def _kernel(without_barrier: int | None, body: Any, **options: Any) -> Any:
+def _kernel(without_barrier: int | None, detect_races: bool, body: Any, **options: Any) -> Any:
     """``plgpu.kernel``, interpreted; a barrier in memory stands for the CTA's own."""
-    params = plgpu.InterpretGPUParams(detect_races=True)
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
     if options["num_threads"] == 1:
         return _real_kernel(body, interpret=params, **options)
     barrier = plgpu.Barrier(num_arrivals=options["num_threads"])
@@ -223,12 +223,14 @@ def _but_atomics(check: Any) -> Any:
 
 
 @contextlib.contextmanager
-def interpreted(without_barrier: int | None = None):
+def interpreted(without_barrier: int | None = None, *, devices: bool = False):
     """Kernels that are traced inside run on the CPU.
 
     ``without_barrier``: a barrier of every step to leave out, where a step has three.
+    ``devices``: whether there are several devices, which share one interpreter. Races are then not
+    detected.
     """
-    kernel = functools.partial(_kernel, without_barrier)
+    kernel = functools.partial(_kernel, without_barrier, not devices)
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
@@ -239,6 +241,9 @@ def interpreted(without_barrier: int | None = None):
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
         stack.enter_context(mock.patch.object(launch.plgpu, "kernel", kernel))
+        if devices:  # The first one that is done would assert this of all.
+            check = mock.patch.object(gpu_callbacks, "_assert_no_barriers_allocated", lambda x: x)
+            stack.enter_context(check)
         for name in ("check_read", "check_write"):
             check = _but_atomics(getattr(GPURaceDetectionState, name))
             stack.enter_context(mock.patch.object(GPURaceDetectionState, name, check))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,14 +64,33 @@ def gradients(
 
     ``part`` of the work is 0 or 1, None for all of it; ``out_dtype`` is the implementation's.
     """
-    functions = spec.calls_functions
-    inputs = inputs_of(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers, seeds, blocks, functions)
+    inputs = gradient_inputs(
+        qdo, kv, stats, q_tokens, kv_tokens, spec=spec, numbers=numbers, seeds=seeds, blocks=blocks
+    )
     bounds = implementation.backward_bounds(inputs, spec=spec)
     if part is not None:
         bounds = implementation.split_backward(bounds)[part]
-    inputs = with_cotangents(inputs, qdo[1], jnp.stack(stats))
     sums = dq, None if dkv is None else tuple(dkv)
     return implementation.backward(inputs, bounds, *sums, spec=spec, out_dtype=out_dtype)
+
+
+def gradient_inputs(
+    qdo, kv, stats, q_tokens, kv_tokens, *, spec, numbers=None, seeds=None, blocks=None
+):
+    """The inputs of :func:`gradients`."""
+    functions = spec.calls_functions
+    inputs = inputs_of(qdo[0], kv[0], kv[1], q_tokens, kv_tokens, numbers, seeds, blocks, functions)
+    return with_cotangents(inputs, qdo[1], jnp.stack(stats))
+
+
+def dq_zeros(implementation, calls, *, spec, **of_heads):
+    """The accumulator before these calls of :func:`gradients`, in each of which keys differ."""
+    zeros, maxima = implementation.dq_accumulator.zeros, []
+    for call in calls:
+        inputs = gradient_inputs(*call, spec=spec, **of_heads)
+        bounds = implementation.backward_bounds(inputs, spec=spec)
+        zeros(inputs, bounds, spec=spec, maximum=lambda x: maxima.append(x) or x)
+    return zeros(inputs, bounds, spec=spec, maximum=lambda _: functools.reduce(jnp.maximum, maxima))
 
 
 def backward(*args, **options):

@@ -195,14 +195,23 @@ def attend(
     out = o.astype(q.dtype)
     wide = o.dtype
     delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
-    for i, (kv, tokens) in enumerate(zip(kvs, kv_tokens, strict=True)):
-        arrays = (q, do), kv, (lse, delta), q_tokens, tokens
+    calls = [
+        ((q, do), kv, (lse, delta), q_tokens, tokens)
+        for kv, tokens in zip(kvs, kv_tokens, strict=True)
+    ]
+    accumulator = implementation.dq_accumulator if len(calls) > 1 else None
+    if accumulator is not None:
+        dq = local.dq_zeros(implementation, calls, **of_heads)
+        implementation = dataclasses.replace(implementation, backward=accumulator.add)
+    for i, call in enumerate(calls):
         # dQ may be rounded when the last part of it has been added.
-        out_dtype = q.dtype if i + 1 == len(kvs) else None
+        out_dtype = q.dtype if i + 1 == len(calls) else None
         options = of_heads | {"out_dtype": out_dtype}
-        dq, dkv, parts = local.gradients(implementation, *arrays, dq, **options)
+        dq, dkv, parts = local.gradients(implementation, *call, dq, **options)
         dkvs.append([x.astype(q.dtype) for x in dkv])
         of_numbers = {name: x + of_numbers.get(name, 0) for name, x in parts.items()}
+    if accumulator is not None:
+        dq = accumulator.finish(dq, local.gradient_inputs(*calls[0], **of_heads), spec=spec)
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*dkvs, strict=True))
     if "sink_logits" in numbers:
         of_numbers["sink_logits"] = sink_gradient(numbers["sink_logits"], lse, delta)

@@ -25,6 +25,7 @@ from burst_jax.training import (
     Checkpoints,
     barrier,
     batches,
+    check_same,
     initialize,
     is_main,
     make_batch,
@@ -157,6 +158,9 @@ def use_checkpoints(folder: Path, process: int) -> dict:
             "same": jax.tree.map(bool, same(restored.state, make_state(seed=1))),
             "local": error_of(lambda: checkpoints.save(9, {"x": jnp.zeros(3)})),
             "extra differs": error_of(lambda: checkpoints.save(9, state, {"p": process})),
+            "options": error_of(
+                lambda: check_same({"--steps": 9, "--lr": 0.1 * (1 + process), "--seed": 0})
+            ),
             "other state": error_of(lambda: checkpoints.restore({"y": state["x"]})),
         }
         for step in (6, 7):

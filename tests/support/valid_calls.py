@@ -191,7 +191,7 @@ def programs(draw, small=False, least=3):
     numbers |= {"dropout": ("dropout_rate", 0.3), "scale": ("scale", pick((0.3, -0.2, 0.1)))}
     options |= dict(numbers[name] for name in numbers if name in features)
     if not small or draw(st.booleans()):
-        kernels = pick(("xla", "xla", "triton", "reference"))
+        kernels = pick(("xla", "reference"))
         options["implementation"] = IMPLEMENTATIONS[kernels]
     return Program(
         mesh=mesh,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import from_layout, positions
-from burst_jax.training import make_batch, place_batch, rows_here
+from burst_jax.models import Decoder, DecoderConfig
+from burst_jax.training import make_batch, next_token_loss, place_batch, rows_here
 
 RNG = np.random.default_rng(0)
 
@@ -51,6 +56,47 @@ def test_padding_alone_makes_segment_ids():
     natural = from_layout(batch, "striped", 4)
     np.testing.assert_array_equal(natural["segment_ids"], [[1] * 5 + [0] * 3])
     np.testing.assert_array_equal(natural["weights"], natural["segment_ids"])
+
+
+def test_prefixes_and_weights():
+    """A target in the prefix has no weight, because its input attends to it."""
+    rows, given = RNG.integers(0, 9, (2, 9)), RNG.uniform(1, 2, (2, 9))
+    batch = make_batch(
+        rows, layout="zigzag", num_shards=2, weights=given, prefix_lengths=np.array([4, 0])
+    )
+    want = given[:, 1:].astype(np.float32)
+    want[0, :3] = 0
+    np.testing.assert_array_equal(from_layout(batch["weights"], "zigzag", 2), want)
+    np.testing.assert_array_equal(batch["prefix_lengths"], [4, 0])
+    mesh = mesh_of(data=2, seq=2)
+    placed = place_batch(batch, mesh, batch_axis="data")
+    assert {s.data.shape for s in placed["prefix_lengths"].addressable_shards} == {(1,)}
+    config = DecoderConfig(
+        vocab_size=9, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=8
+    )
+
+    def loss(mesh, batch, **options):
+        model = Decoder(config, mesh=mesh, rngs=nnx.Rngs(0), **options)
+        # Large weights: the second layer then depends on what the first attends to.
+        nnx.update(model, jax.tree.map(lambda x: 10 * x, nnx.state(model)))
+        return float(nnx.jit(next_token_loss)(model, batch)[0])
+
+    natural = from_layout({k: v for k, v in batch.items() if k != "prefix_lengths"}, "zigzag", 2)
+    one = [natural | {"prefix_lengths": x} for x in (batch["prefix_lengths"], None)]
+    got = loss(mesh, placed, batch_axis="data", layout="zigzag")
+    want, causal = (loss(mesh_of(seq=1), x) for x in one)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert abs(got - causal) > 1e-2
+    mistakes: list[tuple[Any, str]] = [
+        ({"weights": given[:, 1:]}, r"weights has shape \(2, 8\) .*: it needs one number per tok"),
+        ({"weights": -given}, "weights holds a number that is negative or not finite"),
+        ({"prefix_lengths": rows}, r"prefix_lengths has shape \(2, 9\): it must be \[B\], \(2,\)"),
+    ]
+    for wrong, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            make_batch(rows, **wrong)
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 8\), \(3,\)\]: they must all have one"):
+        place_batch(batch | {"prefix_lengths": np.zeros(3, np.int32)}, mesh)
 
 
 @pytest.mark.parametrize(

@@ -130,17 +130,33 @@ def test_the_kernels_gradient_accumulates_in_float32():
     assert relative_rms(grads[1], want_grads[1]) < 4e-3
 
 
-def test_explicit_axes_accept_targets_and_kernels_of_any_sharding():
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_arrays_of_any_sharding(kind):
+    """Also kernels that are sharded over an axis of neither tokens nor the vocabulary."""
     hidden, kernel, targets, weights = arrays(2, 24, 30)
     targets = jnp.where(weights == 0, 3, targets)
-    mesh = make_mesh(2, 4, kind=AxisType.Explicit)
-    placed = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P("data", "seq")))
-    split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, "data")))
-    with jax.set_mesh(mesh):
-        total, counted = chunked_cross_entropy(placed, split, targets, batch_axis="data")
-    assert counted == 48  # Without weights every token counts.
-    want, _ = dense((hidden, kernel, targets, jnp.ones_like(weights)))
-    np.testing.assert_allclose(total, want, rtol=1e-6)
+    mesh = make_mesh(2, 2, 2, kind=kind)
+    explicit = kind == AxisType.Explicit
+    want, (_, d_kernel) = dense((hidden, kernel, targets, jnp.ones_like(weights)))
+    for spec in (jax.P(("model", "data")), jax.P(None, "model")):
+        split = jax.device_put(kernel, jax.NamedSharding(mesh, spec))
+
+        def loss(kernel, hidden=hidden, given=None if explicit else spec):
+            return chunked_cross_entropy(
+                hidden, kernel, targets, batch_axis="data", mesh=mesh, kernel_spec=given
+            )
+
+        with jax.set_mesh(mesh):
+            (total, counted), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(split)
+        assert counted == 48  # Without weights every token counts.
+        np.testing.assert_allclose(total, want, rtol=1e-6)
+        assert_close(gradient, d_kernel)
+        if explicit:
+            assert gradient.sharding.is_equivalent_to(split.sharding, 2)
+    if explicit:
+        elsewhere = jax.device_put(hidden, jax.NamedSharding(mesh, jax.P(None, "model")))
+        with pytest.raises(ValueError, match=r"hidden is sharded .*: pass seq_axis='model' \(lay"):
+            loss(kernel, elsewhere)
 
 
 @pytest.mark.slow

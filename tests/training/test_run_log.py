@@ -128,7 +128,7 @@ def test_a_new_run_renames_the_results_of_earlier_ones(tmp_path, capsys):
 
 def test_lines_are_removed_atomically_and_full_disks_named(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "loss": 1}\n{"step": 2, "loss": 2}\n[]\n3\n{}\n{"st')
+    path.write_text('{"step": 1}\n{"step": 2, "loss": 1}\n{"step": 2, "loss": 2}\n{"st')
     assert run_log.cut_metrics(path, 5) == [{"step": 1}, {"step": 2, "loss": 2}]
     whole = '{"step": 1}\n{"step": 2, "loss": 2}\n'
     assert path.read_text() == whole
@@ -148,6 +148,37 @@ def test_lines_are_removed_atomically_and_full_disks_named(tmp_path, monkeypatch
         log._file = open("/dev/full", "a")  # noqa: SIM115 - a full disk
         with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
             log.step(1, GOOD)
+
+
+def test_lines_that_cannot_be_read_do_not_stop_a_resume_and_are_kept(tmp_path, capsys):
+    path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.0}\n'
+    bad = [
+        *(
+            b'{"step": 2, "loss": "\xff"}',
+            b"\xff\xfe",
+            b"[]",
+            b"3",
+            b"{}",
+            b"null",
+            b'{"step": "2"}',
+        ),
+        *(b'{"step": 1e999}', b'{"step": NaN}', b'{"step": 2, "loss": NaN}', b'{"step": true}'),
+        *(b'{"step": 2, "loss": []}', b'{"step": 2, "loss": 1e999}', b"[" * 100_000, b"1" * 5000),
+    ]
+    before = good + b"\n".join(bad) + b'\n\n{"step": 3}\n{"step": 4, "lo'
+    path.write_bytes(before)
+    with make_log(tmp_path, start=3) as log:
+        assert log.history == [{"step": 1, "loss": 2.0}, {"step": 3}]
+        log.step(4, GOOD)
+    assert [record["step"] for record in lines(tmp_path)] == [1, 3, 4]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
+    assert capsys.readouterr().err == (
+        f"{path}: {len(bad)} lines cannot be read; they are left out, and kept in metrics.1.jsonl\n"
+    )
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"metrics.jsonl is no regular file: use another folder"):
+        make_log(tmp_path, start=3)
 
 
 # --- early ends ----------------------------------------------------------------------------------

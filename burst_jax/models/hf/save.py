@@ -61,7 +61,8 @@ def save(
       max_file_bytes: size of tensors at which a new file starts. Default: 5 GB.
 
     Raises:
-      FileExistsError: the folder is not empty.
+      FileExistsError: the folder is not empty. Call :func:`burst_jax.models.check_save_folder`
+        before a training that ends with this.
       ImportError: the library safetensors is missing.
       NotImplementedError: no model family has this decoder's architecture.
       OSError: for example, the disk is full. If all is written and cannot be renamed, the message
@@ -82,6 +83,37 @@ def save(
     if len(files) > 1:
         texts[INDEX] = _index(files, dtype)
     write_folder(Path(folder), files, flat_weights(state), dtype, texts)
+
+
+def check_save_folder(folder: str | PathLike[str]) -> None:
+    """Raises what :func:`save` and :func:`save_adapter` would raise for this folder.
+
+    Call it before a training that ends with one of them. It writes nothing.
+
+    Args:
+      folder: the folder to save to later.
+
+    Raises:
+      FileExistsError: the folder is not empty.
+      ImportError: the library safetensors is missing.
+      PermissionError: it cannot be created.
+      ValueError: it is a mount point.
+    """
+    safetensors()
+    folder = Path(folder)
+    final = folder.resolve()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise FileExistsError(f"{folder} exists: choose a folder that does not, or is empty")
+    if final.is_mount():
+        raise ValueError(
+            f"{folder} is a mount point, to which no complete folder can be renamed: choose a "
+            f"folder in it, like {folder / 'model'}"
+        )
+    parent = next(path for path in final.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{folder} cannot be created: {parent} is no folder that this process may write into"
+        )
 
 
 def write_folder(
@@ -121,15 +153,8 @@ class _Writer:
 
     def begin(self) -> None:
         """Creates the temporary folder, see :func:`save` for what raises."""
-        safetensors()
-        folder, final = self._given, self._final
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
-            raise FileExistsError(f"{folder} exists: choose a folder that does not, or is empty")
-        if final.is_mount():
-            raise ValueError(
-                f"{folder} is a mount point, to which no complete folder can be renamed: choose a "
-                f"folder in it, like {folder / 'model'}"
-            )
+        check_save_folder(self._given)
+        final = self._final
         final.parent.mkdir(parents=True, exist_ok=True)
         # mkdtemp's name is unique and its folder private; the one inside has the umask's mode.
         prefix = f".{final.name}.being-written-"

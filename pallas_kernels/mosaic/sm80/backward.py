@@ -11,7 +11,7 @@ and accumulates their dK and dV in registers::
 dQ is accumulated in global memory by atomic additions, in register order (see
 :func:`pallas_kernels.mosaic.sm80.instructions.add_in_register_order`), so its last bits differ from
 run to run. A transpose at the end makes it row-major. Where gradients must be bitwise reproducible,
-dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.sm80.fixed_point`): sums of integers
+dQ is accumulated in fixed point (:mod:`pallas_kernels.mosaic.fixed_point`): sums of integers
 do not depend on the order.
 """
 
@@ -31,10 +31,11 @@ from pallas_kernels.arrays import depending_on, gradient_dtype
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
+from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm80 import fixed_point, instructions
+from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
     BACKWARD_WARPGROUPS,
@@ -43,6 +44,7 @@ from pallas_kernels.mosaic.sm80.configs import (
     BackwardConfig,
     backward_config,
 )
+from pallas_kernels.mosaic.sm80.dq import DqSum, backward_static
 from pallas_kernels.mosaic.sm80.inputs import (
     BackwardArrays,
     BackwardResults,
@@ -53,8 +55,6 @@ from pallas_kernels.mosaic.sm80.inputs import (
 )
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.spec import AttentionSpec
-
-_THREADS = 128
 
 
 class _Sums(NamedTuple):
@@ -67,42 +67,28 @@ class _Sums(NamedTuple):
 def backward(
     inputs: AttentionInputs,
     bounds: Any,
-    dq: jax.Array | None = None,
+    dq: DqSum,
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: BackwardConfig | None = None,
     shared_memory: int = SHARED_MEMORY,
-    deterministic: bool = False,
-) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`.
+) -> tuple[DqSum, Dkv, PerHead]:
+    """``add`` of a :class:`pallas_kernels.backend.DqAccumulator`.
 
-    ``config`` None is the default for ``shared_memory``; ``deterministic``: whether the result is
-    bitwise reproducible.
+    ``config`` None is the default for ``shared_memory``.
     """
-    config = config or backward_config(inputs.head_dim, inputs.value_dim, shared_memory)
-    static = Static.of(inputs, spec, config)
+    static = backward_static(inputs, spec, config, shared_memory)
     do, _ = inputs.cotangents()
-    # dQ's zeros depend on an operand, so that a ring does not allocate those of all steps at once.
-    # The barrier has operands that differ between steps. Otherwise XLA would create equal arrays
-    # once, and copy them.
-    zero, stats, *_ = lax.optimization_barrier(
-        (jnp.float32(0), stats_by_tile(static, inputs), inputs.kv.k, bounds)
+    stats = stats_by_tile(static, inputs)
+    arrays = BackwardArrays(
+        attention_arrays(static, inputs, bounds),
+        rows_of_heads(do, static.padded_q_length),
+        stats,
+        None if dq.bound is None else fixed_point.factor_64(dq.bound),
     )
-    attention = attention_arrays(static, inputs, bounds)
-    do = rows_of_heads(do, static.padded_q_length)
-    bound = fixed_point.dq_bound(inputs, spec) if deterministic else None
-    scale = None if bound is None else fixed_point.scale(bound)
-    arrays = BackwardArrays(attention, do, stats, scale)
-    queries, lanes = config.dq_part(static.head_dim)
-    by_head = static.batch, static.heads
-    shape = *by_head, static.q_tiles, BACKWARD_WARPGROUPS, queries * lanes // _THREADS, _THREADS
-    if deterministic:
-        registers = jnp.full((*shape, 2), zero.astype(jnp.int32))
-    else:
-        registers = jnp.full(shape, zero)
-    by_warp = *by_head, static.kv_tiles, BACKWARD_WARPGROUPS, WARPS
+    by_warp = static.batch, static.heads, static.kv_tiles, BACKWARD_WARPGROUPS, WARPS
     results = launch(
         functools.partial(_kernel, static, dkv is not None),
         "burst_backward",
@@ -111,7 +97,7 @@ def backward(
         semantics=plgpu.LoweringSemantics.Lane,
         inputs=arrays,
         results=BackwardResults(
-            registers,
+            dq.registers,
             *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
             {
                 name: depending_on(jnp.zeros(by_warp, jnp.float32), stats)
@@ -125,13 +111,7 @@ def backward(
         for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
     )
     per_head = {name: x.sum((0, 2, 3, 4)) for name, x in results.per_head.items()}
-    made = results.dq
-    if bound is not None:
-        made = fixed_point.to_float(made, bound.reshape(*by_head, 1, 1, 1, 1))
-    made = _dq_of_registers(static, made)
-    if dq is not None:
-        made = dq + made
-    return made.astype(gradient_dtype(dq, out_dtype)), (dk, dv), per_head
+    return dq._replace(registers=results.dq), (dk, dv), per_head
 
 
 def backward_bounds(
@@ -159,18 +139,6 @@ def _dkv_results(
     shapes = ((static.batch, length, static.kv_heads * dim) for dim in dims)
     dk, dv = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     return dk, dv
-
-
-def _dq_of_registers(static: Static[BackwardConfig], x: jax.Array) -> jax.Array:
-    """dQ as float32 ``[B, T, N, H]``, from :attr:`BackwardResults.dq` in float32."""
-    config = static.config
-    part = config.dq_part(static.head_dim)
-    x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
-    # [B, N, query tiles, warpgroups, queries, lanes]
-    order = (0, 2, 3, 4, 1, 5) if part[0] < config.block_q else (0, 2, 4, 1, 3, 5)
-    x = x.transpose(order)
-    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.head_dim)
-    return x[:, : static.q_length] * static.spec.score.scale
 
 
 def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:

@@ -238,7 +238,8 @@ def partial_attention(
     Returns:
       ``(out, m, total)`` with a leading axis of splits: float32 ``[splits, B, T, N, Hv]``, the sum
       of ``exp(logit - m)`` times values; ``[splits, B, T, N]``, m, about the largest logit;
-      ``[splits, B, T, N]``, the sum of ``exp(logit - m)``, 0 where a split has no key to attend to.
+      ``[splits, B, T, N]``, the sum of ``exp(logit - m)``, 0 where a split has no key to attend to,
+      NaN where m exceeds :data:`pallas_kernels.softmax.LARGEST`.
     """
     batch, length, heads, dim = query.shape
     capacity, kv_heads = keys.shape[1:3]
@@ -356,7 +357,7 @@ def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memor
     place = split, batch, head
     instructions.store(results.out.at[place], acc)
     instructions.store(results.m.at[place], m * (1 / LOG2_E))
-    instructions.store(results.total.at[place], total)
+    instructions.store(results.total.at[place], softmax.checked(m, total))
 
 
 class _Cta(NamedTuple):

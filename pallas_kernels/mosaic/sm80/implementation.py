@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pallas_kernels.backend import Implementation, needs_gpu
+from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.launch import compiles_for, multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_inputs
-from pallas_kernels.mosaic.sm80 import configs
+from pallas_kernels.mosaic.sm80 import configs, dq
 from pallas_kernels.mosaic.sm80.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm80.configs import (
     SHARED_MEMORY,
@@ -43,13 +43,20 @@ def mosaic_sm80(
     """
     backward_options: Any = {"config": backward_config, "shared_memory": shared_memory}
     tiles = forward_config, backward_config
+    accumulator = DqAccumulator(
+        zeros=functools.partial(dq.zeros, deterministic=deterministic, **backward_options),
+        add=functools.partial(backward, **backward_options),
+        finish=functools.partial(dq.finish, **backward_options),
+        is_additive=not deterministic,
+    )
     implementation = Implementation(
         name="mosaic_sm80",
         forward=functools.partial(forward, config=forward_config),
-        backward=functools.partial(backward, deterministic=deterministic, **backward_options),
+        backward=accumulator.backward,
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **backward_options),
         split_backward=split_tiles,
+        dq_accumulator=accumulator,
         unsupported=functools.partial(unsupported_inputs, most=WIDEST_HEAD_DIM),
         backward_unsupported=functools.partial(_backward_unsupported, **backward_options),
         unsupported_functions=_unsupported_functions,

@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.static import KernelStatic
-from pallas_kernels.score import LOG2_E
-
-# Replaces the lse -inf of a query that attends to no key, so that all of its weights are 0.
-_NO_KEYS = 1e30
 
 
 class Static[Config: (ForwardConfig, BackwardConfig)](KernelStatic[Config]):
@@ -116,10 +113,9 @@ def stats_by_tile(static: Static[BackwardConfig], inputs: AttentionInputs) -> ja
       float32 ``[B, N, query tiles, 2 * block_q]``.
     """
     _, stats = inputs.cotangents()
-    lse, delta = stats
+    lse, delta = softmax.stats_in_base_2(*stats)
     length = static.padded_q_length
-    lse = jnp.where(lse == -jnp.inf, _NO_KEYS, lse * LOG2_E)
-    # Padding gets _NO_KEYS, too: with a bias or a user function its weights could overflow.
-    parts = pad_axis(lse, 2, length, _NO_KEYS), pad_axis(delta, 2, length)
+    # The weights of padding are 0: with a bias or a user function they could overflow.
+    parts = pad_axis(lse, 2, length, softmax.NO_KEYS), pad_axis(delta, 2, length)
     by_tile = static.batch, static.heads, static.q_tiles, static.config.block_q
     return jnp.concatenate([x.reshape(by_tile) for x in parts], axis=-1)

@@ -4,7 +4,9 @@ The pass takes five matrix products per tile, where separate kernels for dQ and 
 seven. A work tile is a (batch index, key/value head, 128 keys). It loops over the query tiles
 within its bounds, for every query head that shares the key/value head. Two consumer warpgroups
 accumulate dK and dV of 64 keys each. dQ of a tile is summed over both, and TMA adds it to global
-memory in whatever order CTAs arrive: its last bits differ from run to run.
+memory in whatever order CTAs arrive: its last bits differ from run to run. Where gradients must be
+bitwise reproducible, TMA adds integers instead (:mod:`pallas_kernels.mosaic.fixed_point`). All else
+is summed in one CTA, in the same order in every run.
 
 A consumer's loop step is in ``backward_step.py``, scores and their gradients in
 ``backward_scores.py``, writes to global memory in ``backward_epilogue.py``.
@@ -23,10 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, gradient_dtype, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
+from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
@@ -56,17 +60,6 @@ from pallas_kernels.mosaic.tile_scheduler import (
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
-# lse of a query that attends to nothing: every 2^(score - _EMPTY_LSE) is 0.
-_EMPTY_LSE = 1e30
-
-
-def log2_stats(lse: jax.Array, delta: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """``(lse in base 2, scale times delta)``, computed once per call instead of once per tile.
-
-    The lse of a query that attends to nothing becomes so large that all its weights are 0.
-    """
-    return jnp.where(lse == -jnp.inf, _EMPTY_LSE, lse * LOG2_E), delta * scale
-
 
 def backward(
     inputs: AttentionInputs,
@@ -77,15 +70,17 @@ def backward(
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: MosaicConfig | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`; ``config``: None is the shipped one.
+    """See :class:`pallas_kernels.backend.BackwardFunction`.
 
-    dQ is summed in global memory, so it is float32 whatever ``out_dtype`` is.
+    dQ is summed in global memory, so it is float32 whatever ``out_dtype`` is. ``config`` None is
+    the shipped one; ``deterministic``: whether the result is bitwise reproducible.
     """
     config = config or for_this_jax(_shipped_config(inputs))
     static = BackwardStatic.of(
-        inputs, spec, config, adds_dkv=dkv is not None,
-        dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)),
+        inputs, spec, config, adds_dkv=dkv is not None and not deterministic,
+        dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)), deterministic=deterministic,
     )  # fmt: skip
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
@@ -98,17 +93,25 @@ def backward(
         raise ValueError(f"cluster is {config.cluster}: the backward kernel supports 1")
     q, k, v = inputs.query.q, inputs.kv.k, inputs.kv.v
     do, (lse, delta) = inputs.cotangents()
-    lse, delta = log2_stats(lse, delta, spec.score.scale if static.scale_in_ds else 1.0)
-    if dq is None:
+    lse, delta = softmax.stats_in_base_2(lse, delta)
+    delta = delta * (spec.score.scale if static.scale_in_ds else 1.0)
+    dq_sum, bound, factors = dq, None, None
+    if deterministic:
+        bound = fixed_point.dq_bound(inputs, spec)
+        if static.scale_in_ds:
+            bound = bound * abs(spec.score.scale)
+        factors = fixed_point.factor_32(bound)
+        factors = pad_axis(factors, 2, static.q_tiles * config.block_q)
+    if dq is None or deterministic:
         # The zeros depend on an input, so that they are allocated only when the queries have been
         # received: in a ring, zeros of all steps would wait in memory. The scalar zero is this
         # call's own: XLA would merge equal arrays of zeros, and copy them for every call.
         zero, lse = lax.optimization_barrier((jnp.float32(0), lse))
-        dq = jnp.full(q.shape, zero)
+        dq_sum = jnp.full(q.shape, zero.astype(jnp.int32) if deterministic else zero)
     if static.has_bias or spec.score.score_mod is not None:
         # Past the last query dO is zero, but a bias or a user function can make a weight there that
         # overflows, and zero times infinity is NaN. This lse makes the weights 0.
-        lse = pad_axis(lse, 2, static.q_tiles * config.block_q, _EMPTY_LSE)
+        lse = pad_axis(lse, 2, static.q_tiles * config.block_q, softmax.NO_KEYS)
     q_bases = None
     if static.bias_is_affine:
         q_bases, lse = _bases_and_lse(static, inputs, lse)
@@ -117,10 +120,11 @@ def backward(
         name: depending_on(jnp.zeros(by_key, jnp.float32), lse)
         for name in spec.score.differentiated
     }
-    if dkv is None:
-        dk, dv = (jax.ShapeDtypeStruct(x.shape, static.dkv_dtype) for x in (k, v))
-    else:
+    if static.adds_dkv:
+        assert dkv is not None
         dk, dv = dkv
+    else:
+        dk, dv = (jax.ShapeDtypeStruct(x.shape, static.written_dkv_dtype) for x in (k, v))
     work_tiles, counter = static.work_tiles, None
     if not work_tiles.one_per_cta:
         counter = depending_on(jnp.zeros((1,), jnp.int32), q)
@@ -128,11 +132,19 @@ def backward(
     results = launch(
         functools.partial(_kernel, static), "burst_backward", grid={CTA_AXIS: work_tiles.ctas},
         warpgroups=static.warpgroups,
-        inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases),
-        results=BackwardResults(dq, dk, dv, per_head_sums), memory=static.memory, counter=counter,
+        inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases, factors),
+        results=BackwardResults(dq_sum, dk, dv, per_head_sums),
+        memory=static.memory, counter=counter,
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}
-    return results.dq, (results.dk, results.dv), per_head
+    if bound is None:
+        return results.dq, (results.dk, results.dv), per_head
+    made = fixed_point.from_32(results.dq, bound.swapaxes(1, 2)[..., None])
+    made = made if static.scale_in_ds else made * spec.score.scale
+    dk, dv = (lax.bitcast_convert_type(x, static.dkv_dtype) for x in (results.dk, results.dv))
+    if dkv is not None:
+        dk, dv = dkv[0] + dk, dkv[1] + dv
+    return made if dq is None else dq + made, (dk, dv), per_head
 
 
 def _bases_and_lse(
@@ -238,7 +250,8 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     buffer = backward_epilogue.ds_buffer(consumer.end)
     backward_epilogue.write_dkv(static, refs, warpgroup, kv_tile, buffer, state.dk, state.dv)
     work.start_next()
-    backward_epilogue.add_dq(static, refs, warpgroup, q_tile, lanes, dq)
+    factors = backward_epilogue.load_dq_factors(static, refs, q_tile)
+    backward_epilogue.add_dq(static, refs, warpgroup, q_tile, lanes, dq, factors)
 
 
 # --- producer -------------------------------------------------------------------------------------

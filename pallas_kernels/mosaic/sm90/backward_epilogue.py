@@ -12,11 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.fragments import constant, i32, optimization_barrier
-from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile, tile_positions
+from pallas_kernels.mosaic.fragments import (
+    along_rows,
+    constant,
+    i32,
+    optimization_barrier,
+    rounded_to_int32,
+)
+from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import DS_BUFFERS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
-from pallas_kernels.mosaic.sm90.instructions import TILE
+from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
@@ -29,6 +35,7 @@ def add_dq(
     at: TileCoordinates,
     lanes: Any,
     dq: jax.Array,
+    factors: jax.Array | None,
     predicate: Any = None,
 ) -> None:
     """Adds half the lanes of a query tile's dQ to global memory.
@@ -40,11 +47,16 @@ def add_dq(
       at: coordinates of the query tile.
       lanes: slice of the head dim.
       dq: float32 ``[block_q, H / 2]``.
+      factors: of :func:`load_dq_factors`.
       predicate: whether to add at all; None: always.
     """
     staging, block_q = refs.memory.staging, static.config.block_q
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staging[warpgroup] = dq if static.scale_in_ds else dq * static.spec.score.scale
+    if factors is not None:
+        dq = rounded_to_int32(dq * along_rows(factors, dq.shape), TILE)
+    elif not static.scale_in_ds:
+        dq = dq * static.spec.score.scale
+    staging[warpgroup] = dq
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
         staging.at[warpgroup],
@@ -54,10 +66,22 @@ def add_dq(
     )
 
 
+def load_dq_factors(
+    static: BackwardStatic, refs: BackwardRefs, at: TileCoordinates
+) -> jax.Array | None:
+    """Factors of a query tile's dQ, float32 ``[block_q]``; None unless it is in fixed point."""
+    if not static.deterministic:
+        return None
+    queries = pl.ds(at.tile * static.config.block_q, static.config.block_q)
+    return plgpu.load(
+        refs.inputs.dq_factors.at[at.batch, at.head, queries], layout=ROWS, optimized=False
+    )
+
+
 def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
     """Adds a step's part of the per-head gradients, summed over its queries, to one sum per key.
 
-    All steps of a key are in one CTA, which adds them in the same order in every run.
+    All steps of a key are in one CTA, which issues the additions in the same order in every run.
 
     Args:
       consumer: the keys.
@@ -65,14 +89,15 @@ def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
       ds: float32 ``[64, block_q]``, gradients of the logits.
     """
     static, refs, work = consumer.static, consumer.refs, consumer.work
-    parts = static.spec.score.per_head_gradients(ds, *tile_positions(consumer, at, ds.shape))
+    parts = consumer.tile(at).per_head_gradients(ds)
     first = work.tile * static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
     keys = pl.ds(first, WARPGROUP_ROWS)
     layout = ScratchLayout.of(static.config)
     staging = refs.memory.scratch.at[layout.per_head_sums(at.warpgroup)]
     for name, part in parts.items():
-        # Waits until the previous part has left the staging buffer.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # Waits until the previous part has left the staging buffer. Only those that have been added
+        # are sure to be added before this one.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not static.deterministic)
         staging[...] = part.sum(axis=1)
         plgpu.commit_smem()
         target = refs.results.per_head_sums[name].at[work.batch, at.head, keys]
@@ -145,7 +170,10 @@ def _write_lanes(
         staging = refs.memory.ds.at[buffer, rows]
     else:
         staging = refs.memory.staging.at[warpgroup, :WARPGROUP_ROWS]
-    staging[...] = part.astype(static.dkv_dtype)
+    part = part.astype(static.dkv_dtype)
+    if static.written_dkv_dtype != static.dkv_dtype:
+        part = lax.bitcast_convert_type(part, static.written_dkv_dtype)
+    staging[...] = part
     plgpu.commit_smem()
     lanes = pl.ds(first, static.dkv_lanes)
     plgpu.copy_smem_to_gmem(

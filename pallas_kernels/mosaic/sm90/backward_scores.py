@@ -12,32 +12,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.fragments import (
     along_columns,
     along_rows,
-    constant,
     fma,
     i32,
     optimization_barrier,
     tanh,
 )
 from pallas_kernels.mosaic.score_inputs import (
-    BLOCK_TOKENS,
     TokenArrays,
-    allowed_columns,
-    token_mask,
 )
+from pallas_kernels.mosaic.scores import RowValues, ScoreTile
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
-from pallas_kernels.mosaic.sm90.instructions import COLUMNS, ROWS, TILE
+from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
-from pallas_kernels.mosaic.tile_scheduler import WorkTile
-from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
+from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
+from pallas_kernels.mosaic.user_functions import by_column_chunks
 from pallas_kernels.score import LOG2_E
 
 # The smallest weight whose logarithm is taken.
@@ -69,7 +64,7 @@ class Consumer(NamedTuple):
       warpgroup: index of the warpgroup.
       work: the work tile.
       end: one past the work tile's last step.
-      tokens: tokens of the keys, in registers; None if there are no registers to keep them in.
+      kept: tokens of the keys, as far as there are registers to keep them in.
       padding: :meth:`padding_scores`; None if not needed, or recomputed in every step.
     """
 
@@ -78,7 +73,7 @@ class Consumer(NamedTuple):
     warpgroup: Any
     work: WorkTile
     end: Any
-    tokens: TokenArrays | None
+    kept: RowValues
     padding: jax.Array | None
 
     @classmethod
@@ -87,24 +82,17 @@ class Consumer(NamedTuple):
     ) -> Consumer:
         """Loads what belongs to the keys, as far as there are registers for it."""
         end = work.steps_before + work.steps
-        consumer = cls(static, refs, warpgroup, work, end, None, None)
+        consumer = cls(static, refs, warpgroup, work, end, RowValues(), None)
         others = static.spec.dropout is not None or static.spec.calls_functions
         if not static.has_bias and not others:
-            consumer = consumer._replace(tokens=consumer.load_tokens(warpgroup))
+            tile = consumer.tile(StepTile(warpgroup, i32(0), i32(0)))
+            consumer = consumer._replace(kept=tile.keeping_rows().kept)
         # A soft cap or a user function needs the registers of the padding.
         score = static.spec.score
         plain = score.logits_soft_cap is None and score.score_mod is None
         if static.keys_are_padded and plain:
             consumer = consumer._replace(padding=consumer.padding_scores(warpgroup))
         return consumer
-
-    def load_tokens(self, warpgroup: Any) -> TokenArrays:
-        """Tokens of the keys, kept since the work tile began or loaded now."""
-        if self.tokens is not None:
-            return self.tokens
-        first = self.work.tile * self.static.config.block_kv + warpgroup * WARPGROUP_ROWS
-        keys = pl.ds(first, WARPGROUP_ROWS)
-        return self.refs.inputs.scores.kv_tokens.load(self.work.batch, keys, ROWS)
 
     def padding_scores(self, warpgroup: Any) -> jax.Array:
         """float32 ``[64]``, added to the scores of each key: -inf past the last key, else 0.
@@ -116,13 +104,16 @@ class Consumer(NamedTuple):
         first = self.work.tile * static.config.block_kv + warpgroup * WARPGROUP_ROWS
         return jnp.where(index < static.kv_length - first, 0.0, -jnp.inf)
 
-    def per_head_of(self, head: Any) -> dict[str, Any]:
-        """A query head's value of each per-head parameter of logits."""
-        return {name: ref[head] for name, ref in self.refs.inputs.scores.per_head.items()}
-
-    def queries(self, q_tile: Any) -> Any:
-        """A query tile's slice of the query axis."""
-        return pl.ds(q_tile * self.static.config.block_q, self.static.config.block_q)
+    def tile(self, at: StepTile, work: TileCoordinates | None = None) -> ScoreTile:
+        """A step's tile of scores; ``work``: the work tile if it is recomputed."""
+        config = self.static.config
+        batch, tile = (work or self.work).batch, (work or self.work).tile
+        first_key = tile * config.block_kv + at.warpgroup * WARPGROUP_ROWS
+        return ScoreTile(
+            self.static, self.refs.inputs.scores, LAYOUTS, (WARPGROUP_ROWS, config.block_q),
+            batch, at.head, at.q_tile * config.block_q, first_key, transposed=True,
+            kept=self.kept,
+        )  # fmt: skip
 
     def stage(self, step: Any) -> Any:
         """The stage of a step's queries."""
@@ -150,10 +141,11 @@ def tile_scores(
     static, score, derivative = consumer.static, consumer.static.spec.score, None
     scores = score.raw(products, tanh)
     if score.score_mod is not None:
-        tile = _TileCoordinates.of(consumer, at)
+        tile = consumer.tile(at, consumer.work.recompute())
+        coordinates = tile.keeping_row_positions().coordinates()
 
         def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:
-            results = score.modified_with_derivative(part, tile.chunk(at.q_tile, columns))
+            results = score.modified_with_derivative(part, coordinates(columns))
             return tuple(x for x in results if x is not None)
 
         scores, *derivatives = by_column_chunks(modified, scores)
@@ -170,39 +162,6 @@ def tile_scores(
     return scores, derivative
 
 
-class _TileCoordinates(NamedTuple):
-    """Coordinates of a tile's scores, for user functions.
-
-    Attributes:
-      consumer: the keys.
-      indices: global batch and head index.
-      k_positions: int32 ``[64]``.
-    """
-
-    consumer: Consumer
-    indices: tuple[Any, Any]
-    k_positions: jax.Array
-
-    @classmethod
-    def of(cls, consumer: Consumer, at: StepTile) -> _TileCoordinates:
-        """Of the step's tile."""
-        indices = consumer.refs.inputs.scores.indices
-        assert indices is not None
-        batch = indices.batch[consumer.work.recompute().batch]
-        tokens = consumer.load_tokens
-        return cls(consumer, (batch, indices.head[at.head]), tokens(at.warpgroup).positions)
-
-    def chunk(self, q_tile: Any, columns: slice) -> ScoreCoordinates:
-        """Of some columns of a query tile, whose positions are loaded."""
-        count = columns.stop - columns.start
-        queries = pl.ds(q_tile * self.consumer.static.config.block_q + columns.start, count)
-        q_tokens = self.consumer.refs.inputs.scores.q_tokens
-        q_positions = q_tokens.load_positions(queries, COLUMNS)
-        shape = WARPGROUP_ROWS, count
-        positions = along_columns(q_positions, shape), along_rows(self.k_positions, shape)
-        return ScoreCoordinates(*self.indices, *positions, run_on_fragments)
-
-
 def exponents(
     consumer: Consumer, at: StepTile, scores: jax.Array, lse: jax.Array, masked: bool
 ) -> jax.Array:
@@ -217,8 +176,8 @@ def exponents(
     """
     static, score = consumer.static, consumer.static.spec.score
     if static.has_bias:
-        positions = tile_positions(consumer, at, scores.shape)
-        per_head = consumer.per_head_of(at.head)
+        tile = consumer.tile(at)
+        positions, per_head = tile.positions(), tile.per_head()
         if static.bias_is_affine:
             # lse comes first: there are no registers for it together with the positions.
             scores = scores * static.base_2_factor - lse
@@ -249,8 +208,9 @@ class AffineBias(NamedTuple):
     @classmethod
     def of(cls, consumer: Consumer, at: StepTile) -> AffineBias:
         """That of the step's tile."""
-        slope = consumer.static.spec.score.bias_slope(consumer.per_head_of(at.head), LOG2_E)
-        positions = consumer.load_tokens(at.warpgroup).positions
+        tile = consumer.tile(at)
+        slope = consumer.static.spec.score.bias_slope(tile.per_head(), LOG2_E)
+        positions = tile.row_positions()
         from_base = positions - consumer.refs.inputs.q_bases[at.q_tile]
         return cls(slope, from_base.astype(jnp.float32))
 
@@ -258,16 +218,6 @@ class AffineBias(NamedTuple):
         """Over the tile. ``offsets``: float32 ``[block_q]``, lse minus the bias's intercept."""
         keys, offsets = along_rows(self.keys, shape), along_columns(offsets, shape)
         return fma(self.slope, keys, -offsets, TILE)
-
-
-def tile_positions(
-    consumer: Consumer, at: StepTile, shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Positions of the queries and of the keys, each broadcast over a tile of scores."""
-    q_tokens = consumer.refs.inputs.scores.q_tokens
-    q_positions = q_tokens.load_positions(consumer.queries(at.q_tile), COLUMNS)
-    k_positions = consumer.load_tokens(at.warpgroup).positions
-    return along_columns(q_positions, shape), along_rows(k_positions, shape)
 
 
 def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Array:
@@ -282,34 +232,31 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     if static.has_segments:
         tests.append(("segment_ids", Mask()))
 
-    def load(side: TokenArrays, at: StepTile) -> tuple[TokenArrays, TokenArrays]:
-        queries, k_tokens = consumer.queries(at.q_tile), consumer.load_tokens(at.warpgroup)
-        return side.load(consumer.work.batch, queries, COLUMNS), k_tokens
-
     # With a bias there are no registers to load all tokens at once if there are KV bounds or a
     # block-sparse mask.
     one_by_one = static.has_bias and (static.has_kv_bounds or static.has_block_mask)
     one_by_one = one_by_one or static.spec.calls_functions
     q_tokens = k_tokens = TokenArrays()
     if not one_by_one:
-        q_tokens, k_tokens = load(inputs.q_tokens, at)
+        q_tokens, k_tokens = consumer.tile(at).tokens()
     for name, mask in tests:
         if one_by_one:
             scores, q_tile, warpgroup = optimization_barrier(scores, at.q_tile, at.warpgroup)
             at = at._replace(q_tile=q_tile, warpgroup=warpgroup)
-            q_tokens, k_tokens = load(inputs.q_tokens.only(name), at)
+            q_tokens, k_tokens = consumer.tile(at).tokens(name)
         of_keys = name if name == "segment_ids" else "positions"
         tokens = q_tokens.only(name), k_tokens.only(of_keys)
-        allowed = token_mask(mask, scores.shape, *tokens, along_columns, along_rows)
+        allowed = consumer.tile(at).allowed_by_tokens(mask, *tokens)
         if allowed is not None:
             scores = optimization_barrier(jnp.where(allowed, scores, -jnp.inf))
     if static.mask.mask_mod is not None:
         scores, at = _barrier(scores, at)
         mask_mod = static.mask.mask_mod
-        tile = _TileCoordinates.of(consumer, at)
+        tile = consumer.tile(at, consumer.work.recompute())
+        coordinates = tile.keeping_row_positions().coordinates()
 
         def kept(columns: slice, part: jax.Array) -> tuple[jax.Array]:
-            allowed = tile.chunk(at.q_tile, columns).apply(mask_mod)
+            allowed = coordinates(columns).apply(mask_mod)
             return (jnp.where(allowed, part, -jnp.inf),)
 
         (scores,) = by_column_chunks(kept, scores)
@@ -317,13 +264,9 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     if inputs.blocks is not None:
         # The addresses are computed here, so that no register holds them before.
         scores, at = _barrier(scores, at)
-        kv_part = consumer.work.recompute().tile * (static.config.block_kv // BLOCK_TOKENS)
-        parts = static.config.block_q // BLOCK_TOKENS
-        entries = [
-            inputs.blocks.allowed(at.head, at.q_tile * parts + i, kv_part + at.warpgroup)
-            for i in range(parts)
-        ]
-        scores = jnp.where(allowed_columns(scores.shape, entries, TILE), scores, -jnp.inf)
+        allowed = consumer.tile(at, consumer.work.recompute()).allowed_by_blocks()
+        assert allowed is not None
+        scores = jnp.where(allowed, scores, -jnp.inf)
     return scores
 
 
@@ -331,23 +274,6 @@ def _barrier(scores: jax.Array, at: StepTile) -> tuple[jax.Array, StepTile]:
     """Both behind one :func:`optimization_barrier`."""
     scores, q_tile, warpgroup, head = optimization_barrier(scores, at.q_tile, at.warpgroup, at.head)
     return scores, StepTile(warpgroup, q_tile, head)
-
-
-def dropout_factors(consumer: Consumer, at: StepTile, shape: tuple[int, ...]) -> jax.Array | None:
-    """What dropout multiplies the weights of a tile by; None without dropout.
-
-    With products the compiler adds nothing. For a select between weights and 0 it would first round
-    the weights to 16 bits, and then unpack pairs of them.
-    """
-    hashes, dropout = consumer.refs.inputs.scores.dropout, consumer.static.spec.dropout
-    if hashes is None or dropout is None:
-        return None
-    work, queries = consumer.work, consumer.queries(at.q_tile)
-    first = work.tile * consumer.static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
-    of_queries = hashes.load_queries(work.batch, at.head, queries, COLUMNS)
-    of_keys = hashes.load_keys(pl.ds(first, WARPGROUP_ROWS), ROWS)
-    kept = dropout.kept(along_columns(of_queries, shape), along_rows(of_keys, shape))
-    return jnp.where(kept, constant(shape, dropout.unit, TILE), 0.0)
 
 
 def logit_gradients(
@@ -387,8 +313,8 @@ def score_gradients(
     # Where a weight is 0 the result is arbitrary, which does no harm, because dS is 0.
     capped = jnp.log2(jnp.maximum(weights, _MIN_WEIGHT)) + lse
     if consumer.static.has_bias:
-        positions = tile_positions(consumer, at, weights.shape)
-        bias = score.bias(*positions, consumer.per_head_of(at.head), LOG2_E)
+        tile = consumer.tile(at)
+        bias = score.bias(*tile.positions(), tile.per_head(), LOG2_E)
         assert bias is not None
         capped = capped - bias
     capped = capped * (1 / (score.raw_factor * LOG2_E))

@@ -18,12 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import along_columns, constant, i32, optimization_barrier
-from pallas_kernels.mosaic.sm90.backward_epilogue import add_dq, add_per_head_sums, ds_buffer
+from pallas_kernels.mosaic.sm90.backward_epilogue import (
+    add_dq,
+    add_per_head_sums,
+    ds_buffer,
+    load_dq_factors,
+)
 from pallas_kernels.mosaic.sm90.backward_scores import (
     AffineBias,
     Consumer,
     StepTile,
-    dropout_factors,
     exponents,
     logit_gradients,
     score_gradients,
@@ -222,7 +226,7 @@ def _weights_with_derivative(
     static = consumer.static
     p, _, derivative = _weights(consumer, masked, data, scores_ref, wait_n=0)
     assert derivative is not None
-    factors = dropout_factors(consumer, data.at, p.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     used = (p if factors is None else p * factors).astype(static.dtype)
     # The derivative may be infinite or NaN where a score is masked.
     results = used, jnp.where(p == 0, 0.0, p * derivative)
@@ -237,7 +241,7 @@ def _gradients(
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static = consumer.static
     used = p
-    factors = dropout_factors(consumer, data.at, p.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     if factors is not None:
         used, dp = p * factors, dp * factors
     ds = logit_gradients(consumer, p, dp, _delta(consumer, data))
@@ -258,7 +262,7 @@ def _gradients_with_derivative(
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)`` as :func:`_gradients`, from :func:`_weights_with_derivative`."""
     used, with_derivative, *rounded = weights
-    factors = dropout_factors(consumer, data.at, dp.shape)
+    factors = consumer.tile(data.at).dropout_factors()
     dp = dp if factors is None else dp * factors
     delta = _delta(consumer, data)
     if rounded:
@@ -275,6 +279,15 @@ def _add_products(
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
 
+    def earlier(q_tile):
+        return TileCoordinates(consumer.work.recompute().batch, state.head, q_tile)
+
+    factors = None
+    if static.deterministic:
+        # Loaded early to hide the latency.
+        loaded = earlier(jnp.maximum(state.q_tile, 0))
+        factors = load_dq_factors(static, consumer.refs, loaded)
+
     def products(dv_acc, dk_acc, dq_acc):
         dv_acc[...] = state.dv
         dk_acc[...] = state.dk
@@ -283,11 +296,9 @@ def _add_products(
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
         copy_late()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
-        has_earlier_step = state.q_tile >= 0
-        earlier = TileCoordinates(consumer.work.recompute().batch, state.head, state.q_tile)
         add_dq(
-            static, consumer.refs, data.at.warpgroup, earlier, data.lanes, dq,
-            predicate=has_earlier_step,
+            static, consumer.refs, data.at.warpgroup, earlier(state.q_tile), data.lanes, dq,
+            factors, predicate=state.q_tile >= 0,
         )  # fmt: skip
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)

@@ -75,6 +75,8 @@ class BackwardInputs(NamedTuple):
       scores: the other inputs of scores.
       q_bases: int32 ``[query tiles]``, smallest position of each query tile; None unless
         :attr:`BackwardStatic.bias_is_affine`.
+      dq_factors: float32 ``[B, N, T]``, T padded to whole tiles, of each query's dQ in fixed point
+        (:mod:`pallas_kernels.mosaic.fixed_point`); None if dQ is float32.
     """
 
     bounds: Any
@@ -86,15 +88,16 @@ class BackwardInputs(NamedTuple):
     delta: Any
     scores: ScoreInputs
     q_bases: Any
+    dq_factors: Any
 
 
 class BackwardResults(NamedTuple):
     """What the backward kernel writes.
 
     Attributes:
-      dq: float32 ``[B, T, N, H]``; added to.
-      dk: ``[B, S, K, H]``.
-      dv: ``[B, S, K, Hv]``.
+      dq: float32 ``[B, T, N, H]``, or int32 if :attr:`BackwardStatic.deterministic`; added to.
+      dk: ``[B, S, K, H]``, of :attr:`BackwardStatic.written_dkv_dtype`.
+      dv: ``[B, S, K, Hv]``, the same.
       per_head_sums: float32 ``[B, N, S]`` each, by name, S padded to whole tiles; added to. Summed
         over B and S they are the gradients of the per-head parameters.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,6 +16,17 @@ from pallas_kernels.mosaic.sm90.configs import REGISTERS
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+class _Layouts(NamedTuple):
+    """The three as :class:`pallas_kernels.mosaic.scores.ScoreTile` needs them."""
+
+    tile: Any = TILE
+    rows: Any = ROWS
+    columns: Any = COLUMNS
+
+
+LAYOUTS = _Layouts()
 
 
 def specialize_warpgroups(

@@ -159,7 +159,7 @@ class BackwardMemory(NamedTuple):
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
       ds: ``[DS_BUFFERS, block_kv, block_q]``, dS as an operand of dQ's product.
       staging: float32 ``[2, block_q, H / 2]``, by consumer warpgroup: gradients on their way to
-        global memory.
+        global memory; int32 if dQ is accumulated in fixed point.
       barriers: all barriers (:class:`BackwardBarriers`).
     """
 
@@ -174,9 +174,22 @@ class BackwardMemory(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, value_dim: int | None = None
+        cls,
+        config: MosaicConfig,
+        head_dim: int,
+        dtype: DTypeLike,
+        value_dim: int | None = None,
+        in_fixed_point: bool = False,
     ) -> BackwardMemory:
-        """Descriptions, for inputs of ``dtype``; ``value_dim`` is Hv, None is H."""
+        """Descriptions.
+
+        Args:
+          config: tile sizes.
+          head_dim: H.
+          dtype: of the inputs.
+          value_dim: Hv; None is H.
+          in_fixed_point: whether dQ is accumulated in fixed point.
+        """
         value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
         scratch = ScratchLayout.of(config)
@@ -189,7 +202,9 @@ class BackwardMemory(NamedTuple):
             do=_matrix((scratch.do_stages, block_q, value_dim), dtype),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
             ds=_matrix((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
-            staging=_matrix((BACKWARD_WARPGROUPS, block_q, half), jnp.float32),
+            staging=_matrix(
+                (BACKWARD_WARPGROUPS, block_q, half), jnp.int32 if in_fixed_point else jnp.float32
+            ),
             # Two arrivals each: two copies, or both consumer warpgroups.
             barriers=plgpu.Barrier(
                 num_arrivals=BACKWARD_WARPGROUPS,

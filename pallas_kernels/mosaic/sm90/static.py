@@ -165,10 +165,13 @@ class BackwardStatic(Sm90Static):
     Attributes:
       adds_dkv: whether dK and dV are added to given arrays instead of written to new ones.
       dkv_dtype: of dK and dV; float32 if they are added, and unless :attr:`can_round_dkv`.
+      deterministic: whether the result is bitwise reproducible: dQ is then accumulated in fixed
+        point (:mod:`pallas_kernels.mosaic.fixed_point`).
     """
 
     adds_dkv: bool
     dkv_dtype: np.dtype
+    deterministic: bool
 
     @property
     def consumers(self) -> int:
@@ -192,6 +195,16 @@ class BackwardStatic(Sm90Static):
             return True
         fill_rows = all(x % self.config.block_q == 0 for x in (self.head_dim, self.value_dim))
         return self.dkv_dtype == self.dtype and fill_rows and not self.needs_registers
+
+    @property
+    def written_dkv_dtype(self) -> np.dtype:
+        """The dtype in which the kernel writes dK and dV.
+
+        float32 gradients leave through dQ's staging buffer. Where that holds int32, their bits are
+        written as int32.
+        """
+        as_bits = self.deterministic and not self.rounds_dkv
+        return np.dtype(np.int32) if as_bits else self.dkv_dtype
 
     @property
     def dkv_lanes(self) -> int:
@@ -251,4 +264,6 @@ class BackwardStatic(Sm90Static):
     @property
     def memory(self) -> BackwardMemory:
         """Descriptions of the shared memory."""
-        return BackwardMemory.of(self.config, self.head_dim, self.dtype, self.value_dim)
+        return BackwardMemory.of(
+            self.config, self.head_dim, self.dtype, self.value_dim, self.deterministic
+        )

@@ -1,0 +1,171 @@
+"""Compares a Hugging Face checkpoint on a mesh with one device: ``python -m burst_jax.verify``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from burst_jax import ShardingRules
+from burst_jax.layouts.permutation import check_layout, padded_length
+from burst_jax.models import abstract_decoder, load
+from burst_jax.parallel.xla_options import set_compiler_options
+from burst_jax.training import Batch, make_batch, next_token_loss
+from burst_jax.verify.comparison import compare
+from burst_jax.verify.report import Report
+from pallas_kernels import NAMES
+
+CPU_DEVICES = 8
+AXES = ("data", "fsdp", "stage", "seq", "tensor")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that prints errors on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message without the usage and exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m burst_jax.verify",
+        description="Compares loss and gradients of a Hugging Face checkpoint on a mesh with those "
+        "of one device, on random packed documents. Exits with 1 if they differ. The whole model, "
+        "its gradients and the activations of one batch must fit on one device.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face checkpoint: a folder")
+    add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
+    add("--layout", default="zigzag", help="sequence layout (default: zigzag)")
+    add("--seq-len", type=int, default=1024, help="tokens per sequence (default: 1024)")
+    add("--batch", type=int, help="batch size (default: data x fsdp x stage of --mesh)")
+    add(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="dtype of weights and computation (default: that of config.json)",
+    )  # fmt: skip
+    add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
+    add("--loss-only", action="store_true", help="compare no gradients: less time and memory")
+    add("--seed", type=int, default=0, help="seed of the random documents (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="also write the report here")
+    return parser
+
+
+def _mesh(text: str | None) -> Mesh:
+    """The mesh of ``--mesh``, over the first devices, with all of AXES."""
+    devices, sizes = jax.devices(), dict.fromkeys(AXES, 1)
+    if text is None:
+        sizes["seq"] = len(devices)
+    else:
+        pairs = [axis.partition("=") for axis in text.split(",")]
+        names = [name for name, _, _ in pairs]
+        if not all(size.isdecimal() and int(size) > 0 for _, _, size in pairs):
+            raise ValueError(f"--mesh is {text!r}: write it like fsdp=2,seq=4")
+        if not set(names) <= set(AXES) or len(set(names)) < len(names):
+            raise ValueError(f"--mesh is {text!r}: name each of {', '.join(AXES)} at most once")
+        sizes |= {name: int(size) for name, _, size in pairs}
+    count = math.prod(sizes.values())
+    if count > len(devices):
+        raise ValueError(
+            f"--mesh is {text!r}: it needs {count} devices, there are {len(devices)}; "
+            f"use for example seq={len(devices)}"
+        )
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:count]
+    )
+
+
+def _check(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Fills in ``--batch``; raises ValueError for options that do not fit together."""
+    if not args.model.is_dir():
+        raise ValueError(f"--model is {args.model}: there is no such folder")
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
+    if args.batch is None:
+        args.batch = shards
+    if args.batch < 1 or args.batch % shards:
+        raise ValueError(f"--batch is {args.batch}: use a multiple of {shards}, like {shards}")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed is {args.seed}: it must be in 0 ... 2**32 - 1")
+    check_layout(args.layout)
+    if args.seq_len < 8:
+        raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 8")
+    seq = mesh.shape["seq"]
+    fit = padded_length(args.layout, args.seq_len, seq)
+    if fit != args.seq_len:
+        raise ValueError(
+            f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices does not "
+            f"divide it; use {fit}"
+        )
+
+
+def random_batch(batch: int, length: int, vocabulary: int, seed: int) -> Batch[np.ndarray]:
+    """Sequences of two random documents, with padding at the end, in natural order."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, vocabulary, (batch, length + 1))
+    ids = np.ones_like(rows)
+    for row in ids:
+        row[rng.integers(1, length) :] = 2
+    ids[:, length + 1 - length // 16 :] = 0
+    return make_batch(rows, segment_ids=ids)
+
+
+def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
+    rules = ShardingRules.of(mesh)
+    options: dict[str, Any] = {"rules": rules, "implementation": args.implementation}
+    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
+    model = load(args.model, mesh=mesh, layout=args.layout, dtype=dtype, **options)
+    config, params = model.config, nnx.split(model)[1]
+
+    def make_loss(mesh: Mesh, layout: str) -> Any:
+        graphdef, _ = abstract_decoder(config, mesh=mesh, layout=layout, **options)
+
+        def loss(params: nnx.State, batch: Batch[jax.Array]) -> jax.Array:
+            total, count = next_token_loss(nnx.merge(graphdef, params), batch)
+            return total / count
+
+        return loss
+
+    return compare(
+        make_loss, params, random_batch(args.batch, args.seq_len, config.vocab_size, args.seed),
+        mesh=mesh, layout=args.layout, batch_axis=rules.batch_axes,
+        gradients=not args.loss_only,
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the report.
+
+    Returns:
+      The exit code: 0 if the losses and gradients agree, otherwise 1.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
+    set_compiler_options()
+    try:
+        mesh = _mesh(args.mesh)
+        _check(args, mesh)
+        report = _compare(args, mesh)
+        if args.json is not None:
+            args.json.write_text(json.dumps(report.record(), indent=1, allow_nan=False) + "\n")
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        parser.error(str(error))
+    print(report)
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

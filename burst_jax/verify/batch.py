@@ -1,0 +1,193 @@
+"""The user's batch: its sequence dimension, its layout, its place on a mesh, its segment ids."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from burst_jax.attention.order import layout_of
+from burst_jax.layouts.permutation import check_length, shard_unit, to_layout
+from burst_jax.parallel.mesh import axes_size
+
+_POSITIONS = ("position", "pos_id")
+_SEGMENTS = ("segment", "seg_id", "doc")
+_WEIGHTS = ("weight", "loss_mask", "mask")
+
+
+def path_name(path: Any) -> str:
+    """A path of a pytree as text: "layers.0.attention.query.kernel"."""
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    while len(parts) > 1 and parts[-1] in ("value", "raw_value"):
+        parts.pop()
+    return ".".join(parts)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """``(name, leaf)`` of every leaf of a pytree."""
+    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The batch size B and the length T of a batch."""
+
+    batch: int
+    length: int
+
+    def dimension(self, shape: tuple[int, ...]) -> int | None:
+        """The sequence dimension of an array of this shape; None if it has none."""
+        if len(shape) >= 2:
+            return 1 if shape[1] == self.length else None
+        return 0 if shape == (self.length,) and self.length != self.batch else None
+
+
+def sizes_of(batch: Any, num_shards: int, layout: str) -> Sizes:
+    """B and T of a batch in natural order.
+
+    Raises:
+      ValueError: there is no array ``[B, T, ...]``, the layout cannot split T, or positions show
+        that the batch is permuted already.
+    """
+    named = named_leaves(batch)
+    for name, x in named:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ValueError(
+                f"batch has {name or 'a leaf'}, a {type(x).__name__}: it must be a pytree of arrays"
+            )
+    shapes = [x.shape[:2] for _, x in named if len(x.shape) >= 2]
+    if not shapes:
+        raise ValueError(
+            "batch has no array of shape [B, T, ...]: pass tokens and targets as [B, T], in "
+            "natural order"
+        )
+    length = collections.Counter(shape[1] for shape in shapes).most_common(1)[0][0]
+    sizes = Sizes(max(shape[0] for shape in shapes if shape[1] == length), length)
+    if length % (num_shards * shard_unit(layout)) == 1:
+        raise ValueError(
+            f"batch has length {length}, one more than the {layout} layout over {num_shards} "
+            "shards can split: shift first, inputs tokens[:, :-1] and targets tokens[:, 1:], or "
+            "use burst_jax.training.make_batch(tokens)"
+        )
+    check_length(layout, length, num_shards, "the length of batch")
+    for name, x in named:
+        if _is_named(name, _POSITIONS) and sizes.dimension(x.shape) is not None:
+            for row in np.atleast_2d(np.asarray(x)):
+                found = layout_of(row)
+                if found is not None and found[0] != "contiguous":
+                    raise ValueError(
+                        f"batch has {name} in the {found[0]} order over {found[1]} shards: pass "
+                        "the batch in natural order, compare permutes it"
+                    )
+    return sizes
+
+
+def in_layout(batch: Any, sizes: Sizes, layout: str, num_shards: int) -> Any:
+    """The batch in ``layout``: every array with a sequence dimension is permuted along it."""
+
+    def permute(x: Any) -> np.ndarray:
+        x, axis = np.asarray(x), sizes.dimension(x.shape)
+        return x if axis is None else to_layout(x, layout, num_shards, axis)
+
+    return jax.tree.map(permute, batch)
+
+
+def place(
+    batch: Any, sizes: Sizes, mesh: Mesh, batch_axes: tuple[str, ...], token_axes: tuple[str, ...]
+) -> Any:
+    """The batch on a mesh, B over ``batch_axes`` and T over ``token_axes``."""
+    count = axes_size(mesh, batch_axes)
+    if sizes.batch % count:
+        raise ValueError(
+            f"batch has {sizes.batch} sequences, which the {count} devices of the mesh axes "
+            f"{', '.join(batch_axes)} do not divide: use a multiple of {count}"
+        )
+
+    def put(x: Any) -> jax.Array:
+        axis = sizes.dimension(x.shape)
+        spec: list[Any] = [None] * x.ndim
+        if x.ndim and x.shape[0] == sizes.batch and axis != 0:
+            spec[0] = batch_axes or None
+        if axis is not None:
+            spec[axis] = token_axes or None
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(put, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Tokens of a batch in segment 0, which is padding.
+
+    Attributes:
+      name: the leaf with the segment ids.
+      tokens: the share of all tokens that are in segment 0, from 0 to 1.
+      loss: the share of the loss weights that those tokens have; None if the batch has no weights.
+      count: how many tokens are in segment 0.
+      counted_from_zero: whether segment 0 looks like a document: it is at the start of sequences
+        and has varied tokens.
+    """
+
+    name: str
+    tokens: float
+    loss: float | None
+    count: int
+    counted_from_zero: bool
+
+
+def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
+    """What the batch has in segment 0; ``names`` are leaves that attention got as segment ids."""
+    arrays = [
+        (name, np.asarray(x))
+        for name, x in named_leaves(batch)
+        if len(x.shape) == 2 and sizes.dimension(x.shape) is not None
+    ]
+    found = [(n, x) for n, x in arrays if n in names or _is_named(n, _SEGMENTS)]
+    found = [(n, x) for n, x in found if np.issubdtype(x.dtype, np.integer)]
+    if not found:
+        return None
+    name, ids = found[0]
+    zero = ids == 0
+    weights = [np.asarray(x, np.float64) for n, x in arrays if n != name and _is_named(n, _WEIGHTS)]
+    loss = None
+    if weights and weights[0].shape == ids.shape and weights[0].sum():
+        loss = float(weights[0][zero].sum() / weights[0].sum())
+    # Padding at the start of a sequence has one token id, a document has many.
+    tokens = [x for n, x in arrays if x.dtype.kind in "iu" and is_content(n, name)]
+    first = zero & (np.maximum.accumulate(ids, axis=1) == 0)
+    first &= zero[:, :1]
+    varied = any(len(np.unique(x[row, first[row]])) > 2 for x in tokens for row in range(len(ids)))
+    return Segments(name, float(zero.mean()), loss, int(zero.sum()), bool(varied))
+
+
+def is_content(name: str, segments: str) -> bool:
+    """Whether an array has tokens or targets, and not positions, weights or segment ids."""
+    others = (*_POSITIONS, *_WEIGHTS, *_SEGMENTS)
+    return name != segments and not _is_named(name, others)
+
+
+def other_padding(batch: Any, sizes: Sizes, segments: str) -> Any:
+    """The batch with other tokens and targets in segment 0, which no loss may depend on."""
+    ids = next(np.asarray(x) for name, x in named_leaves(batch) if name == segments)
+
+    def change(path: Any, x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        fits = x.ndim >= 2 and x.shape[:2] == ids.shape and is_content(path_name(path), segments)
+        if not fits:
+            return x
+        zero = (ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2))
+        values = np.unique(x) if x.dtype.kind in "iu" else np.asarray([0, 1], x.dtype)
+        # Another value of the same array: the next larger one.
+        index = np.searchsorted(values, x) + 1 if x.dtype.kind in "iu" else (x == 0).astype(int)
+        return np.where(zero, values[index % len(values)], x).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(change, batch)
+
+
+def _is_named(name: str, parts: tuple[str, ...]) -> bool:
+    last = name.rsplit(".", 1)[-1].lower()
+    return any(part in last for part in parts)

@@ -1,0 +1,126 @@
+"""What the attention calls of a traced loss say: layouts, mesh axes, masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from burst_jax.attention.watch import WatchedCall
+from burst_jax.parallel.mesh import flat_names
+
+# Arguments that may differ between one device and a mesh.
+_OWN = ("mesh", "layout", "implementation", "backward", "dropout_key", "deterministic")
+
+
+def where(call: WatchedCall, calls: Sequence[WatchedCall]) -> str:
+    """A call in a sentence: "attention call 2 of 4 (model.py:57)"."""
+    number = next(i for i, other in enumerate(calls, 1) if other is call)
+    place = "" if call.place is None else f" ({call.place})"
+    return f"attention call {number} of {len(calls)}{place}"
+
+
+def sequence_axes_of(call: WatchedCall) -> tuple[str, ...]:
+    """The mesh axes over which a call shards the sequence."""
+    ring = call.axes if call.local else _argument(call, "seq_axis")
+    return flat_names(ring, _argument(call, "ulysses_axis"))
+
+
+def wrong_layouts(calls: Sequence[WatchedCall], layout: str, axes: tuple[str, ...]) -> list[str]:
+    """A sentence for each call whose layout is not the batch's."""
+    found = []
+    for call in calls:
+        own = _argument(call, "layout")
+        if own is not None and own != layout and set(sequence_axes_of(call)) & set(axes):
+            found.append(
+                f"{where(call, calls)} has layout={own!r}, but its tokens are in the {layout} "
+                f"layout: pass layout={layout!r} there"
+            )
+    return found
+
+
+def replicated_axes(calls: Sequence[WatchedCall], mesh: Mesh) -> dict[str, list[WatchedCall]]:
+    """Mesh axes along which devices compute the same attention, and the calls that do."""
+    found: dict[str, list[WatchedCall]] = {}
+    for call in calls:
+        if call.local:
+            if call.varying is None:
+                continue  # Outside of a shard_map, or one that does not know.
+            used = {*call.varying, *sequence_axes_of(call)}
+            axes = [axis for axis in call.manual if axis not in used]
+        else:
+            names = ("batch_axis", "tensor_axis")
+            used = {*sequence_axes_of(call), *call.manual}
+            used |= set(flat_names(*(_argument(call, name) for name in names)))
+            axes = [axis for axis in mesh.axis_names if axis not in used]
+        for axis in axes:
+            if mesh.shape[axis] > 1:
+                found.setdefault(axis, []).append(call)
+    return found
+
+
+def replicated_sentences(
+    found: dict[str, list[WatchedCall]],
+    calls: Sequence[WatchedCall],
+    mesh: Mesh,
+    ring: tuple[str, ...],
+) -> list[str]:
+    """A sentence for each mesh axis of :func:`replicated_axes`."""
+    sentences = []
+    for axis, those in found.items():
+        several = len(those) == len(calls) > 1
+        which = f"all {len(calls)} attention calls" if several else where(those[0], calls)
+        more = "" if several or len(those) == 1 else f" and {len(those) - 1} more"
+        if axis in ring:
+            remedy = f"pass seq_axis={axis!r}: there, each device has whole sequences"
+        elif those[0].local:
+            remedy = f"shard the batch over {axis!r} in the in_specs of the shard_map"
+        else:
+            remedy = f"pass batch_axis={axis!r}, if it shards the batch (tensor_axis for heads)"
+        what = "the sequence" if axis in ring else "the batch"
+        sentences.append(
+            f"{what} is replicated over mesh axis {axis!r}: in {which}{more} all "
+            f"{mesh.shape[axis]} devices along it compute the same; {remedy}"
+        )
+    return sentences
+
+
+def without_segments(calls: Sequence[WatchedCall]) -> list[str]:
+    """A sentence about calls without segment ids, if other calls have some."""
+    have = [_argument(call, "query_segment_ids") is not None for call in calls]
+    if all(have) or not any(have):
+        return []
+    first = calls[have.index(False)]
+    return [
+        f"{where(first, calls)} has no segment ids, other calls have: there, documents attend to "
+        "each other; pass query_segment_ids and key_value_segment_ids to all"
+    ]
+
+
+def options_that_differ(mesh: WatchedCall, one: WatchedCall) -> list[str]:
+    """Arguments of one call that are not those of the same call on one device."""
+    if type(mesh.arguments) is not type(one.arguments):
+        return ["another attention function"]
+    found = []
+    for field in dataclasses.fields(mesh.arguments):
+        ours, theirs = (getattr(call.arguments, field.name) for call in (mesh, one))
+        if field.name not in _OWN and _shown(ours) != _shown(theirs):
+            found.append(f"{field.name} is {_shown(ours)} on the mesh, {_shown(theirs)} on one")
+    return found
+
+
+def _argument(call: WatchedCall, name: str) -> Any:
+    return getattr(call.arguments, name, None)
+
+
+def _shown(value: Any) -> str:
+    """An argument as text; an array by its shape, a function by its name."""
+    if callable(value):
+        return f"the function {getattr(value, '__qualname__', type(value).__name__)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"an array of rank {np.ndim(value)}"

@@ -1,0 +1,102 @@
+"""The backward kernel's accumulator of dQ: in register order, in float32 or fixed point.
+
+It is a :class:`pallas_kernels.backend.DqAccumulator`. A ring keeps it in register order over all of
+its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic import fixed_point
+from pallas_kernels.mosaic.sm80 import instructions
+from pallas_kernels.mosaic.sm80.configs import (
+    BACKWARD_M_WARPS,
+    BACKWARD_WARPGROUPS,
+    SHARED_MEMORY,
+    WARPS,
+    BackwardConfig,
+    backward_config,
+)
+from pallas_kernels.mosaic.sm80.inputs import Static
+from pallas_kernels.spec import AttentionSpec
+
+_THREADS = 32 * WARPS
+
+
+class DqSum(NamedTuple):
+    """dQ / scale, padded to whole query tiles.
+
+    Attributes:
+      registers: float32 ``[B, N, query tiles, warpgroups, registers, 128 threads]``; in fixed point
+        int32 ``[..., 2]``, the low and the high half of each integer.
+      bound: float32 ``[B, N]``, the largest :func:`pallas_kernels.mosaic.fixed_point.dq_bound` of
+        each head; None if the registers are float32.
+    """
+
+    registers: jax.Array
+    bound: jax.Array | None
+
+
+def backward_static(
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    config: BackwardConfig | None,
+    shared_memory: int,
+) -> Static[BackwardConfig]:
+    """Static parameters of the backward kernel; ``config`` None is the default one."""
+    config = config or backward_config(inputs.head_dim, inputs.value_dim, shared_memory)
+    return Static.of(inputs, spec, config)
+
+
+def zeros(
+    inputs: AttentionInputs,
+    bounds: Any,
+    *,
+    spec: AttentionSpec,
+    maximum: Callable[[jax.Array], jax.Array] = lambda x: x,
+    config: BackwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
+    deterministic: bool = False,
+) -> DqSum:
+    """The sum before the first call; in fixed point if it is ``deterministic``."""
+    static = backward_static(inputs, spec, config, shared_memory)
+    # They depend on an operand, so that a ring does not allocate those of all steps at once. The
+    # barrier has operands that differ between steps. Otherwise XLA would create equal arrays once,
+    # and copy them.
+    zero, *_ = lax.optimization_barrier((jnp.int32(0), inputs.query.stats, inputs.kv.k, bounds))
+    queries, lanes = static.config.dq_part(static.head_dim)
+    registers = queries * lanes // _THREADS
+    shape = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS, registers, _THREADS
+    if deterministic:
+        bound = jnp.max(fixed_point.dq_bound(inputs, spec, maximum), axis=2)
+        return DqSum(jnp.full((*shape, 2), zero), bound)
+    return DqSum(jnp.full(shape, zero.astype(jnp.float32)), None)
+
+
+def finish(
+    dq: DqSum,
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: BackwardConfig | None = None,
+    shared_memory: int = SHARED_MEMORY,
+) -> jax.Array:
+    """dQ, float32 ``[B, T, N, H]``."""
+    static = backward_static(inputs, spec, config, shared_memory)
+    part = static.config.dq_part(static.head_dim)
+    x, bound = dq
+    if bound is not None:
+        x = fixed_point.from_64(x, bound.reshape(*bound.shape, 1, 1, 1, 1))
+    x = instructions.from_register_order(x, part, BACKWARD_M_WARPS)
+    # [B, N, query tiles, warpgroups, queries, lanes]
+    order = (0, 2, 3, 4, 1, 5) if part[0] < static.config.block_q else (0, 2, 4, 1, 3, 5)
+    x = x.transpose(order)
+    x = x.reshape(static.batch, static.padded_q_length, static.heads, static.head_dim)
+    return x[:, : static.q_length] * spec.score.scale

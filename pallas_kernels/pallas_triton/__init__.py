@@ -1,1 +1,0 @@
-"""Local attention as Pallas kernels that JAX lowers by Triton: Ampere and newer GPUs."""

@@ -1,0 +1,246 @@
+"""``verify.compare``: right models pass, mistakes of a user's model are found and named."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import own_model
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+from own_model import make_loss_of, packed, parameters
+
+from burst_jax import to_layout, verify
+
+LINE = r"own_model\.py:\d+"
+CALL, MAP = rf"attention call \d of 2 \({LINE}\)", f"the shard_map at {LINE} .*"
+# What a report says of each mistake.
+NAMED = {
+    "layout forgotten": f"^{CALL} has layout='contiguous', but its tokens are in the zigzag layout"
+    ": pass layout='zigzag' there$",
+    "batch axis forgotten": f"^the batch is replicated over mesh axis 'data': in {CALL} all 2 "
+    "devices along it compute the same; pass batch_axis='data'",
+    "arange positions": rf"^an array made at {LINE} counts tokens by index \(an arange\) and is "
+    f"combined at {LINE} with tokens in the zigzag layout",
+    "positions per shard": f"^{MAP}: it counts tokens from 0 on every device",
+    "segments forgotten": f"^{CALL} has no segment ids, other calls have",
+    "documents by index": f"^cumsum at {LINE} runs over the tokens by index",
+    "other mask": f"^{CALL} is another one than on one device: is_causal is False on the mesh, ",
+    "other scale": f"^{CALL} is another one than on one device: scale is 0.5 on the mesh, 1.0 on",
+    "sequence axis forgotten": f"^{CALL} has seq_axis=None, so it attends as if its tokens were in "
+    "natural order, but they are in the zigzag layout",
+    "local attention": f"^{MAP}: {CALL} is local_attention, which attends to the keys of its own",
+    "shift": f"^(pad|slice) at {LINE} reads other tokens by index",
+    "convolution": f"^a convolution at {LINE} mixes neighbouring tokens by index",
+    "last token": f"^slice at {LINE} reads other tokens by index",
+    "running mean": f"^cumsum at {LINE} runs over the tokens by index",
+    "dropout": f"^random numbers at {LINE} are drawn by the index of a token",
+    "noise per device": f"^{MAP}: it draws random numbers on each device",
+    "norm over tokens": f"^{MAP}: it computes from one device's tokens what needs those of all",
+    "wrong gradient": f"^mul at {LINE} uses the number 0.5 on the mesh and 1.0 on one device",
+    "table by index": f"^add at {LINE} combines tokens in the zigzag layout with position_table, "
+    "which is in natural order",
+    "late shift of targets": f"^(concatenate|slice) at {LINE} shifts or picks token ids by index, "
+    "after the permutation to the zigzag layout",
+    "mean of means": f"^{MAP}: it averages each device's own mean",
+    "mean for sum": f"^{MAP}: 1/4 of the right value, the number of devices along all axes; it "
+    "averages over devices what must be summed",
+}
+# Each run has several mistakes; each of them is named.
+TOGETHER = (
+    ("layout forgotten", "arange positions", "convolution", "table by index", "mean of means"),
+    ("batch axis forgotten", "segments forgotten", "late shift of targets", "norm over tokens"),
+    ("other mask", "positions per shard", "last token"),
+    ("local attention", "noise per device", "mean for sum"),
+    ("documents by index", "other scale", "shift"),
+    ("sequence axis forgotten", "running mean"),
+    ("dropout",),
+)
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_program_of_a_user():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def mesh_4(kind=AxisType.Auto):
+    return mesh_of(kind, data=2, seq=2)
+
+
+def assert_named(report, mistakes):
+    """Each mistake has its sentence, and no sentence is left over."""
+    assert not report.passed
+    left = list(report.problems)
+    for mistake in mistakes:
+        found = [problem for problem in left if re.search(NAMED[mistake], problem)]
+        assert found, (mistake, report.problems)
+        left = [problem for problem in left if problem not in found]
+    # Without a ring the sequence is replicated; the last token, and a norm over all, are padding.
+    others = "^the sequence is replicated over mesh axis 'seq'|and the loss depends on them"
+    assert all(re.search(others, problem) for problem in left), left
+
+
+def test_every_mistake_is_in_a_run():
+    every = {mistake for run in TOGETHER for mistake in run}
+    assert every | {"wrong gradient"} == set(NAMED) == set(own_model.MISTAKES) - {"own shard_map"}
+
+
+@pytest.mark.parametrize(
+    "mistakes",
+    [pytest.param(m, id=", ".join(m), marks=SLOW if i > 1 else ()) for i, m in enumerate(TOGETHER)],
+)
+def test_mistakes_are_found_and_named(mistakes):
+    report = verify.compare(
+        make_loss_of("nnx", mistakes=mistakes), parameters("nnx"), packed(),
+        mesh=mesh_4(), layout="zigzag", gradients=False,
+    )  # fmt: skip
+    assert_named(report, mistakes)
+
+
+def test_a_wrong_gradient_is_found_where_the_loss_is_right():
+    report = verify.compare(
+        make_loss_of("nnx", mistakes=["wrong gradient"]), parameters("nnx"), packed(),
+        mesh=mesh_4(), layout="zigzag",
+    )  # fmt: skip
+    assert report.loss.passed
+    # What is computed from hidden states after the mistake.
+    assert [group.name for group in report.gradients if group.passed] == ["head", "mlp.1"]
+    assert_named(report, ["wrong gradient"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mistakes"),
+    [
+        ("nnx", "float32", ()),
+        ("nnx", "bfloat16", ()),
+        pytest.param("linen", "float32", (), marks=SLOW),
+        ("linen", "bfloat16", ()),
+        pytest.param("nnx", "float32", ["own shard_map"], marks=SLOW),
+    ],
+)
+def test_a_right_model_passes(kind, dtype, mistakes):
+    make_loss = make_loss_of(kind, jnp.dtype(dtype), mistakes)
+    report = verify.compare(make_loss, parameters(kind), packed(), mesh=mesh_4(), layout="zigzag")
+    assert report.passed, report
+    assert (report.dtype, report.reference) == (
+        (dtype, "float64") if dtype == "float32" else (dtype, "float32")
+    )
+    # The noise of one device is measured, not assumed.
+    low, high = (1e-8, 1e-6) if dtype == "float32" else (5e-4, 5e-2)
+    assert all(low < (group.one_device or 0) < high for group in report.gradients)
+    assert all(low < group.mesh < high for group in report.gradients)
+    assert report.segments is not None
+    assert report.segments.tokens == pytest.approx(4 / 64)
+    assert report.segments.loss == 0
+    assert set(report.cost.seconds) == {"one device", "mesh", "reference"}
+    assert 0 < report.cost.bytes["mesh"] < report.cost.bytes["one device"]
+    assert str(report).endswith("PASSED")
+    assert json.loads(json.dumps(report.record(), allow_nan=False))["passed"] is True
+
+
+def embedding_loss(mesh, layout):
+    """A loss without attention, which is quick."""
+
+    def loss(params, batch):
+        x = params["embed"][batch["inputs"]] * (1 + batch["positions"][..., None])
+        return jnp.mean(jnp.sum(x, -1) * batch["weights"])
+
+    return loss
+
+
+EMBED = {"embed": np.linspace(-1, 1, 48 * 8, dtype=np.float32).reshape(48, 8)}
+
+
+def quick(batch, make_loss=embedding_loss, params=EMBED, **options):
+    options: Any = {"mesh": mesh_4(), "layout": "zigzag", "batch_axis": "data"} | options
+    return verify.compare(make_loss, params, batch, **options)
+
+
+def test_documents_counted_from_zero_are_found():
+    (problem,) = quick(packed(0)).problems
+    assert re.match(r"50.0 % of the tokens are in segment 0 of segment_ids, at the start", problem)
+    assert quick(packed()).passed
+
+
+def test_padding_that_counts_in_the_loss_is_found():
+    batch: Any = packed()
+    batch["weights"] = np.ones_like(batch["weights"])
+    (problem,) = quick(batch).problems
+    assert re.search(r"^6.2 % of the tokens .* have 6.2 % of the loss weight", problem)
+    # Also where the batch has no weights.
+    batch["importance"] = batch.pop("weights")
+
+    def make_loss(mesh, layout):
+        loss = embedding_loss(mesh, layout)
+        return lambda params, batch: loss(params, batch | {"weights": batch["importance"]})
+
+    (problem,) = quick(batch, make_loss).problems
+    assert re.search("^6.2 % of the tokens .*, and the loss depends on them: it is", problem)
+
+
+def test_explicit_axes_and_weights_that_are_sharded():
+    mesh = mesh_4(AxisType.Explicit)
+    sharded = {"embed": jax.device_put(EMBED["embed"], NamedSharding(mesh, P(None, "seq")))}
+    tokens = P("data", "seq")
+
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            table = jax.reshard(params["embed"], P())
+            x = table.at[batch["inputs"]].get(out_sharding=P("data", "seq", None))
+            return jnp.mean(jnp.sum(x, -1) * batch["weights"])
+
+        return loss
+
+    report = quick(packed(), make_loss, sharded, mesh=mesh)
+    assert report.passed, report
+    assert tokens == P("data", "seq")
+    # Less than the replicated table alone.
+    assert report.cost.bytes["mesh"] < report.cost.bytes["one device"]
+
+
+def tuple_loss(mesh, layout):
+    return lambda params, batch: (jnp.float32(1), jnp.float32(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": {}}, r"batch has no array of shape \[B, T, \.\.\.\]"),
+        ({"batch": {"x": 3}}, "batch has x, a int: it must be a pytree of arrays"),
+        (
+            {"batch": {"x": np.zeros((2, 65), int)}},
+            "batch has length 65, one more than the zigzag layout over 2 shards can split: shift",
+        ),
+        ({"batch": {"x": np.zeros((2, 66), int)}}, "the length of batch is 66: the zigzag layout"),
+        (
+            {"batch": {name: x[:1] for name, x in packed().items()}},
+            "batch has 1 sequences, which the 2 devices of the mesh axes data do not divide",
+        ),
+        (
+            {"batch": to_layout(packed(), "zigzag", 2)},
+            "batch has positions in the zigzag order over 2 shards: pass the batch in natural",
+        ),
+        ({"make_loss": 3}, "make_loss is a int: it must be a function"),
+        ({"make_loss": lambda mesh: None}, r"make_loss\(mesh\) cannot be called as make_loss"),
+        ({"make_loss": lambda mesh, layout: 3.0}, "make_loss returned a float: it must return"),
+        ({"make_loss": tuple_loss}, r"loss returns float32 \(\), float32 \(\) in a tuple"),
+        ({"params": {"n": 3}}, "params has n, a int: it must hold arrays only"),
+        (
+            {"params": {"embed": np.zeros((48, 8), np.int32)}},
+            "params has no floating array: there is no gradient to compare",
+        ),
+        ({"layout": "zig"}, "layout is 'zig'"),
+        ({"seq_axis": "ring"}, "seq_axis is 'ring'"),
+    ],
+)
+def test_wrong_arguments_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        quick(options.pop("batch", packed()), **options)

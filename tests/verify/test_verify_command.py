@@ -1,0 +1,70 @@
+"""``python -m burst_jax.verify``: a Hugging Face checkpoint, on a mesh and on one device."""
+
+from __future__ import annotations
+
+import json
+
+import hf_models
+import numpy as np
+import pytest
+
+from burst_jax.training import make_batch
+from burst_jax.verify import __main__ as command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return hf_models.write_folder("llama3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_passes_on_eight_devices(folder, capsys):
+    options = ["--model", str(folder), "--mesh", "fsdp=2,seq=4", "--seq-len", "64"]
+    assert command.main(options) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("zigzag on fsdp=2,seq=4, float32; differences relative to float64")
+    assert "layers.attention.query" in out
+    assert out.endswith("PASSED\n")
+
+
+def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp_path):
+    def counted_from_zero(batch, length, vocabulary, seed):
+        rows = np.random.default_rng(seed).integers(0, vocabulary, (batch, length + 1))
+        return make_batch(rows, segment_ids=np.arange(length + 1) // 40 + 0 * rows)
+
+    monkeypatch.setattr(command, "random_batch", counted_from_zero)
+    options = ["--model", str(folder), "--mesh", "seq=2", "--seq-len", "64", "--loss-only"]
+    assert command.main([*options, "--json", str(tmp_path / "report.json")]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED\n- 62.5 % of the tokens are in segment 0 of segment_ids, at the start" in out
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert record["passed"] is False
+    # The mesh itself is right.
+    assert record["loss"]["mesh"] <= record["loss"]["limit"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "ring=2"], "--mesh is 'ring=2': name each of data, fsdp, stage, seq, tensor"),
+        (["--mesh", "seq"], "--mesh is 'seq': write it like fsdp=2,seq=4"),
+        (["--mesh", "seq=2,seq=2"], "--mesh is 'seq=2,seq=2': name each of"),
+        (["--mesh", "seq=16"], "--mesh is 'seq=16': it needs 16 devices, there are 8; use for"),
+        (["--model", "nowhere"], "--model is nowhere: there is no such folder"),
+        (["--mesh", "data=2", "--batch", "3"], "--batch is 3: use a multiple of 2, like 2"),
+        (
+            ["--seq-len", "100"],
+            "--seq-len is 100: the zigzag layout over 8 devices does not",
+        ),
+        (["--seq-len", "4"], "--seq-len is 4: it must be at least 8"),
+        (["--layout", "zig"], "layout is 'zig'"),
+        (["--seed", "-1"], "--seed is -1: it must be in 0 ... 2**32 - 1"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_options_end_with_a_sentence(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--model", str(tmp_path), *options])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m burst_jax.verify: error: {message}")
