@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import itertools
+import math
 import numbers
 from collections.abc import Collection, Iterable
 from types import ModuleType
@@ -27,7 +28,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
       ValueError: it is no integer, smaller than ``least`` or larger than ``most``.
     """
     integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not integer or value < least or (most is not None and value > most):
+    if not integer or not least <= int(value) <= (math.inf if most is None else most):
         upper = "" if most is None else f" and at most {most}"
         raise ValueError(
             f"{name} is {shown(value)}: it must be an integer, at least {least}{upper}"

@@ -41,18 +41,16 @@ class CacheRecord:
         }
 
     @classmethod
-    def parse(cls, where: str, saved: Record, head_dim: int) -> Self:
-        """The record that was saved with the arrays ``saved.arrays``.
+    def parse(cls, where: str, extra: Any) -> Self:
+        """What :meth:`as_json` has made.
 
         Args:
           where: the file, for messages.
-          saved: the record, with one of these as ``extra``.
-          head_dim: features of a head of the generator's model.
+          extra: a JSON object with any values.
 
         Raises:
-          ValueError: a value of another type or out of range, or arrays of other shapes.
+          ValueError: a value of another type or out of range.
         """
-        extra = saved.extra
 
         def integer(name: str, value: Any, least: int, most: int = EMPTY - 1) -> int:
             return check_integer(f"{where}: {name}", value, least, most)
@@ -87,7 +85,7 @@ class CacheRecord:
         last = integer("filled.next_position", filled["next_position"], 1)
         for name in ("used", "generated"):
             integer(f"filled.{name}", filled[name], 0)
-        record = cls(
+        return cls(
             listed("facts", extra.get("facts"), dict),
             capacities,
             capacity_of,
@@ -95,10 +93,15 @@ class CacheRecord:
             FillState(**filled),
             [integer("lengths", x, 0, last) for x in listed("lengths", extra.get("lengths"))],
         )
-        record._check_arrays(where, saved, head_dim)
-        return record
 
-    def _check_arrays(self, where: str, saved: Record, head_dim: int) -> None:
+    def check_arrays(self, where: str, saved: Record, head_dim: int) -> None:
+        """Raises ValueError unless the saved arrays have the shapes that this describes.
+
+        Args:
+          where: the file, for messages.
+          saved: the checkpoint's record.
+          head_dim: features of a head of the generator's model.
+        """
         batch, expected = len(self.lengths), {}
         sizes = [capacity.slots * capacity.devices for capacity in self.capacities]
         for index, size in enumerate(sizes):
@@ -111,7 +114,7 @@ class CacheRecord:
             if found is None or found[0] != shape:
                 raise ValueError(
                     f"{where}: arrays has {name} with shape {shown(found and found[0])}, and "
-                    f"capacities, heads and lengths describe {shape}"
+                    f"capacities, capacity_of, heads and lengths describe {shape}"
                 )
 
     def check_slots(self, where: str, slots: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -125,11 +128,12 @@ class CacheRecord:
             zip(self.capacities, slots, strict=True)
         ):
             held = positions[present.any(0)]
-            inside = (held >= 0) & (held < self.filled.next_position)
             counts = present.sum(1)
             wrong = (
                 not ((present == 0) | (present == 1)).all()
-                or not inside.all()
+                # The last token of a prompt, and each generated one, is held by some sequence.
+                or held.min(initial=0) < 0
+                or held.max(initial=-1) + 1 != self.filled.next_position
                 or len(np.unique(held)) < len(held)
                 or (counts > self.lengths).any()
                 or (not capacity.is_ring_buffer and (counts != self.lengths).any())

@@ -99,9 +99,9 @@ class Generator:
         if not isinstance(model, Decoder):
             raise ValueError(f"model is a {type(model).__name__}: it must be a Decoder")
         self.max_length = check_integer("max_length", max_length, 1, MAX_LENGTH)
-        self.batch = check_integer("batch", batch, 1)
+        self.batch = check_integer("batch", batch, 1, MAX_LENGTH)
         if prefill_chunk is not None:
-            prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+            prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1, MAX_LENGTH)
         self._lock = threading.RLock()
         check_trained_length(model.config, "max_length", self.max_length)
         served = ServedModel(model, split_weights)
@@ -186,7 +186,7 @@ class Generator:
         """
         vocabulary = self._steps.model.config.vocab_size
         sampling = Sampling(temperature, top_k, top_p)
-        count = check_integer("max_new_tokens", max_new_tokens, 1)
+        count = check_integer("max_new_tokens", max_new_tokens, 1, MAX_LENGTH)
         rows = check_prompts(prompts, self.batch, vocabulary)
         stops = check_stops(stop_tokens, vocabulary)
         key = jax.random.key(check_seed(seed))

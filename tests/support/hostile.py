@@ -111,11 +111,8 @@ def json_cases(
 def _with(value: Any, path: list[str], remove: bool) -> Any:
     """A copy of nested dicts and lists without the value at ``path``, or with :data:`_PLACE`."""
     first, *rest = path
-    if isinstance(value, list):
-        copied: Any = list(value)
-        where: Any = int(first)
-    else:
-        copied, where = dict(value), first
+    copied: Any = value.copy()
+    where: Any = int(first) if isinstance(value, list) else first
     if rest:
         copied[where] = _with(copied[where], rest, remove)
     elif not remove:

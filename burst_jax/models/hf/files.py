@@ -17,8 +17,8 @@ from burst_jax.json_files import MAX_INDEX_BYTES, check_regular, read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Bytes of the JSON header of a file, which lists its tensors: about 300,000 of them.
-MAX_HEADER_BYTES = 1 << 25
+# Bytes of the JSON header of a file, which lists its tensors: about 80,000 of them.
+MAX_HEADER_BYTES = 1 << 23
 # Supported dtypes; others are of quantized weights, which need scales.
 FLOATING = ("F64", "F32", "F16", "BF16")
 
