@@ -12,7 +12,6 @@ devices.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,6 +25,8 @@ from perplexity import start_of
 from run_mesh import make_mesh
 
 from burst_jax.data import TokenizerFile
+from burst_jax.errors import check_integer, printable
+from burst_jax.json_files import read_bounded, read_object
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.serving import Generator
 
@@ -34,19 +35,31 @@ CPU_DEVICES = 8
 
 def prompts_of(args: argparse.Namespace, tokenizer: TokenizerFile) -> list[np.ndarray]:
     """Token ids of each prompt, after the tokenizer's start token."""
-    texts = [path.read_text() for path in args.prompt_file] or [""]
+    texts = [text_of(path) for path in args.prompt_file] or [""]
     encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
     return [np.concatenate([start_of(tokenizer), ids]).astype(np.int32) for ids in encoded]
+
+
+def text_of(path: Path) -> str:
+    """The text in a file of at most 256 MiB."""
+    try:
+        return read_bounded(path, 1 << 28).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{printable(path)} is not UTF-8 at byte {error.start}") from None
 
 
 def stop_tokens(folder: Path, vocab_size: int) -> list[int]:
     """End-of-text ids of ``generation_config.json`` or ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found = read_object(path).get("eos_token_id") if path.exists() else None
         if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            return [token for token in ids if 0 <= token < vocab_size]
+            key, ids = (
+                f"{printable(path)}: eos_token_id",
+                found if isinstance(found, list) else [found],
+            )
+            # -1 is a common value for none.
+            return [x for x in ids if 0 <= check_integer(key, x, -1) < vocab_size]
     return []
 
 

@@ -7,6 +7,7 @@ import shlex
 
 import generate
 import hf_models
+import hostile
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,32 @@ def test_end_of_text_ids(folder, tmp_path):
     assert generate.stop_tokens(tmp_path, 64) == [3]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99]}))
     assert generate.stop_tokens(tmp_path, 64) == [5]
+
+
+def test_hostile_generation_configs_and_prompts(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"eos_token_id": [5, 9]}')
+    ids = hostile.INTEGERS - {"zero", "negative", "huger", "list", "empty"}
+    fields = {"eos_token_id": ids, "eos_token_id.0": ids | {"null", "list", "empty"}}
+
+    def results():
+        valid = json.loads(file.read_text())
+        cases = [*hostile.json_cases(valid, fields, {"eos_token_id.0": ("eos_token_id",)})]
+        for case in [*cases, *hostile.text_cases(file.read_bytes())]:
+            file.write_bytes(case.content)
+            yield hostile.check(
+                case.name, lambda: generate.stop_tokens(tmp_path, 64), (file.name, *case.names),
+                rejected=case.rejected,
+            )  # fmt: skip
+        with hostile.special_files(file) as found:
+            for name in found:
+                yield hostile.check(
+                    name, lambda: generate.text_of(file), (file.name,), rejected=True
+                )
+        file.write_bytes(b"caf\xe9")
+        yield hostile.check("Latin-1", lambda: generate.text_of(file), (file.name,), rejected=True)
+
+    hostile.check_all(results(), 60)
 
 
 def test_only_whole_characters_are_printed(tmp_path, capsys):
