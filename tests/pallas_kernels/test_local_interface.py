@@ -35,9 +35,11 @@ from pallas_kernels import (
 from pallas_kernels.score import sink_gradient
 
 every_implementation = each_of(UNDER_TEST)
+# Interpreted kernels have one tile of keys here.
+COMPILED = [name for name in UNDER_TEST if ON_GPU or not name.startswith("mosaic")]
 DTYPE = dtype_of(IMPLEMENTATION or "xla")
 # Several tiles, of which the last ones are partial; queries are the last tokens.
-T, S = (200, 328) if ON_GPU else (40, 80)
+T, S = (200, 328) if ON_GPU else (40, 56)
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 NO_MASK, CAUSAL = AttentionSpec.of(0.25), AttentionSpec.of(0.25, right=0)
 
@@ -160,8 +162,7 @@ def test_results_are_float32_and_like_the_reference_s(name):
     results, _ = calls(name)
     o, lse = results["fresh"]
     assert (o.shape, lse.shape) == ((BATCH, T, HEADS, DIM), (BATCH, HEADS, T))
-    # A slope's gradient is a sum over all scores times distances, whose float32 parts cancel.
-    limit = 3 * compare.RELATIVE_RMS[min(DTYPE, dtype_of(name), key=by_size).name] + 4e-6
+    limit = 3 * compare.RELATIVE_RMS[min(DTYPE, dtype_of(name), key=by_size).name]
     want, _ = calls("reference")
     for what in ("fresh", "carried", "gradients"):
         pairs = zip(*(jax.tree.leaves(x[what]) for x in (results, want)), strict=True)
@@ -200,7 +201,7 @@ def test_gradients_are_added_to_what_is_given_or_rounded(name):
         assert_close(of_numbers, of_slopes)
 
 
-@each_of([name for name in UNDER_TEST if name != "reference"])
+@each_of([name for name in COMPILED if name != "reference"])
 def test_both_halves_of_the_work_add_up(name):
     results, _ = calls(name)
     *whole, all_slopes = results["gradients"]
@@ -227,7 +228,7 @@ def raised(score, batch, head, q_position, kv_position):
     return score + 100
 
 
-@every_implementation
+@each_of(COMPILED)
 @pytest.mark.parametrize("score_mod", [growing, raised])
 def test_scores_outside_of_the_mask_and_of_the_arrays_have_no_gradient(name, score_mod):
     qdo, kv, stats, _ = problem()
@@ -241,7 +242,7 @@ def test_scores_outside_of_the_mask_and_of_the_arrays_have_no_gradient(name, sco
         assert compare.errors(x, y)[1] < 3 * compare.RELATIVE_RMS[dtype.name]
 
 
-@every_implementation
+@each_of(COMPILED)
 def test_large_logits_do_not_overflow(name):
     """Far above 0, or far below, where the weight of a zero key beyond a partial tile would."""
     qdo, kv, stats, _ = problem()
@@ -259,7 +260,7 @@ def test_large_logits_do_not_overflow(name):
         assert np.isfinite(x).all()
 
 
-@every_implementation
+@each_of(COMPILED)
 def test_what_gets_nothing_new_is_unchanged_bit_for_bit(name):
     """Behind the tile bounds; or in tiles that are visited, hidden by the mask or by segments."""
     qdo, kv, stats, ((o, lse), dq, dkv) = problem(s=T)
