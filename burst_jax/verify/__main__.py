@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import check_layout, padded_length
 from burst_jax.models import abstract_decoder, load
+from burst_jax.parallel.rules import ShardingRules
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, make_batch, next_token_loss
 from burst_jax.verify.comparison import compare

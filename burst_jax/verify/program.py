@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-import burst_jax
 from burst_jax.attention.watch import Place, is_library
 from burst_jax.jax_compat import (
     bind_equation,
@@ -22,7 +21,7 @@ from burst_jax.jax_compat import (
     source_lines,
 )
 
-_PACKAGE = str(Path(burst_jax.__file__).parent) + "/"
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
 # Names of attention's jitted functions.
 ATTENTION = ("_on_mesh", "_on_device")
 # The parameters of calls that hold the called program.

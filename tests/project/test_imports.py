@@ -21,8 +21,9 @@ PACKAGES = (
     *(
         f"burst_jax.{name}"
         for name in (
-            *("errors", "jax_compat", "parallel", "layouts", "ring", "attention", "layers"),
-            *("models", "data", "training", "serving", "plan", "verify"),
+            *("errors", "json_files", "jax_compat", "parallel", "layouts", "ring"),
+            *("attention", "layers", "models"),
+            *("data", "training", "serving", "plan", "verify"),
         )
     ),
     "burst_jax",
