@@ -223,14 +223,17 @@ def _but_atomics(check: Any) -> Any:
 
 
 @contextlib.contextmanager
-def interpreted(without_barrier: int | None = None, *, devices: bool = False):
+def interpreted(
+    without_barrier: int | None = None, *, devices: bool = False, detect_races: bool = True
+):
     """Kernels that are traced inside run on the CPU.
 
     ``without_barrier``: a barrier of every step to leave out, where a step has three.
     ``devices``: whether there are several devices, which share one interpreter. Races are then not
     detected.
+    ``detect_races``: programs must then run inside, too.
     """
-    kernel = functools.partial(_kernel, without_barrier, not devices)
+    kernel = functools.partial(_kernel, without_barrier, detect_races and not devices)
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
