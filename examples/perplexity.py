@@ -31,7 +31,7 @@ from run_mesh import make_mesh, one_device
 from burst_jax import ShardingRules
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
-from burst_jax.models import check_trained_length
+from burst_jax.models import check_trained_length, load_config, trained_length
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
 from burst_jax.training.run_log import replace_file
@@ -128,7 +128,6 @@ def batches(
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, computed on a mesh."""
     rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
-    check_trained_length(model.config, "--seq-len", args.seq_len)
     corpus = open_corpus(args.data)
     tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
     parts = (
@@ -159,7 +158,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     add_inference_options(parser)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
-    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--seq-len", type=int, help="tokens per sequence (default: 4096, or the model's limit)")
     add("--stride", type=int, help="tokens between window starts (default: --seq-len)")
     add("--packed", action="store_true", help="pack several documents into a sequence")
     add("--batch", type=int, help="batch size (default: data x fsdp x stage of --mesh)")
@@ -171,6 +170,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
 def prepare(args: argparse.Namespace) -> Mesh:
     """Fills in defaults and validates the arguments; raises ValueError."""
     check_inference_options(args)
+    config = load_config(args.model, dtype=args.dtype)
+    if args.seq_len is None:
+        args.seq_len = min(4096, trained_length(config) or 4096)
+    check_trained_length(config, "--seq-len", args.seq_len)
     if args.seq_len < 1:
         raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:

@@ -192,7 +192,7 @@ def test_the_loss_of_a_tied_head_with_a_soft_cap(monkeypatch):
     assert spec == jax.P(("fsdp", "seq"), ("tensor",))
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.standard_normal((2, 16, 16)), jnp.float32)
-    monkeypatch.setattr(Decoder, "__call__", lambda self, *_: hidden)
+    monkeypatch.setattr(Decoder, "__call__", lambda self, *_, **__: hidden)
     batch = place_batch(make_batch(rng.integers(0, 32, (2, 17))), mesh, batch_axis="fsdp")
 
     def chunked(weights):
