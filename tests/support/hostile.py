@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from burst_jax.training import CheckpointError
 
-SECONDS, MEGABYTES = 1.0, 256
+# A case takes at most a second of CPU time on an idle machine.
+SECONDS, MEGABYTES = 2.5, 256
 # For what waits; other processes may delay the rest.
 _WAITING_SECONDS = 10.0
 # Errors with which a case may end; all have a sentence.
