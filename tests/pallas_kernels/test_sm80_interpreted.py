@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,10 +11,8 @@ import jax
 import local_cases
 import numpy as np
 import pytest
-import ring_cases
 from local_cases import attend, case_id
 
-from pallas_kernels.backend import runs_anywhere
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
 
@@ -78,23 +75,3 @@ def test_a_missing_barrier_is_a_race(barrier):
     inputs = local_cases.make_inputs(CASES[0], seed=7, batch=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(inputs, ONE, without_barrier=barrier)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ring", "layout", "shard", "backward", "kernels"),
-    [
-        (3, "zigzag", "even", "rotate_kv", SMALL),
-        (3, "striped", "63", "rotate_kv", DETERMINISTIC),
-        (5, "contiguous", "63", "rotate_query", SMALL),  # dQ is converted at every step.
-        (8, "zigzag", "even", "rotate_query", SMALL),
-        ("2x3", "zigzag", "even", "rotate_query", SMALL),
-        ("2+h2", "zigzag", "even", "rotate_kv", DETERMINISTIC),
-        (3, "zigzag", "even", "rotate_query", DETERMINISTIC),
-    ],
-)
-def test_ring_is_as_exact_as_one_device(ring, layout, shard, backward, kernels):
-    kernels = dataclasses.replace(kernels, unavailable=runs_anywhere)
-    case = ring_cases.a_case(ring, layout, "causal", backward, kernels, shard)
-    with interpreted_sm80.interpreted(devices=True):
-        ring_cases.assert_exact(case | {"dtype": "bfloat16", "heads": (2, 2)})

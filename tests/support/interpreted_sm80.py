@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -223,17 +223,15 @@ def _but_atomics(check: Any) -> Any:
 
 
 @contextlib.contextmanager
-def interpreted(
-    without_barrier: int | None = None, *, devices: bool = False, detect_races: bool = True
-):
+def interpreted(without_barrier: int | None = None, *, detect_races: bool = True):
     """Kernels that are traced inside run on the CPU.
 
+    Not on several devices at once: their interpreted kernels wait for each other's threads.
+
     ``without_barrier``: a barrier of every step to leave out, where a step has three.
-    ``devices``: whether there are several devices, which share one interpreter. Races are then not
-    detected.
     ``detect_races``: programs must then run inside, too.
     """
-    kernel = functools.partial(_kernel, without_barrier, detect_races and not devices)
+    kernel = functools.partial(_kernel, without_barrier, detect_races)
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
@@ -244,9 +242,6 @@ def interpreted(
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
         stack.enter_context(mock.patch.object(launch.plgpu, "kernel", kernel))
-        if devices:  # The first one that is done would assert this of all.
-            check = mock.patch.object(gpu_callbacks, "_assert_no_barriers_allocated", lambda x: x)
-            stack.enter_context(check)
         for name in ("check_read", "check_write"):
             check = _but_atomics(getattr(GPURaceDetectionState, name))
             stack.enter_context(mock.patch.object(GPURaceDetectionState, name, check))
