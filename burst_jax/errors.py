@@ -90,11 +90,13 @@ def printable(text: object) -> str:
 def first_of(names: Collection[str], count: int = 5) -> str:
     """The first of some names and the number of others, for a message."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(_short(printable(name)) for name in itertools.islice(names, count)) + more
+    return ", ".join(short_name(name) for name in itertools.islice(names, count)) + more
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 200 else f"{name[:160]}..."
+def short_name(name: str) -> str:
+    """A name for a message: :func:`printable`, and shortened to about 200 characters."""
+    text = printable(name)
+    return text if len(text) <= 200 else f"{text[:160]}..."
 
 
 def check_seed(seed: Any) -> int:

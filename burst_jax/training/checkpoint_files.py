@@ -26,7 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from burst_jax.errors import first_of, printable
+from burst_jax.errors import first_of, short_name
 
 RECORD = "record.json"
 # orbax writes it first and again after the record, then with the name of the handler. Nothing in it
@@ -102,7 +102,7 @@ def _arrays(entries: Any) -> dict[str, tuple[tuple[int, ...], str]]:
             case [[*shape], str(dtype)] if all(map(_is_size, shape)):
                 found[name] = tuple(shape), dtype
             case _:
-                raise ValueError(f"arrays.{_short(name)}")
+                raise ValueError(f"arrays.{short_name(name)}")
     return found
 
 
@@ -113,12 +113,12 @@ def _sizes(entries: Any) -> dict[str, tuple[int, str]]:
         path = PurePosixPath(name)
         # A record may come from anybody, and files are read and removed by their names in it.
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise Damage(f"{RECORD}: files has {_short(name)}, no path within the checkpoint")
+            raise Damage(f"{RECORD}: files has {short_name(name)}, no path within the checkpoint")
         match entry:
             case [int(size), str(digest)] if _is_size(size):
                 found[name] = size, digest
             case _:
-                raise ValueError(f"files.{_short(name)}")
+                raise ValueError(f"files.{short_name(name)}")
     if not found:
         raise ValueError("files, which is empty")
     return found
@@ -132,11 +132,6 @@ def _items(key: str, entries: Any) -> Iterable[tuple[str, Any]]:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
-
-
-def _short(name: str) -> str:
-    text = printable(name)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _read(step_folder: Path, name: str) -> bytes:
@@ -237,14 +232,16 @@ def compare(folder: Path, record: Record, wanted: dict[str, Any], partial: bool)
     If ``partial``, arrays that only the checkpoint has are ignored.
     """
     there = record.arrays
-    lines = [f"{_short(name)}: not in the checkpoint" for name in wanted if name not in there]
+    lines = [f"{short_name(name)}: not in the checkpoint" for name in wanted if name not in there]
     if not partial:
-        lines += [f"{_short(name)}: only in the checkpoint" for name in there if name not in wanted]
+        lines += [
+            f"{short_name(name)}: only in the checkpoint" for name in there if name not in wanted
+        ]
     for name in wanted:
         if name in there and there[name] != wanted[name]:
             (shape, dtype), (other_shape, other_dtype) = there[name], wanted[name]
             lines.append(
-                f"{_short(name)}: {_short(dtype)}{list(shape)[:16]} in the checkpoint, "
+                f"{short_name(name)}: {short_name(dtype)}{list(shape)[:16]} in the checkpoint, "
                 f"{other_dtype}{list(other_shape)} requested"
             )
     if lines:
