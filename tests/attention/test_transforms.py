@@ -261,8 +261,8 @@ def row_forward_over_reverse(way):
         return quick_jit(lambda *xs: jax.jvp(gradient, xs, tangents)[1])(*SMALL)
 
     want = product(dense_out)
-    rotations = ("rotate_kv", "rotate_query")
-    for options in ({},) if way is as_local else tuple({"backward": x} for x in rotations):
+    rotations = {"backward": "rotate_kv"}, {"backward": "rotate_query"}
+    for options in ({},) if way is as_local else rotations:
         same(product(way(RING, implementation="xla", **options)), want)
     kernels = dataclasses.replace(XLA, name="kernels", second_derivatives="none")
     run = way(make_mesh(1, 1, 1), implementation=kernels)
