@@ -54,8 +54,8 @@ from pallas_kernels.arrays import as_int32
 
 Array = jax.Array | np.ndarray
 _Named = Literal["contiguous", "zigzag", "striped"]
-# One of these names, "striped:k" with stripes of k tokens, like "striped:64", or "balanced:z" with a
-# ring zone of z tokens per shard.
+# One of these names, "striped:k" with stripes of k tokens, like "striped:64", or "balanced:z" with
+# a ring zone of z tokens per shard.
 Layout = _Named | str
 LAYOUTS: tuple[_Named, ...] = get_args(_Named)
 _STRIPES = re.compile(r"striped:([1-9][0-9]{0,8})")

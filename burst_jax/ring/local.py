@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request

@@ -224,7 +224,7 @@ class _Sum(NamedTuple):
 
 
 class ZoneForward:
-    """The forward kernels in a balanced layout: :class:`burst_jax.ring.local.LocalForward`'s part.
+    """The forward kernels in a balanced layout, like :class:`burst_jax.ring.local.LocalForward`.
 
     Attributes:
       route: the route of the zone's K and V.
@@ -283,7 +283,7 @@ class ZoneForward:
 
 
 class ZoneBackward:
-    """The backward kernels in a balanced layout: :class:`burst_jax.ring.local.LocalBackward`'s part.
+    """The backward kernels in a balanced layout, like :class:`burst_jax.ring.local.LocalBackward`.
 
     Attributes:
       route: the route of the rotating side's zone.
