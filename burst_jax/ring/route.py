@@ -92,6 +92,13 @@ class Route:
             index = index * size + along_axis
         return index
 
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all devices of the ring, stacked by their index."""
+        shape = x.shape
+        for axis in reversed(self.axes):
+            x = lax.all_gather(x, axis)
+        return x.reshape(self.size, *shape)
+
     def maximum(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum over the devices of the ring."""
         return lax.pmax(x, self.axes)

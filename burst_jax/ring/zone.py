@@ -9,7 +9,7 @@ call on each device's own shard, and a ring whose further steps see zones alone:
 
 On its own shard a query's keys are those of its document at or before it, in index order. In
 another device's zone they are one range of indices, because a shard's tokens are sorted by document
-and position: :func:`kv_ranges` finds it by bisection, and kernels get it as per-query KV bounds.
+and position: :func:`kv_ranges` finds it by a search, and kernels get it as per-query KV bounds.
 Positions are places in the layout for kernels, ``shard * length + index``.
 
 The first step's calls:
@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import shard_positions
 from burst_jax.ring.local import Gradients, dq_accumulator, swap
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
@@ -41,7 +40,10 @@ from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, Side
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 
-_LAST = np.int32(np.iinfo(np.int32).max)
+_INT32 = np.iinfo(np.int32)
+_LAST = np.int32(_INT32.max)
+# Bits per digit of a search: 15 values are tried at once.
+_DIGIT = 4
 
 
 class Order(NamedTuple):
@@ -67,23 +69,29 @@ class Order(NamedTuple):
 
         Args:
           segment_ids: int32 ``[B, queries]``.
-          positions: int32 ``[B, queries]``.
+          positions: int32 ``[bounds, B, queries]``.
 
         Returns:
-          int32 ``[B, queries]``.
+          int32 ``[bounds, B, queries]``.
         """
         # Padding is at the end of a shard.
-        keys = jnp.where(self.segment_ids == 0, _LAST, self.segment_ids)
-        length = keys.shape[1]
+        ids = jnp.where(self.segment_ids == 0, _LAST, self.segment_ids)
+        length = ids.shape[1]
         count = jnp.zeros_like(positions)
-        for bit in reversed(range(length.bit_length())):
-            more = count + np.int32(1 << bit)
-            index = jnp.minimum(more, length) - 1
-            segment = jnp.take_along_axis(keys, index, 1)
-            position = jnp.take_along_axis(self.positions, index, 1)
-            earlier = (segment == segment_ids) & (position < positions)
-            before = (segment < segment_ids) | earlier
-            count = jnp.where(before & (more <= length), more, count)
+        # A digit of the result per kernel: a bisection would be a kernel per bit.
+        for shift in reversed(range(0, length.bit_length(), _DIGIT)):
+            steps = np.arange(1, 1 << _DIGIT, dtype=np.int32) << np.int32(shift)
+            tried = count[..., None] + steps
+            index = jnp.clip(tried, 1, length) - 1
+
+            def at(x: jax.Array, index: jax.Array = index) -> jax.Array:
+                by_sequence = jax.vmap(lambda x, i: x[i], in_axes=(0, 1), out_axes=1)
+                return by_sequence(x, index)
+
+            segment, own = at(ids), segment_ids[..., None]
+            earlier = (segment == own) & (at(self.positions) < positions[..., None])
+            before = ((segment < own) | earlier) & (tried <= length)
+            count += before.sum(-1, dtype=jnp.int32) << np.int32(shift)
         return count
 
 
@@ -93,14 +101,13 @@ def kv_ranges(mask: Mask, query: Order, kv: Order) -> tuple[jax.Array, jax.Array
     Both are int32 ``[B, queries]``. ``kv`` is sorted by document and position.
     """
     ids, positions = query
-    low = jnp.full_like(positions, jnp.iinfo(jnp.int32).min)
-    high = jnp.full_like(positions, _LAST)
+    low, high = jnp.full_like(positions, _INT32.min), jnp.full_like(positions, _LAST)
     if mask.left is not None:
         low = first_key_in_window(positions, mask.left)
     if mask.right is not None:
         high = end_of_keys_in_window(positions, mask.right)
-    starts, ends = (kv.count_before(ids, bound) for bound in (low, high))
-    return tuple(jnp.where(ids == 0, 0, x) for x in (starts, ends))
+    starts, ends = jnp.where(ids == 0, 0, kv.count_before(ids, jnp.stack([low, high])))
+    return starts, ends
 
 
 class _Shard:
@@ -112,13 +119,13 @@ class _Shard:
       outside: number of the shard's tokens outside of its zone.
     """
 
-    def __init__(self, request: Request, inputs: AttentionInputs):
+    def __init__(self, request: Request, route: Route, inputs: AttentionInputs):
         assert request.zone is not None
         length, mask = inputs.q_length, request.spec.mask
         self.outside = length - request.zone
-        shard = lax.axis_index(request.ring_axes) if request.ring_axes else 0
-        places = shard_positions(request.layout, length, request.ring_size, shard)
-        query, kv = (side._replace(positions=places) for side in inputs[:2])
+        places = request.layout_positions(route, length, route.local)
+        query = inputs.query._replace(positions=places)
+        kv = inputs.kv._replace(positions=places)
         self.spec = request.spec
         if mask.left is not None or mask.right not in (None, 0):
             # The pieces of a document are farther apart in the text than in the shard.
@@ -135,8 +142,8 @@ class _Shard:
         if query.segment_ids is not None:
             query = query._replace(segment_ids=jnp.where(outside, query.segment_ids, 0))
         else:
-            assert query.kv_ends is not None
-            query = query._replace(kv_ends=jnp.where(outside, query.kv_ends, query.kv_starts))
+            starts, ends = query.kv_bounds["kv_starts"], query.kv_bounds["kv_ends"]
+            query = query._replace(kv_ends=jnp.where(outside, ends, starts))
         return self.inputs._replace(query=query)
 
     def with_zone_alone(self) -> AttentionInputs:
@@ -167,10 +174,7 @@ class _Steps:
         theirs, ours = (Order.of(side, outside) for side in sides)
         # A few integers of all zones at once, and the tables of all steps from them: computed step
         # by step they would be several small kernels each.
-        everyone = jnp.stack(theirs)
-        for axis in reversed(route.axes):
-            everyone = lax.all_gather(everyone, axis)
-        everyone = everyone.reshape(route.size, *jnp.stack(theirs).shape)
+        everyone = route.gather(jnp.stack(theirs))
         sources = jnp.stack([jnp.asarray(route.source(o), jnp.int32) for o in route.offsets[1:]])
         here = jnp.asarray(route.source(route.local), jnp.int32)
         first = np.int32(length) * sources + np.int32(outside)
@@ -234,7 +238,7 @@ class ZoneForward:
     def __init__(self, request: Request, implementation: Implementation, inputs: AttentionInputs):
         self.route = route = zone_route(request)
         self.block: Any = None
-        self._shard, self._dtype = _Shard(request, inputs), inputs.query.q.dtype
+        self._shard, self._dtype = _Shard(request, route, inputs), inputs.query.q.dtype
         self._bounds_of = implementation.forward_bounds
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         if len(route.offsets) > 1:
@@ -300,7 +304,7 @@ class ZoneBackward:
     ):
         self._rotate_kv = rotate_kv = rotation == "rotate_kv"
         self.route = route = zone_route(request)
-        self._shard = shard = _Shard(request, inputs)
+        self._shard = shard = _Shard(request, route, inputs)
         whole = implementation.backward_bounds(shard.inputs, spec=shard.spec)
         self._shard_bounds: dict[Part, Any] = {"whole": whole}
         split = implementation.split_backward
@@ -372,11 +376,10 @@ class ZoneBackward:
 
 
 def zone_route(request: Request) -> Route:
-    """The route of zones: every device's, or none without a zone."""
-    if not request.zone:
-        local = (0,) * len(request.ring_axes)
-        return Route(request.ring_axes, request.ring_sizes, ((local,),))
-    return request.route(request.zone, request.zone)
+    """The route of zones: every device's, or without a zone the first step alone."""
+    assert request.zone is not None
+    route = request.route(request.zone, request.zone)
+    return route if request.zone else dataclasses.replace(route, passes=((route.local,),))
 
 
 def _without_mask(spec: AttentionSpec) -> AttentionSpec:
