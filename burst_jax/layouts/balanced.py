@@ -20,6 +20,7 @@ and 8 tokens::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -84,13 +85,12 @@ class Placement:
             cannot hold.
         """
         x, axis = self._checked(x, axis, {self._tokens, len(self.order)})
-        try:
-            padding = np.asarray(fill).astype(x.dtype, casting="same_kind")
-        except TypeError:
-            padding = None
-        if padding is None or padding.ndim or (padding != fill and fill == fill):
+        padding = None
+        with contextlib.suppress(TypeError, ValueError), np.errstate(all="ignore"):
+            padding = np.asarray(fill).astype(x.dtype)
+        if padding is None or padding.ndim or (x.dtype.kind in "biu" and padding != fill):
             raise ValueError(
-                f"fill is {shown(fill)}: it must be one value of the array's dtype {x.dtype}"
+                f"fill is {shown(fill)}: it must be one value that dtype {x.dtype} can hold"
             )
         if not x.shape[axis]:
             x = np.full((*x.shape[:axis], 1, *x.shape[axis + 1 :]), padding)
@@ -183,8 +183,7 @@ def balance(
       ValueError: lengths that are not positive integers, more tokens than places, or documents that
         do not fit in ``zone``; the message has the zone that fits.
     """
-    documents, n, c, costs = _check(lengths, num_shards, tokens_per_shard, costs)
-    return _balance(documents, n, c, costs, zone)
+    return _balance(*_check("lengths", lengths, num_shards, tokens_per_shard, costs), zone)
 
 
 def balance_batch(
@@ -210,7 +209,10 @@ def balance_batch(
     Raises:
       ValueError: as of :func:`balance`.
     """
-    checked = [_check(lengths, num_shards, tokens_per_shard, costs) for lengths in batch]
+    checked = [
+        _check(f"batch[{i}]", lengths, num_shards, tokens_per_shard, costs)
+        for i, lengths in enumerate(batch)
+    ]
     placed = [_balance(*each, zone) for each in checked]
     common = max((each.zone for each in placed), default=0)
     return [
@@ -220,38 +222,40 @@ def balance_batch(
 
 
 def _check(
-    lengths: Any, num_shards: Any, tokens_per_shard: Any, costs: RingCosts | None
+    name: str, lengths: Any, num_shards: Any, tokens_per_shard: Any, costs: RingCosts | None
 ) -> tuple[list[int], int, int, RingCosts]:
-    """The arguments of :func:`balance` as Python integers."""
+    """The arguments of :func:`balance` as Python integers; ``name`` is that of the lengths."""
     n = check_integer("num_shards", num_shards, 1)
     c = check_integer("tokens_per_shard", tokens_per_shard, 1)
-    try:
-        documents = np.asarray(lengths if hasattr(lengths, "dtype") else list(lengths))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"lengths is {shown(lengths)}: it must be a sequence of integers, the length of each "
-            "document"
-        ) from None
-    if documents.ndim != 1 or (documents.size and documents.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths is {shown(lengths)}: it must be a sequence of integers, the length of each "
-            "document"
-        )
-    if documents.size and documents.min() < 1:
-        at = int(np.argmin(documents))
-        raise ValueError(f"lengths[{at}] is {documents[at]}: leave out documents without tokens")
-    found = [int(length) for length in documents]
     if n * c >= 2**31:
         raise ValueError(
-            f"num_shards * tokens_per_shard is {n * c}: positions are int32, so it must be below "
-            "2**31"
+            f"num_shards * tokens_per_shard is {n * c}: it must be less than 2**31, because "
+            "positions are int32"
+        )
+    costs = RingCosts() if costs is None else costs
+    if not isinstance(costs, RingCosts):
+        raise ValueError(f"costs is {shown(costs)}: it must be a RingCosts")
+    documents = None
+    with contextlib.suppress(TypeError, ValueError):
+        documents = np.asarray(lengths if hasattr(lengths, "dtype") else list(lengths))
+    # The array of an empty list has a float dtype.
+    is_integer = documents is not None and (documents.dtype.kind in "iu" or not documents.size)
+    if documents is None or documents.ndim != 1 or not is_integer:
+        raise ValueError(
+            f"{name} is {shown(lengths)}: it must be a sequence of integers, the number of tokens "
+            "of each document"
+        )
+    found = documents.tolist()
+    for at in np.flatnonzero(documents < 1):
+        raise ValueError(
+            f"{name}[{at}] is {found[at]}: a document has at least 1 token; leave out empty ones"
         )
     if sum(found) > n * c:
         raise ValueError(
-            f"lengths have {sum(found)} tokens in all: {n} shards of {c} tokens hold {n * c}; "
-            "pack fewer documents, cut the longest, or make tokens_per_shard larger"
+            f"{name} have {sum(found)} tokens in all: {n} shards of {c} tokens hold {n * c}; pack "
+            "fewer documents, cut long ones, or increase tokens_per_shard"
         )
-    return found, n, c, RingCosts() if costs is None else costs
+    return found, n, c, costs
 
 
 def _balance(lengths: list[int], n: int, c: int, costs: RingCosts, zone: int | None) -> Placement:
