@@ -222,26 +222,25 @@ def measure(
     of_whole = whole(case)
     for mix, seed, lengths in draws:
         ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
-        ideal = np.array([median_time(lambda f=f: f(*long, ids)) for f in of_whole])
-        ideal *= 1e3 / case.devices
+        calls = [functools.partial(f, *long, ids) for f in of_whole]
+        ideal = np.array([1e3 * median_time(call) / case.devices for call in calls])
         for layout in layouts:
             name, orders = order_of(case, layout, lengths)
-            placed = jnp.asarray(orders)
-            times = 1e3 * np.array(
-                [
-                    [
-                        median_time(lambda f=f, i=i: f(*arrays, jnp.int32(i), placed), 3, 0.02)
-                        for f in made[name]
-                    ]
-                    for i in range(case.devices)
-                ]
-            )
+            given = (*arrays, jnp.asarray(orders))
+            times = np.array([_times(made[name], given, i) for i in range(case.devices)])
             slowest = times.max(0)
             yield {
                 "mix": mix, "seed": seed, "documents": len(lengths), "longest": max(lengths),
                 "layout": name, "ideal": ideal.tolist(), "slowest": slowest.tolist(),
                 "mean": times.mean(0).tolist(), "share": (ideal / slowest).tolist(),
             }  # fmt: skip
+
+
+def _times(programs: list[Any], given: tuple[Any, ...], shard: int) -> list[float]:
+    """Milliseconds of each program on the device of a shard."""
+    *arrays, orders = given
+    calls = [functools.partial(f, *arrays, jnp.int32(shard), orders) for f in programs]
+    return [1e3 * median_time(call, 3, 0.02) for call in calls]
 
 
 def run(args: argparse.Namespace) -> None:
