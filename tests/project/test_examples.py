@@ -78,10 +78,10 @@ def test_a_run_ends_with_equal_perplexities(trained):
 
 @pytest.mark.slow
 def test_two_processes_on_another_mesh_take_the_same_steps(corpus, trained, tmp_path):
-    """A ring over two processes of one device each."""
+    """A ring over two processes of one device each, in another layout."""
     train = str(Path(train_lm.__file__))
     of_both = [f"--coordinator=127.0.0.1:{free_port()}", "--num-processes=2", "--mesh=seq=2"]
-    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both)]
+    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both, "--layout=balanced")]
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     commands = [[*command, f"--process-id={index}"] for index in range(2)]
     with started(commands, [devices] * 2) as processes:
