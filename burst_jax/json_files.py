@@ -49,8 +49,9 @@ def read_bounded(path: Path, most: int = MAX_BYTES, name: str | None = None) -> 
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
+        name = printable(path if name is None else name)
         raise ValueError(
-            f"{printable(path if name is None else name)} has more than {most} bytes: it is no file of this kind, or damaged"
+            f"{name} has more than {most} bytes: it is no file of this kind, or damaged"
         )
     return data
 

@@ -230,7 +230,7 @@ def test_records_of_other_versions_and_damage_to_all_checkpoints_raise(own):
             restore(folder, states[1], step=3)
     for step in states:
         (folder / str(step) / "record.json").unlink()
-    with pytest.raises(CheckpointError, match="run/3 is damaged: record.json does not") as error:
+    with pytest.raises(CheckpointError, match=r"3 is damaged: record.json does not") as error:
         restore(folder, states[1])
     assert all(f"run/{step} is damaged" in str(error.value) for step in states)
     assert "start over in another folder" in str(error.value)
