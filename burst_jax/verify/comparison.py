@@ -24,6 +24,7 @@ from burst_jax.parallel.mesh import (
     check_has_devices,
     flat_names,
 )
+from burst_jax.parallel.mesh_option import one_device
 from burst_jax.verify import batch as batches
 from burst_jax.verify import calls as watched_calls
 from burst_jax.verify.batch import Sizes, named_leaves, path_name
@@ -163,7 +164,7 @@ class _Comparison:
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
         self.cost = Cost({}, {})
-        alone = _one_device(mesh)
+        alone = one_device(mesh)
         self.one = self._side("one device", make_loss, alone, "contiguous", params, ())
         self.segment_names = self._segment_names(self.one)
         self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis)
@@ -441,12 +442,6 @@ def _check_arguments(
             raise ValueError(
                 f"params has {name or 'a leaf'}, a {type(x).__name__}: it must hold arrays only"
             )
-
-
-def _one_device(mesh: Mesh) -> Mesh:
-    """A mesh of the first device, with the same axes."""
-    device = np.asarray(mesh.devices.flat[:1]).reshape((1,) * len(mesh.axis_names))
-    return Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> jax.Array:
