@@ -255,7 +255,7 @@ def tuple_loss(mesh, layout):
         ({"make_loss": tuple_loss}, r"loss returns float32 \(\), float32 \(\) in a tuple"),
         ({"params": {"n": 3}}, "params has n, a int: it must hold arrays only"),
         (
-            {"params": jax.tree.map(np.int32, EMBED)},
+            {"params": jax.tree.map(lambda x: x.astype(np.int32), EMBED)},
             "params has no floating array: there is no gradient to compare",
         ),
         ({"layout": "zig"}, "layout is 'zig'"),
