@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-<<<<<<< HEAD
 from benchmarks import ampere, decode, kernels, loss, packed, plan, plot, ring, serve, train
-=======
-from benchmarks import ampere, decode, kernels, loss, plan, plot, ring, serve, train
 from burst_jax.command_line import Parser, Unusable
->>>>>>> main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
