@@ -1,21 +1,27 @@
-"""Balanced documents: a layout for packed sequences, chosen from the lengths of their documents.
+"""Balanced documents: the layout of packed sequences, chosen from the lengths of their documents.
 
-A fixed layout sends all keys around the ring, although short documents need no other shard's, and
-splits the work of long documents evenly only if there is just one. Here each document is either
-*whole*, on one shard, or *split* into pieces on several shards. The last ``z`` tokens of every
-shard are its **ring zone**, which contains all pieces; only zones are sent::
+A fixed layout sends all keys around the ring, although a short document needs no other shard, and
+evens out the work of one long document, not of several documents. Here each document is either
+*whole*, all of it on one shard, or *split* into pieces on several shards. All pieces are within the
+last z tokens of their shards, the **ring zone**, and only the zones are sent::
 
-    shard 0   [ whole documents 1 2 3          | pieces of 9 10, padding ]
-    shard 1   [ whole documents 4 5            | pieces of 9 10, padding ]
-    shard 2   [ whole documents 6 7 8          | pieces of 9 10, padding ]
-                                               <----- ring zone: z ----->
+    shard 0   | document 1 | 2 |    3    | pieces of 8 and 9 |
+    shard 1   |     4     |      5       | pieces of 8 and 9 |
+    shard 2   |      6       |    7      | pieces of 8 and 9 |
+                                         '---- z tokens -----'
 
-Attention is local attention on every shard, and a ring of ``n - 1`` steps on the zones. A document
-is split like zigzag, into a low and a high chunk per shard, but with chunk sizes that even out the
-work of all shards, whole documents included. Four shards with 4 tokens each, documents of 3, 3, 2
-and 8 tokens::
+Attention is local attention over each shard and a ring of n - 1 steps over the zones. On a shard
+whole documents come first, then pieces, then padding. Whole documents may extend into the zone.
 
-    shard   tokens (document: positions)     causal pairs
+A document is split like zigzag, into a low and a high chunk for each shard, but with chunk sizes
+that even out the causal pairs of all shards, whole documents included. Four shards with 8 tokens
+each, documents A to E of 5, 3, 16, 4 and 4 tokens::
+
+              whole   C: low   C: high       causal pairs of its queries
+    shard 0   A A A A A   0        14 15         15 +  1 + 31 = 47
+    shard 1   D D D D     3  4     10 11         10 +  9 + 23 = 42
+    shard 2   E E E E     1  2     12 13         10 +  5 + 27 = 42
+    shard 3   B B B       5  6     7  8  9        6 + 13 + 27 = 46
 """
 
 from __future__ import annotations
@@ -39,16 +45,14 @@ _ZONE_MULTIPLE = 128
 class Placement:
     """The order of the tokens of one packed sequence over the shards: see :func:`balance`.
 
-    A place is an index of the sequence in this order: shard r has places ``r c .. r c + c - 1``.
-    Arrays are NumPy arrays ``[n c]`` for n shards of c tokens.
+    Arrays are NumPy arrays ``[n c]`` for n shards of c tokens: shard r has ``r c .. r c + c - 1``.
 
     Attributes:
-      order: int32, the index in natural order (documents one after the other) of the token at each
-        place; -1 for padding.
+      order: int32, each token's index in natural order (documents one after the other); -1 for
+        padding.
       positions: int32, for RoPE and the attention calls: the same, 0 for padding.
       segment_ids: int32, for the attention calls: 0 for padding, otherwise one id per document,
-        counted in the order of the places. Ids ascend within a shard, and split documents have the
-        highest.
+        from 1. Ids ascend within a shard, and split documents have the highest.
       layout: ``"balanced:z"``, the ``layout=`` of attention, layers and batches; the last z tokens
         of every shard are its ring zone, and ``"balanced:0"`` needs no ring.
       zone: z.
@@ -69,16 +73,16 @@ class Placement:
     _tokens: int = dataclasses.field(repr=False)
 
     def place(self, x: Any, axis: int = -1, fill: Any = 0) -> np.ndarray:
-        """Permutes tokens along ``axis`` from natural order into the order of the places.
+        """Permutes tokens along ``axis`` from natural order into this layout, with padding.
 
         Args:
-          x: an array whose length along ``axis`` is the number of tokens or of places; what follows
-            the tokens is ignored.
+          x: an array whose length along ``axis`` is the number of tokens, or n c; what follows the
+            tokens is ignored.
           axis: the sequence axis.
           fill: the value of padding.
 
         Returns:
-          A NumPy array of the dtype of ``x`` with all places along ``axis``.
+          A NumPy array of the dtype of ``x`` with length n c along ``axis``.
 
         Raises:
           ValueError: another length, an axis that ``x`` does not have, or a ``fill`` that its dtype
@@ -106,7 +110,7 @@ class Placement:
         The inverse of :meth:`place`, for outputs.
 
         Args:
-          x: an array with all places along ``axis``.
+          x: an array with length n c along ``axis``.
           axis: the sequence axis.
 
         Returns:
@@ -170,8 +174,8 @@ def balance(
       lengths: the number of tokens of each document, in natural order: integers, at least 1. None
         at all is a sequence of padding.
       num_shards: number of shards on the ring, n.
-      tokens_per_shard: number of tokens per shard, c. All n c places are filled; those that are
-        more than the tokens are padding.
+      tokens_per_shard: number of tokens per shard, c. What the documents leave of n c tokens is
+        padding.
       zone: tokens of the ring zone, for several sequences that share a program
         (:func:`balance_batch` chooses it). Default: one of :func:`zone_sizes`.
       costs: the cost model; default ``RingCosts()``.
@@ -180,8 +184,8 @@ def balance(
       The :class:`Placement`.
 
     Raises:
-      ValueError: lengths that are not positive integers, more tokens than places, or documents that
-        do not fit in ``zone``; the message has the zone that fits.
+      ValueError: lengths that are not positive integers, more than n c tokens, or split documents
+        that do not fit in ``zone``; the message has the zone that fits.
     """
     return _balance(*_check("lengths", lengths, num_shards, tokens_per_shard, costs), zone)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,6 +265,9 @@ def test_a_million_tokens_take_milliseconds(n):
     assert min(seconds) < 0.1
 
 
+# Wrong types on purpose.
+untyped: Any = balance
+untyped_batch: Any = balance_batch
 SIZES = {"num_shards": 2, "tokens_per_shard": 8}
 PLACED = balance([4], **SIZES)
 
@@ -274,21 +278,21 @@ PLACED = balance([4], **SIZES)
         (lambda: balance([3, 0], **SIZES), r"lengths\[1\] is 0: a document has at least 1 token"),
         (lambda: balance([-2], **SIZES), r"lengths\[0\] is -2: a document has at least 1"),
         (lambda: balance([9, 8], **SIZES), "lengths have 17 tokens in all: 2 shards of 8 tokens"),
-        (lambda: balance([1.5], **SIZES), r"lengths is \[1.5\]: it must be a sequence of integers"),
+        (lambda: untyped([1.5], **SIZES), r"lengths is \[1.5\]: it must be a sequence of integers"),
         (lambda: balance([True], **SIZES), r"lengths is \[True\]: it must be a sequence of int"),
-        (lambda: balance([[1], [2, 3]], **SIZES), r"lengths is \[\[1\], \[2, 3\]\]: it must be"),
+        (lambda: untyped([[1], [2, 3]], **SIZES), r"lengths is \[\[1\], \[2, 3\]\]: it must be"),
         (lambda: balance(np.ones((1, 2), int), **SIZES), "it must be a sequence of integers"),
-        (lambda: balance(5, **SIZES), "lengths is 5: it must be a sequence of integers"),
+        (lambda: untyped(5, **SIZES), "lengths is 5: it must be a sequence of integers"),
         (lambda: balance_batch([[1], [0]], **SIZES), r"batch\[1\]\[0\] is 0: a document has"),
-        (lambda: balance_batch([5], **SIZES), r"batch\[0\] is 5: it must be a sequence"),
+        (lambda: untyped_batch([5], **SIZES), r"batch\[0\] is 5: it must be a sequence"),
         (lambda: balance([1], num_shards=0, tokens_per_shard=8), "num_shards is 0: it must be"),
-        (lambda: balance([1], num_shards=2, tokens_per_shard=0.5), "tokens_per_shard is 0.5: it"),
+        (lambda: untyped([1], num_shards=2, tokens_per_shard=0.5), "tokens_per_shard is 0.5: it"),
         (lambda: balance([1], num_shards=8, tokens_per_shard=2**28), "is 2147483648: it must be"),
         (lambda: zone_sizes(0), "tokens_per_shard is 0: it must be an integer, at least 1"),
         (lambda: balance([1], **SIZES, zone=9), "zone is 9: it must be an integer, at least 0 and"),
         (lambda: balance([12], **SIZES, zone=4), "zone is 4: the pieces .* use zone=8"),
         (lambda: balance([6, 6, 4], **SIZES, zone=0), "zone is 0: .* use zone=8"),
-        (lambda: balance([1], **SIZES, costs=3), "costs is 3: it must be a RingCosts"),
+        (lambda: untyped([1], **SIZES, costs=3), "costs is 3: it must be a RingCosts"),
         (lambda: RingCosts(step=-1), "step is -1: it must be a number, at least 0"),
         (lambda: RingCosts(limit=float("nan")), "limit is nan: it must be a number, at least 1"),
         (lambda: PLACED.place(np.ones(5)), "length along axis 0 is 5: .* 4 or 16"),
