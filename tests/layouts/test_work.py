@@ -38,7 +38,7 @@ def test_pairs_are_those_of_the_tokens(layout, n):
     else:
         orders = [positions(layout, length, n)] * 2
         report = work_report(ids, layout, n)
-    want = sum(counted(own, order, n) for own, order in zip(ids, orders, strict=True))
+    want = np.sum([counted(own, order, n) for own, order in zip(ids, orders, strict=True)], 0)
     np.testing.assert_array_equal(report.pairs, want)
     np.testing.assert_array_equal(work_report(ids, layout, n).pairs, want)
     by_device, others = want.sum(1), want[~np.eye(n, dtype=bool)]

@@ -40,7 +40,8 @@ def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, m
     layout = balanced_layout(ROWS, segment_ids=SEGMENTS, **options)
     weights = RNG.uniform(1, 2, ROWS.shape)
     given: Any = {"segment_ids": SEGMENTS, "weights": weights, **options}
-    batch, natural = (make_batch(ROWS, layout=x, **given) for x in (layout, "contiguous"))
+    batch: Any = make_batch(ROWS, layout=layout, **given)
+    natural: Any = make_batch(ROWS, layout="contiguous", **given)
     length = -(-LENGTH // np.lcm(num_shards, multiple_of)) * np.lcm(num_shards, multiple_of)
     assert {x.shape for x in batch.values()} == {(4, length)}
     for row, ids in enumerate(batch["segment_ids"]):
@@ -133,7 +134,7 @@ def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
     assert printed.err == ""
     assert "attention 100% of ideal" in printed.out
     # No ring, no documents, and a document for which zigzag is as good.
-    one = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
+    one: Any = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
     assert WorkLog(1)(zigzag, "zigzag") == WorkLog(n)(one, "zigzag") == {}
     WorkLog(n)(one | {"segment_ids": np.ones((1, length), np.int32)}, "zigzag")
     assert capsys.readouterr().err == ""
