@@ -243,10 +243,10 @@ def _balanced_batch(
             f"layout is {layout!r}, of other documents than these: {error}, or better what "
             "burst_jax.training.balanced_layout returns for the whole batch"
         ) from error
-    batch = {
-        name: np.where(order < 0, 0, np.take_along_axis(x, np.maximum(order, 0), 1)).astype(x.dtype)
-        for name, x in arrays.items()
-    }
+    index, is_padding = np.maximum(order, 0), order < 0
+    batch: Any = {name: np.take_along_axis(x, index, 1) for name, x in arrays.items()}
+    for x in batch.values():
+        x[is_padding] = 0
     ids = np.array([one.segment_ids for one in placed], np.int32)
     return batch | {"segment_ids": ids.reshape(segment_ids.shape)}
 
