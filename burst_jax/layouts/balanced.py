@@ -264,17 +264,13 @@ def _check(
 
 def _balance(lengths: list[int], n: int, c: int, costs: RingCosts, zone: int | None) -> Placement:
     """:func:`balance` for arguments that are checked, but for ``zone``."""
-    if zone is None:
-        found = search(lengths, n, c, zone_sizes(c), costs)
-    else:
-        zone = check_integer("zone", zone, 0, c)
-        found = search(lengths, n, c, (zone,), costs)
-        if found is None:
-            fit = _balance(lengths, n, c, costs, None).zone
-            raise ValueError(
-                f"zone is {zone}: the pieces of split documents do not fit in it; use zone={fit}"
-            )
-    assert found is not None  # A zone of whole shards holds everything.
+    zone = None if zone is None else check_integer("zone", zone, 0, c)
+    found = search(lengths, n, c, zone_sizes(c), costs, zone)
+    if found is None:  # Only with a zone that is given: one of whole shards holds everything.
+        fit = _balance(lengths, n, c, costs, None).zone
+        raise ValueError(
+            f"zone is {zone}: the pieces of split documents do not fit in it; use zone={fit}"
+        )
     order, segment_ids = _arrays(lengths, found, n, c)
     work = sum(map(pairs, lengths))
     return Placement(

@@ -20,13 +20,13 @@ from burst_jax.errors import as_number, shown
 # When documents are placed by the room that is left instead of by work: the work that is left then,
 # as a share (1 / x) of all work; 0 is never.
 _SWITCHES = (0, 64, 16, 4)
-# Placed documents and six times the pieces after which a search is content with a placement within
-# the limit. Bounds its time to about 10 ms.
+# A search is content with a placement within the limit after it placed this many documents, each
+# piece counted as six. That takes about 10 ms.
 _EFFORT = 6_000
+# It is also content with a placement whose time is at most this multiple of the least possible.
+_CLOSE = 1.02
 # Rounds of swaps to make room for documents that fit nowhere.
 _ROUNDS = 4
-# A search is also content with a placement that is this close to the least possible time.
-_CLOSE = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +129,20 @@ def pairs(length: int) -> int:
 
 
 def search(
-    lengths: Sequence[int], num_shards: int, capacity: int, zones: Sequence[int], costs: RingCosts
+    lengths: Sequence[int],
+    num_shards: int,
+    capacity: int,
+    sizes: Sequence[int],
+    costs: RingCosts,
+    zone: int | None = None,
 ) -> Found | None:
-    """The best placement found; None if none fits in the largest of ``zones``, which ascend.
+    """The best placement found, with a ring zone of one of ``sizes`` (ascending), or with ``zone``.
 
-    Attempts differ in how many of the longest documents are split and in how the others are placed.
-    Those that cannot be better than the best one are left out.
+    None if no placement is found that fits in ``zone``. Attempts differ in how many of the longest
+    documents are split and in how the others are placed. Those that cannot be better than the best
+    one so far are left out.
     """
+    zones = sizes if zone is None else (zone,)
     descending = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     lengths = [lengths[i] for i in descending]
     work = list(map(pairs, lengths))
@@ -147,10 +154,12 @@ def search(
     for count in _split_counts(lengths, work, capacity, limit):
         # No device can do less, and no smaller zone holds the documents that are split.
         least = max([mean, *work[count : count + 1]])
-        fit = [zone for zone in zones if zone * num_shards >= tokens[count]]
-        if not fit:
+        smallest = next((size for size in zones if size * num_shards >= tokens[count]), None)
+        if smallest is None:
             continue
-        bound = bool(fit[0]) and least > limit, _CLOSE * costs.time(least, fit[0], num_shards)
+        bound = bool(smallest) and least > limit, _CLOSE * costs.time(least, smallest, num_shards)
+        # The same attempts for any ``zone``, so that one larger than needed always fits.
+        fit = [size for size in sizes if size * num_shards >= tokens[count]]
         caps = (*fit[:2], None) if count else (None,)
         for switch, cap in itertools.product(_SWITCHES, caps):
             if best is not None and (bound >= best.rank[:2] or (effort <= 0 and not best.over)):
@@ -158,7 +167,7 @@ def search(
             if not switch and cap is not None:
                 continue  # The cap matters after the switch.
             whole = _place_whole(lengths, work, count, num_shards, capacity, switch, cap)
-            effort -= len(lengths)
+            effort -= len(lengths) * (1 if count else 2)
             for found in _with_pieces(whole, zones, costs, limit):
                 effort -= 6 * len(found.pieces)
                 if best is None or found.rank < best.rank:
@@ -200,7 +209,10 @@ def _split_counts(
 
 
 class _Shards:
-    """Documents placed whole so far, and the free tokens and the work of each shard."""
+    """Documents placed whole so far, and the free tokens and the work of each shard.
+
+    Documents are numbered by descending length.
+    """
 
     def __init__(
         self, lengths: Sequence[int], work: Sequence[int], num_shards: int, capacity: int
@@ -216,7 +228,7 @@ class _Shards:
         self.loads[shard] += self.work[document]
 
     def put_by_work(self, documents: Iterable[int]) -> None:
-        """Places each on the shard with the least work that has room; lengths descend."""
+        """Places each, longest first, on the shard with the least work that has room."""
         rooms, loads = self.rooms, self.loads
         by_work = sorted((load, shard) for shard, load in enumerate(loads))
         full: list[tuple[int, int]] = []  # Shards without room for the last one, most room first.
@@ -236,7 +248,7 @@ class _Shards:
                 self.split.append(document)
 
     def put_by_room(self, documents: Iterable[int], kept: Sequence[int]) -> None:
-        """Places each on the shard that has most room besides what it keeps; lengths descend."""
+        """Places each, longest first, on the shard with most room apart from what it keeps."""
         rooms = self.rooms
         by_room = sorted((kept[r] - room, r) for r, room in enumerate(rooms))
         for document in documents:
@@ -245,6 +257,7 @@ class _Shards:
                 self.put(document, shard)
                 heapq.heapreplace(by_room, (kept[shard] - rooms[shard], shard))
                 continue
+            # Only the room that some shard keeps for pieces is large enough.
             shard = max(range(len(rooms)), key=rooms.__getitem__)
             if rooms[shard] < length:
                 self.split.append(document)
@@ -261,23 +274,26 @@ class _Shards:
         of shards that had no turn, until it is full or nothing fits. Its room goes to those shards.
         Work hardly changes: lengths differ by no more than the room.
         """
-        ascending = [i for i in range(len(self.lengths) - 1, -1, -1) if self.of_document[i] >= 0]
-        on_shard: list[set[int]] = [set() for _ in self.rooms]  # Indices in ascending.
-        for at, document in enumerate(ascending):
+        shortest = [i for i in range(len(self.lengths) - 1, -1, -1) if self.of_document[i] >= 0]
+        lengths = [self.lengths[i] for i in shortest]
+        on_shard: list[set[int]] = [set() for _ in self.rooms]  # Indices in shortest.
+        for at, document in enumerate(shortest):
             on_shard[self.of_document[document]].add(at)
         for _ in range(_ROUNDS):
             others = set(range(len(self.rooms)))
             while (holes := [(self.rooms[r], r) for r in others if self.rooms[r]])[1:]:
                 shard = min(holes)[1]
                 others.remove(shard)
-                while swap := self._longer(shard, sorted(on_shard[shard]), ascending, others):
-                    owner = self.of_document[ascending[swap[1]]]
+                while swap := self._longer(
+                    shard, sorted(on_shard[shard]), shortest, lengths, others
+                ):
+                    owner = self.of_document[shortest[swap[1]]]
                     for at, old, new in ((swap[0], shard, owner), (swap[1], owner, shard)):
                         on_shard[old].remove(at)
                         on_shard[new].add(at)
-                        self.rooms[old] += self.lengths[ascending[at]]
-                        self.loads[old] -= self.work[ascending[at]]
-                        self.put(ascending[at], new)
+                        self.rooms[old] += lengths[at]
+                        self.loads[old] -= self.work[shortest[at]]
+                        self.put(shortest[at], new)
         unplaced, self.split = self.split, []
         for document in unplaced:
             fit = [(room, r) for r, room in enumerate(self.rooms) if room >= self.lengths[document]]
@@ -287,15 +303,21 @@ class _Shards:
                 self.split.append(document)
 
     def _longer(
-        self, shard: int, own: Iterable[int], ascending: Sequence[int], others: Container[int]
+        self,
+        shard: int,
+        own: Iterable[int],
+        shortest: Sequence[int],
+        lengths: Sequence[int],
+        others: Container[int],
     ) -> tuple[int, int] | None:
-        """Indices in ``ascending`` of the two documents whose swap fills most of a shard's room."""
-        lengths, room, gain, best = self.lengths, self.rooms[shard], 0, None
+        """Indices of the two documents whose swap fills most of a shard's room, in ``shortest``."""
+        room, gain, best = self.rooms[shard], 0, None
         for at in own:
-            most = lengths[ascending[at]] + room
-            other = bisect.bisect_right(ascending, most, key=lengths.__getitem__) - 1
-            while gain < room and (more := lengths[ascending[other]] - most + room) > gain:
-                owner = self.of_document[ascending[other]]
+            if gain == room:
+                break
+            other = bisect.bisect_right(lengths, lengths[at] + room) - 1
+            while (more := lengths[other] - lengths[at]) > gain:
+                owner = self.of_document[shortest[other]]
                 # A full shard may get all of the room only: part of it would be one hole more.
                 if owner in others and (more == room or self.rooms[owner] >= room):
                     gain, best = more, (at, other)

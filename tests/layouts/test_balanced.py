@@ -10,6 +10,7 @@ import pytest
 
 import burst_jax
 from burst_jax.layouts import RingCosts, balance, balance_batch, zone_sizes
+from burst_jax.layouts.document_search import cut
 
 # Splitting costs nothing, so that only even work matters.
 FREE_RING = RingCosts(step=0, zone_token=0, send=0, tile=0)
@@ -87,13 +88,13 @@ def check(placed, lengths, n, c):
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_random_mixes(n):
-    """Exact and even for 50 mixes of documents each."""
+    """Exact for 50 mixes each, and even to 2 % where only work matters."""
     for seed in range(50):
         c = (1024, 1100, 1531)[seed % 3]
         lengths = mixes(seed + 100 * n, n, c)
         even = balance(lengths, num_shards=n, tokens_per_shard=c, costs=FREE_RING)
         check(even, lengths, n, c)
-        assert even.balance <= LIMIT
+        assert even.balance <= 1.02
         fast = balance(lengths, num_shards=n, tokens_per_shard=c)
         check(fast, lengths, n, c)
         assert fast.balance <= LIMIT or not fast.zone
@@ -102,6 +103,11 @@ def test_random_mixes(n):
             again = balance(np.array(lengths), num_shards=n, tokens_per_shard=c)
             np.testing.assert_array_equal(again.order, fast.order)
             np.testing.assert_array_equal(again.segment_ids, fast.segment_ids)
+            # A zone larger than needed.
+            large = next(zone for zone in zone_sizes(c) if zone > fast.zone or zone == c)
+            placed = balance(lengths, num_shards=n, tokens_per_shard=c, zone=large)
+            check(placed, lengths, n, c)
+            assert placed.zone == large
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -122,6 +128,19 @@ def test_local_and_ring_pairs_are_the_causal_pairs(n):
         np.testing.assert_array_equal(
             attended, np.tril(document[:, None] == document).astype(attended.dtype)
         )
+
+
+@pytest.mark.parametrize("surplus", [0, 300_000])
+def test_a_cut_gives_each_shard_the_wanted_work(surplus):
+    """Tokens and work of the shards differ; a surplus that nobody can have is shared."""
+    length, tokens, more = 6000, (1000, 2000, 3000), (1_000_000, -1_500_000, 500_000)
+    wanted = [t * (length + 1) // 2 + m for t, m in zip(tokens, more, strict=True)]
+    pieces = cut(7, length, [4, 5, 6], tokens, [work + surplus for work in wanted])
+    assert {piece.document for piece in pieces} == {7}
+    by_shard = {piece.shard: piece for piece in pieces}
+    for shard, t, work in zip((4, 5, 6), tokens, wanted, strict=True):
+        assert by_shard[shard].tokens == t
+        assert abs(by_shard[shard].work - work) < length
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
@@ -250,19 +269,21 @@ def test_exact_fit_without_a_ring():
     assert placed.balance <= LIMIT
 
 
+@pytest.mark.parametrize("long", [0, 0.1])
 @pytest.mark.parametrize("n", [8, 64])
-def test_a_million_tokens_take_milliseconds(n):
-    """20 ms on two quiet cores of 2020; the limit allows for slow and busy machines."""
+def test_a_million_tokens_take_milliseconds(n, long):
+    """The aim is 20 ms; the limit allows for slow and busy machines."""
     rng, total = np.random.default_rng(0), 2**20
     lengths = rng.lognormal(6.5, 1, 1000)
-    lengths = (lengths * 0.99 * total / lengths.sum()).astype(int) + 1
+    lengths = (lengths * (0.99 - long) * total / lengths.sum()).astype(int) + 1
     lengths[0] += total - lengths.sum()
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        balance(lengths, num_shards=n, tokens_per_shard=total // n)
+        placed = balance(lengths, num_shards=n, tokens_per_shard=total // n)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1
+    assert (placed.zone > 0) == (long > 0)
 
 
 # Wrong types on purpose.
