@@ -13,8 +13,9 @@ from burst_jax.layouts.work import work_report
 from burst_jax.parallel.processes import is_main
 from burst_jax.training.batches import Batch
 
-# The hint appears below this share, if a balanced layout's is larger by this factor.
-_LOW, _GAIN = 0.7, 1.3
+# The hint appears below this share, if a balanced layout's is larger by this factor and above a
+# least share: below it the sequences are too short for a ring in any layout.
+_LOW, _GAIN, _LEAST = 0.7, 1.3, 0.3
 # Batches with a low share that are placed to know what a balanced layout would reach.
 _TRIES = 10
 
@@ -67,7 +68,7 @@ class WorkLog:
         n = self._num_shards
         zone = max(one.zone for one in place_documents(segment_ids, n)[1])
         balanced = work_report(segment_ids, f"balanced:{zone}", n).share_of_ideal
-        if balanced < _GAIN * share:
+        if balanced < max(_GAIN * share, _LEAST):
             return
         self._tries = 0
         print(

@@ -202,7 +202,7 @@ INVALID = {
     ),
     "--mesh=stage=2,seq=2 --microbatches=3": "--batch is 2: use a multiple of 6",
     "--microbatches=2": "--microbatches is 2: they need a pipeline; give --mesh a stage",
-    "--mesh=seq=3 --layout=balanced": "--seq-len is 32: the balanced layout over 3 devices does not",
+    "--mesh=seq=3 --layout=balanced": "--seq-len is 32: the balanced layout over 3 devices",
     "--mesh=seq=4 --mlp-chunks=3": "--mlp-chunks is 3: it must divide the 8 tokens",
     "--heads=3 --kv-heads=2": "--heads is 3, --kv-heads 2: use a multiple of --kv-heads",
     "--mesh=stage=2 --layers=3": (

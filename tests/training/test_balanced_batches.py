@@ -133,7 +133,7 @@ def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "attention 100% of ideal" in printed.out
-    # No ring, no documents, and a document for which zigzag is as good.
+    # No ring, no documents, and a document that is too short for a ring in any layout.
     one: Any = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
     assert WorkLog(1)(zigzag, "zigzag") == WorkLog(n)(one, "zigzag") == {}
     WorkLog(n)(one | {"segment_ids": np.ones((1, length), np.int32)}, "zigzag")
