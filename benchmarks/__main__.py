@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from benchmarks import ampere, decode, kernels, loss, plan, plot, ring, serve, train
+from burst_jax.command_line import Parser, Unusable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark that is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+    parser = Parser(prog="python -m benchmarks", description=main.__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     for benchmark in (kernels, ring, train, loss, serve, decode, ampere, plan, plot):
         benchmark.add_command(commands)
     args = parser.parse_args(argv)
-    args.run(args)
+    try:
+        args.run(args)
+    except Unusable as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import jax
 
 from benchmarks import plot
+from burst_jax.command_line import Unusable
 
 
 def require_gpus(what: str, least: int = 1) -> None:
-    """Exits unless JAX has at least ``least`` NVIDIA GPUs.
+    """Raises unless JAX has at least ``least`` NVIDIA GPUs.
 
     On a CPU the benchmarked sizes would take hours and tens of gigabytes.
 
@@ -22,21 +22,21 @@ def require_gpus(what: str, least: int = 1) -> None:
       least: required number of GPUs.
 
     Raises:
-      SystemExit: with the required number and what is present.
+      Unusable: with the required number and what is present.
     """
     needs = "an NVIDIA GPU" if least == 1 else f"{least} or more NVIDIA GPUs"
     platform, count = jax.default_backend(), len(jax.devices())
     if platform != "gpu":
-        raise SystemExit(f"{what} needs {needs}; JAX runs on {platform!r} here")
+        raise Unusable(f"{what} needs {needs}; JAX runs on {platform!r} here")
     if count < least:
-        raise SystemExit(f"{what} needs {needs}; JAX sees {count}")
+        raise Unusable(f"{what} needs {needs}; JAX sees {count}")
 
 
 def require_outputs(json: Path | None = None, png: Path | None = None) -> None:
-    """Exits unless the output files can be written, and a PNG can be drawn.
+    """Raises unless the output files can be written, and a PNG can be drawn.
 
     Raises:
-      SystemExit: a folder that cannot be created or written, a path that is a folder, or no
+      Unusable: a folder that cannot be created or written, a path that is a folder, or no
         matplotlib.
     """
     try:
@@ -44,21 +44,14 @@ def require_outputs(json: Path | None = None, png: Path | None = None) -> None:
             if path is None:
                 continue
             if path.is_dir():
-                raise SystemExit(f"{path} is a folder: name a file in it")
+                raise Unusable(f"{path} is a folder: name a file in it")
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         if png is not None:
             plot.figure_class()
     except (OSError, ImportError) as error:
-        raise SystemExit(str(error)) from error
-
-
-def positive(text: str) -> int:
-    """An integer of 1 or more from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be an integer of 1 or more")
-    return int(text)
+        raise Unusable(str(error)) from error
 
 
 def add_outputs(parser: Any, *, png: bool = True) -> None:

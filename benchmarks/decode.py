@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.command_line import positive, require_gpus
+from benchmarks.command_line import require_gpus
+from burst_jax.command_line import integer
 from burst_jax.serving.cache import SlotMetadata
 from burst_jax.serving.decode_attention import PartialAttention, attend_by_matmuls
 from pallas_kernels.mosaic.sm80.decode import DecodeConfig, decode_config, partial_attention
@@ -125,18 +126,18 @@ def add_command(commands: Any) -> None:
     """Adds ``decode`` to the command line."""
     parser = commands.add_parser("decode", help=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lengths", nargs="+", type=positive, default=[131072], help="cache lengths"
+        "--lengths", nargs="+", type=integer(1), default=[131072], help="cache lengths"
     )
-    parser.add_argument("--batch", type=positive, default=1)
-    parser.add_argument("--queries", type=positive, default=1, help="1 to 16")
-    parser.add_argument("--heads", type=positive, default=32)
-    parser.add_argument("--kv-heads", type=positive, default=8)
-    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--batch", type=integer(1), default=1)
+    parser.add_argument("--queries", type=integer(1, 16), default=1, help="1 to 16")
+    parser.add_argument("--heads", type=integer(1), default=32)
+    parser.add_argument("--kv-heads", type=integer(1), default=8)
+    parser.add_argument("--head-dim", type=integer(1), default=128)
     parser.add_argument(
-        "--block-kv", nargs="+", type=positive, default=[None], help="keys per tile"
+        "--block-kv", nargs="+", type=integer(1), default=[None], help="keys per tile"
     )
-    parser.add_argument("--stages", nargs="+", type=positive, default=[None])
+    parser.add_argument("--stages", nargs="+", type=integer(1), default=[None])
     parser.add_argument(
-        "--splits", nargs="+", type=positive, default=[None], help="splits of the keys"
+        "--splits", nargs="+", type=integer(1), default=[None], help="splits of the keys"
     )
     parser.set_defaults(run=run)

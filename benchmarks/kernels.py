@@ -25,6 +25,7 @@ from benchmarks.results import Results, Row
 from benchmarks.truth import attention_and_gradients
 from burst_jax.attention.arguments import LocalArguments
 from burst_jax.attention.call import make_request
+from burst_jax.command_line import Unusable
 from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import (
@@ -409,7 +410,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         implementations = args.implementations or gpu_implementations(compute_capability())
     except NotImplementedError as error:
-        raise SystemExit(str(error)) from error
+        raise Unusable(str(error)) from error
     dtype = jnp.dtype(args.dtype)
     results = Results(
         jax.devices()[0].device_kind, jax.__version__, args.dtype, matmul_ceiling(dtype)

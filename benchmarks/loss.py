@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import matmul_ceiling
 from benchmarks.results import save_json
+from burst_jax.command_line import integer
 from burst_jax.training import chunked_cross_entropy
 from burst_jax.training.loss import CHUNK_SIZE
 from pallas_kernels.timing import median_time, relative_error
@@ -203,12 +204,12 @@ def add_command(commands: Any) -> None:
     """Adds ``loss`` to the command line."""
     parser = commands.add_parser("loss", help=__doc__.splitlines()[0])
     for name in ("tokens", "features", "vocab"):
-        parser.add_argument(f"--{name}", type=positive, default=getattr(LossShape, name))
+        parser.add_argument(f"--{name}", type=integer(1), default=getattr(LossShape, name))
     for name in ("dtype", "kernel_dtype"):
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, choices=sorted(_TOLERANCE), default=getattr(LossShape, name))
     parser.add_argument(
-        "--chunk-sizes", nargs="+", type=positive, default=[CHUNK_SIZE], metavar="TOKENS"
+        "--chunk-sizes", nargs="+", type=integer(1), default=[CHUNK_SIZE], metavar="TOKENS"
     )
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)

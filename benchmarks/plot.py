@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Results, Row, replacing
+from burst_jax.command_line import Unusable
 from burst_jax.errors import optional
 
 # Okabe and Ito's colour-blind safe palette: blue for other attention, warm colours for this
@@ -179,4 +180,4 @@ def run(args: argparse.Namespace) -> None:
     try:
         draw(Results.load(args.results), args.png)
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(str(error)) from error
+        raise Unusable(str(error)) from error

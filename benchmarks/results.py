@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from burst_jax.json_files import parse_object, read_bounded
+
 
 @dataclasses.dataclass
 class Row:
@@ -96,7 +98,7 @@ class Results:
             return math.nan if value is None else value
 
         try:
-            record = json.loads(path.read_text())
+            record = parse_object(read_bounded(path, name="it"), "it")
             rows = [Row(**{name: number(x) for name, x in row.items()}) for row in record["rows"]]
             loaded = cls(**{name: number(x) for name, x in record.items()} | {"rows": rows})
             if not loaded.rows or not loaded.matmul > 0:

@@ -28,6 +28,7 @@ from benchmarks import plot
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import Case, matmul_ceiling
 from benchmarks.results import Results, Row, gib
+from burst_jax.command_line import Unusable
 from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.xla_options import XlaOptions
@@ -340,7 +341,7 @@ def run(args: argparse.Namespace) -> None:
     known = {name for index in args.cases for name in CASES[index][1]}
     unknown = [name for name in args.strategies or () if name not in known]
     if unknown:
-        raise SystemExit(f"--strategies {unknown}: these cases have {', '.join(sorted(known))}")
+        raise Unusable(f"--strategies {unknown}: these cases have {', '.join(sorted(known))}")
     require_gpus("benchmarks ring", 2)
     require_outputs(args.json, args.png)
     n = len(jax.devices())

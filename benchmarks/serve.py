@@ -23,9 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
-from benchmarks.command_line import positive, require_gpus
+from benchmarks.command_line import require_gpus
 from benchmarks.train import SHAPES
 from burst_jax import ShardingRules
+from burst_jax.command_line import integer
 from burst_jax.models import Decoder, DecoderConfig
 from burst_jax.serving import Generator
 from burst_jax.serving.sampling import Sampling
@@ -164,13 +165,13 @@ def add_command(commands: Any) -> None:
     """Adds ``serve`` to the command line."""
     parser = commands.add_parser("serve", help=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lengths", nargs="+", type=positive, default=[32768], help="prompt lengths"
+        "--lengths", nargs="+", type=integer(1), default=[32768], help="prompt lengths"
     )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["zigzag"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b", help="model")
-    parser.add_argument("--layers", type=positive, help="default: all of the model's")
-    parser.add_argument("--new", type=positive, default=32, help="tokens to generate, 4 or more")
-    parser.add_argument("--prefill-chunk", type=positive, help="default: the whole prompt")
+    parser.add_argument("--layers", type=integer(1), help="default: all of the model's")
+    parser.add_argument("--new", type=integer(1), default=32, help="tokens to generate, 4 or more")
+    parser.add_argument("--prefill-chunk", type=integer(1), help="default: the whole prompt")
     parser.add_argument(
         "--split-weights", action="store_true", help="shard weights over the sequence axis"
     )

@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.command_line import add_outputs, positive, require_gpus, require_outputs
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
+from burst_jax.command_line import integer
 from burst_jax.layouts.permutation import check_length
 from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
@@ -166,7 +167,7 @@ def add_command(commands: Any) -> None:
     """Adds ``train`` to the command line."""
     parser = commands.add_parser("train", help=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lengths", nargs="+", type=positive, default=[65536, 131072, 262144], metavar="TOKENS"
+        "--lengths", nargs="+", type=integer(1), default=[65536, 131072, 262144], metavar="TOKENS"
     )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument(
@@ -174,15 +175,15 @@ def add_command(commands: Any) -> None:
         help="weights and optimizer state: replicated, or sharded over the sequence axis",
     )  # fmt: skip
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7b-layers", help="model")
-    parser.add_argument("--layers", type=positive, help="default: all of the model's")
+    parser.add_argument("--layers", type=integer(1), help="default: all of the model's")
     parser.add_argument(
         "--remat", choices=get_args(Remat), default=DecoderConfig.remat,
         help="what a layer saves for the backward pass",
     )  # fmt: skip
     parser.add_argument(
-        "--remat-layers", type=positive, help="selective layers, the others have remat attention"
+        "--remat-layers", type=integer(1), help="selective layers, the others have remat attention"
     )
-    parser.add_argument("--mlp-chunks", type=positive, default=DecoderConfig.mlp_chunks)
+    parser.add_argument("--mlp-chunks", type=integer(1), default=DecoderConfig.mlp_chunks)
     parser.add_argument(
         "--moment-dtype",
         choices=("float32", "bfloat16"),
@@ -193,7 +194,7 @@ def add_command(commands: Any) -> None:
         "--moments", choices=get_args(Moments), default="device", help="where AdamW's moments are"
     )
     parser.add_argument(
-        "--steps", type=positive, default=3, help="timed steps, after one that is not"
+        "--steps", type=integer(1), default=3, help="timed steps, after one that is not"
     )
     parser.add_argument(
         "--no-profile", dest="profile", action="store_false",

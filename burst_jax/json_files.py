@@ -18,38 +18,40 @@ MAX_BYTES, MAX_INDEX_BYTES = 1 << 22, 1 << 25
 MAX_DEPTH = 32
 
 
-def check_regular(path: Path) -> int:
-    """The size of a file in bytes; links are followed.
+def check_regular(path: Path, name: str | None = None) -> int:
+    """The size of a file in bytes; links are followed. Messages have ``name``, or else the path.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is a folder, a pipe or a device, from which reading might not end.
     """
+    name = printable(path if name is None else name)
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{printable(path)} does not exist") from None
+        raise FileNotFoundError(f"{name} does not exist") from None
     except (OSError, ValueError) as error:  # A loop of links; a name with a null character.
-        raise ValueError(f"{printable(path)} cannot be read: {error}") from None
+        raise ValueError(f"{name} cannot be read: {error}") from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-        raise ValueError(f"{printable(path)} is {kind}: it must be a regular file")
+        raise ValueError(f"{name} is {kind}: it must be a regular file")
     return found.st_size
 
 
-def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a regular file.
+def read_bounded(path: Path, most: int = MAX_BYTES, name: str | None = None) -> bytes:
+    """The bytes of a regular file. Messages have ``name``, or else the path.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is no regular file, or has more than ``most`` bytes.
     """
-    check_regular(path)
+    check_regular(path, name)
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
+        name = printable(path if name is None else name)
         raise ValueError(
-            f"{printable(path)} has more than {most} bytes: it is no file of this kind, or damaged"
+            f"{name} has more than {most} bytes: it is no file of this kind, or damaged"
         )
     return data
 

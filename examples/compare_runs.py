@@ -3,33 +3,41 @@
 python examples/compare_runs.py out/ring out/one_gpu
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
-
-def losses(folder: Path) -> np.ndarray:
-    """The training loss of every step of a run."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    if not lines:
-        raise SystemExit(f"{file}: no steps of a run; name the --out folder of one")
-    return np.array([json.loads(line)["loss"] for line in lines])
+from burst_jax.command_line import Parser
+from burst_jax.training.run_log import METRICS, read_metrics
 
 
-def main() -> None:
+def losses(folder: Path) -> dict[int, float]:
+    """The training loss of a run, by step."""
+    read = read_metrics(folder / METRICS).items()
+    found = {step: record["loss"] for step, record in read if record.get("loss") is not None}
+    if not found:
+        raise ValueError(f"{folder / METRICS}: no steps of a run; name the --out folder of one")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
     """Prints RMS, largest and mean difference over the steps that both runs have."""
-    parser = argparse.ArgumentParser(description="Compare the loss curves of two runs.")
+    parser = Parser(description="Compare the loss curves of two runs.")
     parser.add_argument("runs", nargs=2, type=Path, help="--out folders of train_lm.py")
-    first, second = (losses(folder) for folder in parser.parse_args().runs)
-    steps = min(len(first), len(second))
-    gap = first[:steps] - second[:steps]
+    folders = parser.parse_args(argv).runs
+    try:
+        runs = [losses(folder) for folder in folders]
+        steps = sorted(runs[0].keys() & runs[1].keys())
+        if not steps:
+            raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    first, second = (np.array([run[step] for step in steps]) for run in runs)
+    gap = first - second
     print(
-        f"{steps} steps, from {first[0]:.4f} to {first[steps - 1]:.4f} and {second[steps - 1]:.4f} "
+        f"{len(steps)} steps, from {first[0]:.4f} to {first[-1]:.4f} and {second[-1]:.4f} "
         f"nats; difference: RMS {np.sqrt(np.mean(gap**2)):.2e}, largest {np.abs(gap).max():.2e} "
-        f"at step {1 + int(np.abs(gap).argmax())}, mean {gap.mean():+.2e}"
+        f"at step {steps[int(np.abs(gap).argmax())]}, mean {gap.mean():+.2e}"
     )
 
 

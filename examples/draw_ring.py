@@ -6,7 +6,6 @@ ring.svg: what rotates, and how much each device works at each step under a caus
 schedule.svg: which kernel runs on which device at which step, and what is sent during it.
 """
 
-import argparse
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from burst_jax import positions
+from burst_jax.command_line import Parser
 from burst_jax.ring.route import RingMask, make_route
 from burst_jax.ring.schedule import Schedule, backward_schedule, forward_schedule
 from pallas_kernels.mask import Mask
@@ -143,12 +143,15 @@ def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]
     axes.axis("off")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Writes the figures."""
-    parser = argparse.ArgumentParser(description="Draw the ring, its causal work and its schedule.")
+    parser = Parser(description="Draw the ring, its causal work and its schedule.")
     parser.add_argument("folder", type=Path, help="where to write ring.svg and schedule.svg")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = parser.parse_args(argv).folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     # Without a date and with ids from a fixed salt the files are the same at every run.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
     # Narrow, so that the text stays readable on a phone.

@@ -12,32 +12,36 @@ devices.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
-from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
+from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
 from perplexity import start_of
-from run_mesh import make_mesh
 
+from burst_jax.command_line import Parser, integer, number, use_cpu_devices
 from burst_jax.data import TokenizerFile
 from burst_jax.errors import check_integer, printable
 from burst_jax.json_files import read_bounded, read_object
+from burst_jax.parallel.mesh_option import mesh_of_option
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.serving import Generator
+from burst_jax.serving.cache import MAX_LENGTH
+from burst_jax.serving.sampling import Sampling
 
-CPU_DEVICES = 8
 
-
-def prompts_of(args: argparse.Namespace, tokenizer: TokenizerFile) -> list[np.ndarray]:
-    """Token ids of each prompt, after the tokenizer's start token."""
-    texts = [text_of(path) for path in args.prompt_file] or [""]
+def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFile]:
+    """Token ids of each prompt, after the tokenizer's start token; the tokenizer."""
+    try:
+        texts = [text_of(path) for path in args.prompt_file] or [""]
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--prompt-file: {error}") from None
+    tokenizer = TokenizerFile(args.model / "tokenizer.json")
     encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
-    return [np.concatenate([start_of(tokenizer), ids]).astype(np.int32) for ids in encoded]
+    start = start_of(tokenizer)
+    return [np.concatenate([start, ids]).astype(np.int32) for ids in encoded], tokenizer
 
 
 def text_of(path: Path) -> str:
@@ -90,8 +94,7 @@ class Printer:
 
 def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     """Loads the model and prints what it generates."""
-    tokenizer = TokenizerFile(args.model / "tokenizer.json")
-    prompts = prompts_of(args, tokenizer)
+    prompts, tokenizer = prompts_of(args)
     model = load_for_inference(args, mesh)
     longest = max(map(len, prompts))
     server = Generator(
@@ -137,11 +140,9 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     )
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parser]:
     """The arguments and their parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_inference_options(parser)
     add = parser.add_argument
     add("--prompt", default="", help="text, appended to that of --prompt-file")
@@ -152,12 +153,12 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
         default=[],
         help="text files, one per sequence of the batch",
     )
-    add("--max-new-tokens", type=int, default=128, help="per sequence (default: 128)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-k", type=int, help="sample only from the K most probable tokens")
-    add("--top-p", type=float, help="nucleus sampling: total probability of the candidates")
-    add("--seed", type=int, default=0, help="random seed (default: 0)")
-    add("--prefill-chunk", type=int, help="prompt tokens per prefill step")
+    add("--max-new-tokens", type=integer(1, MAX_LENGTH), default=128, help="default: 128")
+    add("--temperature", type=number(0), default=0.0, help="0 is greedy (default: 0)")
+    add("--top-k", type=integer(1), help="sample only from the K most probable tokens")
+    add("--top-p", type=number(0, 1), help="nucleus sampling: total probability of the candidates")
+    add("--seed", type=integer(0, 2**32 - 1), default=0, help="random seed (default: 0)")
+    add("--prefill-chunk", type=integer(1, MAX_LENGTH), help="prompt tokens per prefill step")
     add("--split-weights", action="store_true", help="shard the weights over the seq axis too")
     return parser.parse_args(argv), parser
 
@@ -169,14 +170,13 @@ def main(argv: list[str] | None = None) -> int:
       The exit code.
     """
     args, parser = parse_args(argv)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
+    use_cpu_devices()
     set_compiler_options()
     try:
-        check_inference_options(args)
         if not args.prompt and not args.prompt_file:
             raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
-        generate(args, make_mesh(args.mesh))
+        Sampling(args.temperature, args.top_k, args.top_p)  # Raises before the model is loaded.
+        generate(args, mesh_of_option(args.mesh))
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         parser.error(str(error))
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,31 +16,26 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from run_options import RunConfig, check_model, make_lora, model_options
+from run_options import RunConfig, make_lora, model_options
 
 from burst_jax import ShardingRules, models
+from burst_jax.command_line import folder
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.training import Optimizer, init_train_state, is_main, split_trained
+from pallas_kernels import NAMES
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
     """Adds --model and its mesh, layout and dtype to a command line."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face checkpoint: a folder")
-    add("--adapter", type=Path, help="LoRA adapter of the model: a folder, as peft saves it")
+    add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
+    add("--adapter", type=folder, help="LoRA adapter of the model: a folder, as peft saves it")
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout (default: zigzag)")
-    add("--implementation", help="local attention kernels (default: the fastest supported)")
+    add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
-
-
-def check_inference_options(args: argparse.Namespace) -> None:
-    """Raises ValueError if a folder does not exist."""
-    check_model(args.model)
-    if args.adapter is not None and not args.adapter.is_dir():
-        raise ValueError(f"--adapter is {args.adapter}: there is no such folder")
 
 
 def load_for_inference(args: argparse.Namespace, mesh: Mesh) -> Decoder:

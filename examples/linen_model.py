@@ -6,7 +6,6 @@ It trains on the source code of this folder, byte by byte, in the zigzag layout,
 work of a causal mask.
 """
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import burst_jax
+from burst_jax.command_line import Parser, integer
 
 LAYOUT = "zigzag"
 VOCABULARY = 256  # Tokens are bytes.
@@ -76,11 +76,11 @@ def batches(batch: int, length: int, shards: int):
         yield burst_jax.to_layout((drawn[:, :-1], drawn[:, 1:]), LAYOUT, shards)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Trains for a few steps and prints the loss of each."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--steps", type=int, default=20)
-    steps = arguments.parse_args().steps
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=integer(1), default=20)
+    steps = parser.parse_args(argv).steps
     jax.config.update("jax_num_cpu_devices", 8)  # No effect with GPUs.
     burst_jax.set_compiler_options()
     n = len(jax.devices())

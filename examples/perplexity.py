@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +23,19 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from hf_checkpoints import add_inference_options, check_inference_options, load_for_inference
+from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
-from run_mesh import make_mesh, one_device
 
 from burst_jax import ShardingRules
+from burst_jax.command_line import Parser, integer, use_cpu_devices
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
 from burst_jax.models import check_trained_length, load_config, trained_length
+from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option, one_device
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
 from burst_jax.training.run_log import replace_file
 
-CPU_DEVICES = 8
 # Largest relative difference between the perplexities on the mesh and on one device.
 TOLERANCE = 1e-5
 
@@ -150,18 +149,16 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parser]:
     """The arguments and their parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_inference_options(parser)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
-    add("--seq-len", type=int, help="tokens per sequence (default: 4096, or the model's limit)")
-    add("--stride", type=int, help="tokens between window starts (default: --seq-len)")
+    add("--seq-len", type=integer(1), help="tokens (default: 4096, or the model's limit)")
+    add("--stride", type=integer(1), help="tokens between window starts (default: --seq-len)")
     add("--packed", action="store_true", help="pack several documents into a sequence")
-    add("--batch", type=int, help="batch size (default: data x fsdp x stage of --mesh)")
+    add("--batch", type=integer(1), help="batch size (default: data x fsdp x stage of --mesh)")
     add("--check", action="store_true", help="also compute it on one device")
     add("--out", type=Path, help="folder for perplexity.json")
     return parser.parse_args(argv), parser
@@ -169,26 +166,21 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
 
 def prepare(args: argparse.Namespace) -> Mesh:
     """Fills in defaults and validates the arguments; raises ValueError."""
-    check_inference_options(args)
+    mesh = mesh_of_option(args.mesh)
+    args.batch = batch_of_option(args.batch, mesh)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     config = load_config(args.model, dtype=args.dtype)
     if args.seq_len is None:
         args.seq_len = min(4096, trained_length(config) or 4096)
     check_trained_length(config, "--seq-len", args.seq_len)
-    if args.seq_len < 1:
-        raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 1")
     if args.stride is None:
         args.stride = args.seq_len
-    if not 1 <= args.stride <= args.seq_len:
+    if args.stride > args.seq_len:
         raise ValueError(
-            f"--stride is {args.stride}: it must be at least 1 and at most --seq-len, "
-            f"{args.seq_len}, or tokens would be skipped"
+            f"--stride is {args.stride}: it must be at most --seq-len, {args.seq_len}, or tokens "
+            "would be skipped"
         )
-    mesh = make_mesh(args.mesh)
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
-    if args.batch is None:
-        args.batch = shards
-    if args.batch < 1 or args.batch % shards:
-        raise ValueError(f"--batch is {args.batch}: use a multiple of {shards}, like {shards}")
     return mesh
 
 
@@ -199,8 +191,7 @@ def main(argv: list[str] | None = None) -> int:
       The exit code.
     """
     args, parser = parse_args(argv)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
+    use_cpu_devices()
     set_compiler_options()
     try:
         mesh = prepare(args)
@@ -213,7 +204,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:10}  perplexity {each.perplexity:.6f}  {each.nll:.6f} nats per token, "
               f"{each.tokens:,} tokens, in {args.dtype}")  # fmt: skip
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         results = {name: each._asdict() for name, each in found.items()}
         replace_file(args.out / "perplexity.json", json.dumps(results, indent=1) + "\n")
     values = [each.perplexity for each in found.values()]

@@ -6,19 +6,21 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from run_mesh import TRAINING_AXES, Weights, decoder_axes, make_mesh, ring_size
+from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 
+from burst_jax.command_line import Parser
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.errors import did_you_mean, printable
+from burst_jax.errors import did_you_mean
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hf.peft import check_base
+from burst_jax.parallel.mesh_option import mesh_of_option
 from burst_jax.training.adam import Moments
 from pallas_kernels import NAMES
 
@@ -55,23 +57,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that prints errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message without the usage and exits with 2."""
-        lines = "\n".join(printable(line)[:1500] for line in message.split("\n"))
-        self.exit(2, f"{self.prog}: error: {lines}\n")
-
-
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     """Parses the command line; defaults that depend on the devices remain None."""
 
     def default(name: str) -> str:
         return "(default: {} on CPU, {} on GPUs)".format(*DEFAULTS[name])
 
-    # An abbreviation may become ambiguous when a flag is added.
-    parser = Parser(description="Train a language model on a mesh.", allow_abbrev=False)
+    parser = Parser(description="Train a language model on a mesh.")
     group = parser.add_argument_group
     add = group("text").add_argument
     add("--data", type=Path, help="text files, JSON lines or arrays (default: Python's source)")
@@ -202,7 +194,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             raise ValueError(f"{flag(name)} is {value}: it must be positive, and finite")
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
-    mesh = make_mesh(args.mesh, TRAINING_AXES)
+    mesh = mesh_of_option(args.mesh, TRAINING_AXES)
     axes = decoder_axes(mesh, args.weights)
     ring, rows = ring_size(mesh), mesh.shape["data"] * mesh.shape["fsdp"]
     devices = ring * mesh.shape["heads"]

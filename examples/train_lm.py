@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -35,11 +34,13 @@ from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss, report_interrupt
-from run_mesh import BATCH_AXES, one_device, ring_size, token_axes
+from run_mesh import BATCH_AXES, ring_size, token_axes
 from run_options import OF_A_PROCESS, SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
 
+from burst_jax.command_line import use_cpu_devices
 from burst_jax.data import Corpus, Loader, Rows, TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.parallel.mesh_option import one_device
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.parallel.target import peak_flops
 from burst_jax.parallel.xla_options import set_compiler_options
@@ -67,7 +68,6 @@ from burst_jax.training import (
 )
 from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
 
-CPU_DEVICES = 8
 # Largest relative difference between the two held-out perplexities.
 TOLERANCE = 1e-4
 # A run resumes only with the same data and schedule; array shapes are compared by restore. Learning
@@ -431,8 +431,7 @@ def main(argv: list[str] | None = None) -> int:
       The exit code.
     """
     args, parser = parse_args(argv)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
+    use_cpu_devices()
     try:
         processes = initialize(
             args.coordinator,

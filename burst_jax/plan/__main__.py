@@ -12,6 +12,8 @@ from typing import Any, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from burst_jax.command_line import Parser, integer, number
+from burst_jax.errors import shown
 from burst_jax.models import DecoderConfig, load_config
 from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, training
 from burst_jax.training.adam import Moments
@@ -49,26 +51,27 @@ def config_of(name: str) -> DecoderConfig:
 
 
 def tokens(text: str) -> int:
-    """A number of tokens from the command line: 65536, 64K, 1M."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens: 65536, 64K, 1M")
-    return int(found.group(1)) * _UNITS[found.group(2)]
+    """A number of tokens from the command line, from 1 to 1024M: 65536, 64K, 1M."""
+    found = re.fullmatch(r"([0-9]{1,10})([KM]?)", text.upper())
+    count = int(found.group(1)) * _UNITS[found.group(2)] if found else 0
+    if not 1 <= count <= 2**30:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of tokens: 65536, 64K, 1M")
+    return count
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action], list[argparse.Action]]:
+def _parser() -> tuple[Parser, list[argparse.Action], list[argparse.Action]]:
     """The parser, its options for one attention, and those for a training step."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m burst_jax.plan",
         description="Compares strategies to shard one attention, or with --model to train.",
     )
     parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
-    parser.add_argument("--batch", type=int, default=1, help="batch size")
+    parser.add_argument("--batch", type=integer(1), default=1, help="batch size")
     parser.add_argument("--gpu", default="h200", type=str.lower, choices=sorted(GPUS))
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--gpus-per-host", type=int, default=8)
+    parser.add_argument("--hosts", type=integer(1, 1024), default=1)
+    parser.add_argument("--gpus-per-host", type=integer(1, 72), default=8)
     parser.add_argument(
-        "--host-link", type=float, default=50.0, help="GB/s that one GPU sends to another host"
+        "--host-link", type=number(1e-3), default=50.0, help="GB/s of one GPU to another host"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
@@ -76,13 +79,13 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action], list[argp
     )  # fmt: skip
     add = parser.add_argument_group("one attention").add_argument
     of_attention = [
-        add("--heads", type=int, dest="num_heads", help="query heads (default: 32)"),
+        add("--heads", type=integer(1), dest="num_heads", help="query heads (default: 32)"),
         add(
-            "--kv-heads", type=int, dest="num_kv_heads",
+            "--kv-heads", type=integer(1), dest="num_kv_heads",
             help="key/value heads (default: as many as heads)",
         ),
-        add("--head-dim", type=int, help="head dim of queries and keys (default: 128)"),
-        add("--value-head-dim", type=int, help="head dim of values (default: that of keys)"),
+        add("--head-dim", type=integer(1), help="head dim of queries and keys (default: 128)"),
+        add("--value-head-dim", type=integer(1), help="head dim of values (default: that of keys)"),
         add("--full", action="store_false", default=None, dest="is_causal", help="no causal mask"),
         add("--window", type=tokens, help="local_window_size, to the left"),
         add("--chunk", type=tokens, dest="attention_chunk_size", help="attention_chunk_size"),
@@ -125,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
                 moment_dtype=args.moment_dtype or "float32",
             )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
-        raise SystemExit(str(error)) from error
+        parser.error(str(error))
     text = json.dumps(found.record(), indent=1, allow_nan=False)
     if args.json == Path("-"):
         print(text)
@@ -134,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             args.json.write_text(text + "\n")
         except OSError as error:
-            raise SystemExit(f"--json: {error}") from error
+            parser.error(f"--json: {error}")
     if isinstance(found, TrainingPlan):
         folder = str(args.model) if Path(str(args.model)).is_dir() else "DIR"
         print(found.table(show_all=bool(args.all), model=folder))
@@ -156,6 +159,8 @@ def _load_array(path: Path) -> np.ndarray:
         found = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"--block-mask: {path} is not a file of numpy.save: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--block-mask: {error}") from error
     if not isinstance(found, np.ndarray):
         raise ValueError(f"--block-mask: {path} holds several arrays: save one, by numpy.save")
     return found

@@ -11,12 +11,12 @@ A folder is one of these checkpoints by its content, never by its name: see :fun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from burst_jax.errors import first_of, short_name
+from burst_jax.json_files import check_regular, read_bounded
 
 RECORD = "record.json"
 # orbax writes it first and again after the record, then with the name of the handler. Nothing in it
@@ -136,23 +137,17 @@ def _is_size(value: Any) -> bool:
 
 def _read(step_folder: Path, name: str) -> bytes:
     """The content of a small file of a checkpoint."""
+    with _as_damage():
+        return read_bounded(step_folder / name, _MAX_BYTES, name)
+
+
+@contextlib.contextmanager
+def _as_damage() -> Iterator[None]:
+    """Raises the errors of reading a file as :class:`Damage`; their messages name it."""
     try:
-        _check_regular(step_folder, name)
-        with (step_folder / name).open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise Damage(f"{name}: {error.strerror}") from None
-    if len(data) > _MAX_BYTES:
-        raise Damage(f"{name}: has more than {_MAX_BYTES} bytes")
-    return data
-
-
-def _check_regular(step_folder: Path, name: str) -> int:
-    """The size of a file; reading a pipe or a device might not end."""
-    found = (step_folder / name).stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise Damage(f"{name}: is no regular file")
-    return found.st_size
+        yield
+    except (OSError, ValueError) as error:
+        raise Damage(str(error)) from None
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -212,14 +207,12 @@ def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1
 
     def check(name: str) -> None:
         size, digest = record.files[name]
-        try:
-            found = _check_regular(step_folder, name)
+        with _as_damage():
+            found = check_regular(step_folder / name, name)
             if found != size:
                 raise Damage(f"{name}: has {found} bytes, {size} were written")
             if _hash_file(step_folder / name) != digest:
                 raise Damage(f"{name}: content does not match its hash")
-        except OSError as error:
-            raise Damage(f"{name}: {error.strerror}") from None
 
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(check, sorted(record.files)[part::parts]):

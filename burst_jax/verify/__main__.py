@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
+from burst_jax.command_line import Parser, folder, integer, use_cpu_devices
 from burst_jax.layouts.permutation import check_layout, padded_length
 from burst_jax.models import abstract_decoder, load
+from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option
 from burst_jax.parallel.rules import ShardingRules
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, make_batch, next_token_loss
@@ -25,82 +25,42 @@ from burst_jax.verify.comparison import compare
 from burst_jax.verify.report import Report
 from pallas_kernels import NAMES
 
-CPU_DEVICES = 8
-AXES = ("data", "fsdp", "stage", "seq", "tensor")
+
+def _layout(text: str) -> str:
+    try:
+        check_layout(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message without the usage and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m burst_jax.verify",
         description="Compares loss and gradients of a Hugging Face checkpoint on a mesh with those "
         "of one device, on random packed documents. Exits with 1 if they differ. The whole model, "
         "its gradients and the activations of one batch must fit on one device.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face checkpoint: a folder")
+    add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
-    add("--layout", default="zigzag", help="sequence layout (default: zigzag)")
-    add("--seq-len", type=int, default=1024, help="tokens per sequence (default: 1024)")
-    add("--batch", type=int, help="batch size (default: data x fsdp x stage of --mesh)")
+    add("--layout", type=_layout, default="zigzag", help="sequence layout (default: zigzag)")
+    add("--seq-len", type=integer(8), default=1024, help="tokens per sequence (default: 1024)")
+    add("--batch", type=integer(1), help="batch size (default: data x fsdp x stage of --mesh)")
     add(
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="dtype of weights and computation (default: that of config.json)",
     )  # fmt: skip
     add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
     add("--loss-only", action="store_true", help="compare no gradients: less time and memory")
-    add("--seed", type=int, default=0, help="seed of the random documents (default: 0)")
+    add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the documents (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the report here")
     return parser
 
 
-def _mesh(text: str | None) -> Mesh:
-    """The mesh of ``--mesh``, over the first devices, with all of AXES."""
-    devices, sizes = jax.devices(), dict.fromkeys(AXES, 1)
-    if text is None:
-        sizes["seq"] = len(devices)
-    else:
-        pairs = [axis.partition("=") for axis in text.split(",")]
-        names = [name for name, _, _ in pairs]
-        if not all(size.isdecimal() and int(size) > 0 for _, _, size in pairs):
-            raise ValueError(f"--mesh is {text!r}: write it like fsdp=2,seq=4")
-        if not set(names) <= set(AXES) or len(set(names)) < len(names):
-            raise ValueError(f"--mesh is {text!r}: name each of {', '.join(AXES)} at most once")
-        sizes |= {name: int(size) for name, _, size in pairs}
-    count = math.prod(sizes.values())
-    if count > len(devices):
-        raise ValueError(
-            f"--mesh is {text!r}: it needs {count} devices, there are {len(devices)}; "
-            f"use for example seq={len(devices)}"
-        )
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:count]
-    )
-
-
 def _check(args: argparse.Namespace, mesh: Mesh) -> None:
     """Fills in ``--batch``; raises ValueError for options that do not fit together."""
-    if not args.model.is_dir():
-        raise ValueError(f"--model is {args.model}: there is no such folder")
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
-    if args.batch is None:
-        args.batch = shards
-    if args.batch < 1 or args.batch % shards:
-        raise ValueError(f"--batch is {args.batch}: use a multiple of {shards}, like {shards}")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed is {args.seed}: it must be in 0 ... 2**32 - 1")
-    check_layout(args.layout)
-    if args.seq_len < 8:
-        raise ValueError(f"--seq-len is {args.seq_len}: it must be at least 8")
+    args.batch = batch_of_option(args.batch, mesh)
     seq = mesh.shape["seq"]
     fit = padded_length(args.layout, args.seq_len, seq)
     if fit != args.seq_len:
@@ -152,11 +112,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(argv)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)  # No effect with GPUs.
+    use_cpu_devices()
     set_compiler_options()
     try:
-        mesh = _mesh(args.mesh)
+        mesh = mesh_of_option(args.mesh)
         _check(args, mesh)
         report = _compare(args, mesh)
         if args.json is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -25,6 +26,12 @@ def path_name(path: Any) -> str:
     while len(parts) > 1 and parts[-1] in ("value", "raw_value"):
         parts.pop()
     return ".".join(parts)
+
+
+def group_of(name: str) -> str:
+    """The module of a parameter: its path, also "layer0/query", without a last part in letters."""
+    found = re.fullmatch(r"(.+)[./]([^./]*[^./0-9][^./]*)", name)
+    return found[1] if found else name
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -84,6 +91,40 @@ def sizes_of(batch: Any, num_shards: int, layout: str) -> Sizes:
                         "the batch in natural order, compare permutes it"
                     )
     return sizes
+
+
+def of_loader(batch: Any, layout: str, num_shards: int) -> tuple[Any, Any]:
+    """The batch in natural order, and what a loader returns for the layout; None without one.
+
+    Raises:
+      ValueError: a loader's two batches have other arrays, or of other shapes.
+    """
+    if not callable(batch):
+        return batch, None
+    natural, own = batch("contiguous", 1), batch(layout, num_shards)
+    one, two = ({name: np.shape(x) for name, x in named_leaves(tree)} for tree in (natural, own))
+    for name in sorted(one.keys() | two.keys()):
+        if one.get(name) != two.get(name):
+            raise ValueError(
+                f"{name} has shape {one.get(name)} in batch('contiguous', 1) and {two.get(name)} "
+                f"in batch({layout!r}, {num_shards}): it must return the same arrays, of one "
+                "length, in two orders"
+            )
+    return natural, own
+
+
+def wrong_orders(own: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int) -> list[str]:
+    """A sentence for each array of a loader's batch that is not in the layout."""
+    if own is None:
+        return []
+    right = jax.tree.leaves(in_layout(natural, sizes, layout, num_shards))
+    return [
+        f"batch({layout!r}, {num_shards}) has {name} in another order than the layout, or with "
+        "other values than in natural order: permute all arrays together, with "
+        "burst_jax.to_layout, after targets are shifted"
+        for (name, x), y in zip(named_leaves(own), right, strict=True)
+        if not np.array_equal(np.asarray(x), y)
+    ]
 
 
 def in_layout(batch: Any, sizes: Sizes, layout: str, num_shards: int) -> Any:

@@ -24,9 +24,10 @@ from burst_jax.parallel.mesh import (
     check_has_devices,
     flat_names,
 )
+from burst_jax.parallel.mesh_option import one_device
 from burst_jax.verify import batch as batches
 from burst_jax.verify import calls as watched_calls
-from burst_jax.verify.batch import Sizes, named_leaves, path_name
+from burst_jax.verify.batch import Sizes, group_of, named_leaves, path_name
 from burst_jax.verify.cause import Sentences
 from burst_jax.verify.lockstep import Lockstep, Order
 from burst_jax.verify.program import Program, flat_program, float_dtypes, widened
@@ -93,7 +94,10 @@ def compare(
       batch: pytree of arrays in natural order: a dict of your own, or what
         :func:`burst_jax.training.make_batch` returns without ``layout``. Arrays ``[B, T, ...]`` and
         ``[T]`` are permuted to ``layout``; others, like ``[B]``, are not. T is the second dimension
-        that most arrays have.
+        that most arrays have. If your loader permutes, pass a function instead, ``batch(layout,
+        num_shards)``, that returns such a pytree in a layout: it is called for ``("contiguous",
+        1)`` and for ``layout`` and the ring's size, with the same tokens, and arrays that are not
+        in ``layout`` are reported.
       mesh: the mesh, with devices of one process.
       layout: the layout on the mesh, see :func:`burst_jax.to_layout`.
       seq_axis: mesh axis, or axes, of the ring.
@@ -160,10 +164,13 @@ class _Comparison:
         _check_arguments(make_loss, params, mesh, layout, seq_axis, batch_axis)
         self.layout, self.ring, self.mesh = layout, flat_names(seq_axis), mesh
         self.shards = axes_size(mesh, seq_axis)
+        batch, own = batches.of_loader(batch, layout, self.shards)
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
+        # What is wrong with it is reported, and the losses get the batch in the layout.
+        self.wrong_orders = batches.wrong_orders(own, self.batch, self.sizes, layout, self.shards)
         self.cost = Cost({}, {})
-        alone = _one_device(mesh)
+        alone = one_device(mesh)
         self.one = self._side("one device", make_loss, alone, "contiguous", params, ())
         self.segment_names = self._segment_names(self.one)
         self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis)
@@ -245,7 +252,7 @@ class _Comparison:
             losses["reference"] = reference[0]
         loss, gradients = self._differences(dtype, reference)
         replicated = watched_calls.replicated_axes(self.there.calls, self.mesh)
-        problems = self._problems_of_batch()
+        problems = self.wrong_orders + self._problems_of_batch()
         problems += watched_calls.replicated_sentences(
             replicated, self.there.calls, self.mesh, self.ring
         )
@@ -328,7 +335,7 @@ class _Comparison:
         loss = difference("loss", *errors)
         groups: dict[str, list[int]] = {}
         for index, name in enumerate(self.names[: len(truth)]):
-            groups.setdefault(name.rpartition(".")[0] or name, []).append(index)
+            groups.setdefault(group_of(name), []).append(index)
         total, count = sum(_squares(x) for x in truth), sum(x.size for x in truth)
         found = []
         for name, members in groups.items():
@@ -443,12 +450,6 @@ def _check_arguments(
             raise ValueError(
                 f"params has {name or 'a leaf'}, a {type(x).__name__}: it must hold arrays only"
             )
-
-
-def _one_device(mesh: Mesh) -> Mesh:
-    """A mesh of the first device, with the same axes."""
-    device = np.asarray(mesh.devices.flat[:1]).reshape((1,) * len(mesh.axis_names))
-    return Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> jax.Array:

@@ -28,7 +28,7 @@ ATTENTION = ("_on_mesh", "_on_device")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "remat_call"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "eval_jaxpr"),
 )
 # They hold a program of the narrow dtype.
 _SCATTERS: dict[str, Callable[..., jax.Array]] = {
@@ -315,6 +315,8 @@ class _Widened:
         fixed = name in ("pallas_call", "bitcast_convert_type")
         if fixed and any(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
             raise NotImplementedError(f"{name} has a fixed dtype")
+        if body is not None:  # Of the narrow dtype.
+            raise NotImplementedError(f"{name} is no call that is known")
         changed = {
             key: self.dtype
             for key, value in params.items()

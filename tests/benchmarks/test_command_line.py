@@ -11,11 +11,11 @@ from benchmarks import ring
 from benchmarks.__main__ import main
 
 WRONG_OPTIONS = {
-    "train --steps 0": "argument --steps: 0: it must be an integer of 1 or more",
-    "train --layers 0": "argument --layers: 0: it must be an integer of 1 or more",
+    "train --steps 0": "argument --steps: '0': it must be an integer from 1 to 2147483647",
+    "train --layers 0": "argument --layers: '0': it must be an integer from 1",
     "train --moments disk": "argument --moments: invalid choice: 'disk'",
     "train --moment-dtype int8": "argument --moment-dtype: invalid choice: 'int8'",
-    "train --lengths -5": "argument --lengths: -5: it must be an integer of 1 or more",
+    "train --lengths -5": "argument --lengths: '-5': it must be an integer from 1",
     "kernels --cases 99": "argument --cases: invalid choice: 99",
     "kernels --implementations cuda": "argument --implementations: invalid choice",
     "ring --cases -1": "argument --cases: invalid choice: -1",
@@ -33,23 +33,21 @@ EXITS = {
 
 
 def test_wrong_options(capsys):
-    for words, message in WRONG_OPTIONS.items():
-        with pytest.raises(SystemExit):
+    for words, message in (WRONG_OPTIONS | EXITS).items():
+        with pytest.raises(SystemExit, match="2"):
             main(words.split())
         assert message in capsys.readouterr().err, words
-    for words, message in EXITS.items():
-        with pytest.raises(SystemExit, match=re.escape(message)):
-            main(words.split())
 
 
-def test_a_ring_needs_two_gpus(monkeypatch):
+def test_a_ring_needs_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [None])
-    with pytest.raises(SystemExit, match="benchmarks ring needs 2 or more NVIDIA GPUs; JAX sees 1"):
+    with pytest.raises(SystemExit, match="2"):
         main(["ring"])
+    assert "benchmarks ring needs 2 or more NVIDIA GPUs; JAX sees 1" in capsys.readouterr().err
 
 
-def test_output_files_are_checked_before_measuring(tmp_path, monkeypatch):
+def test_output_files_are_checked_before_measuring(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ring, "require_gpus", lambda *_: None)
     monkeypatch.setattr(ring, "matmul_ceiling", lambda dtype: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
@@ -57,8 +55,9 @@ def test_output_files_are_checked_before_measuring(tmp_path, monkeypatch):
         (tmp_path, "is a folder: name a file in it"),
         (tmp_path / "file" / "a.json", "File exists|Not a directory"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with pytest.raises(SystemExit, match="2"):
             main(["ring", "--json", str(json)])
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_plan_prints_measured_and_estimated_rates(capsys):

@@ -208,6 +208,12 @@ def test_scores_of_a_block_mask(by_head):
         assert flops == pytest.approx(14 * dim * heads * keep.sum()), each.strategy.name
 
 
+def error_of(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    return capsys.readouterr().err
+
+
 def test_ring_steps_that_a_block_mask_skips(tmp_path, capsys):
     file, options = tmp_path / "table.npy", ["--length", "4K", "--gpus-per-host", "4"]
     options += ["--block-mask", str(file)]
@@ -223,15 +229,12 @@ def test_ring_steps_that_a_block_mask_skips(tmp_path, capsys):
     forward = {each["arguments"]["layout"]: each["forward_bytes"] for each in rings}
     assert forward["contiguous"] == 0 < forward["zigzag"]
     np.save(file, np.eye(3, dtype=bool))
-    with pytest.raises(SystemExit, match=r"block_mask has shape \(3, 3\), 3 rows, .*4096 tokens"):
-        main(options)
+    assert re.search(r"block_mask has shape \(3, 3\), 3 rows, .*4096", error_of(options, capsys))
     file.write_text("no array")
-    with pytest.raises(SystemExit, match=r"table\.npy is not a file of numpy\.save"):
-        main(options)
+    assert "table.npy is not a file of numpy.save" in error_of(options, capsys)
     with file.open("wb") as several:
         np.savez(several, np.eye(4), np.eye(4))
-    with pytest.raises(SystemExit, match=r"table\.npy holds several arrays: save one"):
-        main(options)
+    assert "table.npy holds several arrays: save one" in error_of(options, capsys)
 
 
 # --- recommendations -----------------------------------------------------------------------------
@@ -313,13 +316,12 @@ def test_the_command_line_and_json(tmp_path, capsys):
     assert len(record["estimates"]) == len(plan.estimates)
     assert record["attention"]["length"] == 65536
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match="--json: "):
-        main([*arguments, "--json", str(tmp_path / "file" / "plan.json")])
-    with pytest.raises(SystemExit, match="length is 1001: no strategy can shard it"):
-        main(["--length", "1001"])
-    with pytest.raises(SystemExit):
-        main(["--length", "many"])
-    assert "many is not a number of tokens: 65536, 64K, 1M" in capsys.readouterr().err
+    for wrong, message in (
+        ([*arguments, "--json", str(tmp_path / "file" / "plan.json")], "--json: "),
+        (["--length", "1001"], "length is 1001: no strategy can shard it"),
+        (["--length", "many"], "'many' is not a number of tokens: 65536, 64K, 1M"),
+    ):
+        assert message in error_of(wrong, capsys)
 
 
 def test_bad_input():

@@ -194,13 +194,10 @@ def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
 
 MISTAKES = (
     (generate, "", "there is no prompt: pass --prompt, --prompt-file or both"),
-    (generate, "--prompt A --temperature -1", "temperature is -1.0: it must be 0, or finite"),
-    (generate, "--prompt A --max-new-tokens 0", "max_new_tokens is 0: it must be"),
-    (perplexity, "--stride 5000", "--stride is 5000: it must be at least 1 and at most --seq-len"),
-    (perplexity, "--seq-len 0", "--seq-len is 0: it must be at least 1"),
+    (generate, "--prompt A --temperature 1e-9", "temperature is 1e-09: it must be 0, or finite"),
+    (perplexity, "--stride 5000", "--stride is 5000: it must be at most --seq-len, 1024, or tok"),
     (perplexity, "--mesh fsdp=2 --batch 3", "--batch is 3: use a multiple of 2"),
-    (perplexity, "--adapter missing", "--adapter is missing: there is no such folder"),
-    (perplexity, "--model missing", "missing: there is no such folder"),
+    (perplexity, "--adapter missing", "argument --adapter: 'missing': there is no such folder"),
     (
         perplexity, "--data {tmp}/ids.npy",
         "--data has token ids from 0 to 79, but the model's vocabulary is 64",

@@ -21,7 +21,7 @@ PACKAGES = (
     *(
         f"burst_jax.{name}"
         for name in (
-            *("errors", "json_files", "jax_compat", "parallel", "layouts", "ring"),
+            *("errors", "json_files", "command_line", "jax_compat", "parallel", "layouts", "ring"),
             *("attention", "layers", "models"),
             *("data", "training", "serving", "plan", "verify"),
         )

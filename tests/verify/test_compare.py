@@ -143,13 +143,14 @@ def embedding_loss(mesh, layout):
     """A loss without attention, which is quick."""
 
     def loss(params, batch):
-        x = params["embed"][batch["inputs"]] * (1 + batch["positions"][..., None])
-        return jnp.mean(jnp.sum(x, -1) * batch["weights"])
+        x = params["layer0/embed"][batch["inputs"]] * (1 + batch["positions"][..., None])
+        return jnp.mean(jnp.sum(x, -1) * batch["weights"]) * params["scales"][0]
 
     return loss
 
 
-EMBED = {"embed": np.linspace(-1, 1, 48 * 8, dtype=np.float32).reshape(48, 8)}
+TABLE = np.linspace(-1, 1, 48 * 8, dtype=np.float32).reshape(48, 8)
+EMBED = {"layer0/embed": TABLE, "scales": [np.ones((), np.float32)]}
 
 
 def quick(batch, make_loss=embedding_loss, params=EMBED, **options):
@@ -160,7 +161,23 @@ def quick(batch, make_loss=embedding_loss, params=EMBED, **options):
 def test_documents_counted_from_zero_are_found():
     (problem,) = quick(packed(0)).problems
     assert re.match(r"50.0 % of the tokens are in segment 0 of segment_ids, at the start", problem)
-    assert quick(packed()).passed
+
+
+def test_a_loader_that_permutes():
+    def load(layout, num_shards):
+        return to_layout(packed(), layout, num_shards)
+
+    report = quick(load)
+    assert report.passed
+    # By module, or by array.
+    assert [group.name for group in report.gradients] == ["layer0", "scales.0"]
+
+    def shifted_late(layout, num_shards):
+        batch = load(layout, num_shards)
+        return batch | {"targets": np.roll(batch["inputs"], -1, 1)}
+
+    (problem,) = quick(shifted_late, gradients=False).problems
+    assert re.match(r"batch\('zigzag', 2\) has targets in another order than the layout", problem)
 
 
 def test_padding_that_counts_in_the_loss_is_found():
@@ -181,7 +198,7 @@ def test_padding_that_counts_in_the_loss_is_found():
 
 def test_explicit_axes_and_weights_that_are_sharded():
     mesh = mesh_4(AxisType.Explicit)
-    sharded = {"embed": jax.device_put(EMBED["embed"], NamedSharding(mesh, P(None, "seq")))}
+    sharded = {"embed": jax.device_put(TABLE, NamedSharding(mesh, P(None, "seq")))}
     tokens = P("data", "seq")
 
     def make_loss(mesh, layout):
@@ -207,6 +224,10 @@ def tuple_loss(mesh, layout):
     ("options", "message"),
     [
         ({"batch": {}}, r"batch has no array of shape \[B, T, \.\.\.\]"),
+        (
+            {"batch": lambda layout, num_shards: {"x": np.zeros((2, 64 * num_shards), int)}},
+            r"x has shape \(2, 64\) in batch\('contiguous', 1\) and \(2, 128\) in batch\('zigzag'",
+        ),
         ({"batch": {"x": 3}}, "batch has x, a int: it must be a pytree of arrays"),
         (
             {"batch": {"x": np.zeros((2, 65), int)}},
@@ -227,7 +248,7 @@ def tuple_loss(mesh, layout):
         ({"make_loss": tuple_loss}, r"loss returns float32 \(\), float32 \(\) in a tuple"),
         ({"params": {"n": 3}}, "params has n, a int: it must hold arrays only"),
         (
-            {"params": {"embed": np.zeros((48, 8), np.int32)}},
+            {"params": jax.tree.map(lambda x: x.astype(np.int32), EMBED)},
             "params has no floating array: there is no gradient to compare",
         ),
         ({"layout": "zig"}, "layout is 'zig'"),

@@ -22,7 +22,7 @@ def test_a_checkpoint_passes_on_eight_devices(folder, capsys):
     options = ["--model", str(folder), "--mesh", "fsdp=2,seq=4", "--seq-len", "64"]
     assert command.main(options) == 0
     out = capsys.readouterr().out
-    assert out.startswith("zigzag on fsdp=2,seq=4, float32; differences relative to ")
+    assert out.startswith("zigzag on fsdp=2,seq=4, float32; differences relative to float64 on one")
     assert "layers.attention.query" in out
     assert out.endswith("PASSED\n")
 
@@ -46,19 +46,19 @@ def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "ring=2"], "--mesh is 'ring=2': name each of data, fsdp, stage, seq, tensor"),
+        (["--mesh", "ring=2"], "--mesh is 'ring=2': its axes are data, fsdp, stage, seq, te"),
         (["--mesh", "seq"], "--mesh is 'seq': write it like fsdp=2,seq=4"),
-        (["--mesh", "seq=2,seq=2"], "--mesh is 'seq=2,seq=2': name each of"),
+        (["--mesh", "seq=2,seq=2"], "--mesh is 'seq=2,seq=2': it names an axis twice"),
         (["--mesh", "seq=16"], "--mesh is 'seq=16': it needs 16 devices, there are 8; use for"),
-        (["--model", "nowhere"], "--model is nowhere: there is no such folder"),
+        (["--model", "nowhere"], "argument --model: 'nowhere': there is no such folder"),
         (["--mesh", "data=2", "--batch", "3"], "--batch is 3: use a multiple of 2, like 2"),
         (
             ["--seq-len", "100"],
             "--seq-len is 100: the zigzag layout over 8 devices does not",
         ),
-        (["--seq-len", "4"], "--seq-len is 4: it must be at least 8"),
-        (["--layout", "zig"], "layout is 'zig'"),
-        (["--seed", "-1"], "--seed is -1: it must be in 0 ... 2**32 - 1"),
+        (["--seq-len", "4"], "argument --seq-len: '4': it must be an integer from 8 to"),
+        (["--layout", "zig"], "argument --layout: layout is 'zig'"),
+        (["--seed", "-1"], "argument --seed: '-1': it must be an integer from 0 to 4294967295"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
 )
