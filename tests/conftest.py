@@ -68,10 +68,10 @@ def pytest_addoption(parser):
         help="run tests/pallas_kernels/test_local_*.py with these kernels compiled, on a GPU",
     )
     parser.addoption(
-        "--cases",
+        "--first",
         type=int,
         metavar="N",
-        help="only the first N cases of every test; all of hopper_kernels",
+        help="only one case of each of the first N tests of a file; all of hopper_kernels",
     )
     parser.addoption(
         "--kills",
@@ -156,14 +156,15 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(
             f"--implementation is for tests/pallas_kernels/test_local_*.py alone, not {elsewhere}"
         )
-    absent, most = absent_tiers(config), config.getoption("--cases")
+    absent, most = absent_tiers(config), config.getoption("--first")
     if config.getoption("--require-cuda-compiler") and "cuda_compiler" in absent:
         raise pytest.UsageError("tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'")
-    kept, counts = [], collections.Counter()
+    kept, seen = [], collections.defaultdict(set)
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
-        counts[item.originalname, item.path] += 1
-        few = most is None or counts[item.originalname, item.path] <= most
+        names = seen[item.path]
+        few = most is None or (item.originalname not in names and len(names) < most)
+        names.add(item.originalname)
         if markers.isdisjoint(absent) and (few or "hopper_kernels" in markers):
             kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -172,10 +173,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Lists the tiers that the run left out."""
-    most, expression = config.getoption("--cases"), config.option.markexpr
+    most, expression = config.getoption("--first"), config.option.markexpr
     terminalreporter.section("not run")
     if most is not None:
-        terminalreporter.write_line(f"all but {most} cases of every test: --cases {most}.")
+        terminalreporter.write_line(f"all but one case of {most} tests of a file: --first {most}.")
     for marker, (reason, remedy) in TIERS.items():
         excluded = re.search(rf"not {marker}\b|not \(.*{marker}\b", expression)
         if excluded or marker in absent_tiers(config):

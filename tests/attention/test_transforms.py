@@ -224,9 +224,8 @@ def row_vmap_axis_name(way):
         same(jax.vmap(way(RING), axis_name="i")(*many)[1], small_truth()[0])
 
 
-def row_two_meshes(way):
+def row_two_meshes(_):
     """One program of arrays on different devices, and Explicit arrays of another mesh."""
-    del way
     one, other = (jax.make_mesh((2,), (name,), devices=jax.devices()[:2]) for name in ("seq", "x"))
     arrays = jax.device_put(SMALL, jax.NamedSharding(other, P(None, "x")))
     with pytest.raises(ValueError, match=r"over a mesh of {'x': 2}, the call's mesh has {'seq': 2"):
@@ -331,12 +330,22 @@ ROWS = {
 }
 QUICK = ("eager", "jax.jit", "jax.vmap, in_axes", "jax.eval_shape")
 EVERY = [*SAME, *ROWS]
+# Of burst_attention alone: the others have no jit of their own, and the same derivatives.
+OF_ONE = (
+    *("jax.grad", "jax.jacrev", "jax.lax.scan", "lower and compile", "jax.disable_jit"),
+    *("jax_numpy_rank_promotion=raise", "jax_enable_x64", "arrays of two meshes", "jax.export"),
+)
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow) for row in EVERY]
+    ("way", "row"),
+    [
+        pytest.param(way, row, marks=() if row in QUICK else pytest.mark.slow)
+        for way in WAYS
+        for row in EVERY
+        if row not in OF_ONE or way == "burst_attention"
+    ],
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_the_table_of_transforms(way, row):
     if row in ROWS:
         ROWS[row](WAYS[way])

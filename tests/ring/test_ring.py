@@ -23,10 +23,11 @@ import burst_jax
 from pallas_kernels import XLA
 from pallas_kernels.backend import DqAccumulator
 
-# Rings, two levels, Ulysses within a node, and all of them together.
+# Rings, two levels, Ulysses within a node, and all of them together: tests/attention/test_fuzz.py
+# draws further ones.
 FACTORS = {
-    "ring": (1, 3, 5, 7, "2x3", "2+h2", "h4", "1x2+h4"),
-    "layout": ("contiguous", "zigzag", "striped", "striped:3"),
+    "ring": (1, 3, "2x3", "2+h2", "1x2+h4"),
+    "layout": ("contiguous", "zigzag", "striped:3"),
     "mask": ("full", "causal", "window40_17", "packed_window_cap"),
     "heads": ((4, 4), (8, 2), (8, 1)),
     "backward": ("rotate_kv", "rotate_query"),
@@ -61,14 +62,14 @@ def test_zero_gradients_fail():
 
 def test_error_does_not_grow_with_the_ring():
     """With large logits, of 16-bit inputs; a second run gives the same bits."""
-    case = a_case(8, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}
-    programs = [program_of(case | {"ring": n}, scale=36 * 32**-0.5) for n in (8, 1)]
+    case = a_case(4, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}
+    programs = [program_of(case | {"ring": n}, scale=36 * 32**-0.5) for n in (4, 1)]
     programs[1] = dataclasses.replace(programs[1], sizes=programs[0].sizes)
     inputs = valid.draw(programs[0], 0)
     truth = valid.reference(programs[0], *inputs).truth
     run, run_on_one = (valid.compiled(program, inputs[0]) for program in programs)
-    eight, again, one = run(*inputs), run(*inputs), run_on_one(*inputs)
-    for name, got, same, single, exact in zip(compare.NAMES, eight, again, one, truth, strict=True):
+    four, again, one = run(*inputs), run(*inputs), run_on_one(*inputs)
+    for name, got, same, single, exact in zip(compare.NAMES, four, again, one, truth, strict=True):
         _, rms = compare.errors(got, exact)
         _, single_rms = compare.errors(single, exact)
         assert rms <= 1.5 * single_rms + 1e-6, name
@@ -121,9 +122,8 @@ def padded_form(padding, counts, **options):
         # Made once, and every step adds to it.
         ("5", "rotate_kv", 3, False, {"zeros": 1, "finish": 1}),
         ("2+h2", "rotate_kv", 0, True, {"zeros": 1, "finish": 1}),
-        # Three partial sums rotate, or two in each pass but the local one; and for its size.
+        # Three partial sums rotate; and for its size.
         ("5", "rotate_query", 0, True, {"zeros": 3 + 1, "finish": 1}),
-        ("2x3", "rotate_query", 0, True, {"zeros": 5 + 1, "finish": 1}),
         # Would send more, or cannot be added up. Each call makes one; three of them are traced:
         # with no sums, with that of dK and dV, with both.
         ("3", "rotate_query", 1, True, {"zeros": 3 + 1, "finish": 3}),

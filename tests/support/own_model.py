@@ -152,14 +152,36 @@ def parameters(kind):
     return jax.jit(model.init)(jax.random.key(0), packed())
 
 
+def by_layer(functions):
+    return lambda self, *inputs: functions[self.number % len(functions)](self, *inputs)
+
+
+def in_turn(functions):
+    def replaced(self, x, *others):
+        for function in functions:
+            x = function(self, x, *others)
+        return x
+
+    return replaced
+
+
 def make_loss_of(kind, dtype=jnp.float32, mistakes=()) -> Any:
-    """``make_loss`` of a model with mistakes, names in :data:`MISTAKES`."""
+    """``make_loss`` of a model with mistakes, names in :data:`MISTAKES`.
+
+    Of two that replace one method of ``Attention`` each layer gets one; others follow each other.
+    """
     methods = {"Model": {}, "Attention": {}}
     for mistake in mistakes:
         owner, method, function = MISTAKES[mistake]
-        methods[owner][method] = function
-    model_class = type("Model", (Model,), methods["Model"])
-    attention_class = type("Attention", (Attention,), methods["Attention"])
+        methods[owner].setdefault(method, []).append(function)
+    model_class = type(
+        "Model", (Model,), {name: in_turn(each) for name, each in methods["Model"].items()}
+    )
+    attention_class = type(
+        "Attention",
+        (Attention,),
+        {name: by_layer(each) for name, each in methods["Attention"].items()},
+    )
 
     def make_loss(mesh, layout):
         if kind == "linen":
