@@ -238,6 +238,7 @@ def templates():
     yield ["supported are "]  # Model families
     # Reasons that a message quotes.
     yield ["Object of type ", " is not JSON serializable"]
+    yield ["too many positional arguments"]
     yield from ([os.strerror(code)] for code in (errno.ENOENT, errno.ENOSPC))
 
 
