@@ -131,6 +131,12 @@ MUTANTS = [
      "block // num_shards", "tests/layouts"),
     ("burst_jax/layouts/permutation.py", "math.lcm(padded_length(layout, 1, num_shards), int(multiple_of))",
      "padded_length(layout, 1, num_shards) * int(multiple_of)", "tests/layouts"),
+    ("burst_jax/layouts/balanced.py", "np.lexsort((start, segment, shard))", "np.lexsort((segment, start, shard))",
+     "tests/layouts/test_balanced.py"),
+    ("burst_jax/layouts/document_search.py", "room if room <= zone else 0 for", "room for", "tests/layouts/test_balanced.py"),
+    ("burst_jax/layouts/document_search.py", "wanted[i] - surplus", "wanted[i]", "tests/layouts/test_balanced.py"),
+    ("burst_jax/layouts/document_search.py", "x = min(max((2 * more + slope) // (2 * slope), 0), t)", "x = t // 2",
+     "tests/layouts/test_balanced.py"),
     # --- pallas_kernels
     (SCORE, "ds = jnp.where(weights == 0, jnp.zeros((), ds.dtype), ds * derivative)", "ds = ds * derivative",
      FUNCTIONS),
