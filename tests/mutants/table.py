@@ -268,7 +268,7 @@ MUTANTS = [
      "tests/training/test_adam.py -k change_no_bit"),
     ("burst_jax/training/batches.py", "(segments == next_segments) & (segments != 0)",
      "(segments == next_segments)", "tests/training/test_batches.py"),
-    ("burst_jax/training/batches.py", "[_hash([form]), _hash(contents)]", "[_hash([form]), _hash([form])]",
+    ("burst_jax/training/compare_batches.py", "[_hash([form]), _hash(contents)]", "[_hash([form]), _hash([form])]",
      f"{PROCESSES} -k mistakes"),
     ("burst_jax/training/checkpoints.py", "if latest is not None and step <= latest:",
      "if latest and step <= latest:", "tests/training/test_checkpoints.py"),
