@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.arguments import LocalArguments, RingArguments, Side
-from burst_jax.layouts.permutation import zone_size
+from burst_jax.layouts.permutation import check_layout, zone_size
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import Dropout
@@ -80,6 +80,8 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
       NotImplementedError: positions of keys that differ between the sequences of a batch.
     """
     check_qkv(query, key, value)
+    if isinstance(arguments, RingArguments):
+        check_layout(arguments.layout)
     sizes = {"B": query.shape[0], "T": query.shape[1], "S": key.shape[1], "N": query.shape[2]}
     given = {name: getattr(arguments, name) for name in ARRAYS if hasattr(arguments, name)}
     del given["block_mask"]
@@ -259,8 +261,7 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
 
 def is_balanced(arguments: LocalArguments) -> bool:
     """Whether the order of the tokens is one of :func:`burst_jax.layouts.balance`."""
-    ring = isinstance(arguments, RingArguments)
-    return ring and isinstance(arguments.layout, str) and zone_size(arguments.layout) is not None
+    return isinstance(arguments, RingArguments) and zone_size(arguments.layout) is not None
 
 
 # What a call in a balanced layout needs, and what it may have besides.
@@ -289,13 +290,14 @@ def _check_balanced(
     other = [name for name in arrays if name not in _WITH_BALANCED and name != "query_offset"]
     other += [name for name in _STATIC_WITHOUT_BALANCED if getattr(arguments, name) is not None]
     other += [] if offset == 0 else ["query_offset"]
+    other += ["dropout_rate"] if arguments.dropout_rate else []
     sides = window_sides(arguments.local_window_size)
     if isinstance(sides, tuple) and any(isinstance(side, jax.Array) for side in sides):
         other.append("a traced local_window_size")
     if other:
         raise NotImplementedError(
-            f"{other[0]} is given with layout {layout!r}, which knows the order of the tokens in "
-            "each document alone: use the zigzag or striped layout with it"
+            f"{other[0]} is given with layout {layout!r}, in which kernels do not read positions: "
+            "use the zigzag or striped layout with it"
         )
 
 

@@ -81,7 +81,8 @@ def test_two_processes_on_another_mesh_take_the_same_steps(corpus, trained, tmp_
     """A ring over two processes of one device each, in another layout."""
     train = str(Path(train_lm.__file__))
     of_both = [f"--coordinator=127.0.0.1:{free_port()}", "--num-processes=2", "--mesh=seq=2"]
-    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both, "--layout=balanced")]
+    own = ["--layout=balanced", "--sample-tokens=0"]
+    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both, *own)]
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     commands = [[*command, f"--process-id={index}"] for index in range(2)]
     with started(commands, [devices] * 2) as processes:
@@ -116,6 +117,7 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
 
     monkeypatch.setattr(train_lm.RunLog, "step", interrupted)
     second = ["--steps=3", "--checkpoint-every=3", f"--checkpoint-dir={checkpoints}", "--seed=1"]
+    second.append("--sample-tokens=0")
     assert train_lm.main(arguments(corpus, out, MESH, *second)) == 130
     printed = capsys.readouterr().out
     assert (
