@@ -72,7 +72,7 @@ class _OneDevice(Route):
         """As on the device :attr:`shard`."""
         return jnp.remainder(self.shard - offset[0], np.int32(self.size))
 
-    def send[Tree](self, tree: Tree, start: Offset, end: Offset) -> Tree:
+    def send(self, tree: Any, start: Offset, end: Offset) -> Any:
         """The block itself, with the segment ids of the one that would be received."""
         if isinstance(tree, QuerySide | KVSide) and tree.segment_ids is not None:
             return tree._replace(segment_ids=self.orders[self.source(end), 0])

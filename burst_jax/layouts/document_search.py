@@ -33,13 +33,14 @@ _ROUNDS = 4
 class RingCosts:
     """The modelled time of a device, in causal pairs (query, key) of all heads.
 
-    The starting values were measured on an H100 with 32 query and 8 KV heads of 128, forward and
-    backward, where 1 ms is 9.8e6 pairs.
+    The starting values were fitted to programs of one device of eight on an H100, with 32 query and
+    8 KV heads of 128, forward and backward, where 1 ms is 9.2e6 pairs (docs/performance.md).
 
     Attributes:
       step: pairs in the time that one ring step takes besides its work.
-      zone_token: pairs in the time that one token of the ring zone takes in every ring step,
-        whatever it attends to: its queries, results and gradients are read and written.
+      zone_token: pairs in the time that one token of the ring zone takes in every ring step with
+        work for the device, besides that work: float32 results are read and written, and short
+        kernels leave a part of the GPU idle.
       send: pairs in the time that one token of the ring zone takes to be sent in every ring step.
         Sends are overlapped with the device's work.
       tile: tokens of a tile. A chunk of a split document wastes about one tile of queries.
@@ -47,8 +48,8 @@ class RingCosts:
         chosen only if there is no other; ``math.inf`` compares time alone.
     """
 
-    step: float = 1e6
-    zone_token: float = 300.0
+    step: float = 7e5
+    zone_token: float = 500.0
     send: float = 800.0
     tile: int = 128
     limit: float = 1.15
@@ -61,19 +62,21 @@ class RingCosts:
                     f"{field.name} is {shown(value)}: it must be a number, at least {least:d}"
                 )
 
-    def time(self, work: float, zone: int, num_shards: int) -> float:
+    def time(self, work: float, zone: int, num_shards: int, busy: int | None = None) -> float:
         """The modelled time of a device, in pairs.
 
         Args:
           work: pairs that the device computes.
           zone: tokens of the ring zone; 0 needs no ring.
           num_shards: number of shards on the ring.
+          busy: number of ring steps in which the device has work; None is all.
         """
         if not zone:
             return work
         steps = num_shards - 1
+        busy = steps if busy is None else busy
         exposed = max(0.0, steps * self.send * zone - work)
-        return work + steps * (self.step + self.zone_token * zone) + exposed
+        return work + steps * self.step + busy * self.zone_token * zone + exposed
 
 
 class Piece(NamedTuple):

@@ -110,10 +110,12 @@ def work_report(
     wasted = sum((wasted for _, wasted in each), np.zeros(n))
     sent = length // n if zone is None else zone
     total, by_device = int(pairs.sum()), pairs.sum(1)
-    slowest = max(
-        costs.time(work, sent * len(segment_ids), n) for work in (by_device + wasted).tolist()
-    )
     of_others = ~np.eye(n, dtype=bool)
+    busy = ((pairs > 0) & of_others).sum(1)
+    slowest = max(
+        costs.time(work, sent * len(segment_ids), n, steps)
+        for work, steps in zip((by_device + wasted).tolist(), busy.tolist(), strict=True)
+    )
     return WorkReport(
         pairs=pairs,
         balance=int(by_device.max()) * n / total if total else 1.0,

@@ -214,6 +214,7 @@ def _join(
     thread = threading.Thread(target=run, daemon=True, name="jax.distributed.initialize")
     thread.start()
     thread.join(seconds)
+    known = ""
     if thread.is_alive():
         port = coordinator.rpartition(":")[2] if coordinator else "0"
         connected = _connections(int(port))

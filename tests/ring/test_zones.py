@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import compare
 import dense
@@ -87,17 +88,19 @@ def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, hea
     dlse = rng.normal(size=(2, total, heads)).astype(np.float32)
     ids = ids_of(lengths, total)
     options = {"is_causal": True, **options}
-    sinks = {"sink_logits": rng.normal(size=heads).astype(np.float32)}
+    sinks: Any = {"sink_logits": rng.normal(size=heads).astype(np.float32)}
     sinks = sinks if options.pop("sinks", False) else {}
 
     own = np.stack([p.segment_ids for p in placements])
     order = np.stack([p.positions for p in placements])
 
-    def attend(q, k, v, sinks):
+    given: Any = options | axes
+
+    def attend(q, k, v, sinks: Any):
         return burst_jax.burst_attention(
             q, k, v, mesh=mesh_of(**sizes), layout=placements[0].layout, return_residual=True,
             query_segment_ids=own, key_value_segment_ids=own, query_positions=order,
-            key_value_positions=order, **axes, **options, **sinks,
+            key_value_positions=order, **given, **sinks,
         )  # fmt: skip
 
     @quick_jit
@@ -152,7 +155,7 @@ def test_what_balanced_layouts_need_and_lack():
     own = np.stack([p.segment_ids for p in placements])
     order = np.stack([p.positions for p in placements])
     x = jnp.zeros((2, 48, KV, H))
-    good = {
+    good: Any = {
         "mesh": mesh_of(seq=2), "layout": placements[0].layout, "is_causal": True,
         "query_segment_ids": own, "key_value_segment_ids": own, "query_positions": order,
         "key_value_positions": order,
@@ -204,9 +207,10 @@ def test_a_layer_passes_its_positions_on():
                 rngs=burst_jax.layers.nnx_layer.nnx.Rngs(0),
             )  # fmt: skip
             if layout == "contiguous":
-                outs.append(layer(x, None if theta is None else np.arange(48), natural))
+                positions = None if theta is None else np.arange(48)
+                outs.append(layer(jnp.asarray(x), positions, jnp.asarray(natural)))
             else:
-                out = layer(in_order(placements, x), order, own)
+                out = layer(jnp.asarray(in_order(placements, x)), order, jnp.asarray(own))
                 outs.append(in_order(placements, out, inverse=True))
         live = natural != 0
         np.testing.assert_allclose(outs[0][live], np.asarray(outs[1])[live], atol=2e-6)
