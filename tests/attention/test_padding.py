@@ -18,7 +18,6 @@ import burst_jax
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # One device, rings of both rotations, two levels and Ulysses, each implementation.
 CASES = {
-    "xla-1": a_case("1", "contiguous", "packed_causal", "rotate_kv", "xla", "63"),
     "xla-3-query": a_case("3", "striped", "packed_window_cap", "rotate_query", "xla", "63"),
     "reference-2-kv": a_case("2", "zigzag", "packed_causal", "rotate_kv", "reference", "63"),
     "xla-2x2+h2": a_case("2x2+h2", "zigzag", "packed_causal", "rotate_kv", "xla", "63"),

@@ -104,17 +104,10 @@ def bfloat16_problem(sizes, groups, mask, packed):
     return PeerCase(*shapes, tuple(mask.items()), packed, "bfloat16")
 
 
-# Sizes of AXES, layout, groups, mask; packed.
-SMALL = [
-    pytest.param((1, 2, 2), "zigzag", 8, CAUSAL),
-    pytest.param((2, 4, 1), "striped", 8, CAUSAL | WINDOW, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("mesh", "layout", "groups", "mask"), SMALL, ids=case_id)
-def test_transformer_engine_s_distributed_matrix(mesh, layout, groups, mask):
-    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), groups, mask, packed=True)
-    assert_as_good_as_dense(problem, dict(zip(AXES, mesh, strict=True)), layout=layout)
+def test_transformer_engine_s_distributed_matrix():
+    mesh = 1, 2, 2
+    problem = bfloat16_problem((2, 32 * mesh[1], 16, 16), 8, CAUSAL, packed=True)
+    assert_as_good_as_dense(problem, dict(zip(AXES, mesh, strict=True)), layout="zigzag")
 
 
 MESHES = [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2), (2, 4, 1), (1, 8, 1)]

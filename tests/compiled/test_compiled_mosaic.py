@@ -116,8 +116,8 @@ def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options
     ("half", "dim", "options"),
     [
         ("forward", 64, {}), ("forward", 128, FULL | FRESH), ("forward", 256, FULL),
-        ("backward", 64, LAST | SEGMENTS), ("backward", 128, {}), ("backward", 128, LAST | FULL),
-        ("backward", 64, {"deterministic": True}), ("backward", 128, {"deterministic": True}),
+        ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
+        ("backward", 128, {"deterministic": True}),
     ],
     ids=call_id,
 )  # fmt: skip

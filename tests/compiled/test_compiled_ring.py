@@ -32,7 +32,7 @@ def attend(mesh, **options):
 
 
 class Ring(NamedTuple):
-    """What a ring runs on, and how.
+    """What a ring of packed sequences runs on, and how.
 
     ``mib``: its memory per device; one more block is too much. ``wide_dq``: how many operations
     other than kernels write float32 arrays of dQ's size; None where that is not counted.
@@ -41,7 +41,6 @@ class Ring(NamedTuple):
     gpu: str
     kernels: str
     rotation: str
-    packed: bool
     mib: float
     wide_dq: int | None = None
 
@@ -50,17 +49,15 @@ class Ring(NamedTuple):
         mesh = compiled.gpu_mesh(self.gpu, n)
         arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
         shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
-        ids = (shape,) * self.packed
 
-        def run(query, key, value, *ids):
-            segments = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), *ids)
-            options: Any = segments if ids else {}
+        def run(query, key, value, ids):
+            options: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
             # "auto" is the rotation that sends fewer bytes: K and V's, of grouped heads.
             backward = "auto" if self.rotation == "rotate_kv" else self.rotation
             options |= {"implementation": self.kernels, "backward": backward}
             return gradient(attend(mesh, **options))(query, key, value)
 
-        return compiled.compile_for(run, *arrays, *ids)
+        return compiled.compile_for(run, *arrays, shape)
 
 
 def wires(rotation, n):
@@ -85,12 +82,11 @@ def assert_sends(program, wire):
         assert other not in compiled.text_of(program)
 
 
+# test_two_level_ring has the other rotation of each.
 RINGS = (
-    # Zeros, of one sum over all steps, and of each of three partial sums that rotate.
-    Ring("a100", "mosaic_sm80", "rotate_kv", packed=True, mib=52, wide_dq=1),
-    Ring("a100", "mosaic_sm80", "rotate_query", packed=True, mib=121, wide_dq=3),
-    Ring("h100", "mosaic_sm90", "rotate_kv", packed=False, mib=49),
-    Ring("h100", "mosaic_sm90", "rotate_query", packed=True, mib=118),
+    # Zeros of one sum over all steps.
+    Ring("a100", "mosaic_sm80", "rotate_kv", mib=52, wide_dq=1),
+    Ring("h100", "mosaic_sm90", "rotate_query", mib=118),
 )
 
 
@@ -116,9 +112,9 @@ def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
     names = [x for x in compiled.step_names(program, "collective-permute-start") if "forw" in x]
     assert names == [f"ring_forward_step_{i}" for i in range(n - 1)]
     ids = compiled.permuted_bytes(program) - sum(wires(ring.rotation, n))
-    if ring.packed:  # Segment ids are sent with their keys, or with their queries.
-        assert n * TOKENS * 4 < ids <= 2 * (n - 1) * TOKENS * 4
-    assert_sends(program, sum(wires(ring.rotation, n)) + (ids if ring.packed else 0))
+    # Segment ids are sent with their keys, or with their queries.
+    assert n * TOKENS * 4 < ids <= 2 * (n - 1) * TOKENS * 4
+    assert_sends(program, sum(wires(ring.rotation, n)) + ids)
     assert compiled.temp_bytes(program) / 2**20 < ring.mib
     if ring.wide_dq is not None:
         wide, moved = ("f32", TOKENS * HEADS * DIM), {"copy", "fusion", "transpose"}
@@ -195,10 +191,9 @@ def test_a_window_sends_only_what_it_needs():
     assert all(compiled.overlapped(events))
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2], ids=["two_each", "shared"])
-def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
+def test_ulysses_within_a_node_and_a_ring_between_nodes():
     """Two nodes of four: one all-to-all per array, in its dtype; nothing is gathered."""
-    mesh, (tokens, heads, dim) = compiled.gpu_mesh("h100", 2, 4), (1024, 16, 128)
+    mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh("h100", 2, 4), (1024, 16, 2, 128)
     attention = attend(
         mesh, seq_axis="outer", ulysses_axis="inner", implementation="mosaic_sm90",
         backward="rotate_kv",
@@ -206,12 +201,11 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes(kv_heads):
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
     program = compiled.compile_for(gradient(attention), *shapes)
     assert "all-gather" not in compiled.text_of(program)
-    copied = max(kv_heads, 4)  # Two heads for four devices are copied, and their gradients summed.
-    itemsize = 4 if copied > kv_heads else 2
     exchanged = [
         *[tokens * heads * dim * 2] * 4,  # q, out, do, dq
-        *[tokens * copied * dim * 2] * 2,  # k, v
-        *[tokens * copied * dim * itemsize] * 2,  # dk, dv
+        # Two heads for four devices are copied, and their gradients summed.
+        *[tokens * 4 * dim * 2] * 2,  # k, v
+        *[tokens * 4 * dim * 4] * 2,  # dk, dv
         tokens * heads * 4,  # delta
     ]
     assert sorted(compiled.sent_bytes(program, "all-to-all")) == sorted(exchanged)

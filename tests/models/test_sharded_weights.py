@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-OTHER_OPTIMIZER = {"config": SMALL, "optimizer": OPTIMIZERS["adafactor"]}
+OTHER_OPTIMIZER = {"config": SMALL, "optimizer": optax.masked(ADAFACTOR, matrices)}
 
 
 def size_per_device(abstract):
@@ -66,15 +66,15 @@ SELECTIVE = dataclasses.replace(CONFIG, remat="selective", remat_layers=2)
     ("sizes", "kind", "options"),
     [
         pytest.param((1, 1, 2, 2, 2), EXPLICIT, {"accumulate": 2}, id="stage-seq-tensor"),
-        pytest.param((1, 2, 2, 2, 1), EXPLICIT, {"config": SELECTIVE}, marks=SLOW, id="fsdp-stage"),
         # Neither a data nor a sequence axis.
         pytest.param((None, 2, None, None, None), AUTO, {}, marks=SLOW, id="fsdp"),
-        pytest.param((2, 1, 1, 3, 1), AUTO, {}, marks=SLOW, id="data-seq3"),
+        pytest.param((2, 1, 1, 3, 1), AUTO, {"config": SELECTIVE}, marks=SLOW, id="data-seq3"),
         pytest.param((1, 2, 1, 2, 1), EXPLICIT, OTHER_OPTIMIZER, marks=SLOW, id="adafactor"),
     ],
 )
 def test_every_mesh_takes_the_same_steps(sizes, kind, options):
-    same = {name: options[name] for name in ("config", "optimizer") if name in options}
+    # Remat changes no result.
+    same = options if options is OTHER_OPTIMIZER else {}
     got, want = losses(sizes, kind, steps=3, **options), losses(ONE, steps=3, **same)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-4)  # Rounding moves these more.

@@ -386,7 +386,6 @@ def test_estimates_are_printed_next_to_measured_rates():
 
 TWO_LEVELS = {"seq_axis": ("outer", "inner")}
 HYBRID = {"seq_axis": "outer", "ulysses_axis": "inner"}
-ULYSSES = {"seq_axis": None, "ulysses_axis": "seq"}
 
 
 @pytest.mark.cuda_compiler
@@ -394,10 +393,8 @@ ULYSSES = {"seq_axis": None, "ulysses_axis": "seq"}
     ("strategy", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
         ("ring", (4,), {}, "zigzag", "rotate_kv", "a100"),
-        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", "h100"),
         ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", "a100"),
         ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_query", "h100"),
-        ("ulysses", (2,), ULYSSES, "contiguous", "rotate_kv", "a100"),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )

@@ -1,9 +1,8 @@
-"""``make`` finds a Python, and its quick tier skips no file but those that compile for GPUs."""
+"""``make`` finds a Python."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -67,24 +66,3 @@ def test_the_first_python_that_suits(tmp_path, programs, want, variables):
     where = variables.get("PYTHON", "PATH, pyenv or uv")
     assert f"No Python 3.12 or newer with venv in {where}: install one" in done.stderr
     assert "make PYTHON=" in done.stderr
-
-
-@pytest.mark.slow  # collects all tests
-def test_the_quick_tier_touches_every_file_and_says_what_it_leaves_out():
-    quick = re.search(r"^test:.*\n.* -m '(.+?)'", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert quick is not None
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", quick.group(1)],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = set(re.findall(r"^tests/\w+/(test_\w+)\.py::", done.stdout, re.MULTILINE))
-    files = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")}
-    for_gpus = {name for name in files if name.startswith("test_compiled")} | {"test_local_drawn"}
-    assert files - collected == for_gpus
-    for marker, command in (
-        ("slow", "test-all"),
-        ("cuda_compiler", "test-all"),
-        ("replay", "replay"),
-    ):
-        assert re.search(rf"^tests marked {marker} \(.+\): make {command}", done.stdout, re.M)
