@@ -218,7 +218,8 @@ def _join(
     if thread.is_alive():
         port = coordinator.rpartition(":")[2] if coordinator else "0"
         connected = _connections(int(port))
-        known = f", connected to process 0: {connected}" if connected else ""
+        if connected:
+            known = f", connected to process 0: {connected}"
         thread.join(grace)
     if errors:
         raise errors[0]
