@@ -94,14 +94,14 @@ def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, hea
     own = np.stack([p.segment_ids for p in placements])
     order = np.stack([p.positions for p in placements])
 
-    given: Any = options | axes
+    given: Any = options | axes | {
+        "mesh": mesh_of(**sizes), "layout": placements[0].layout, "return_residual": True,
+        "query_segment_ids": own, "key_value_segment_ids": own, "query_positions": order,
+        "key_value_positions": order,
+    }  # fmt: skip
 
-    def attend(q, k, v, sinks: Any):
-        return burst_jax.burst_attention(
-            q, k, v, mesh=mesh_of(**sizes), layout=placements[0].layout, return_residual=True,
-            query_segment_ids=own, key_value_segment_ids=own, query_positions=order,
-            key_value_positions=order, **given, **sinks,
-        )  # fmt: skip
+    def attend(q, k, v, sinks):
+        return burst_jax.burst_attention(q, k, v, **given, **sinks)
 
     @quick_jit
     def run(arrays, cotangents):
