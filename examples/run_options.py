@@ -79,7 +79,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add = group("devices").add_argument
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
     add("--weights", choices=get_args(Weights), default="sharded", help="over batch and sequence")
-    add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout")
+    layouts = (*LAYOUTS, "balanced")
+    add("--layout", choices=layouts, default="zigzag", help="balanced: by each batch's documents")
     add("--microbatches", type=int, help="pipeline microbatches (default: number of stages)")
     add("--implementation", choices=NAMES, help="attention kernels")
     add("--coordinator", help="host:port of process 0")
@@ -198,7 +199,8 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     axes = decoder_axes(mesh, args.weights)
     ring, rows = ring_size(mesh), mesh.shape["data"] * mesh.shape["fsdp"]
     devices = ring * mesh.shape["heads"]
-    multiple = math.lcm(padded_length(args.layout, 1, ring), devices)
+    layout = "balanced:0" if args.layout == "balanced" else args.layout
+    multiple = math.lcm(padded_length(layout, 1, ring), devices)
     fit = -(-args.seq_len // multiple) * multiple
     if fit != args.seq_len:
         raise ValueError(

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -34,18 +34,18 @@ from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss, report_interrupt
-from run_mesh import BATCH_AXES, ring_size, token_axes
+from run_batches import Placed, make_loader, place, shapes
+from run_mesh import ring_size, token_axes
 from run_options import OF_A_PROCESS, SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
 
 from burst_jax.command_line import use_cpu_devices
-from burst_jax.data import Corpus, Loader, Rows, TokenizerFile, gather_state
+from burst_jax.data import TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.parallel.target import peak_flops
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import (
-    Batch,
     CheckpointError,
     Checkpoints,
     Evaluation,
@@ -53,20 +53,20 @@ from burst_jax.training import (
     Profile,
     Restored,
     RunLog,
+    TrainStep,
+    WorkLog,
     abstract_train_state,
     check_same,
     evaluate,
     initialize,
     is_main,
-    make_batch,
     make_eval_step,
     make_optimizer,
     make_train_step,
-    place_batch,
-    rows_here,
     split_trained,
 )
 from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
+from burst_jax.training.step import EvalStep
 
 # Largest relative difference between the two held-out perplexities.
 TOLERANCE = 1e-4
@@ -92,30 +92,8 @@ def say(text: str) -> None:
 
 
 def attention_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Attention options of the decoder, for training and evaluation."""
-    return {"layout": args.layout, "implementation": args.implementation}
-
-
-def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loader:
-    """A loader of the sequences that this process' devices hold."""
-    return Loader(
-        corpus,
-        seq_len=args.seq_len,
-        batch=args.batch,
-        rows=rows_here(run.mesh, args.batch, batch_axis=BATCH_AXES),
-        tokens=run.tokens,
-        # The model's own size is rounded up, so it would accept ids that the text must not have.
-        vocab_size=args.vocab_size or run.config.vocab_size,
-        packing=args.packing,
-        seed=args.seed,
-    )
-
-
-def place(args: argparse.Namespace, rows: Rows, mesh: Mesh) -> Batch[jax.Array]:
-    """Makes a batch of this process' sequences and shards it over the mesh."""
-    batch = make_batch(**rows, layout=args.layout, num_shards=ring_size(mesh))
-    axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
-    return place_batch(batch, mesh, **axes, process_local=True)
+    """Attention options of the decoder, without the layout, which each batch has."""
+    return {"implementation": args.implementation}
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,8 +167,14 @@ def train(
         args.lr, args.steps, moment_dtype=args.moment_dtype, moments=args.moments
     )
     options = attention_options(args) | run.axes | {"microbatches": args.microbatches}
-    graphdef, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
-    train_step = make_train_step(graphdef, optimizer, accumulate=args.accumulate)
+    _, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
+
+    @cache
+    def train_step_of(layout: str) -> TrainStep:
+        graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, layout=layout, **options)
+        return make_train_step(graphdef, optimizer, accumulate=args.accumulate)
+
+    work_log = WorkLog(ring_size(run.mesh))
     peak, tokens = peak_flops(run.mesh.devices.flat[0].device_kind), args.batch * args.seq_len
 
     with ExitStack() as stack:
@@ -239,10 +223,10 @@ def train(
             }
             checkpoints.save(step, [split_trained(params)[0], opt_state], extra)
 
-        def batches() -> Iterator[tuple[Batch[jax.Array], Any]]:
+        def batches() -> Iterator[tuple[Placed, Any]]:
             """Each batch with the loader's state after it."""
             for rows in loader:
-                yield place(args, rows, run.mesh), loader.get_state()
+                yield place(args, rows, run.mesh, work_log), loader.get_state()
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
@@ -250,12 +234,12 @@ def train(
             if interrupt.requested or following is None:
                 break
             with profile.step(step):
-                batch, loaded = following
-                params, opt_state, metrics = train_step(params, opt_state, batch)
+                (batch, layout, work), loaded = following
+                params, opt_state, metrics = train_step_of(layout)(params, opt_state, batch)
                 # Prepared while the devices compute the step.
                 following = next(ahead) if step < args.steps else None
                 numbers = {name: float(value) for name, value in metrics.items()}
-            log.step(step, numbers)
+            log.step(step, numbers | work)
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if due or (args.checkpoint_every and step == args.steps):
                 save(step, numbers["loss"])
@@ -269,10 +253,17 @@ def train(
 def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: Mesh) -> Evaluation:
     """Evaluates the weights on held-out sequences, on the run's mesh or on one device."""
     options: Any = attention_options(args) | (run.axes if mesh is run.mesh else {})
-    graphdef, _ = abstract_decoder(run.config, mesh=mesh, **options)
+
+    @cache
+    def eval_step_of(layout: str) -> EvalStep:
+        return make_eval_step(abstract_decoder(run.config, mesh=mesh, layout=layout, **options)[0])
+
+    def eval_step(params: nnx.State, placed: Any) -> tuple[jax.Array, jax.Array]:
+        return eval_step_of(placed.layout)(params, placed.batch)
+
     with make_loader(args, run, run.held_out) as loader:
-        batches = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
-        return evaluate(make_eval_step(graphdef), params, batches)
+        batches: Any = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
+        return evaluate(eval_step, params, batches)
 
 
 @partial(jax.jit, static_argnums=(0, 3))
@@ -338,9 +329,10 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
     one, alone = one_device(run.mesh), jax.process_count() == 1
     try:
         for each, axes in ((run.mesh, run.axes), (one, {}))[: 1 + alone]:
-            options: Any = axes | attention_options(args)
+            batch, layout = shapes(args, each)
+            options: Any = axes | attention_options(args) | {"layout": layout}
             graphdef, params = abstract_decoder(run.config, mesh=each, **options)
-            jax.eval_shape(make_eval_step(graphdef), params, shapes(args, each))
+            jax.eval_shape(make_eval_step(graphdef), params, batch)
         if alone and args.sample_tokens > 0:
             graphdef, prompt = sampler(args, run, one), np.zeros(SAMPLE_CONTEXT, np.int32)
             key = jax.random.key(0)
@@ -350,17 +342,6 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
             f"{error}; so evaluation and sampling after the last step would fail: see "
             f"--implementation, --eval-dtype ({args.eval_dtype}) and --sample-tokens"
         ) from error
-
-
-def shapes(args: argparse.Namespace, mesh: Mesh) -> Any:
-    """Shapes and shardings of :func:`place`."""
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, token_axes(mesh)))
-
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((args.batch, args.seq_len), dtype, sharding=sharding)
-
-    tokens = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), array(jnp.int32))
-    return tokens | {"weights": array(jnp.float32)}
 
 
 def with_dtype(run: RunConfig, dtype: str) -> RunConfig:

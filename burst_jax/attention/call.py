@@ -29,6 +29,7 @@ from burst_jax.attention.validation import (
     check_rotation,
     check_scale,
     check_window,
+    is_balanced,
     positions_per_sequence,
     to_int32,
     window_sides,
@@ -98,9 +99,12 @@ def parse_call(
         arrays=arrays,
     )
     check_prefix(arguments)
-    check_readers_of_positions(arguments, arrays)
+    balanced = is_balanced(arguments)
+    if not balanced:
+        check_readers_of_positions(arguments, arrays)
     dropout_key = check_dropout_key(arguments.dropout_rate, arguments.dropout_key)
-    arrays |= _window_arrays(arguments, per_sequence=positions_per_sequence(arrays) is not None)
+    per_sequence = not balanced and positions_per_sequence(arrays) is not None
+    arrays |= _window_arrays(arguments, per_sequence=per_sequence)
     devices = request.token_devices if local else 1
     request = with_block_mask(request, query, key, arguments.block_mask, devices)
     if arguments.block_mask is not None:
@@ -139,7 +143,7 @@ def make_request(
     if ring.ulysses_axis is not None:
         ulysses_size = size_of("ulysses_axis", ring.ulysses_axis)
     spec = make_spec(arguments, head_dim)
-    if positions_per_sequence(arrays) is not None:
+    if positions_per_sequence(arrays) is not None and not is_balanced(arguments):
         # Per-query KV bounds then include the window and causality.
         spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
     chunk_size = arguments.attention_chunk_size

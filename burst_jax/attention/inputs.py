@@ -48,6 +48,8 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
     """
     query, key = arrays["query"], arrays["key"]
     own_q, own_kv = _query_positions(request, arrays), arrays.get("key_value_positions")
+    if request.zone is not None:
+        return _balanced_inputs(request, arrays)
     own_kv = None if own_kv is None else own_kv[None]
 
     def q_positions() -> jax.Array:
@@ -68,16 +70,32 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
         kv_starts=kv_starts,
         kv_ends=kv_ends,
     )
+    kv_side = KVSide(key, arrays["value"], arrays.get("key_value_positions"), kv_ids)
+    return AttentionInputs(query_side, kv_side, _shared_inputs(request, arrays))
+
+
+def _shared_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> SharedInputs:
+    """What the ring never sends."""
     indices = None
     if "batch_indices" in arrays:
         indices = GlobalIndices(arrays["batch_indices"], arrays["head_indices"])
-    shared = SharedInputs(
+    return SharedInputs(
         dropout_seeds=arrays.get("dropout_seeds"),
         block_mask=_block_mask(request, arrays.get("block_mask")),
         indices=indices,
     ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
-    kv_side = KVSide(key, arrays["value"], arrays.get("key_value_positions"), kv_ids)
-    return AttentionInputs(query_side, kv_side, shared)
+
+
+def _balanced_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
+    """One device's inputs in a balanced layout: both sides have the documents' order."""
+    batch, length = arrays["query"].shape[:2]
+    q_order, kv_order = (
+        jnp.broadcast_to(arrays[name], (batch, length))
+        for name in ("query_positions", "key_value_positions")
+    )
+    query = QuerySide(arrays["query"], q_order, arrays["query_segment_ids"])
+    kv = KVSide(arrays["key"], arrays["value"], kv_order, arrays["key_value_segment_ids"])
+    return AttentionInputs(query, kv, _shared_inputs(request, arrays))
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:

@@ -42,7 +42,7 @@ import numpy as np
 from jax import lax
 
 from burst_jax.attention.arguments import POSITION_READERS
-from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length
+from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length, zone_size
 from burst_jax.layouts.permutation import positions as layout_positions
 from burst_jax.parallel.mesh import (
     axes_size,
@@ -92,6 +92,8 @@ def reject_wrong_order(
     given = (options.get(name) for name in POSITION_READERS)
     if all(value is None or value is False for value in given):
         return x
+    if zone_size(layout) is not None:
+        return x  # The attention takes the same positions.
     if layout == "contiguous":
         reject_other_layout(positions, options)
         return x
@@ -160,6 +162,8 @@ def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     if inside_shard_map(sequence_axes(options)) or not _known(positions):
         return
     layout: Layout = options.get("layout", "contiguous")
+    if zone_size(layout) is not None:
+        return
     n = axes_size(resolve_mesh(options.get("mesh")), flat_names(options.get("seq_axis", "seq")))
     given = np.atleast_2d(np.asarray(positions))
     length = given.shape[1]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.attention.arguments import AttentionArguments
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
 from burst_jax.jax_compat import vmapped_over_mesh_axes
-from burst_jax.layouts.permutation import check_length, shard_unit
+from burst_jax.layouts.permutation import check_length, check_zone, shard_unit
 from burst_jax.parallel.mesh import (
     axes_size,
     axis_names,
@@ -197,6 +197,7 @@ def check_local_shapes(request: Request, query: jax.Array, key: jax.Array) -> No
                 f"{name} holds {tokens} tokens per shard: the {request.layout} layout needs "
                 f"{needs}; pad the sequence with pad_to_layout"
             )
+        check_zone(request.layout, tokens)
     _check_static_batch(request, query)
     _check_ulysses(request, query.shape[2], key.shape[2])
 

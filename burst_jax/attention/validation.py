@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.attention.arguments import LocalArguments, Side
+from burst_jax.attention.arguments import LocalArguments, RingArguments, Side
+from burst_jax.layouts.permutation import check_layout, zone_size
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import Dropout
@@ -79,6 +80,8 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
       NotImplementedError: positions of keys that differ between the sequences of a batch.
     """
     check_qkv(query, key, value)
+    if isinstance(arguments, RingArguments):
+        check_layout(arguments.layout)
     sizes = {"B": query.shape[0], "T": query.shape[1], "S": key.shape[1], "N": query.shape[2]}
     given = {name: getattr(arguments, name) for name in ARRAYS if hasattr(arguments, name)}
     del given["block_mask"]
@@ -88,7 +91,10 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
     given = {name: x for name, x in given.items() if x is not None}
     _check_segment_ids_of_both(given)
     arrays = {name: check_array(name, x, sizes) for name, x in given.items()}
-    _check_positions(arguments, arrays, offset)
+    if is_balanced(arguments):
+        _check_balanced(arguments, arrays, sizes, offset)
+    else:
+        _check_positions(arguments, arrays, offset)
     return {"query": query, "key": key, "value": value} | arrays
 
 
@@ -251,6 +257,48 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
         )
     if offset and "key_value_positions" in arrays:
         arrays["query_offset"] = np.asarray(offset, np.int32)
+
+
+def is_balanced(arguments: LocalArguments) -> bool:
+    """Whether the order of the tokens is one of :func:`burst_jax.layouts.balance`."""
+    return isinstance(arguments, RingArguments) and zone_size(arguments.layout) is not None
+
+
+# What a call in a balanced layout needs, and what it may have besides.
+_OF_BALANCED = (
+    "query_positions", "key_value_positions", "query_segment_ids", "key_value_segment_ids",
+)  # fmt: skip
+_WITH_BALANCED = (*_OF_BALANCED, "sink_logits")
+_STATIC_WITHOUT_BALANCED = ("attention_chunk_size", "score_mod", "mask_mod", "block_mask")
+
+
+def _check_balanced(
+    arguments: LocalArguments, arrays: Mapping[str, Any], sizes: Mapping[str, int], offset: Any
+) -> None:
+    """Raises unless a call in a balanced layout has its documents, and no other mask."""
+    layout = getattr(arguments, "layout", None)
+    if missing := [name for name in _OF_BALANCED if name not in arrays]:
+        raise ValueError(
+            f"{missing[0]} is None with layout {layout!r}: pass the positions and segment ids "
+            "that burst_jax.layouts.balance returned, for queries and keys"
+        )
+    if sizes["T"] != sizes["S"]:
+        raise ValueError(
+            f"query has {sizes['T']} tokens, key {sizes['S']}, with layout {layout!r}: queries and "
+            "keys must be the same tokens"
+        )
+    other = [name for name in arrays if name not in _WITH_BALANCED and name != "query_offset"]
+    other += [name for name in _STATIC_WITHOUT_BALANCED if getattr(arguments, name) is not None]
+    other += [] if offset == 0 else ["query_offset"]
+    other += ["dropout_rate"] if arguments.dropout_rate else []
+    sides = window_sides(arguments.local_window_size)
+    if isinstance(sides, tuple) and any(isinstance(side, jax.Array) for side in sides):
+        other.append("a traced local_window_size")
+    if other:
+        raise NotImplementedError(
+            f"{other[0]} is given with layout {layout!r}, in which kernels do not read positions: "
+            "use the zigzag or striped layout with it"
+        )
 
 
 def positions_per_sequence(arrays: Mapping[str, Any]) -> str | None:

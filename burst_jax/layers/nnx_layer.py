@@ -23,6 +23,7 @@ from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
+from burst_jax.layouts.permutation import zone_size
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -198,7 +199,8 @@ class BurstAttention(nnx.Module):
         Args:
           x: ``[B, T, D]``, tokens in the order of the option ``layout``.
           positions: integers ``[B, T]`` or ``[T]``: each token's position in its sequence, in the
-            order of the tokens (:func:`burst_jax.positions`). Required with RoPE, rejected without.
+            order of the tokens (:func:`burst_jax.positions`). Required with RoPE and in a balanced
+            layout, else rejected.
           segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend within their
             segment. 0 is padding, documents count from 1; None is one segment.
           deterministic: whether dropout is disabled; None is the attribute of this name, which
@@ -219,18 +221,23 @@ class BurstAttention(nnx.Module):
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         dropout_key = self._dropout_key(deterministic, rngs)
         if self.rope_theta is None:
-            if positions is not None:
+            if positions is not None and not self._is_balanced:
                 raise ValueError(
                     "positions are given and rope_theta is None: the layer would ignore them"
                 )
-            return self.attend(x, None, segment_ids, dropout_key=dropout_key, **masks)[0]
+            rope = None
+            return self.attend(
+                x, rope, segment_ids, positions=positions, dropout_key=dropout_key, **masks
+            )[0]
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs every token's position, in the order of the "
                 "tokens; use burst_jax.positions(layout, length, num_shards)"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out, _ = self.attend(x, rope, segment_ids, dropout_key=dropout_key, **masks)
+        out, _ = self.attend(
+            x, rope, segment_ids, positions=positions, dropout_key=dropout_key, **masks
+        )
         return reject_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
@@ -239,6 +246,7 @@ class BurstAttention(nnx.Module):
         rope: RopeTable | None,
         segment_ids: jax.Array | None = None,
         *,
+        positions: jax.Array | np.ndarray | None = None,
         local_window_size: WindowSize = None,
         attention_fn: AttentionFn | None = None,
         dropout_key: jax.Array | None = None,
@@ -250,6 +258,7 @@ class BurstAttention(nnx.Module):
           x: ``[B, T, D]``, tokens in the order of the option ``layout``.
           rope: table of :func:`burst_jax.layers.rope.rope_table`; None applies no RoPE.
           segment_ids: integers ``[B, T]`` as in the call, or None.
+          positions: integers ``[B, T]`` as in the call; read in a balanced layout only.
           local_window_size: this call's window, for layers that run in one scan with different
             windows; None is the option.
           attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
@@ -285,6 +294,8 @@ class BurstAttention(nnx.Module):
         if rope is not None:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
         options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids, **masks}
+        if self._is_balanced:
+            options |= {"query_positions": positions, "key_value_positions": positions}
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
         if layer.sinks is not None:
@@ -317,6 +328,10 @@ class BurstAttention(nnx.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         options = tuple(with_devices(dict(state["options"])).items())
         super().__setstate__(state | {"options": options})
+
+    @property
+    def _is_balanced(self) -> bool:
+        return zone_size(dict(self.options).get("layout", "contiguous")) is not None
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
         """The dropout key of a call; None without dropout."""

@@ -9,6 +9,8 @@ zigzag     half-blocks ``r`` and ``2n-1-r``  ``length % 2n == 0``
 striped    tokens ``r, r+n, r+2n, ...``      ``length % n == 0``
 striped:k  stripes ``r, r+n, r+2n, ...``     ``length % kn == 0``
            of k tokens each
+balanced:z what :func:`burst_jax.layouts.     ``length % n == 0``
+           balance` chose for the batch
 ========== ================================= ====================
 
 Four shards, 16 tokens::
@@ -27,6 +29,10 @@ every shard the same work at every step. Striped (Brandon et al. 2023, Striped A
 gives every shard the same work up to one diagonal of the scores. Stripes of 64 or 128 tokens, like
 TransformerEngine's, keep whole tiles together, so that fewer tiles need masking; the work of two
 shards differs by k diagonals.
+
+A balanced layout is for packed documents: its order differs from batch to batch and from sequence
+to sequence (:mod:`burst_jax.layouts.balanced`). Its name has only what a program must know: the
+ring needs no more than the last z tokens of every shard.
 """
 
 from __future__ import annotations
@@ -48,10 +54,12 @@ from pallas_kernels.arrays import as_int32
 
 Array = jax.Array | np.ndarray
 _Named = Literal["contiguous", "zigzag", "striped"]
-# One of these names, or "striped:k" with stripes of k tokens, like "striped:64".
+# One of these names, "striped:k" with stripes of k tokens, like "striped:64", or "balanced:z" with
+# a ring zone of z tokens per shard.
 Layout = _Named | str
 LAYOUTS: tuple[_Named, ...] = get_args(_Named)
 _STRIPES = re.compile(r"striped:([1-9][0-9]{0,8})")
+_ZONE = re.compile(r"balanced:(0|[1-9][0-9]{0,8})")
 
 
 def shard_unit(layout: str) -> int:
@@ -66,13 +74,30 @@ def stripe_size(layout: str) -> int | None:
     return int(found[1]) if found else 1 if layout == "striped" else None
 
 
+def zone_size(layout: str) -> int | None:
+    """Tokens of every shard in the ring zone of a balanced layout; None for other layouts."""
+    found = _ZONE.fullmatch(layout)
+    return int(found[1]) if found else None
+
+
 def check_layout(layout: str) -> None:
-    """Raises ValueError unless ``layout`` is one of :data:`LAYOUTS`, or "striped:k"."""
+    """Raises unless ``layout`` is one of :data:`LAYOUTS`, "striped:k" or "balanced:z"."""
     # A NumPy array of one string compares equal to it, but is not hashable.
-    if not isinstance(layout, str) or not (layout in LAYOUTS or _STRIPES.fullmatch(layout)):
+    named = isinstance(layout, str) and (layout in LAYOUTS or bool(_STRIPES.fullmatch(layout)))
+    if not named and not (isinstance(layout, str) and _ZONE.fullmatch(layout)):
         raise ValueError(
-            f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}, or 'striped:k' for "
-            "stripes of k tokens, like 'striped:64'"
+            f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}, 'striped:k' for "
+            "stripes of k tokens, like 'striped:64', or the layout of burst_jax.layouts.balance"
+        )
+
+
+def _check_fixed(layout: str) -> None:
+    """Raises ValueError unless a layout's order is the same for every sequence."""
+    check_layout(layout)
+    if zone_size(layout) is not None:
+        raise ValueError(
+            f"layout is {layout!r}, whose order differs between sequences: use what "
+            "burst_jax.layouts.balance returned for them: order, positions, place, restore"
         )
 
 
@@ -94,6 +119,17 @@ def check_length(layout: str, length: int, num_shards: int, name: str = "length"
             f"{name} is {length}: the {layout} layout over {num_shards} shards needs a multiple of "
             f"{multiple}; pad to {fit} (pad_to_layout pads and masks the padding)"
         )
+    check_zone(layout, length // num_shards)
+
+
+def check_zone(layout: str, shard_length: int) -> None:
+    """Raises ValueError if a balanced layout's zone is longer than a shard."""
+    zone = zone_size(layout)
+    if zone is not None and zone > shard_length:
+        raise ValueError(
+            f"layout is {layout!r}, and a shard has {shard_length} tokens: make the batch, the "
+            "model and the mesh with the same number of shards and length"
+        )
 
 
 def shard_positions(layout: str, shard_length: int, num_shards: int, shard: ArrayLike) -> jax.Array:
@@ -106,7 +142,8 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
       shard: the shard's index, a Python int or a traced int32 (``lax.axis_index``).
 
     Returns:
-      int32 ``[shard_length]``, ascending. A NumPy array for a Python int: what is computed from it
+      int32 ``[shard_length]``, ascending; in a balanced layout the places, because the positions
+      differ between sequences. A NumPy array for a Python int: what is computed from it
       alone, as tile bounds, is computed while tracing.
     """
     check_layout(layout)
@@ -114,7 +151,7 @@ def shard_positions(layout: str, shard_length: int, num_shards: int, shard: Arra
     xp: Any = np if known else jnp
     shard = np.int32(shard) if known else jnp.asarray(shard, jnp.int32)
     index: Any = xp.arange(shard_length, dtype=np.int32)
-    if layout == "contiguous":
+    if layout == "contiguous" or zone_size(layout) is not None:
         return shard * shard_length + index
     stripe = stripe_size(layout)
     if stripe is not None:
@@ -193,7 +230,7 @@ def positions(layout: Layout, length: int, num_shards: int) -> np.ndarray:
       ValueError: the layout is unknown or cannot split ``length``; the message has the length to
         pad to.
     """
-    check_layout(layout)
+    _check_fixed(layout)
     check_length(layout, length, _check_shards(num_shards))
     index = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
@@ -343,7 +380,7 @@ def _shard_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _permute(x: Array, layout: str, num_shards: int, axis: int, *, inverse: bool) -> Array:
     """One leaf of :func:`to_layout`, or of :func:`from_layout` with ``inverse``."""
-    check_layout(layout)
+    _check_fixed(layout)
     _check_shards(num_shards)
     _check_is_array("x", x)
     shape = np.shape(x)

@@ -26,6 +26,7 @@ from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.errors import check_integer
 from burst_jax.layers.nnx_layer import AttentionFn
 from burst_jax.layers.rope import DynamicRope, Rope, rope_table
+from burst_jax.layouts.permutation import zone_size
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.pipeline import pipelined
@@ -290,16 +291,15 @@ class Decoder(nnx.Module):
                 shared: Any,
                 attention_fn: AttentionFn | None,
             ) -> tuple[jax.Array, Any]:
-                tables, segment_ids, prefix_lengths = shared
+                tables, order, segment_ids, prefix_lengths = shared
                 rope = tables[table_of[kind.rope]]
                 # Casts inside the rematerialized layer: outside, the backward pass would store
                 # their results as a second stack.
                 if not ahead:
                     weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
-                return module(
-                    x, rope, segment_ids, kind.window, attention_fn, prefix_lengths, remat=remat
-                )
+                masks = segment_ids, kind.window, attention_fn, prefix_lengths, order
+                return module(x, rope, *masks, remat=remat)
 
             return rematerialized(layer, remat)
 
@@ -310,7 +310,10 @@ class Decoder(nnx.Module):
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda w: w)
             in_order = [layers[kind] for kind in kinds]
-            return run_stack(in_order, gather_one, x, stacked, frozen, (tables, *masks))
+            # In other layouts the attention has the layout's positions.
+            balanced = zone_size(dict(self.options).get("layout", "contiguous")) is not None
+            order = positions if balanced else None
+            return run_stack(in_order, gather_one, x, stacked, frozen, (tables, order, *masks))
 
         x = vary(x, frozenset(varying))
         if shardings.stage_axis is None:

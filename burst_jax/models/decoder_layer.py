@@ -89,12 +89,13 @@ class DecoderLayer(nnx.Module):
         window: int | None = None,
         attention_fn: AttentionFn | None = None,
         prefix_lengths: jax.Array | None = None,
+        positions: jax.Array | None = None,
         *,
         remat: Remat,
     ) -> tuple[jax.Array, Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
-        ``window`` is that of the layer's kind, ``attention_fn`` that of
+        ``window`` is that of the layer's kind, ``attention_fn`` and ``positions`` those of
         :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
@@ -106,6 +107,7 @@ class DecoderLayer(nnx.Module):
             self.attention_norm(x),
             rope,
             segment_ids,
+            positions=positions,
             local_window_size=None if window is None else (window - 1, 0),
             attention_fn=attention_fn,
             prefix_lengths=prefix_lengths,

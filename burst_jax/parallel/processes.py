@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +34,10 @@ _KINDS: tuple[type[Exception], ...] = (
     ImportError,
     ValueError,
 )
+# Seconds after the start's end when JAX itself ends the process, with the stack of its own code.
+_SPARE = 600
+# Seconds that process 0 waits for longer than the others.
+_GRACE = 2.0
 # Size of the broadcast error message in bytes: the array has the same shape on all processes.
 _MESSAGE_BYTES = 2048
 
@@ -124,7 +131,8 @@ def initialize(
         range; the coordinator is not ``"host:port"``; the processes have different
         ``num_processes``, numbers of devices, or versions of JAX.
       TimeoutError: nothing listens at ``coordinator`` within ``start_timeout``: process 0 has not
-        started, or has ended.
+        started, or has ended. Or other processes have not joined, or ``num_processes`` is larger
+        than their number. End the process then: JAX still waits in a thread.
       RuntimeError: JAX's backends have started.
     """
     _check(
@@ -150,20 +158,19 @@ def initialize(
             "the processes by srun, by mpirun or as an indexed Kubernetes job and pass none"
         )
     here = f"{socket.gethostname()}, pid {os.getpid()}"
-    # JAX ends a process whose start-up times out with a message that does not name the cause.
     _log(f"{here}: waiting up to {start_timeout} s for the other processes of the run")
     start = time.monotonic()
     if coordinator is not None and process_id:
         _wait_for(coordinator, start_timeout)
+    join = functools.partial(
+        jax.distributed.initialize, coordinator, num_processes, process_id,
+        local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout,
+        initialization_timeout=start_timeout + _SPARE,
+    )  # fmt: skip
     try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            local_device_ids=local_device_ids,
-            heartbeat_timeout_seconds=heartbeat_timeout,
-            initialization_timeout=max(1, start_timeout - int(time.monotonic() - start)),
-        )
+        left = max(1.0, start_timeout - (time.monotonic() - start))
+        # Processes time out together. Process 0 serves the others, so it ends last.
+        _join(join, left, coordinator, num_processes or count, 0.0 if process_id else _GRACE)
     except ValueError as error:
         if not missing:
             raise
@@ -183,6 +190,56 @@ def initialize(
         }
     )
     return processes
+
+
+def _join(
+    initialize: Callable[[], None],
+    seconds: float,
+    coordinator: str | None,
+    count: int | str | None,
+    grace: float,
+) -> None:
+    """Calls ``initialize`` in a thread, for some seconds.
+
+    Where it does not end, JAX would end this process with the stack of its own code.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            initialize()
+        except BaseException as error:  # Raised below, in the caller's thread.
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="jax.distributed.initialize")
+    thread.start()
+    thread.join(seconds)
+    known = ""
+    if thread.is_alive():
+        port = coordinator.rpartition(":")[2] if coordinator else "0"
+        connected = _connections(int(port))
+        if connected:
+            known = f", connected to process 0: {connected}"
+        thread.join(grace)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        raise TimeoutError(
+            f"not all processes of this run have joined within {seconds:.0f} s: num_processes is "
+            f"{count} here{known}; start the missing ones, see whether they have ended with an "
+            "error, or correct num_processes, which must be the same for all"
+        )
+
+
+def _connections(port: int) -> int:
+    """How many connections this host has on a port that it listens at; 0 if unknown."""
+    count = 0
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # Linux, which GPUs need.
+        with contextlib.suppress(OSError), open(table) as lines:
+            for line in lines:
+                _, local, _, state = line.split()[:4]
+                count += state == "01" and local.endswith(f":{port:04X}")
+    return count
 
 
 def _wait_for(coordinator: str, seconds: int) -> None:

@@ -12,6 +12,7 @@ from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import ChunkedSend, Offset
 from burst_jax.ring.schedule import Send, Step, backward_schedule, step_name
+from burst_jax.ring.zone import ZoneBackward
 from pallas_kernels import AttentionInputs, Implementation
 from pallas_kernels.inputs import PerHead, Side
 
@@ -28,7 +29,8 @@ def backward(
     ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
     this device alone: they are still to be summed over the ring.
     """
-    kernels = LocalBackward(request, implementation, inputs, rotation)
+    local = LocalBackward if request.zone is None else ZoneBackward
+    kernels = local(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)
     state = _BackwardState(kernels)
     for index, step in enumerate(steps):
@@ -50,7 +52,7 @@ class _BackwardState:
         whose kernel added to it last.
     """
 
-    def __init__(self, kernels: LocalBackward):
+    def __init__(self, kernels: LocalBackward | ZoneBackward):
         self._kernels, self._route = kernels, kernels.route
         self.block = kernels.rotating
         self.stationary: Any = None
@@ -139,5 +141,4 @@ class _BackwardState:
     def _add(self, names: tuple[Offset, ...]) -> None:
         """Adds up sums on this device; the result has the first name."""
         if names:
-            sums = [self.sums.pop(name) for name in names]
-            self.sums[names[0]] = jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
+            self.sums[names[0]] = self._kernels.add([self.sums.pop(name) for name in names])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax
 
@@ -9,6 +11,7 @@ from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import ChunkedSend
 from burst_jax.ring.schedule import forward_schedule, step_name
+from burst_jax.ring.zone import ZoneForward
 from pallas_kernels import AttentionInputs, Implementation, vary, varying_axes
 from pallas_kernels.inputs import Carry
 
@@ -18,10 +21,11 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
-    kernel = LocalForward(request, implementation, inputs)
-    block = inputs.kv
+    local = LocalForward if request.zone is None else ZoneForward
+    kernel = local(request, implementation, inputs)
+    block = kernel.block
     route, schedule = kernel.route, forward_schedule(kernel.route)
-    carry: Carry | None = None
+    carry: Any = None
     outer = None  # The block that starts the next pass, while it is sent in chunks.
     for index, step in enumerate(schedule):
         with jax.named_scope(step_name("forward", index)):

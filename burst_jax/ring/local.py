@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request
@@ -59,10 +58,12 @@ class LocalForward:
 
     Attributes:
       route: the route of K and V.
+      block: this device's own K and V.
     """
 
     def __init__(self, request: Request, implementation: Implementation, inputs: AttentionInputs):
         self.route = route = request.route(inputs.q_length, inputs.kv_length)
+        self.block = inputs.kv
         query = _with_positions(request, route, route.local, inputs.query)
 
         def inputs_at(offset: Offset | jax.Array, kv: KVSide) -> AttentionInputs:
@@ -113,12 +114,12 @@ class LocalBackward:
         rotate_kv = rotation == "rotate_kv"
         lengths = inputs.q_length, inputs.kv_length
         self.route = route = request.route(*lengths, rotates_query=not rotate_kv)
-        stationary, rotating = _swap(rotate_kv, inputs.query, inputs.kv)
+        stationary, rotating = swap(rotate_kv, inputs.query, inputs.kv)
         stationary = _with_positions(request, route, route.local, stationary)
 
         def inputs_at(offset: Offset | jax.Array, block: Side) -> AttentionInputs:
             block = _with_positions(request, route, offset, block)
-            return AttentionInputs(*_swap(rotate_kv, stationary, block), inputs.shared)
+            return AttentionInputs(*swap(rotate_kv, stationary, block), inputs.shared)
 
         def bounds(offset: Offset | jax.Array, block: Side) -> Any:
             return implementation.backward_bounds(inputs_at(offset, block), spec=request.spec)
@@ -133,20 +134,18 @@ class LocalBackward:
             first, second = split(whole)
             self._local_bounds |= {"first": first, "second": second}
         self.rotating = rotating
-        self.per_head: PerHead = {}
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
-        self._accumulator = _dq_accumulator(
+        accumulator = dq_accumulator(
             implementation, request.spec, inputs_at(route.local, rotating), whole, route, rotate_kv
         )
         # With one step and no Ulysses axis (which may sum gradients of copied heads) nothing is
         # added to the kernel's results. A kernel that rounds as it writes then saves a cast.
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
-        self._options: Any = {"spec": request.spec}
-        run = implementation.backward if self._accumulator is None else self._accumulator.add
-        assert run is not None  # resolve(backward=True) checks it
-        # Traced and lowered once for all steps with equal shapes, not once per step.
-        self._gradients = jax.jit(functools.partial(run, **self._options, out_dtype=out_dtype))
+        self._gradients = Gradients(
+            implementation, request.spec, accumulator, out_dtype, maximum=route.maximum
+        )
+        self.per_head = self._gradients.per_head
 
     def __call__(
         self, offset: Offset, part: Part, block: Side, stationary: Any, rotating: Any
@@ -159,29 +158,65 @@ class LocalBackward:
         local = offset == self.route.local
         bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
         inputs = self._inputs_at(offset, block)
-        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
-        if dq is None and self._accumulator is not None:
-            dq = self._accumulator.zeros(inputs, bounds, maximum=self._maximum, **self._options)
-        dq, dkv, per_head = self._gradients(inputs, bounds, dq, dkv)
-        for name, addend in per_head.items():
-            before = self.per_head.get(name)
-            self.per_head[name] = addend if before is None else before + addend
-        return _swap(self._rotate_kv, dq, dkv)
+        dq, dkv = swap(self._rotate_kv, stationary, rotating)
+        return swap(self._rotate_kv, *self._gradients(inputs, bounds, dq, dkv))
+
+    def add(self, sums: list[Any]) -> Any:
+        """The sum of partial gradients of the rotating side."""
+        return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
-        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
-        if self._accumulator is not None:
-            inputs = self._inputs_at(self.route.local, self.rotating)
-            dq = self._accumulator.finish(dq, inputs, **self._options)
+        dq, dkv = swap(self._rotate_kv, stationary, rotating)
+        return self._gradients.dq(dq, self._inputs_at(self.route.local, self.rotating)), dkv
+
+
+class Gradients:
+    """The backward kernel of several calls, and what they add to dQ in.
+
+    Attributes:
+      per_head: partial gradients of the per-head parameters that the spec differentiates, summed
+        over the calls so far.
+    """
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        spec: AttentionSpec,
+        accumulator: DqAccumulator | None,
+        out_dtype: Any,
+        *,
+        maximum: Callable[[jax.Array], jax.Array] | None = None,
+    ):
+        """``maximum`` is that of :attr:`pallas_kernels.backend.DqAccumulator.zeros`."""
+        self._accumulator, self._spec, self._maximum = accumulator, spec, maximum
+        self.per_head: PerHead = {}
+        run = implementation.backward if accumulator is None else accumulator.add
+        assert run is not None  # resolve(backward=True) checks it
+        # Traced and lowered once for all calls with equal shapes, not once per call.
+        self._run = jax.jit(functools.partial(run, spec=spec, out_dtype=out_dtype))
+
+    def __call__(
+        self, inputs: AttentionInputs, bounds: Any, dq: Any, dkv: Dkv | None
+    ) -> tuple[Any, Dkv]:
+        """``(dq, dkv)`` with this call's gradients added; :meth:`dq` converts the first."""
+        if dq is None and self._accumulator is not None:
+            options = {} if self._maximum is None else {"maximum": self._maximum}
+            dq = self._accumulator.zeros(inputs, bounds, spec=self._spec, **options)
+        dq, dkv, per_head = self._run(inputs, bounds, dq, dkv)
+        for name, addend in per_head.items():
+            before = self.per_head.get(name)
+            self.per_head[name] = addend if before is None else before + addend
         return dq, dkv
 
-    def _maximum(self, x: jax.Array) -> jax.Array:
-        """Over the devices of the ring: every device's keys pass the stationary queries."""
-        return lax.pmax(x, self.route.axes)
+    def dq(self, dq: Any, inputs: AttentionInputs) -> jax.Array:
+        """dQ ``[B, T, N, H]`` after all calls."""
+        if self._accumulator is None:
+            return dq
+        return self._accumulator.finish(dq, inputs, spec=self._spec)
 
 
-def _dq_accumulator(
+def dq_accumulator(
     implementation: Implementation,
     spec: AttentionSpec,
     inputs: AttentionInputs,
@@ -207,7 +242,7 @@ def _dq_accumulator(
     return accumulator if size <= inputs.query.q.size * 4 else None
 
 
-def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
+def swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     """(query's, KV's) from (stationary, rotating), and the inverse: a swap if queries rotate."""
     return (first, second) if rotate_kv else (second, first)
 

@@ -9,7 +9,7 @@ from collections.abc import Container
 import jax
 from jax import lax
 
-from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions
+from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions, zone_size
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.ring.block_mask import AttentionChunks, Blocks
 from burst_jax.ring.rotation import RotationChoice
@@ -61,6 +61,11 @@ class Request:
     def ring_size(self) -> int:
         """Number of shards of the layout."""
         return math.prod(self.ring_sizes)
+
+    @property
+    def zone(self) -> int | None:
+        """Tokens per shard that the ring needs, in a balanced layout; None in other layouts."""
+        return zone_size(self.layout)
 
     @property
     def token_axes(self) -> tuple[str, ...]:

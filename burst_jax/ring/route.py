@@ -92,6 +92,17 @@ class Route:
             index = index * size + along_axis
         return index
 
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The arrays of all devices of the ring, stacked by their index."""
+        shape = x.shape
+        for axis in reversed(self.axes):
+            x = lax.all_gather(x, axis)
+        return x.reshape(self.size, *shape)
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """The elementwise maximum over the devices of the ring."""
+        return lax.pmax(x, self.axes)
+
     def send[Tree](self, tree: Tree, start: Offset, end: Offset) -> Tree:
         """Sends a pytree from the holder of its block at ``start`` to the holder at ``end``."""
         if start == end:

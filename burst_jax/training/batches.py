@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.validation import check_array, to_int32
 from burst_jax.errors import check_integer
-from burst_jax.layouts.permutation import Layout, pad_to_layout, to_layout
+from burst_jax.layouts.documents import place_documents
+from burst_jax.layouts.permutation import (
+    Layout,
+    check_layout,
+    check_zone,
+    pad_to_layout,
+    to_layout,
+    zone_size,
+)
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -21,7 +27,9 @@ from burst_jax.parallel.mesh import (
     flat_names,
     token_spec,
 )
+from burst_jax.parallel.processes import gather_json
 from burst_jax.parallel.rules import ShardingRules, check_rules
+from burst_jax.training.compare_batches import check_processes
 from pallas_kernels.arrays import as_int32
 
 
@@ -75,7 +83,8 @@ def make_batch(
 
     Args:
       rows: integers ``[B, T + 1]``, the sequences.
-      layout: sequence permutation, see :func:`burst_jax.to_layout`.
+      layout: sequence permutation, see :func:`burst_jax.to_layout`, or the result of
+        :func:`balanced_layout`, which places every document by itself.
       num_shards: number of shards on the ring: the devices of ``seq_axis``, without those of a
         ``ulysses_axis`` or of batch axes.
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
@@ -95,7 +104,8 @@ def make_batch(
       - ``inputs``, ``targets``: int32.
       - ``positions``: int32, the index in the sequence. It does not restart with a segment, because
         RoPE depends only on differences of positions.
-      - ``segment_ids``: int32, 0 for padding; None without padding and without ``segment_ids``.
+      - ``segment_ids``: int32, 0 for padding; None without padding and without ``segment_ids``. In
+        a balanced layout documents have new ids, and there are always some.
       - ``weights``: float32, the argument of this name where the target and its input are in the
         same segment other than 0 and the target is not in the prefix, which its input attends to;
         else 0.
@@ -103,19 +113,12 @@ def make_batch(
 
     Raises:
       ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
-        or exceed int32; another argument has a wrong shape or dtype; the layout is unknown.
+        or exceed int32; another argument has a wrong shape or dtype; the layout is unknown, or its
+        ring zone is too small for the documents.
+      NotImplementedError: ``prefix_lengths`` with a balanced layout.
     """
-    rows = np.asarray(rows)
-    if rows.ndim != 2 or rows.shape[1] < 2:
-        raise ValueError(f"rows has shape {rows.shape}: it needs [B, T + 1] with T at least 1")
-    if not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"rows has dtype {rows.dtype}: token ids are integers")
-    rows = as_int32("rows", rows)
-    if rows.min(initial=0) < 0:
-        raise ValueError(
-            f"rows holds token id {rows.min()}: ids count from 0; for padding use any id and "
-            "segment id 0"
-        )
+    _check_batch_layout(layout, prefix_lengths)
+    rows, segment_ids = _check_sequences(rows, segment_ids)
     batch_size, length = rows.shape[0], rows.shape[1] - 1
     counts, segments = np.ones((batch_size, length), bool), None
     if prefix_lengths is not None:
@@ -124,12 +127,6 @@ def make_batch(
         )
         counts = np.arange(1, length + 1) >= prefix_lengths[:, None]
     if segment_ids is not None:
-        segment_ids = np.asarray(segment_ids)
-        if segment_ids.shape != rows.shape:
-            raise ValueError(
-                f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
-            )
-        segment_ids = to_int32("segment_ids", segment_ids, "id")
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
         counts = counts & (segments == next_segments) & (segments != 0)
     arrays: dict[str, np.ndarray] = {
@@ -141,10 +138,117 @@ def make_batch(
     arrays, padded_segments = pad_to_layout(
         arrays, layout, num_shards, segments, multiple_of=multiple_of
     )
+    if zone_size(layout) is not None:
+        return _balanced_batch(arrays, np.asarray(padded_segments), layout, num_shards)
     needed = segments is not None or padded_segments.shape[1] != length
     batch: Any = {**arrays, "segment_ids": np.asarray(padded_segments) if needed else None}
     batch = to_layout(batch, layout, num_shards)
     return batch if prefix_lengths is None else batch | {"prefix_lengths": prefix_lengths}
+
+
+def balanced_layout(
+    rows: np.ndarray,
+    *,
+    num_shards: int,
+    segment_ids: np.ndarray | None = None,
+    multiple_of: int = 1,
+    process_local: bool = False,
+) -> Layout:
+    """The balanced layout for a batch of packed documents: ``"balanced:z"``.
+
+    Short documents are whole on one device, long ones are split over all, so that all devices have
+    the same work. z is the number of tokens per shard that the ring sends, the largest that a
+    sequence of the batch needs: one of at most six (:func:`burst_jax.layouts.zone_sizes`). Each is
+    another layout of the model, so another program to compile.
+
+    Use it on the host, for each batch::
+
+        layout = balanced_layout(rows, num_shards=4, segment_ids=segment_ids)
+        batch = make_batch(rows, layout=layout, num_shards=4, segment_ids=segment_ids)
+        params, opt_state, metrics = train_step_of[layout](params, opt_state, place_batch(...))
+
+    Args:
+      rows: integers ``[B, T + 1]``, as in :func:`make_batch`.
+      num_shards: number of shards on the ring, as in :func:`make_batch`.
+      segment_ids: integers ``[B, T + 1]``, as in :func:`make_batch`; None is one document per
+        sequence.
+      multiple_of: as in :func:`make_batch`.
+      process_local: whether every process passes only its own sequences, as in
+        :func:`place_batch`. The result is then the same on all of them, by a small collective: call
+        it on the main thread of all processes.
+
+    Returns:
+      The layout, for :func:`make_batch` and the model.
+
+    Raises:
+      ValueError: as :func:`make_batch`.
+    """
+    rows, segment_ids = _check_sequences(rows, segment_ids)
+    if segment_ids is None:
+        segment_ids = np.ones(rows.shape, np.int32)
+    _, segments = pad_to_layout(
+        rows[:, :-1], "balanced:0", num_shards, segment_ids[:, :-1], multiple_of=multiple_of
+    )
+    _, placed = place_documents(np.asarray(segments), num_shards)
+    zone = max((one.zone for one in placed), default=0)
+    return f"balanced:{max(gather_json(zone)) if process_local else zone}"
+
+
+def _check_batch_layout(layout: Any, prefix_lengths: Any) -> None:
+    """Raises unless :func:`make_batch` supports the layout."""
+    if isinstance(layout, str) and layout == "balanced":
+        raise ValueError(
+            "layout is 'balanced', without the size of its ring zone: pass the result of "
+            "burst_jax.training.balanced_layout(rows, num_shards=n, segment_ids=segment_ids)"
+        )
+    check_layout(layout)
+    if zone_size(layout) is not None and prefix_lengths is not None:
+        raise NotImplementedError(
+            f"prefix_lengths are given with layout {layout!r}: use the zigzag layout with them"
+        )
+
+
+def _check_sequences(rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """``rows`` and ``segment_ids`` of :func:`make_batch`, int32."""
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or rows.shape[1] < 2:
+        raise ValueError(f"rows has shape {rows.shape}: it needs [B, T + 1] with T at least 1")
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"rows has dtype {rows.dtype}: token ids are integers")
+    rows = as_int32("rows", rows)
+    if rows.min(initial=0) < 0:
+        raise ValueError(
+            f"rows holds token id {rows.min()}: ids count from 0; for padding use any id and "
+            "segment id 0"
+        )
+    if segment_ids is None:
+        return rows, None
+    segment_ids = np.asarray(segment_ids)
+    if segment_ids.shape != rows.shape:
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
+        )
+    return rows, to_int32("segment_ids", segment_ids, "id")
+
+
+def _balanced_batch(
+    arrays: dict[str, np.ndarray], segment_ids: np.ndarray, layout: str, num_shards: int
+) -> Any:
+    """A batch in a balanced layout from arrays ``[B, T]`` in natural order."""
+    check_zone(layout, segment_ids.shape[1] // num_shards)
+    try:
+        order, placed = place_documents(segment_ids, num_shards, zone_size(layout))
+    except ValueError as error:
+        raise ValueError(
+            f"layout is {layout!r}, of other documents than these: {error}, or better what "
+            "burst_jax.training.balanced_layout returns for the whole batch"
+        ) from error
+    index, is_padding = np.maximum(order, 0), order < 0
+    batch: Any = {name: np.take_along_axis(x, index, 1) for name, x in arrays.items()}
+    for x in batch.values():
+        x[is_padding] = 0
+    ids = np.array([one.segment_ids for one in placed], np.int32)
+    return batch | {"segment_ids": ids.reshape(segment_ids.shape)}
 
 
 def _target_weights(weights: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -230,7 +334,7 @@ def place_batch(
     error = _shape_error(batch, shards, batch_axes, token_shards, token_axes, hint)
     if own and several and (mesh, process_local) not in _COMPARED:
         # Before this process raises on its own, or the others would wait for it forever.
-        _check_processes(mesh, batch, error, shards, held, process_local)
+        check_processes(mesh, batch, error, shards, held, process_local)
         _COMPARED.add((mesh, process_local))
     if error is not None:
         raise ValueError(error)
@@ -338,70 +442,3 @@ def _shape_error(
             f"{batch_axes}" + "; sequences of this process alone need process_local=True" * hint
         )
     return None
-
-
-def _check_processes(
-    mesh: Mesh,
-    batch: Any,
-    error: str | None,
-    shards: int,
-    held: dict[int, tuple[int, ...]],
-    process_local: bool,
-) -> None:
-    """Raises on every process unless all processes' batches fit together.
-
-    Each process sends two hashes: of the form of its batch (names, dtypes, shapes, shape error) and
-    of its contents.
-    """
-    leaves, tree = jax.tree.flatten(batch)
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    kinds = [(str(x.dtype), *(size / shards for size in x.shape[:1]), x.shape[1:]) for x in arrays]
-    form = repr((str(tree), kinds, error)).encode()
-    contents = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays)
-    words = np.concatenate([_hash([form]), _hash(contents)])
-    hashes: dict[int, tuple[int, ...]] = {}
-    for device, row in zip(mesh.devices.flat, _gather_words(words, mesh), strict=True):
-        hashes[device.process_index] = tuple(row.tolist())
-    if len({words[:2] for words in hashes.values()}) > 1:
-        count = "per shard of the batch axis" if process_local else "as all others"
-        raise ValueError(
-            error
-            or "batch has other names, dtypes or sizes on another process: every process must pass "
-            f"arrays of the same kind, and as many sequences {count}; make segment_ids on all "
-            "processes or on none, and pad to the same length"
-        )
-    for own in held.values():
-        same = [other for other in hashes if not process_local or held[other] == own]
-        if len({hashes[other] for other in same}) == 1:
-            continue
-        if process_local:
-            raise ValueError(
-                f"batch differs between processes {same}, whose devices hold parts of the same "
-                "sequences: pass the same sequences on all of them, or use a mesh whose seq axis "
-                "is inside a process"
-            )
-        raise ValueError(
-            f"batch differs between processes {sorted(hashes)}: every process must pass the same "
-            "whole batch; if each passes its own sequences, use process_local=True"
-        )
-
-
-def _hash(parts: Iterable[bytes | np.ndarray]) -> np.ndarray:
-    """64 bits as uint32 ``[2]``, because JAX has no wider integers by default."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part)
-    return np.frombuffer(digest.digest(), np.uint32)
-
-
-def _gather_words(words: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """All-gather of each process' uint32 ``[words]`` to ``[devices, words]``, in mesh order.
-
-    ``multihost_utils.process_allgather`` would need every process of the program; this needs only
-    processes with devices of the mesh.
-    """
-    flat = Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
-    split, whole = (NamedSharding(flat, spec) for spec in (PartitionSpec("all"), PartitionSpec()))
-    shape = flat.size, words.size
-    given = jax.make_array_from_callback(shape, split, lambda _: words[None])
-    return np.asarray(jax.device_put(given, whole))

@@ -232,6 +232,8 @@ class RunLog:
                 text += f"  {duration(left)} left"
         if "mfu" in record:
             text += f"  MFU {record['mfu']:.1%}"
+        if "share_of_ideal" in record:
+            text += f"  attention {record['share_of_ideal']:.0%} of ideal"
         if "device_memory_bytes" in record:
             text += f"  {record['device_memory_bytes'] / 2**30:.1f} GiB"
         return text

@@ -122,6 +122,31 @@ def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
+@pytest.mark.parametrize(("gpu", "zone"), [("a100", 512), ("h100", 512), ("a100", 0)])
+def test_a_balanced_layout_sends_its_zone_alone(gpu, zone):
+    """Every permute overlaps with a kernel; a zone of no tokens sends nothing."""
+    n, mesh = 8, compiled.gpu_mesh(gpu, 8)
+    arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
+    shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
+
+    def run(query, key, value, ids, order):
+        options: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+        options |= dict.fromkeys(("query_positions", "key_value_positions"), order)
+        return gradient(attend(mesh, layout=f"balanced:{zone}", **options))(query, key, value)
+
+    program = compiled.compile_for(run, *arrays, shape, shape)
+    events, steps = compiled.schedule(program), n - 1 if zone else 0
+    kernels = [name for kind, name in events if kind == "kernel"]
+    # The shard's queries outside of its zone, those of the zone, and the steps of the ring.
+    forward = ["burst_forward"] * (2 + steps if zone else 1)
+    # The shard's own work in two halves, and the steps of the ring.
+    assert kernels == forward + ["burst_backward"] * (2 + steps if zone else 1)
+    assert not [event for event in events if event[0] == "sync"]
+    assert all(compiled.overlapped(events))
+    assert compiled.permuted_bytes(program) == sum(wires("rotate_kv", n)) * zone // TOKENS
+    assert ("all-gather" in compiled.text_of(program)) == (zone > 0)
+
+
 def test_remat_policy_holds_no_second_forward_ring():
     mesh = compiled.gpu_mesh("a100", 2)
     shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)

@@ -85,7 +85,7 @@ def test_no_dq_exceeds_the_bound(outlier, scale_of_do):
     q, k, v, do = (rng.normal(size=(2, 40, n, 16)).astype(np.float32) for n in (4, 2, 2, 4))
     k[:, 3] *= outlier
     v[:, 9] *= outlier
-    do = np.float32(do * scale_of_do)
+    do = (do * scale_of_do).astype(np.float32)
     dq, bound = map(np.asarray, dq_and_bound(q, k, v, do))
     ratios = np.abs(dq).max(3) / bound.swapaxes(1, 2)
     assert 0.02 < ratios.max() < 1

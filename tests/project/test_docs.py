@@ -233,11 +233,14 @@ def templates():
                 parts = [re.sub(r"\s+", " ", part) for part in parts if isinstance(part, str)]
                 if len("".join(parts).split()) >= 3:  # More than a name.
                     yield parts
-    yield ["No Python 3.12 or newer found"]  # .ci/find-python
+    missing = re.search('echo "(No .*)" >&2', (ROOT / ".ci/find-python").read_text(), re.DOTALL)
+    assert missing is not None
+    yield re.split(r'\$\{PYTHON:-|\}|" \\\n *"', missing[1])
     yield ["Jax plugin configuration error"]
     yield ["supported are "]  # Model families
     # Reasons that a message quotes.
     yield ["Object of type ", " is not JSON serializable"]
+    yield ["too many positional arguments"]
     yield from ([os.strerror(code)] for code in (errno.ENOENT, errno.ENOSPC))
 
 

@@ -78,10 +78,11 @@ def test_a_run_ends_with_equal_perplexities(trained):
 
 @pytest.mark.slow
 def test_two_processes_on_another_mesh_take_the_same_steps(corpus, trained, tmp_path):
-    """A ring over two processes of one device each."""
+    """A ring over two processes of one device each, in another layout."""
     train = str(Path(train_lm.__file__))
     of_both = [f"--coordinator=127.0.0.1:{free_port()}", "--num-processes=2", "--mesh=seq=2"]
-    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both, "--sample-tokens=0")]
+    own = ["--layout=balanced", "--sample-tokens=0"]
+    command = [train, *arguments(corpus, tmp_path, *STEPS, *of_both, *own)]
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     commands = [[*command, f"--process-id={index}"] for index in range(2)]
     with started(commands, [devices] * 2) as processes:
@@ -203,6 +204,7 @@ INVALID = {
     ),
     "--mesh=stage=2,seq=2 --microbatches=3": "--batch is 2: use a multiple of 6",
     "--microbatches=2": "--microbatches is 2: they need a pipeline; give --mesh a stage",
+    "--mesh=seq=3 --layout=balanced": "--seq-len is 32: the balanced layout over 3 devices",
     "--mesh=seq=4 --mlp-chunks=3": "--mlp-chunks is 3: it must divide the 8 tokens",
     "--heads=3 --kv-heads=2": "--heads is 3, --kv-heads 2: use a multiple of --kv-heads",
     "--mesh=stage=2 --layers=3": (

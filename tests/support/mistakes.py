@@ -47,7 +47,7 @@ SHARED: Rows = [
     ({"query": [[1.0]]}, "query is a list: it must be an array"),
     ({"query": jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)},
      "query is a ShapeDtypeStruct: it must be an array"),
-    ({"query": jax.random.wrap_key_data(np.zeros((B, T, N, H, 2), np.uint32))},
+    ({"query": jax.random.wrap_key_data(jnp.zeros((B, T, N, H, 2), jnp.uint32))},
      "query has dtype key<fry>: cast it to one of bfloat16, float16, float32"),
     ({"value": np.zeros(KV, ">f4")},
      "value has dtype >f4: cast it to one of bfloat16, float16, float32"),
@@ -176,7 +176,7 @@ SHARED: Rows = [
     ({"dropout_rate": None}, "dropout_rate is None: it must be a Python number below 1"),
     ({"dropout_rate": 0.1, "dropout_key": np.zeros((3, 2), np.uint32)},
      r"dropout_key has shape \(3, 2\) and dtype uint32: it must be one key"),
-    ({"dropout_rate": 0.1, "dropout_key": jax.random.wrap_key_data(np.zeros((2, 2), np.uint32))},
+    ({"dropout_rate": 0.1, "dropout_key": jax.random.wrap_key_data(jnp.zeros((2, 2), jnp.uint32))},
      r"dropout_key has shape \(2,\) and dtype key<fry>: it must be one key"),
     ({"dropout_key": 3}, "dropout_key is a int: it must be a jax.random.key"),
 ]

@@ -28,7 +28,8 @@ from burst_jax.training.run_log import read_metrics
 EVERY = 3  # Steps between two checkpoints.
 TINY = (
     "--layers=1 --embed-dim=16 --heads=2 --kv-heads=1 --head-dim=8 --mlp-dim=16 --seq-len=32 "
-    f"--batch=2 --eval-batches=1 --sample-tokens=0 --checkpoint-every={EVERY} --resume=auto"
+    f"--batch=2 --eval-batches=1 --sample-tokens=0 --checkpoint-every={EVERY} --resume=auto "
+    "--layout=balanced"
 ).split()
 PATIENCE = 200  # Seconds, several times what a run takes on busy cores.
 

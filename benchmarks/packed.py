@@ -1,0 +1,284 @@
+"""Benchmark of rings on packed documents, one device of the ring at a time on one GPU.
+
+Documents of a mix fill a sequence over n devices. The kernels and the tables of each device's ring
+steps run as one program, with the device's own documents; nothing is sent, so communication is not
+counted, nor is waiting within a ring. The share of ideal is the time of the whole sequence on one
+device, divided by n and by the time of the slowest device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import burst_jax
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.results import save_json
+from burst_jax.attention.arguments import RingArguments
+from burst_jax.attention.call import make_request
+from burst_jax.command_line import integer
+from burst_jax.layouts import balance
+from burst_jax.layouts.permutation import positions, zone_size
+from burst_jax.parallel.target import target_of
+from burst_jax.ring.request import Request
+from burst_jax.ring.route import Offset, Route
+from burst_jax.ring.vjp import outputs_and_residuals, ring_backward, ring_forward, ring_inputs
+from pallas_kernels import AttentionInputs, KVSide, QuerySide
+from pallas_kernels.timing import median_time
+
+# XLA crashes in this pass (JAX 0.11) if kernels read slices of blocks that were never sent.
+_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+MIXES = ("sft", "8K each", "long mix", "one document")
+
+
+def documents(mix: str, total: int, seed: int) -> list[int]:
+    """Lengths of a mix's documents, which fill ``total`` tokens; the last one is cut off."""
+    random, lengths = np.random.default_rng(seed), []
+    while total:
+        if mix == "sft":
+            length = int(np.clip(random.lognormal(7.6, 1.2), 64, 131072))
+        elif mix == "long mix":
+            long = random.random() < 0.07
+            length = int(random.integers(*((32768, 131072) if long else (512, 8192))))
+        else:
+            length = 8192 if mix == "8K each" else total
+        lengths.append(min(length, total))
+        total -= lengths[-1]
+    return lengths
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OneDevice(Route):
+    """A route on which one device stands for all: it keeps what it would send.
+
+    Attributes:
+      shard: int32, the index of the device that it stands for.
+      orders: int32 ``[n, 2, B, c]``, segment ids and positions of every device.
+    """
+
+    shard: Any = None
+    orders: Any = None
+
+    def source(self, offset: Offset | jax.Array) -> Any:
+        """As on the device :attr:`shard`."""
+        return jnp.remainder(self.shard - offset[0], np.int32(self.size))
+
+    def send(self, tree: Any, start: Offset, end: Offset) -> Any:
+        """The block itself, with the segment ids of the one that would be received."""
+        if isinstance(tree, QuerySide | KVSide) and tree.segment_ids is not None:
+            return tree._replace(segment_ids=self.orders[self.source(end), 0])
+        return tree
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The last places of every device, as many as ``x`` has."""
+        return self.orders[..., -x.shape[-1] :]
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """This device's."""
+        return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OneDeviceRequest(Request):
+    """A request whose routes are :class:`_OneDevice`."""
+
+    shard: Any = None
+    orders: Any = None
+
+    def route(self, q_length: int, kv_length: int, *, rotates_query: bool = False) -> Route:
+        """The steps of the ring."""
+        route = super().route(q_length, kv_length, rotates_query=rotates_query)
+        fields = {field.name: getattr(route, field.name) for field in dataclasses.fields(Route)}
+        return _OneDevice(**fields, shard=self.shard, orders=self.orders)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCase:
+    """Sizes of one device's attention.
+
+    Attributes:
+      devices: number of devices, n.
+      tokens: tokens per device.
+      heads: query heads.
+      kv_heads: key/value heads.
+      head_dim: head dim.
+      implementation: the implementation, or None.
+    """
+
+    devices: int = 8
+    tokens: int = 16384
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    implementation: Any = None
+
+    def arrays(self, length: int) -> tuple[jax.Array, ...]:
+        """Random q, k, v and do, bfloat16 ``[1, length, heads, head_dim]``."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
+        return tuple(
+            jax.random.normal(key, (1, length, count, self.head_dim), jnp.bfloat16)
+            for key, count in zip(keys, heads, strict=True)
+        )
+
+    def request(self, layout: str, **fields: Any) -> Request:
+        """The request of a causal ring in a layout; with ``fields`` of one device alone."""
+        ring = make_request(
+            RingArguments(layout=layout, is_causal=True, implementation=self.implementation),
+            axis_argument="axis_name",
+            axes="seq",
+            size_of=lambda *_: self.devices,
+            head_dim=self.head_dim,
+        )
+        own = {field.name: getattr(ring, field.name) for field in dataclasses.fields(Request)}
+        own["query_offset"] = None if zone_size(layout) is not None else 0
+        return _OneDeviceRequest(**own, **fields)
+
+
+def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
+    """``(forward, forward and backward)`` of one device: ``(q, k, v, do, shard, orders)``."""
+    target = target_of(jnp.zeros(()))
+
+    def inputs_of(q: Any, k: Any, v: Any, shard: Any, orders: Any) -> AttentionInputs:
+        ids, order = orders[shard]
+        balanced = zone_size(layout) is not None
+        query = QuerySide(q, order if balanced else None, ids)
+        return AttentionInputs(query, KVSide(k, v, query.positions, ids))
+
+    def forward(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any) -> Any:
+        del do
+        request = case.request(layout, shard=shard, orders=orders)
+        return ring_forward(
+            request, target, ring_inputs(request, inputs_of(q, k, v, shard, orders))
+        )
+
+    def both(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any) -> Any:
+        request = case.request(layout, shard=shard, orders=orders)
+        inputs = inputs_of(q, k, v, shard, orders)
+        of_ring = ring_inputs(request, inputs)
+        carry = ring_forward(request, target, of_ring)
+        (out, lse), residuals = outputs_and_residuals(request, inputs, of_ring, carry, {})
+        gradients = ring_backward(request, target, k.shape[2], residuals, (do, jnp.zeros_like(lse)))
+        return out, gradients
+
+    return jax.jit(forward), jax.jit(both)
+
+
+def whole(case: PackedCase) -> tuple[Any, Any]:
+    """``(forward, forward and backward)`` of all tokens on one device: ``(q, k, v, do, ids)``."""
+
+    def attend(ids: Any, *arrays: Any) -> Any:
+        return burst_jax.local_attention(
+            *arrays, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids,
+            implementation=case.implementation,
+        )  # fmt: skip
+
+    def both(q: Any, k: Any, v: Any, do: Any, ids: Any) -> Any:
+        out, vjp = jax.vjp(functools.partial(attend, ids), q, k, v)
+        return out, vjp(do)
+
+    return jax.jit(lambda q, k, v, do, ids: attend(ids, q, k, v)), jax.jit(both)
+
+
+def order_of(case: PackedCase, layout: str, lengths: list[int]) -> tuple[str, np.ndarray]:
+    """The layout's full name, and int32 ``[n, 2, 1, c]``: every device's ids and positions."""
+    n, c = case.devices, case.tokens
+    if layout == "balanced":
+        placed = balance(lengths, num_shards=n, tokens_per_shard=c)
+        layout, ids, order = placed.layout, placed.segment_ids, placed.positions
+    else:
+        order = positions(layout, n * c, n)
+        ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[order]
+    return layout, np.stack([ids.reshape(n, 1, c), order.reshape(n, 1, c)], 1).astype(np.int32)
+
+
+def measure(
+    case: PackedCase, mixes: list[str], seeds: int, layouts: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Times of every mix, seed and layout, in milliseconds; one record each."""
+    total = case.devices * case.tokens
+    draws = [
+        (mix, seed, documents(mix, total, seed))
+        for mix, seed in itertools.product(mixes, range(seeds))
+        if not seed or mix in ("sft", "long mix")
+    ]
+    shapes = jax.eval_shape(lambda: case.arrays(case.tokens))
+    of_one = jax.ShapeDtypeStruct((), np.int32)
+    orders_shape = jax.ShapeDtypeStruct((case.devices, 2, 1, case.tokens), np.int32)
+    names = {order_of(case, layout, lengths)[0] for *_, lengths in draws for layout in layouts}
+
+    def compiled(name: str) -> list[Any]:
+        lowered = [f.lower(*shapes, of_one, orders_shape) for f in programs(case, name)]
+        return [each.compile(compiler_options=_OPTIONS) for each in lowered]
+
+    with ThreadPoolExecutor() as pool:
+        made = dict(zip(names, pool.map(compiled, names), strict=True))
+    arrays, long = case.arrays(case.tokens), case.arrays(total)
+    of_whole = whole(case)
+    for mix, seed, lengths in draws:
+        ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
+        calls = [functools.partial(f, *long, ids) for f in of_whole]
+        ideal = np.array([1e3 * median_time(call) / case.devices for call in calls])
+        for layout in layouts:
+            name, orders = order_of(case, layout, lengths)
+            given = (*arrays, jnp.asarray(orders))
+            times = np.array([_times(made[name], given, i) for i in range(case.devices)])
+            slowest = times.max(0)
+            yield {
+                "mix": mix, "seed": seed, "documents": len(lengths), "longest": max(lengths),
+                "layout": name, "ideal": ideal.tolist(), "slowest": slowest.tolist(),
+                "mean": times.mean(0).tolist(), "share": (ideal / slowest).tolist(),
+            }  # fmt: skip
+
+
+def _times(programs: list[Any], given: tuple[Any, ...], shard: int) -> list[float]:
+    """Milliseconds of each program on the device of a shard."""
+    *arrays, orders = given
+    calls = [functools.partial(f, *arrays, jnp.int32(shard), orders) for f in programs]
+    return [1e3 * median_time(call, 3, 0.02) for call in calls]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures, prints a table, and saves the records."""
+    require_gpus("benchmarks packed")
+    require_outputs(args.json)
+    case = PackedCase(args.devices, args.tokens, args.heads, args.kv_heads, args.head_dim)
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {case}")
+    print("ms of the slowest device, forward and forward+backward; share of ideal in brackets")
+    records = []
+    for record in measure(case, args.mixes, args.seeds, args.layouts):
+        records.append(record)
+        ideal, slowest, share = (record[name] for name in ("ideal", "slowest", "share"))
+        print(
+            f"{record['mix']:12} {record['seed']} {record['documents']:4} documents "
+            f"{record['layout']:16} ideal {ideal[0]:6.2f} {ideal[1]:7.2f}   "
+            f"{slowest[0]:6.2f} {slowest[1]:7.2f} ({share[0]:.0%} {share[1]:.0%})",
+            flush=True,
+        )
+    if args.json is not None:
+        save_json({"case": dataclasses.asdict(case), "records": records}, args.json)
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``packed`` to the command line."""
+    parser = commands.add_parser("packed", help=__doc__.splitlines()[0], description=__doc__)
+    parser.add_argument("--devices", type=integer(1), default=8, help="n (default: 8)")
+    parser.add_argument("--tokens", type=integer(1), default=16384, help="per device")
+    parser.add_argument("--heads", type=integer(1), default=32)
+    parser.add_argument("--kv-heads", type=integer(1), default=8)
+    parser.add_argument("--head-dim", type=integer(1), default=128)
+    parser.add_argument("--seeds", type=integer(1), default=5, help="draws of each random mix")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    layouts = ["balanced", "zigzag", "striped:128"]
+    parser.add_argument("--layouts", nargs="+", default=layouts, metavar="LAYOUT")
+    add_outputs(parser, png=False)
+    parser.set_defaults(run=run)

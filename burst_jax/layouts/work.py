@@ -1,0 +1,206 @@
+"""The work of a ring on packed documents: pairs of each device and step, and what they cost.
+
+The causal pairs (query, key) of each device and each ring step are exact, for any layout. They are
+computed from the documents' ends: some milliseconds for a million tokens.
+
+A fixed layout splits the sequence into units of k tokens, of which U make a period: half-blocks
+(zigzag, U = 2n), blocks (contiguous, U = n) or stripes (striped:k, U = n, many periods). Below a
+position ``p = m U k + r``, unit v has ::
+
+    C_v(p) = m k + clip(r - v k, 0, k)
+
+tokens. The pairs of a document's run ``[a, b)`` with queries in unit u and keys in unit v are, with
+``G_uv(p)`` the sum of ``C_v(q + 1)`` over the queries ``q < p`` of unit u ::
+
+    G_uv(b) - G_uv(a) - (C_u(b) - C_u(a)) C_v(a)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from burst_jax.errors import check_integer
+from burst_jax.layouts.document_search import RingCosts
+from burst_jax.layouts.documents import Runs, place_documents, runs_of
+from burst_jax.layouts.permutation import Layout, check_length, stripe_size, zone_size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkReport:
+    """What a ring does on a batch of packed documents: see :func:`work_report`.
+
+    Attributes:
+      pairs: int64 ``[n, n]``, causal pairs of each device with the keys of each device.
+      balance: the slowest device's pairs over the mean device's; 1 is ideal.
+      empty_steps: share of the ring steps, after each device's first, that have no pair.
+      bytes_sent: bytes that a device sends, relative to those of zigzag.
+      share_of_ideal: the mean device's pairs over the modelled time of the slowest device, as in
+        :class:`burst_jax.layouts.Placement`.
+    """
+
+    pairs: np.ndarray
+    balance: float
+    empty_steps: float
+    bytes_sent: float
+    share_of_ideal: float
+
+
+def work_report(
+    segment_ids: np.ndarray,
+    layout: Layout,
+    num_shards: int,
+    *,
+    positions: np.ndarray | None = None,
+    costs: RingCosts | None = None,
+) -> WorkReport:
+    """How much of ideal a ring reaches on packed documents with causal attention.
+
+    It runs on the host, in some milliseconds.
+
+    Args:
+      segment_ids: integers ``[B, T]`` in natural order, 0 for padding: the sequences of one ring.
+      layout: the layout, whose divisor T must be a multiple of.
+      num_shards: number of shards on the ring, n.
+      positions: integers ``[B, T]``: ``segment_ids`` and they are a batch in the order of a
+        balanced layout, as the attention gets them. None is natural order; a balanced layout is
+        then computed.
+      costs: the cost model; default ``RingCosts()``.
+
+    Returns:
+      The :class:`WorkReport`.
+
+    Raises:
+      ValueError: arrays of another shape, a layout that is unknown or cannot split T, documents
+        that do not fit in the layout's ring zone, or positions with another layout.
+    """
+    n, segment_ids = check_integer("num_shards", num_shards, 1), np.asarray(segment_ids)
+    if segment_ids.ndim != 2 or segment_ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape} and dtype {segment_ids.dtype}: it needs "
+            "integers [B, T]"
+        )
+    length = segment_ids.shape[1]
+    check_length(layout, length, n, name="the length of segment_ids")
+    zone, costs = zone_size(layout), RingCosts() if costs is None else costs
+    if zone is None:
+        if positions is not None:
+            raise ValueError(
+                f"positions are given with layout {layout!r}, which defines them: pass "
+                "segment_ids in natural order, and positions in a balanced layout alone"
+            )
+        each = [_fixed_work(ids, layout, n, costs.tile) for ids in segment_ids]
+    else:
+        if positions is None:
+            order, placed = place_documents(segment_ids, n, zone)
+            segment_ids = np.stack([one.segment_ids for one in placed]) if placed else segment_ids
+            positions = np.maximum(order, 0)
+        positions = np.asarray(positions)
+        if positions.shape != segment_ids.shape:
+            raise ValueError(
+                f"positions has shape {positions.shape}, segment_ids {segment_ids.shape}: they "
+                "must be equal"
+            )
+        each = [
+            _placed_work(ids, own, n, costs.tile)
+            for ids, own in zip(segment_ids, positions, strict=True)
+        ]
+    pairs = sum((pairs for pairs, _ in each), np.zeros((n, n), np.int64))
+    wasted = sum((wasted for _, wasted in each), np.zeros(n))
+    sent = length // n if zone is None else zone
+    total, by_device = int(pairs.sum()), pairs.sum(1)
+    of_others = ~np.eye(n, dtype=bool)
+    busy = ((pairs > 0) & of_others).sum(1)
+    slowest = max(
+        costs.time(work, sent * len(segment_ids), n, steps)
+        for work, steps in zip((by_device + wasted).tolist(), busy.tolist(), strict=True)
+    )
+    return WorkReport(
+        pairs=pairs,
+        balance=int(by_device.max()) * n / total if total else 1.0,
+        empty_steps=float((pairs[of_others] == 0).mean()) if n > 1 and sent else 0.0,
+        bytes_sent=sent * n / length,
+        share_of_ideal=total / (n * slowest) if total else 1.0,
+    )
+
+
+def _fixed_work(
+    segment_ids: np.ndarray, layout: str, n: int, tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs int64 ``[n, n]`` and wasted pairs ``[n]`` of a sequence in a fixed layout."""
+    runs, stripe = runs_of(segment_ids), stripe_size(layout)
+    units = 2 * n if layout == "zigzag" else n
+    size = len(segment_ids) // units if stripe is None else stripe
+    starts, ends = (_Below(p, size, units) for p in (runs.start, runs.start + runs.size))
+    own = ends.counts - starts.counts
+    within = ends.pairs() - starts.pairs() - _product(own, starts.counts)
+    pairs = within + _product(own, runs.before(own))
+
+    before = runs.before(runs.size)[:, None]
+    first, last = np.zeros_like(own), np.broadcast_to(runs.size[:, None], own.shape)
+    if stripe is None:
+        edges = size * np.arange(units + 1) - runs.start[:, None]
+        edges = np.clip(edges, 0, runs.size[:, None])
+        first, last = edges[:, :-1], edges[:, 1:]
+    wasted = _wasted(runs, own, before + first, before + last, tile)
+
+    shard = np.arange(units)
+    of_shard = np.eye(n, dtype=np.int64)[np.minimum(shard, 2 * n - 1 - shard)]
+    return of_shard.T @ pairs @ of_shard, wasted @ of_shard
+
+
+def _placed_work(
+    segment_ids: np.ndarray, positions: np.ndarray, n: int, tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs int64 ``[n, n]`` and wasted pairs ``[n]`` of a sequence in a balanced layout."""
+    runs = runs_of(segment_ids, positions, n)
+    shard = runs.start // (len(segment_ids) // n)
+    own = np.eye(n, dtype=np.int64)[shard] * runs.size[:, None]
+    within = np.bincount(shard, runs.size * (runs.size + 1) // 2, n).astype(np.int64)
+    before = runs.before(runs.size)[:, None]
+    wasted = _wasted(runs, own, before, before + runs.size[:, None], tile)
+    return np.diag(within) + _product(own, runs.before(own)), wasted
+
+
+def _wasted(
+    runs: Runs, own: np.ndarray, first: np.ndarray, last: np.ndarray, tile: int
+) -> np.ndarray:
+    """Pairs that tiles compute in vain: about one tile of queries for each part of a document.
+
+    ``own`` is the number of each run's tokens by part ``[R, U]``; ``first`` and ``last`` are the
+    positions in the document where its part starts and ends. Whole documents waste nothing that one
+    device would not.
+    """
+    whole = runs.lengths[runs.document][:, None]
+    is_part = (own > 0) & (own < whole)
+    return tile * ((first + last) * is_part).sum(0) / 2
+
+
+class _Below:
+    """Tokens of each unit below some positions.
+
+    Attributes:
+      counts: int64 ``[R, U]``: ``C_v(p)``.
+    """
+
+    def __init__(self, positions: np.ndarray, size: int, units: int) -> None:
+        self._size = size
+        self._periods, rest = np.divmod(positions, units * size)
+        self._counts = np.clip(rest[:, None] - size * np.arange(units), 0, size)
+        self.counts = self._periods[:, None] * size + self._counts
+
+    def pairs(self) -> np.ndarray:
+        """``G_uv(p)``, summed over the positions: int64 ``[U, U]``."""
+        k, m, counts = self._size, self._periods, self._counts
+        everywhere = k * k * (m * (m - 1) // 2).sum() + k * (m[:, None] * counts).sum(0)
+        lower = k * self.counts.sum(0)
+        diagonal = (m * (k * (k + 1) // 2)).sum() + (counts * (counts + 1) // 2).sum(0)
+        units = counts.shape[1]
+        found = np.tril(np.broadcast_to(lower[:, None], (units, units)), -1)
+        return found + np.diag(diagonal) + everywhere[:, None]
+
+
+def _product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x.T @ y`` of integers, by the fast product of float64: sums are below 2**53."""
+    return np.rint(x.T.astype(np.float64) @ y.astype(np.float64)).astype(np.int64)

@@ -1,0 +1,81 @@
+"""The batches of ``train_lm.py``: loaded, ordered by the layout, sharded over a mesh."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from run_mesh import BATCH_AXES, ring_size, token_axes
+from run_options import RunConfig
+
+from burst_jax.data import Corpus, Loader, Rows
+from burst_jax.training import (
+    Batch,
+    WorkLog,
+    balanced_layout,
+    make_batch,
+    place_batch,
+    rows_here,
+)
+
+
+class Placed(NamedTuple):
+    """A batch on a mesh.
+
+    Attributes:
+      batch: its arrays.
+      layout: its layout: with ``--layout balanced`` each batch has its own.
+      work: metrics of the ring's work on it.
+    """
+
+    batch: Batch[jax.Array]
+    layout: str
+    work: dict[str, float]
+
+
+def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loader:
+    """A loader of the sequences that this process' devices hold."""
+    return Loader(
+        corpus,
+        seq_len=args.seq_len,
+        batch=args.batch,
+        rows=rows_here(run.mesh, args.batch, batch_axis=BATCH_AXES),
+        tokens=run.tokens,
+        # The model's own size is rounded up, so it would accept ids that the text must not have.
+        vocab_size=args.vocab_size or run.config.vocab_size,
+        packing=args.packing,
+        seed=args.seed,
+    )
+
+
+def place(
+    args: argparse.Namespace, rows: Rows, mesh: Mesh, work_log: WorkLog | None = None
+) -> Placed:
+    """Makes a batch of this process' sequences and shards it over the mesh."""
+    n, layout = ring_size(mesh), args.layout
+    if layout == "balanced":
+        layout = "contiguous"  # There is nothing to balance without a ring.
+        if n > 1:
+            # All devices run one program, so all processes need one layout.
+            layout = balanced_layout(**rows, num_shards=n, process_local=True)
+    batch = make_batch(**rows, layout=layout, num_shards=n)
+    axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
+    work = {} if work_log is None else work_log(batch, layout)
+    return Placed(place_batch(batch, mesh, **axes, process_local=True), layout, work)
+
+
+def shapes(args: argparse.Namespace, mesh: Mesh) -> tuple[Any, str]:
+    """Shapes and shardings of a batch of :func:`place`, and the layout that it may have."""
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, token_axes(mesh)))
+
+    def array(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((args.batch, args.seq_len), dtype, sharding=sharding)
+
+    tokens = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), array(jnp.int32))
+    n, layout = ring_size(mesh), args.layout
+    if layout == "balanced":
+        layout = f"balanced:{args.seq_len // n}" if n > 1 else "contiguous"
+    return tokens | {"weights": array(jnp.float32)}, layout

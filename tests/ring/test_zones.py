@@ -1,0 +1,216 @@
+"""Balanced layouts: documents whole on a shard or split over zones, against float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import compare
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementations import quick_jit
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+
+import burst_jax
+from burst_jax.layouts.balanced import balance_batch
+
+KV, H, HV = 2, 8, 6
+# Lengths of the documents of two sequences, shards of 24 tokens, and a zone. Short documents are
+# whole, some of them partly in the zone; padding; one document alone; documents that fit exactly.
+MIXES = {
+    "mixed": lambda n: [[8 * n + 9, 14, 9] + [9, 6, 1] * (n - 2), [14, 2] * n],
+    "one": lambda n: [[24 * n], [24 * n - 5]],
+    "whole": lambda n: [[24] * n, [12, 11] * n],
+}
+CASES = [
+    # mesh, axes, mix, zone, heads, dtype, options
+    ({"seq": 2}, {}, "mixed", 16, 4, "float32", {"backward": "rotate_kv"}),
+    ({"seq": 3}, {}, "mixed", 20, 2, "bfloat16", {"backward": "rotate_query"}),
+    ({"seq": 5}, {}, "mixed", 18, 4, "float32", {"local_window_size": (9, 0)}),
+    ({"seq": 8}, {}, "mixed", 16, 4, "float32", {"logits_soft_cap": 2.0, "sinks": True}),
+    ({"seq": 3}, {}, "one", None, 4, "float32", {"sinks": True}),
+    ({"seq": 2}, {}, "whole", None, 4, "float32", {"is_causal": False}),
+    ({"seq": 4}, {}, "whole", 8, 4, "float32", {"local_window_size": (3, 4), "is_causal": False}),
+    ({"seq": 1}, {}, "whole", None, 4, "float32", {}),
+    (
+        {"outer": 2, "seq": 3},
+        {"seq_axis": ("outer", "seq")},
+        "mixed", 18, 4, "float32", {"backward": "rotate_query"},
+    ),
+    ({"seq": 3, "heads": 2}, {"ulysses_axis": "heads"}, "mixed", 20, 4, "float32", {}),
+    ({"data": 2, "seq": 4}, {"batch_axis": "data"}, "mixed", 18, 4, "float32", {}),
+]  # fmt: skip
+
+
+@functools.cache
+def placed(mix, shards, zone):
+    """A placement for each of two sequences."""
+    lengths = MIXES[mix](shards)
+    return lengths, balance_batch(lengths, num_shards=shards, tokens_per_shard=24, zone=zone)
+
+
+def in_order(placements, arrays, *, inverse=False):
+    """Arrays ``[B, T, ...]`` placed, or restored and padded, sequence by sequence."""
+
+    def one(x):
+        x = np.asarray(x)
+        if not inverse:
+            return np.stack([p.place(row, 0) for p, row in zip(placements, x, strict=True)])
+        rows = [p.restore(row, 0) for p, row in zip(placements, x, strict=True)]
+        return np.stack([np.concatenate([r, np.zeros_like(x[0, len(r) :])]) for r in rows])
+
+    return jax.tree.map(one, arrays)
+
+
+def ids_of(lengths, total):
+    """Segment ids in natural order, 0 after the documents."""
+    ids = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
+    return np.stack([np.pad(x, (0, total - len(x))) for x in ids]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "mix", "zone", "heads", "dtype", "options"),
+    CASES,
+    ids=["-".join(f"{k}{v}" for k, v in c[0].items()) + f"-{c[2]}" for c in CASES],
+)
+def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, heads, dtype, options):
+    ring = {name: size for name, size in sizes.items() if name not in ("heads", "data")}
+    shards = int(np.prod(list(ring.values())))
+    lengths, placements = placed(mix, shards, zone)
+    total, rng = 24 * shards, np.random.default_rng(0)
+    shapes = [(heads, H), (KV, H), (KV, HV), (heads, HV)]
+    q, k, v, do = (rng.normal(size=(2, total, *x)).astype(np.float32) for x in shapes)
+    q, k, v, do = (np.asarray(jnp.asarray(x, dtype)) for x in (q, k, v, do))
+    dlse = rng.normal(size=(2, total, heads)).astype(np.float32)
+    ids = ids_of(lengths, total)
+    options = {"is_causal": True, **options}
+    sinks: Any = {"sink_logits": rng.normal(size=heads).astype(np.float32)}
+    sinks = sinks if options.pop("sinks", False) else {}
+
+    own = np.stack([p.segment_ids for p in placements])
+    order = np.stack([p.positions for p in placements])
+
+    given: Any = options | axes
+
+    def attend(q, k, v, sinks: Any):
+        return burst_jax.burst_attention(
+            q, k, v, mesh=mesh_of(**sizes), layout=placements[0].layout, return_residual=True,
+            query_segment_ids=own, key_value_segment_ids=own, query_positions=order,
+            key_value_positions=order, **given, **sinks,
+        )  # fmt: skip
+
+    @quick_jit
+    def run(arrays, cotangents):
+        results, vjp = jax.vjp(attend, *arrays, sinks)
+        return results, vjp(cotangents)
+
+    arrays, cotangents = in_order(placements, ((q, k, v), (do, dlse)))
+    results, (*gradients, of_sinks) = run(arrays, cotangents)
+    got = in_order(placements, (*results, *gradients), inverse=True)
+    blind = {"sink_logits": sinks["sink_logits"]} if sinks else {}
+    got[1][ids == 0] = blind.get("sink_logits", -np.inf)
+    masks = {name: x for name, x in options.items() if name != "backward"}
+    reference = dense.reference(
+        do, np.where(ids[..., None] == 0, 0, dlse), query=q, key=k, value=v,
+        query_segment_ids=ids, key_value_segment_ids=ids, **masks, **sinks,
+    )  # fmt: skip
+    got = [*map(jnp.asarray, got), *of_sinks.values()]
+    compare.assert_exact(got, reference, dtype)
+    padding = in_order(placements, ids) == 0
+    for x in (results[0], *gradients):
+        assert not np.asarray(x)[padding].any()
+
+
+def test_ring_attention_runs_them_inside_a_shard_map():
+    _, placements = placed("mixed", 4, 18)
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 96, n, H)), jnp.float32) for n in (4, KV, KV))
+    own = np.stack([p.segment_ids for p in placements])
+    order = np.stack([p.positions for p in placements])
+    mesh, layout = mesh_of(seq=4), placements[0].layout
+
+    def options(ids, order):
+        return {
+            "layout": layout, "is_causal": True, "query_segment_ids": ids,
+            "key_value_segment_ids": ids, "query_positions": order, "key_value_positions": order,
+        }  # fmt: skip
+
+    spec = P(None, "seq")
+
+    @quick_jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def inside(q, k, v, ids, order):
+        return burst_jax.ring_attention(q, k, v, "seq", **options(ids, order))
+
+    want = burst_jax.burst_attention(q, k, v, mesh=mesh, **options(own, order))
+    np.testing.assert_array_equal(inside(q, k, v, own, order), want)
+
+
+def test_what_balanced_layouts_need_and_lack():
+    _, placements = placed("mixed", 2, 16)
+    own = np.stack([p.segment_ids for p in placements])
+    order = np.stack([p.positions for p in placements])
+    x = jnp.zeros((2, 48, KV, H))
+    good: Any = {
+        "mesh": mesh_of(seq=2), "layout": placements[0].layout, "is_causal": True,
+        "query_segment_ids": own, "key_value_segment_ids": own, "query_positions": order,
+        "key_value_positions": order,
+    }  # fmt: skip
+
+    def fails(kind, message, key=x, **change):
+        with pytest.raises(kind, match=message):
+            burst_jax.burst_attention(x, key, key, **good | change)
+
+    ids = {"query_segment_ids": None, "key_value_segment_ids": None}
+    fails(ValueError, "query_segment_ids is None with layout 'balanced:", **ids)
+    fails(ValueError, "query_positions is None with layout", query_positions=None)
+    twice = {"key_value_segment_ids": np.tile(own, 2), "key_value_positions": np.tile(order, 2)}
+    fails(
+        ValueError, "query has 48 tokens, key 96, with layout", jnp.zeros((2, 96, KV, H)), **twice
+    )
+    fails(ValueError, "layout is 'balanced:25', and a shard has 24 tokens", layout="balanced:25")
+    fails(ValueError, "layout is 'balanced': use one of", layout="balanced")
+    slopes = jnp.ones(KV)
+    for name, value in {
+        "alibi_slopes": slopes, "prefix_lengths": np.array([1, 1]), "attention_chunk_size": 4,
+        "key_ends": order, "dropout_rate": 0.5, "block_mask": np.ones((2, 2), bool),
+        "mask_mod": lambda b, h, q, k: q > k, "query_seq_lengths": np.array([4, 4]),
+    }.items():  # fmt: skip
+        more = {"dropout_key": jax.random.key(0)} if name == "dropout_rate" else {}
+        message = f"{name} is given with layout 'balanced:"
+        fails(NotImplementedError, message, **{name: value}, **more)
+    window = (jnp.asarray(3), None)
+    fails(NotImplementedError, "a traced local_window_size is given", local_window_size=window)
+    for function in (burst_jax.to_layout, burst_jax.from_layout):
+        with pytest.raises(ValueError, match="whose order differs between sequences: use what"):
+            function(x, good["layout"], 2)
+    with pytest.raises(ValueError, match="whose order differs between sequences: use what"):
+        burst_jax.positions(good["layout"], 48, 2)
+
+
+def test_a_layer_passes_its_positions_on():
+    """With and without RoPE; the tokens' order does not matter."""
+    _, placements = placed("mixed", 2, 16)
+    own = np.stack([p.segment_ids for p in placements])
+    order = np.stack([p.positions for p in placements])
+    x = np.random.default_rng(2).normal(size=(2, 48, 16)).astype(np.float32)
+    natural = in_order(placements, own, inverse=True)
+    for theta in (10_000.0, None):
+        outs = []
+        for layout, shards in ((placements[0].layout, 2), ("contiguous", 1)):
+            layer = burst_jax.BurstAttention(
+                16, 2, rope_theta=theta, mesh=mesh_of(seq=shards), layout=layout, is_causal=True,
+                rngs=burst_jax.layers.nnx_layer.nnx.Rngs(0),
+            )  # fmt: skip
+            if layout == "contiguous":
+                positions = None if theta is None else np.arange(48)
+                outs.append(layer(jnp.asarray(x), positions, jnp.asarray(natural)))
+            else:
+                out = layer(jnp.asarray(in_order(placements, x)), order, jnp.asarray(own))
+                outs.append(in_order(placements, out, inverse=True))
+        live = natural != 0
+        np.testing.assert_allclose(outs[0][live], np.asarray(outs[1])[live], atol=2e-6)

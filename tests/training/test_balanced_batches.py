@@ -1,0 +1,160 @@
+"""Batches in a balanced layout, and a decoder's loss and gradients on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import mesh_of
+
+from burst_jax.layouts import work_report
+from burst_jax.models import Decoder, DecoderConfig
+from burst_jax.training import (
+    RunLog,
+    WorkLog,
+    balanced_layout,
+    make_batch,
+    next_token_loss,
+    place_batch,
+)
+
+RNG = np.random.default_rng(0)
+LENGTH = 60
+ROWS = RNG.integers(1, 97, (4, LENGTH + 1))
+# A long document with padding inside, single tokens, and an id that comes twice; padding alone;
+# short documents; a long one among short ones.
+SEGMENTS = np.zeros((4, LENGTH + 1), np.int64)
+SEGMENTS[0, :20], SEGMENTS[0, 25:35], SEGMENTS[0, [36, 40, 60]] = 7, 7, [2, 9, 4]
+SEGMENTS[0, 45:50], SEGMENTS[0, 50:55], SEGMENTS[0, 55:58] = 3, 5, 3
+SEGMENTS[2] = np.repeat(np.arange(1, 16), RNG.multinomial(LENGTH - 14, np.full(15, 1 / 15)) + 1)
+SEGMENTS[3] = np.repeat(np.arange(1, 11), [2, 40, 3, 3, 3, 3, 3, 1, 1, 2])
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8])
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, multiple_of):
+    options = {"num_shards": num_shards, "multiple_of": multiple_of}
+    layout = balanced_layout(ROWS, segment_ids=SEGMENTS, **options)
+    weights = RNG.uniform(1, 2, ROWS.shape)
+    given: Any = {"segment_ids": SEGMENTS, "weights": weights, **options}
+    batch: Any = make_batch(ROWS, layout=layout, **given)
+    natural: Any = make_batch(ROWS, layout="contiguous", **given)
+    length = -(-LENGTH // np.lcm(num_shards, multiple_of)) * np.lcm(num_shards, multiple_of)
+    assert {x.shape for x in batch.values()} == {(4, length)}
+    for row, ids in enumerate(batch["segment_ids"]):
+        places = np.flatnonzero(ids)
+        order = batch["positions"][row, places]
+        np.testing.assert_array_equal(np.sort(order), np.flatnonzero(SEGMENTS[row, :-1]))
+        for name in ("inputs", "targets", "weights"):
+            assert batch[name].dtype == natural[name].dtype
+            np.testing.assert_array_equal(batch[name][row, places], natural[name][row, order])
+            assert not batch[name][row, ids == 0].any()
+        # The same tokens are in one document.
+        of_document = {(ids[i], SEGMENTS[row, at]) for i, at in zip(places, order, strict=True)}
+        assert len({a for a, _ in of_document}) == len({b for _, b in of_document})
+        assert len(of_document) == len({a for a, _ in of_document})
+        for shard in np.split(ids, num_shards):
+            used = shard[shard != 0]
+            assert (np.diff(used) >= 0).all()
+            assert not shard[len(used) :].any()
+    whole = make_batch(ROWS, layout=f"balanced:{length // num_shards}", **options)
+    assert (
+        np.sort(whole["positions"], 1).tolist() == [[0] * (length - LENGTH) + [*range(LENGTH)]] * 4
+    )
+
+
+def loss_and_gradients(mesh, layout, **options):
+    """Of a decoder with fixed weights, on these sequences."""
+    config = DecoderConfig(
+        vocab_size=97, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16
+    )
+    model = Decoder(config, mesh=mesh, layout=layout, rngs=nnx.Rngs(0), **options)
+    # Large weights: the second layer then depends on what the first attends to.
+    nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(model)))
+    batch = make_batch(ROWS, layout=layout, num_shards=mesh.shape["seq"], segment_ids=SEGMENTS)
+    graphdef, params = nnx.split(model)
+
+    def loss(params, batch):
+        return next_token_loss(nnx.merge(graphdef, params), batch)
+
+    of_batch = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.tree.leaves(of_batch(params, place_batch(batch, mesh, **options)))
+
+
+@pytest.fixture(scope="module")
+def of_one_device():
+    return loss_and_gradients(mesh_of(seq=1), "contiguous")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zone"),
+    [
+        pytest.param({"seq": 2}, 20, marks=pytest.mark.slow),
+        pytest.param({"seq": 3}, 18, marks=pytest.mark.slow),
+        pytest.param({"seq": 5}, 11, marks=pytest.mark.slow),
+        pytest.param({"seq": 8}, 8, marks=pytest.mark.slow),
+        ({"data": 2, "seq": 4}, 14),
+    ],
+    ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else f"zone{x}",
+)
+def test_a_decoder_computes_what_one_device_does(sizes, zone, of_one_device):
+    """Loss and gradients, with other documents in each sequence and each data-parallel group."""
+    options = {"batch_axis": "data"} if "data" in sizes else {}
+    got = loss_and_gradients(mesh_of(**sizes), f"balanced:{zone}", **options)
+    for own, of_one in zip(got, of_one_device, strict=True):
+        own, of_one = np.asarray(own), np.asarray(of_one)
+        assert np.linalg.norm(own - of_one) < 1e-5 * np.linalg.norm(of_one)
+
+
+def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
+    n, length = 4, 4096
+    segment_ids = np.repeat(np.arange(1, n + 1, dtype=np.int32), length // n)[None]
+    segment_ids = np.append(segment_ids, [[n]], 1)
+    options: Any = {"num_shards": n, "segment_ids": segment_ids}
+    zigzag, balanced = (
+        make_batch(np.ones_like(segment_ids), layout=layout, **options)
+        for layout in ("zigzag", "balanced:0")
+    )
+    work_log = WorkLog(n)
+    share = work_log(zigzag, "zigzag")["share_of_ideal"]
+    expected = work_report(segment_ids[:, :-1], "zigzag", n).share_of_ideal
+    assert share == pytest.approx(expected)
+    hint = capsys.readouterr().err
+    assert f"the ring's slowest device reaches {share:.0%} of ideal attention with the zigz" in hint
+    assert "and 100% with a balanced one: use --layout balanced, or burst_jax.training" in hint
+    work_log(zigzag, "zigzag")
+    with RunLog(tmp_path, 1, tokens_per_step=1, flops_per_step=1, peak=None) as log:
+        numbers = work_log(balanced, "balanced:0")
+        assert numbers == {"share_of_ideal": 1}
+        log.step(1, {"loss": 1.0, "grad_norm": 1.0} | numbers)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "attention 100% of ideal" in printed.out
+    # No ring, no documents, and a document that is too short for a ring in any layout.
+    one: Any = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
+    assert WorkLog(1)(zigzag, "zigzag") == WorkLog(n)(one, "zigzag") == {}
+    WorkLog(n)(one | {"segment_ids": np.ones((1, length), np.int32)}, "zigzag")
+    assert capsys.readouterr().err == ""
+
+
+def test_mistakes_raise():
+    def make(**options):
+        return make_batch(ROWS, num_shards=4, segment_ids=SEGMENTS, **options)
+
+    with pytest.raises(ValueError, match="layout is 'balanced', without the size of its ring zone"):
+        make(layout="balanced")
+    with pytest.raises(
+        ValueError,
+        match=r"layout is .balanced:0., of other documents than these: zone is 0: .*; use zone=15, "
+        r"or better what burst_jax.training.balanced_layout returns",
+    ):
+        make(layout="balanced:0")
+    with pytest.raises(ValueError, match="layout is 'balanced:99', and a shard has 15 tokens"):
+        make(layout="balanced:99")
+    with pytest.raises(NotImplementedError, match="prefix_lengths are given with layout 'balanced"):
+        make(layout="balanced:15", prefix_lengths=np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 61\), rows \(4, 61\)"):
+        balanced_layout(ROWS, num_shards=4, segment_ids=SEGMENTS[:2])
