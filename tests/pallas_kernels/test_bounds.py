@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import dense
+import functions
 import jax
 import jax.numpy as jnp
 import local
@@ -157,6 +158,16 @@ def test_bounds_cover_the_mask(t, s, tiles, segments):
             at = of_queries[shards[0]], of_keys[shards[1]]
             q, kv = (tokens(x, ids[:, x] if segments else None) for x in at)
             check(masks, q, kv, tiles, tight)
+
+
+def test_every_tile_is_masked_by_a_function():
+    mask, side = Mask(mask_mod=functions.mask_mod), tokens(np.arange(16))
+    for bounds in (query_bounds, key_bounds):
+        first, full, full_end, end = np.moveaxis(
+            np.asarray(bounds(mask, side, side, Tiles(4, 4))), -1, 0
+        )
+        assert (full == full_end).all()
+        assert (end - first == 4).all()
 
 
 def test_the_brute_force_notices():
