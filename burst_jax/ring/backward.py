@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from burst_jax.ring import gathered
 from burst_jax.ring.local import LocalBackward
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
@@ -29,6 +30,8 @@ def backward(
     ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
     this device alone: they are still to be summed over the ring.
     """
+    if gathered.gathers(request, inputs.q_length):
+        return gathered.backward(request, implementation, inputs)
     local = LocalBackward if request.zone is None else ZoneBackward
     kernels = local(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from burst_jax.ring import gathered
 from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import ChunkedSend
@@ -21,6 +22,8 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
+    if gathered.gathers(request, inputs.q_length):
+        return gathered.forward(request, implementation, inputs)
     local = LocalForward if request.zone is None else ZoneForward
     kernel = local(request, implementation, inputs)
     block = kernel.block

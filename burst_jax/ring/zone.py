@@ -41,7 +41,7 @@ from pallas_kernels.inputs import Carry, Side
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 
 _INT32 = np.iinfo(np.int32)
-_LAST = np.int32(_INT32.max)
+LAST = np.int32(_INT32.max)
 # Bits per digit of a search: 15 values are tried at once.
 _DIGIT = 4
 
@@ -50,8 +50,8 @@ class Order(NamedTuple):
     """Where each token is in its document.
 
     Attributes:
-      segment_ids: int32 ``[B, tokens]``, 0 for padding.
-      positions: int32 ``[B, tokens]``.
+      segment_ids: int32 ``[..., B, tokens]``, 0 for padding.
+      positions: int32, the same shape.
     """
 
     segment_ids: jax.Array
@@ -68,49 +68,54 @@ class Order(NamedTuple):
         """How many of these tokens, sorted by document and position, come before each given one.
 
         Args:
-          segment_ids: int32 ``[B, queries]``.
-          positions: int32 ``[bounds, B, queries]``.
+          segment_ids: int32 ``[..., B, queries]``; leading axes broadcast.
+          positions: int32 ``[bounds, ..., B, queries]``.
 
         Returns:
-          int32 ``[bounds, B, queries]``.
+          int32 ``[bounds, ..., B, queries]``.
         """
-        # Padding is at the end of a shard.
-        ids = jnp.where(self.segment_ids == 0, _LAST, self.segment_ids)
-        length = ids.shape[1]
-        count = jnp.zeros_like(positions)
+        *lead, length = self.positions.shape
+        missing = range(1, 1 + max(0, len(lead) - positions.ndim + 2))
+        positions = lax.expand_dims(positions, missing)
+        # Padding is at the end of a shard. One index: XLA would make an array of several.
+        ids = jnp.where(self.segment_ids == 0, LAST, self.segment_ids).reshape(-1)
+        places = self.positions.reshape(-1)
+        first = np.arange(ids.size, step=length, dtype=np.int32).reshape(*lead, 1)
+        own, bounds = segment_ids[..., None], positions[..., None]
+        count = jnp.zeros(jnp.broadcast_shapes(positions.shape, first.shape), jnp.int32)
         # A digit of the result per kernel: a bisection would be a kernel per bit.
         for shift in reversed(range(0, length.bit_length(), _DIGIT)):
             steps = np.arange(1, 1 << _DIGIT, dtype=np.int32) << np.int32(shift)
             tried = count[..., None] + steps
-            index = jnp.clip(tried, 1, length) - 1
-
-            def at(x: jax.Array, index: jax.Array = index) -> jax.Array:
-                by_sequence = jax.vmap(lambda x, i: x[i], in_axes=(0, 1), out_axes=1)
-                return by_sequence(x, index)
-
-            segment, own = at(ids), segment_ids[..., None]
-            earlier = (segment == own) & (at(self.positions) < positions[..., None])
-            before = ((segment < own) | earlier) & (tried <= length)
-            count += before.sum(-1, dtype=jnp.int32) << np.int32(shift)
+            index = first[..., None] + jnp.clip(tried, 1, length) - 1
+            segment, position = (x.at[index].get(mode="promise_in_bounds") for x in (ids, places))
+            before = (segment < own) | ((segment == own) & (position < bounds))
+            count += (before & (tried <= length)).sum(-1, dtype=jnp.int32) << np.int32(shift)
         return count
+
+
+def key_limits(mask: Mask, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first position that each query attends to in its document, and the exclusive end."""
+    low, high = jnp.full_like(positions, _INT32.min), jnp.full_like(positions, LAST)
+    if mask.left is not None:
+        low = first_key_in_window(positions, mask.left)
+    if mask.right is not None:
+        high = end_of_keys_in_window(positions, mask.right)
+    return low, high
 
 
 def kv_ranges(mask: Mask, query: Order, kv: Order) -> tuple[jax.Array, jax.Array]:
     """First index and exclusive end of each query's keys; both 0 for padding.
 
-    Both are int32 ``[B, queries]``. ``kv`` is sorted by document and position.
+    Both are int32 ``[..., B, queries]``. ``kv`` is sorted by document and position.
     """
     ids, positions = query
-    low, high = jnp.full_like(positions, _INT32.min), jnp.full_like(positions, _LAST)
-    if mask.left is not None:
-        low = first_key_in_window(positions, mask.left)
-    if mask.right is not None:
-        high = end_of_keys_in_window(positions, mask.right)
-    starts, ends = jnp.where(ids == 0, 0, kv.count_before(ids, jnp.stack([low, high])))
+    limits = jnp.stack(key_limits(mask, positions))
+    starts, ends = jnp.where(ids == 0, 0, kv.count_before(ids, limits))
     return starts, ends
 
 
-class _Shard:
+class Shard:
     """One device's inputs in a balanced layout, for the kernels of the first step.
 
     Attributes:
@@ -133,22 +138,26 @@ class _Shard:
             starts, ends = (x + places[0] for x in ranges)
             query = query._replace(segment_ids=None, kv_starts=starts, kv_ends=ends)
             kv = kv._replace(segment_ids=None)
-            self.spec = _without_mask(request.spec)
+            self.spec = without_mask(request.spec)
         self.inputs = inputs._replace(query=query, kv=kv)
 
     def without_zone(self) -> AttentionInputs:
         """The inputs, with queries of the zone that attend to nothing."""
-        query, outside = self.inputs.query, np.arange(self.inputs.q_length) < self.outside
+        return self.of_queries(np.arange(self.inputs.q_length) < self.outside)
+
+    def of_queries(self, these: Any) -> AttentionInputs:
+        """The inputs, with other queries than these, bool ``[B or 1, c]``, attending to nothing."""
+        query = self.inputs.query
         if query.segment_ids is not None:
-            query = query._replace(segment_ids=jnp.where(outside, query.segment_ids, 0))
+            query = query._replace(segment_ids=jnp.where(these, query.segment_ids, 0))
         else:
             starts, ends = query.kv_bounds["kv_starts"], query.kv_bounds["kv_ends"]
-            query = query._replace(kv_ends=jnp.where(outside, ends, starts))
+            query = query._replace(kv_ends=jnp.where(these, ends, starts))
         return self.inputs._replace(query=query)
 
     def with_zone_alone(self) -> AttentionInputs:
         """The inputs, without the queries outside of the zone."""
-        return self.inputs._replace(query=_tokens_from(self.inputs.query, self.outside))
+        return self.inputs._replace(query=tokens_from(self.inputs.query, self.outside))
 
 
 class _Steps:
@@ -164,10 +173,10 @@ class _Steps:
     ):
         assert request.zone is not None
         self._route, self._rotates_query, self._shared = route, rotates_query, inputs.shared
-        self.spec = _without_mask(request.spec)
+        self.spec = without_mask(request.spec)
         length, zone = inputs.q_length, request.zone
         outside = length - zone
-        zones = [_without_order(_tokens_from(side, outside)) for side in inputs[:2]]
+        zones = [without_order(tokens_from(side, outside)) for side in inputs[:2]]
         self._stationary, self.own = swap(not rotates_query, *zones)
 
         sides = swap(rotates_query, inputs.query, inputs.kv)
@@ -175,19 +184,16 @@ class _Steps:
         # A few integers of all zones at once, and the tables of all steps from them: computed step
         # by step they would be several small kernels each.
         everyone = route.gather(jnp.stack(theirs))
-        sources = jnp.stack([jnp.asarray(route.source(o), jnp.int32) for o in route.offsets[1:]])
-        here = jnp.asarray(route.source(route.local), jnp.int32)
-        first = np.int32(length) * sources + np.int32(outside)
-        own_first = np.int32(length) * here + np.int32(outside)
-
-        def arrays(first: jax.Array, order: jax.Array) -> tuple[jax.Array, ...]:
-            query, kv = swap(not rotates_query, ours, Order(*order))
-            q_first, kv_first = swap(not rotates_query, own_first, first)
-            index = jnp.arange(zone, dtype=jnp.int32)
-            starts, ends = kv_ranges(request.spec.mask, query, kv)
-            return q_first + index, kv_first + index, starts + kv_first, ends + kv_first
-
-        self._arrays = jax.vmap(arrays)(first, everyone[sources])
+        here, *others = (jnp.asarray(route.source(o), jnp.int32) for o in route.offsets)
+        sources = jnp.stack(others)
+        index = np.arange(outside, length, dtype=np.int32)
+        order = Order(*(everyone[sources, i] for i in range(2)))
+        starts, ends = kv_ranges(request.spec.mask, *swap(not rotates_query, ours, order))
+        theirs, ours = np.int32(length) * sources[:, None] + index, np.int32(length) * here + index
+        ours = jnp.broadcast_to(ours, theirs.shape)
+        q_places, kv_places = swap(not rotates_query, ours, theirs)
+        shift = kv_places[:, None, :1]
+        self._arrays = q_places, kv_places, starts + shift, ends + shift
 
     def bounds(self, bounds_of: Any) -> list[Any]:
         """``bounds_of(inputs, spec=...)`` of every step after the first."""
@@ -238,7 +244,7 @@ class ZoneForward:
     def __init__(self, request: Request, implementation: Implementation, inputs: AttentionInputs):
         self.route = route = zone_route(request)
         self.block: Any = None
-        self._shard, self._dtype = _Shard(request, route, inputs), inputs.query.q.dtype
+        self._shard, self._dtype = Shard(request, route, inputs), inputs.query.q.dtype
         self._bounds_of = implementation.forward_bounds
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         if len(route.offsets) > 1:
@@ -304,7 +310,7 @@ class ZoneBackward:
     ):
         self._rotate_kv = rotate_kv = rotation == "rotate_kv"
         self.route = route = zone_route(request)
-        self._shard = shard = _Shard(request, route, inputs)
+        self._shard = shard = Shard(request, route, inputs)
         whole = implementation.backward_bounds(shard.inputs, spec=shard.spec)
         self._shard_bounds: dict[Part, Any] = {"whole": whole}
         split = implementation.split_backward
@@ -382,11 +388,12 @@ def zone_route(request: Request) -> Route:
     return route if request.zone else dataclasses.replace(route, passes=((route.local,),))
 
 
-def _without_mask(spec: AttentionSpec) -> AttentionSpec:
+def without_mask(spec: AttentionSpec) -> AttentionSpec:
+    """A spec whose mask the KV bounds include."""
     return dataclasses.replace(spec, mask=Mask())
 
 
-def _tokens_from(side: Any, first: int) -> Any:
+def tokens_from(side: Any, first: int) -> Any:
     """A side's tokens from index ``first`` on."""
     arrays = {
         name: x[first:] if x.ndim == 1 else x[:, first:]
@@ -398,6 +405,6 @@ def _tokens_from(side: Any, first: int) -> Any:
     return type(side)(**arrays)
 
 
-def _without_order(side: Any) -> Any:
+def without_order(side: Any) -> Any:
     """A side without the arrays of its tokens' order."""
     return side._replace(positions=None, segment_ids=None)

@@ -1,0 +1,206 @@
+"""Small ring zones are gathered instead of rotated: split documents are then one sequence.
+
+A ring over small zones runs many short kernels. If the zones of all devices together have at most
+:data:`MOST_SHARDS` times the tokens of a shard, every device gets all of them at once. Sorted by
+document and position their keys are one sequence, of which each query attends to one range, and the
+attention is two independent ones::
+
+    tokens of whole documents    local attention over the shard
+    tokens of split documents    queries of this device's zone, keys of all zones, sorted
+
+No query has keys in both, so nothing is merged, and results are rounded as they are written. On
+four devices, as in :mod:`burst_jax.ring.schedule`, with kernels and what is sent meanwhile::
+
+    forward     whole documents                zone to (1,), (2,), (3,)
+                split documents
+
+    backward    whole documents, first half    zone to (1,), (2,), (3,)
+                split documents
+                whole documents, second half   gradients of zones (1,), (2,), (3,) to their devices
+
+The bytes are those of a ring that rotates K and V.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.ring.local import Gradients
+from burst_jax.ring.request import Request
+from burst_jax.ring.schedule import step_name
+from burst_jax.ring.zone import (
+    LAST,
+    Order,
+    Shard,
+    key_limits,
+    tokens_from,
+    without_mask,
+    without_order,
+)
+from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, varying_axes
+from pallas_kernels.backend import Dkv
+from pallas_kernels.inputs import Carry, PerHead
+
+# The zones of all devices are gathered if they have at most as many tokens as this many shards.
+MOST_SHARDS = 4
+
+
+def gathers(request: Request, length: int) -> bool:
+    """Whether the zones of a balanced layout are gathered, on shards of this length.
+
+    Queries that the caller wants to rotate are rotated.
+    """
+    zone, n = request.zone, request.ring_size
+    if not zone or n == 1 or request.rotation == "rotate_query":
+        return False
+    return zone < length and n * zone <= MOST_SHARDS * length
+
+
+class _Documents:
+    """Both attentions of a device.
+
+    Attributes:
+      whole: inputs of the attention over whole documents.
+      split: inputs of that over split documents, with this device's zone instead of all keys.
+      specs: of ``whole`` and of ``split``.
+      is_split: bool ``[B, z]``: which tokens of this device's zone are of split documents.
+    """
+
+    def __init__(self, request: Request, inputs: AttentionInputs):
+        assert request.zone is not None
+        zone, self._route = request.zone, request.route(request.zone, request.zone)
+        shard = Shard(request, self._route, inputs)
+        self._outside = shard.outside
+        own = Order.of(inputs.query, shard.outside)
+        sources = jnp.stack([jnp.asarray(self._route.source(o)) for o in self._route.offsets])
+        everyone = self._route.gather(jnp.stack(own))[sources]  # By distance, [n, 2, B, z].
+        ids, positions = own
+        low, high = key_limits(request.spec.mask, positions)
+        first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
+        bounds = jnp.stack([first, last, positions, low, high])
+        zones = Order(everyone[:, 0], everyone[:, 1])
+        counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
+        document = counts[1] - counts[0]
+        self.is_split = (ids != 0) & (document.sum(0) > document[0])
+        _, _, rank, starts, ends = counts.sum(1)
+        starts, ends = (jnp.where(self.is_split, x, 0) for x in (starts, ends))
+        self._rank = _one_sequence(self._route.gather(rank)[sources])
+        index = jnp.broadcast_to(jnp.arange(self._rank.shape[1], dtype=jnp.int32), self._rank.shape)
+        # Padding comes last, where nothing attends to it.
+        self._order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(self._rank, index)
+        local = jnp.pad(~self.is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
+        self.whole = shard.of_queries(local)
+        query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
+        places = np.arange(zone, dtype=np.int32)
+        query = query._replace(positions=places, kv_starts=starts, kv_ends=ends)
+        kv = without_order(tokens_from(inputs.kv, shard.outside))
+        self.split = AttentionInputs(query, kv, inputs.shared)
+        self.specs = shard.spec, without_mask(request.spec)
+
+    def sends(self) -> list[Any]:
+        """K and V of all zones, by distance; this device's own without a send."""
+        own, route = (self.split.kv.k, self.split.kv.v), self._route
+        return [own, *(route.send(own, route.local, offset) for offset in route.offsets[1:])]
+
+    def with_keys(self, zones: list[Any]) -> AttentionInputs:
+        """``split`` with the keys of all zones, sorted by document."""
+
+        def sort(*x: jax.Array) -> jax.Array:
+            return jax.vmap(lambda x, order: x[order])(jnp.concatenate(x, 1), self._order)
+
+        k, v = jax.tree.map(sort, *zones)
+        places = np.arange(k.shape[1], dtype=np.int32)
+        return self.split._replace(kv=self.split.kv._replace(k=k, v=v, positions=places))
+
+    def by_distance(self, dkv: Dkv) -> list[Dkv]:
+        """Gradients of sorted keys as those of each zone, by distance."""
+
+        def zones(x: jax.Array) -> list[jax.Array]:
+            unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
+            return jnp.split(unsorted, self._route.size, 1)
+
+        return list(zip(*map(zones, dkv), strict=True))
+
+    def send_back(self, sums: list[Dkv]) -> list[Dkv]:
+        """The gradients of this device's zone, from each device of the ring."""
+        route = self._route
+        back = zip(sums, route.offsets, strict=True)
+        return [route.send(dkv, offset, route.local) for dkv, offset in back]
+
+    def added(self, whole: jax.Array, zone: jax.Array) -> jax.Array:
+        """A gradient of the shard, and one of its zone."""
+        widths = [(0, 0)] * whole.ndim
+        widths[1] = self._outside, 0
+        return whole + jnp.pad(zone, widths)
+
+    def joined(self, whole: Carry, split: Carry) -> Carry:
+        """Out and lse of the shard."""
+        first, split_out = self._outside, self.is_split[:, :, None, None]
+        out = jnp.where(split_out, split[0], whole[0][:, first:])
+        lse = jnp.where(self.is_split[:, None], split[1], whole[1][:, :, first:])
+        # In place: only the zone is written again.
+        return (
+            lax.dynamic_update_slice_in_dim(whole[0], out, first, 1),
+            lax.dynamic_update_slice_in_dim(whole[1], lse, first, 2),
+        )
+
+
+def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
+    """As :func:`burst_jax.ring.forward.forward`."""
+    documents, dtype = _Documents(request, inputs), inputs.query.q.dtype
+    of_whole, of_split = documents.specs
+
+    def run(inputs: AttentionInputs, spec: Any) -> Carry:
+        bounds = implementation.forward_bounds(inputs, spec=spec)
+        return implementation.forward(inputs, bounds, None, spec=spec, out_dtype=dtype)
+
+    with jax.named_scope(step_name("forward", 0)):
+        zones, whole = documents.sends(), run(documents.whole, of_whole)
+        zones, whole = lax.optimization_barrier((zones, whole))
+    with jax.named_scope(step_name("forward", 1)):
+        split = run(documents.with_keys(zones), of_split)
+        results = documents.joined(whole, split)
+    out, lse = (lax.optimization_barrier(x) for x in results)
+    return vary((out, lse), varying_axes(inputs))
+
+
+def backward(
+    request: Request, implementation: Implementation, inputs: AttentionInputs
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """As :func:`burst_jax.ring.backward.backward`."""
+    documents = _Documents(request, inputs)
+    of_whole, of_split = documents.specs
+    whole = Gradients(implementation, of_whole, implementation.dq_accumulator, None)
+    split = Gradients(implementation, of_split, implementation.dq_accumulator, None)
+    bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
+    halves = [bounds]
+    if implementation.split_backward is not None:
+        halves = list(implementation.split_backward(bounds))
+    with jax.named_scope(step_name("backward", 0)):
+        zones, results = documents.sends(), whole(documents.whole, halves[0], None, None)
+        zones, results = lax.optimization_barrier((zones, results))
+    with jax.named_scope(step_name("backward", 1)):
+        gathered = documents.with_keys(zones)
+        bounds = implementation.backward_bounds(gathered, spec=of_split)
+        dq, dkv = split(gathered, bounds, None, None)
+        dq, sums = split.dq(dq, gathered), documents.by_distance(dkv)
+        dq, sums, results = lax.optimization_barrier((dq, sums, results))
+    with jax.named_scope(step_name("backward", 2)):
+        back = documents.send_back(sums)
+        for half in halves[1:]:
+            results = whole(documents.whole, half, *results)
+        back, results = lax.optimization_barrier((back, results))
+    zone = jax.tree.map(lambda x, *rest: sum(rest, start=x), *back)
+    dq_whole, dkv_whole = whole.dq(results[0], documents.whole), results[1]
+    dkv = tuple(map(documents.added, dkv_whole, zone))
+    return documents.added(dq_whole, dq), dkv, {}
+
+
+def _one_sequence(x: jax.Array) -> jax.Array:
+    """``[n, B, z]`` as ``[B, n z]``."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
