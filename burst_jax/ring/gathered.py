@@ -8,17 +8,18 @@ attention is two independent ones::
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
 
-No query has keys in both, so nothing is merged, and results are rounded as they are written. On
-four devices, as in :mod:`burst_jax.ring.schedule`, with kernels and what is sent meanwhile::
+No query has keys in both, so nothing is merged, and results are rounded as they are written.
+Kernels, and what is sent meanwhile::
 
-    forward     whole documents                zone to (1,), (2,), (3,)
+    forward     whole documents                all-gather of K and V of the zones
                 split documents
 
-    backward    whole documents, first half    zone to (1,), (2,), (3,)
+    backward    whole documents, first half    all-gather of K and V of the zones
                 split documents
-                whole documents, second half   gradients of zones (1,), (2,), (3,) to their devices
+                whole documents, second half   reduce-scatter of their gradients, in float32
 
-The bytes are those of a ring that rotates K and V.
+The bytes are those of a ring that rotates K and V. (As many permutes at once are not overlapped:
+XLA runs all but four of them one after the other.)
 """
 
 from __future__ import annotations
@@ -77,8 +78,7 @@ class _Documents:
         shard = Shard(request, self._route, inputs)
         self._outside = shard.outside
         own = Order.of(inputs.query, shard.outside)
-        sources = jnp.stack([jnp.asarray(self._route.source(o)) for o in self._route.offsets])
-        everyone = self._route.gather(jnp.stack(own))[sources]  # By distance, [n, 2, B, z].
+        everyone = self._route.gather(jnp.stack(own))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
@@ -86,10 +86,11 @@ class _Documents:
         zones = Order(everyone[:, 0], everyone[:, 1])
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
-        self.is_split = (ids != 0) & (document.sum(0) > document[0])
+        here = document[jnp.asarray(self._route.source(self._route.local))]
+        self.is_split = (ids != 0) & (document.sum(0) > here)
         _, _, rank, starts, ends = counts.sum(1)
         starts, ends = (jnp.where(self.is_split, x, 0) for x in (starts, ends))
-        self._rank = _one_sequence(self._route.gather(rank)[sources])
+        self._rank = _one_sequence(self._route.gather(rank))
         index = jnp.broadcast_to(jnp.arange(self._rank.shape[1], dtype=jnp.int32), self._rank.shape)
         # Padding comes last, where nothing attends to it.
         self._order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(self._rank, index)
@@ -102,35 +103,26 @@ class _Documents:
         self.split = AttentionInputs(query, kv, inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
-    def sends(self) -> list[Any]:
-        """K and V of all zones, by distance; this device's own without a send."""
-        own, route = (self.split.kv.k, self.split.kv.v), self._route
-        return [own, *(route.send(own, route.local, offset) for offset in route.offsets[1:])]
+    def gather(self) -> tuple[jax.Array, jax.Array]:
+        """K and V of all zones, ``[n, B, z, K, H]``."""
+        return self._route.gather(self.split.kv.k), self._route.gather(self.split.kv.v)
 
-    def with_keys(self, zones: list[Any]) -> AttentionInputs:
+    def with_keys(self, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
         """``split`` with the keys of all zones, sorted by document."""
-
-        def sort(*x: jax.Array) -> jax.Array:
-            return jax.vmap(lambda x, order: x[order])(jnp.concatenate(x, 1), self._order)
-
-        k, v = jax.tree.map(sort, *zones)
+        k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), self._order) for x in zones)
         places = np.arange(k.shape[1], dtype=np.int32)
         return self.split._replace(kv=self.split.kv._replace(k=k, v=v, positions=places))
 
-    def by_distance(self, dkv: Dkv) -> list[Dkv]:
-        """Gradients of sorted keys as those of each zone, by distance."""
+    def by_zone(self, x: jax.Array) -> jax.Array:
+        """A gradient of sorted keys, of each zone: ``[n, B, z, K, H]``."""
+        unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
+        batch, tokens, *rest = x.shape
+        shape = batch, self._route.size, tokens // self._route.size, *rest
+        return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
-        def zones(x: jax.Array) -> list[jax.Array]:
-            unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
-            return jnp.split(unsorted, self._route.size, 1)
-
-        return list(zip(*map(zones, dkv), strict=True))
-
-    def send_back(self, sums: list[Dkv]) -> list[Dkv]:
-        """The gradients of this device's zone, from each device of the ring."""
-        route = self._route
-        back = zip(sums, route.offsets, strict=True)
-        return [route.send(dkv, offset, route.local) for dkv, offset in back]
+    def sum_here(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices of their gradients of this device's zone."""
+        return self._route.scatter_sum(x)
 
     def added(self, whole: jax.Array, zone: jax.Array) -> jax.Array:
         """A gradient of the shard, and one of its zone."""
@@ -160,7 +152,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         return implementation.forward(inputs, bounds, None, spec=spec, out_dtype=dtype)
 
     with jax.named_scope(step_name("forward", 0)):
-        zones, whole = documents.sends(), run(documents.whole, of_whole)
+        zones, whole = documents.gather(), run(documents.whole, of_whole)
         zones, whole = lax.optimization_barrier((zones, whole))
     with jax.named_scope(step_name("forward", 1)):
         split = run(documents.with_keys(zones), of_split)
@@ -182,25 +174,25 @@ def backward(
     if implementation.split_backward is not None:
         halves = list(implementation.split_backward(bounds))
     with jax.named_scope(step_name("backward", 0)):
-        zones, results = documents.sends(), whole(documents.whole, halves[0], None, None)
+        zones, results = documents.gather(), whole(documents.whole, halves[0], None, None)
         zones, results = lax.optimization_barrier((zones, results))
     with jax.named_scope(step_name("backward", 1)):
         gathered = documents.with_keys(zones)
         bounds = implementation.backward_bounds(gathered, spec=of_split)
         dq, dkv = split(gathered, bounds, None, None)
-        dq, sums = split.dq(dq, gathered), documents.by_distance(dkv)
+        dq, sums = split.dq(dq, gathered), tuple(map(documents.by_zone, dkv))
         dq, sums, results = lax.optimization_barrier((dq, sums, results))
     with jax.named_scope(step_name("backward", 2)):
-        back = documents.send_back(sums)
+        zone = tuple(map(documents.sum_here, sums))
         for half in halves[1:]:
             results = whole(documents.whole, half, *results)
-        back, results = lax.optimization_barrier((back, results))
-    zone = jax.tree.map(lambda x, *rest: sum(rest, start=x), *back)
-    dq_whole, dkv_whole = whole.dq(results[0], documents.whole), results[1]
-    dkv = tuple(map(documents.added, dkv_whole, zone))
+        zone, results = lax.optimization_barrier((zone, results))
+    dq_whole, (dk, dv) = whole.dq(results[0], documents.whole), results[1]
+    dkv = documents.added(dk, zone[0]), documents.added(dv, zone[1])
     return documents.added(dq_whole, dq), dkv, {}
 
 
 def _one_sequence(x: jax.Array) -> jax.Array:
-    """``[n, B, z]`` as ``[B, n z]``."""
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+    """``[n, B, z, ...]`` as ``[B, n z, ...]``."""
+    n, batch, zone, *rest = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(batch, n * zone, *rest)

@@ -99,6 +99,13 @@ class Route:
             x = lax.all_gather(x, axis)
         return x.reshape(self.size, *shape)
 
+    def scatter_sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the ring of ``x[i]`` ``[n, ...]``, i being this device's index."""
+        x = x.reshape(*self.sizes, *x.shape[1:])
+        for axis in self.axes:
+            x = lax.psum_scatter(x, axis)
+        return x
+
     def maximum(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum over the devices of the ring."""
         return lax.pmax(x, self.axes)
