@@ -67,13 +67,13 @@ def test_shares_of_ideal():
     assert (reports["each", "zigzag"].empty_steps, reports["each", "zigzag"].balance) == (1, 1)
     assert reports["each", "zigzag"].bytes_sent == 1
 
-    # As the placement's own model.
+    # As the placement's own model, which counts every ring step as one with work.
     lengths = RNG.integers(1000, 16000, 12)
     placed = balance(lengths, num_shards=n, tokens_per_shard=c)
     ids = np.zeros((1, n * c), np.int32)
     ids[0, : lengths.sum()] = np.arange(1, 13).repeat(lengths)
     report = work_report(ids, placed.layout, n)
-    assert report.share_of_ideal == pytest.approx(placed.share_of_ideal, rel=0.02)
+    assert report.share_of_ideal == pytest.approx(placed.share_of_ideal, rel=0.05)
     assert report.balance == pytest.approx(placed.balance)
     nothing = work_report(0 * ids, "zigzag", n)
     assert (nothing.balance, nothing.share_of_ideal, nothing.empty_steps) == (1, 1, 1)

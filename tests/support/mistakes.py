@@ -73,7 +73,7 @@ SHARED: Rows = [
     ({"query": zeros(B, 0, N, H)},
      r"query has shape \(2, 0, 4, 8\): no axis of \[B, T, N, H\] may be empty"),
     ({"layout": "zig-zag"},
-     "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped', or 'striped:k' for"),
+     "layout is 'zig-zag': use one of 'contiguous', 'zigzag', 'striped', 'striped:k' for"),
     ({"backward": "rotate_q"},
      "backward is 'rotate_q': use one of 'auto', 'rotate_kv', 'rotate_query'"),
     ({"implementation": "flash"},
