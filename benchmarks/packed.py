@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import burst_jax
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
@@ -63,10 +64,12 @@ class _OneDevice(Route):
     Attributes:
       shard: int32, the index of the device that it stands for.
       orders: int32 ``[n, 2, B, c]``, segment ids and positions of every device.
+      ranks: int32 ``[n, B, z]``, the rank of every zone's tokens among those of all zones.
     """
 
     shard: Any = None
     orders: Any = None
+    ranks: Any = None
 
     def source(self, offset: Offset | jax.Array) -> Any:
         """As on the device :attr:`shard`."""
@@ -79,8 +82,14 @@ class _OneDevice(Route):
         return tree
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The last places of every device, as many as ``x`` has."""
-        return self.orders[..., -x.shape[-1] :]
+        """What every device gathers, but K and V are this device's."""
+        if x.dtype != jnp.int32:
+            return lax.optimization_barrier(jnp.broadcast_to(x, (self.size, *x.shape)))
+        return self.orders[..., -x.shape[-1] :] if x.ndim == 3 else self.ranks
+
+    def scatter_sum(self, x: jax.Array) -> jax.Array:
+        """This device's part."""
+        return lax.optimization_barrier(x)[self.shard]
 
     def maximum(self, x: jax.Array) -> jax.Array:
         """This device's."""
@@ -93,12 +102,13 @@ class _OneDeviceRequest(Request):
 
     shard: Any = None
     orders: Any = None
+    ranks: Any = None
 
     def route(self, q_length: int, kv_length: int, *, rotates_query: bool = False) -> Route:
         """The steps of the ring."""
         route = super().route(q_length, kv_length, rotates_query=rotates_query)
         fields = {field.name: getattr(route, field.name) for field in dataclasses.fields(Route)}
-        return _OneDevice(**fields, shard=self.shard, orders=self.orders)
+        return _OneDevice(**fields, shard=self.shard, orders=self.orders, ranks=self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +155,10 @@ class PackedCase:
 
 
 def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
-    """``(forward, forward and backward)`` of one device: ``(q, k, v, do, shard, orders)``."""
+    """``(forward, forward and backward)`` of one device, of ``(q, k, v, do, shard, ...)``.
+
+    The others are the fields of :class:`_OneDevice`.
+    """
     target = target_of(jnp.zeros(()))
 
     def inputs_of(q: Any, k: Any, v: Any, shard: Any, orders: Any) -> AttentionInputs:
@@ -154,15 +167,15 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
         query = QuerySide(q, order if balanced else None, ids)
         return AttentionInputs(query, KVSide(k, v, query.positions, ids))
 
-    def forward(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any, ranks: Any) -> Any:
         del do
-        request = case.request(layout, shard=shard, orders=orders)
+        request = case.request(layout, shard=shard, orders=orders, ranks=ranks)
         return ring_forward(
             request, target, ring_inputs(request, inputs_of(q, k, v, shard, orders))
         )
 
-    def both(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any) -> Any:
-        request = case.request(layout, shard=shard, orders=orders)
+    def both(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any, ranks: Any) -> Any:
+        request = case.request(layout, shard=shard, orders=orders, ranks=ranks)
         inputs = inputs_of(q, k, v, shard, orders)
         of_ring = ring_inputs(request, inputs)
         carry = ring_forward(request, target, of_ring)
@@ -214,10 +227,15 @@ def measure(
     shapes = jax.eval_shape(lambda: case.arrays(case.tokens))
     of_one = jax.ShapeDtypeStruct((), np.int32)
     orders_shape = jax.ShapeDtypeStruct((case.devices, 2, 1, case.tokens), np.int32)
+
+    def ranks_shape(name: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((case.devices, 1, zone_size(name) or 0), np.int32)
+
     names = {order_of(case, layout, lengths)[0] for *_, lengths in draws for layout in layouts}
 
     def compiled(name: str) -> list[Any]:
-        lowered = [f.lower(*shapes, of_one, orders_shape) for f in programs(case, name)]
+        rest = of_one, orders_shape, ranks_shape(name)
+        lowered = [f.lower(*shapes, *rest) for f in programs(case, name)]
         return [each.compile(compiler_options=_OPTIONS) for each in lowered]
 
     with ThreadPoolExecutor() as pool:
@@ -230,7 +248,11 @@ def measure(
         ideal = np.array([1e3 * median_time(call) / case.devices for call in calls])
         for layout in layouts:
             name, orders = order_of(case, layout, lengths)
-            given = (*arrays, jnp.asarray(orders))
+            given = (
+                *arrays,
+                jnp.asarray(orders),
+                jnp.asarray(_ranks(orders, zone_size(name) or 0)),
+            )
             times = np.array([_times(made[name], given, i) for i in range(case.devices)])
             slowest = times.max(0)
             yield {
@@ -240,10 +262,18 @@ def measure(
             }  # fmt: skip
 
 
+def _ranks(orders: np.ndarray, zone: int) -> np.ndarray:
+    """:attr:`_OneDevice.ranks` of :func:`order_of`'s array."""
+    n, _, batch, length = orders.shape
+    ids, order = np.moveaxis(orders[..., length - zone :], 1, 0).reshape(2, -1)
+    ids = np.where(ids == 0, np.iinfo(np.int32).max, ids)
+    return np.argsort(np.lexsort((order, ids))).astype(np.int32).reshape(n, batch, zone)
+
+
 def _times(programs: list[Any], given: tuple[Any, ...], shard: int) -> list[float]:
     """Milliseconds of each program on the device of a shard."""
-    *arrays, orders = given
-    calls = [functools.partial(f, *arrays, jnp.int32(shard), orders) for f in programs]
+    *arrays, orders, ranks = given
+    calls = [functools.partial(f, *arrays, jnp.int32(shard), orders, ranks) for f in programs]
     return [1e3 * median_time(call, 3, 0.02) for call in calls]
 
 

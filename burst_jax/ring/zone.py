@@ -18,6 +18,8 @@ The first step's calls:
   one for the zone, whose float32 results the ring continues.
 - Backward: one with all of the shard's queries and keys, in the two halves that a ring's local step
   always has. The gradients of the zone's ring are added to its own.
+
+Zones that are small enough are not rotated: :mod:`burst_jax.ring.gathered`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ A program is compiled once, and a test makes all its assertions on it: workers s
 from __future__ import annotations
 
 import functools
+import math
+import re
 from typing import Any, NamedTuple
 
 import compiled_programs as compiled
@@ -122,9 +124,8 @@ def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
-@pytest.mark.parametrize(("gpu", "zone"), [("a100", 512), ("h100", 512), ("a100", 0)])
-def test_a_balanced_layout_sends_its_zone_alone(gpu, zone):
-    """Every permute overlaps with a kernel; a zone of no tokens sends nothing."""
+def balanced(gpu, zone):
+    """The gradient in a balanced layout on 8 GPUs, and the bytes of its zones."""
     n, mesh = 8, compiled.gpu_mesh(gpu, 8)
     arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
     shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
@@ -135,16 +136,43 @@ def test_a_balanced_layout_sends_its_zone_alone(gpu, zone):
         return gradient(attend(mesh, layout=f"balanced:{zone}", **options))(query, key, value)
 
     program = compiled.compile_for(run, *arrays, shape, shape)
-    events, steps = compiled.schedule(program), n - 1 if zone else 0
-    kernels = [name for kind, name in events if kind == "kernel"]
-    # The shard's queries outside of its zone, those of the zone, and the steps of the ring.
-    forward = ["burst_forward"] * (2 + steps if zone else 1)
-    # The shard's own work in two halves, and the steps of the ring.
-    assert kernels == forward + ["burst_backward"] * (2 + steps if zone else 1)
+    events = compiled.schedule(program)
     assert not [event for event in events if event[0] == "sync"]
+    kernels = [name.removeprefix("burst_") for kind, name in events if kind == "kernel"]
+    return program, events, kernels
+
+
+def test_a_balanced_layout_rotates_large_zones():
+    zone = 3072
+    program, events, kernels = balanced("a100", zone)
+    # The shard's queries outside of its zone, those of the zone, and the steps of the ring; then
+    # the shard's own work in two halves.
+    assert kernels == ["forward"] * (2 + 7) + ["backward"] * (2 + 7)
     assert all(compiled.overlapped(events))
-    assert compiled.permuted_bytes(program) == sum(wires("rotate_kv", n)) * zone // TOKENS
-    assert ("all-gather" in compiled.text_of(program)) == (zone > 0)
+    assert compiled.permuted_bytes(program) == sum(wires("rotate_kv", 8)) * zone // TOKENS
+
+
+def test_a_balanced_layout_gathers_small_zones_during_its_own_work():
+    program, events, kernels = balanced("h100", 512)
+    assert kernels == ["forward"] * 2 + ["backward"] * 3
+    assert not any(kind == "start" for kind, _ in events)
+    # K and V of all zones for each pass, and the sums of their gradients.
+    elements = 8 * 512 * KV_HEADS * (DIM + VALUE_DIM)
+    for opcode, dtype, count in (("all-gather", "bf16", 2), ("reduce-scatter", "f32", 1)):
+        found = compiled.transfers(program, opcode)["ENTRY"]
+        large = [(each.result, during) for each, during in found if f"{dtype}[" in each.result]
+        assert all(during for _, during in large), opcode
+        shapes = [re.findall(rf"{dtype}\[([\d,]+)\]", result) for result, _ in large]
+        sizes = [math.prod(map(int, sizes.split(","))) for each in shapes for sizes in each]
+        # What is sent, and n times as much that is received; or the other way round.
+        assert sum(sizes) == count * elements * 9 // 8
+
+
+def test_a_balanced_layout_without_a_zone_sends_nothing():
+    program, events, kernels = balanced("a100", 0)
+    assert kernels == ["forward", "backward"]
+    assert len(events) == 2
+    assert "all-gather" not in compiled.text_of(program)
 
 
 def test_remat_policy_holds_no_second_forward_ring():

@@ -27,12 +27,14 @@ MIXES = {
     "whole": lambda n: [[24] * n, [12, 11] * n],
 }
 CASES = [
-    # mesh, axes, mix, zone, heads, dtype, options
+    # mesh, axes, mix, zone, heads, dtype, options. Zones of 4 shards in all are gathered, others
+    # rotate.
     ({"seq": 2}, {}, "mixed", 16, 4, "float32", {"backward": "rotate_kv"}),
     ({"seq": 3}, {}, "mixed", 20, 2, "bfloat16", {"backward": "rotate_query"}),
     ({"seq": 5}, {}, "mixed", 18, 4, "float32", {"local_window_size": (9, 0)}),
     ({"seq": 8}, {}, "mixed", 16, 4, "float32", {"logits_soft_cap": 2.0, "sinks": True}),
     ({"seq": 3}, {}, "one", None, 4, "float32", {"sinks": True}),
+    ({"seq": 3}, {}, "mixed", 22, 4, "bfloat16", {"sinks": True}),
     ({"seq": 2}, {}, "whole", None, 4, "float32", {"is_causal": False}),
     ({"seq": 4}, {}, "whole", 8, 4, "float32", {"local_window_size": (3, 4), "is_causal": False}),
     ({"seq": 1}, {}, "whole", None, 4, "float32", {}),
@@ -41,6 +43,7 @@ CASES = [
         {"seq_axis": ("outer", "seq")},
         "mixed", 18, 4, "float32", {"backward": "rotate_query"},
     ),
+    ({"outer": 2, "seq": 2}, {"seq_axis": ("outer", "seq")}, "mixed", 18, 4, "float32", {}),
     ({"seq": 3, "heads": 2}, {"ulysses_axis": "heads"}, "mixed", 20, 4, "float32", {}),
     ({"data": 2, "seq": 4}, {"batch_axis": "data"}, "mixed", 18, 4, "float32", {}),
 ]  # fmt: skip
