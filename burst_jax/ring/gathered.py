@@ -97,7 +97,7 @@ class _Documents:
         local = jnp.pad(~self.is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        places = np.arange(zone, dtype=np.int32)
+        places: Any = np.arange(zone, dtype=np.int32)
         query = query._replace(positions=places, kv_starts=starts, kv_ends=ends)
         kv = without_order(tokens_from(inputs.kv, shard.outside))
         self.split = AttentionInputs(query, kv, inputs.shared)
@@ -110,7 +110,7 @@ class _Documents:
     def with_keys(self, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
         """``split`` with the keys of all zones, sorted by document."""
         k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), self._order) for x in zones)
-        places = np.arange(k.shape[1], dtype=np.int32)
+        places: Any = np.arange(k.shape[1], dtype=np.int32)
         return self.split._replace(kv=self.split.kv._replace(k=k, v=v, positions=places))
 
     def by_zone(self, x: jax.Array) -> jax.Array:
