@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -29,6 +30,10 @@ _RANDOM = (
 )
 # Sums that a whole loss may be off by.
 _CLOSE = 1e-3
+
+
+# Primitives that reduce over devices.
+_SUMS = {"psum", "psum2", "psum_invariant", "pmean", "all_gather", "all_reduce"}
 
 
 class Sentences:
@@ -194,7 +199,7 @@ class Sentences:
                     f"the {self.layout} layout"
                 )
         if all(x.ndim == 0 for x in origin.right.values()):
-            return start + self._scalar(origin, names)
+            return start + self._scalar(origin, inside)
         if "iota" in names and "axis_index" not in names:
             return (
                 f"{start}: it counts tokens from 0 on every device (an arange); pass it the "
@@ -207,8 +212,10 @@ class Sentences:
             "mean, a shift, a maximum), or counts them by index"
         )
 
-    def _scalar(self, origin: Origin, names: set[str]) -> str:
-        """What is wrong with a loss that a ``shard_map`` reduces."""
+    def _scalar(self, origin: Origin, inside: list[Any]) -> str:
+        """What is wrong with a loss that a ``shard_map`` of these equations reduces."""
+        numbers = [e.primitive.name for e in inside if all(x.aval.shape == () for x in e.outvars)]
+        sums = [index for index, name in enumerate(numbers) if name in _SUMS]
         (right,), (mesh,) = list(origin.right.values())[:1], list(origin.mesh.values())[:1]
         ratio = float(mesh) / float(right) if right else math.nan
         sizes = self.mesh.shape
@@ -223,8 +230,13 @@ class Sentences:
                     f": 1/{size} of the right value, the number of devices along {axis}; it "
                     "averages over devices what must be summed (pmean instead of psum)"
                 )
-        if not names & {"psum", "psum2", "psum_invariant", "pmean", "all_gather", "all_reduce"}:
+        if not _SUMS & {equation.primitive.name for equation in inside}:
             return ": it is the value of one device alone; sum over the devices with lax.psum"
+        if sums and "div" not in numbers[: sums[-1]]:
+            return (
+                ": it sums over devices before it divides, so something before that sum is wrong: "
+                "check positions (burst_jax.positions), the layout and the masks of each call in it"
+            )
         return (
             ": it averages each device's own mean, and devices have different numbers of tokens "
             "that count; sum losses and weights over all devices (lax.psum), then divide"

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.watch import WatchedCall, watched
-from burst_jax.layouts.permutation import Layout, check_layout, positions
+from burst_jax.layouts.permutation import Layout, check_layout, positions, zone_size
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -423,6 +423,8 @@ def _check_arguments(
         raise NotImplementedError("compare runs in one process: use a mesh of its own devices")
     check_has_devices(mesh)
     check_layout(layout)
+    if zone_size(layout) is not None:
+        raise NotImplementedError(f"layout is {layout!r}, which compare does not place: use zigzag")
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     if not callable(make_loss):
         raise ValueError(

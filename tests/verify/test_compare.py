@@ -258,3 +258,29 @@ def tuple_loss(mesh, layout):
 def test_wrong_arguments_raise(options, message):
     with pytest.raises(ValueError, match=message):
         quick(options.pop("batch", packed()), **options)
+
+
+def test_balanced_layouts_raise():
+    with pytest.raises(NotImplementedError, match="layout is 'balanced:0', which compare does not"):
+        quick(packed(), layout="balanced:0")
+
+
+def test_a_loss_that_is_reduced_right_is_not_called_a_mean_of_means():
+    """In a shard_map that counts tokens by their index."""
+
+    def make_loss(mesh, layout):
+        def on_device(w, x):
+            index = jnp.arange(x.shape[1]) + jax.lax.axis_index("seq") * x.shape[1]
+            total, count = (jnp.cos(index.astype(jnp.float32) * w) * x).sum(), (x > 0).sum()
+            return jax.lax.psum(total, "seq") / jax.lax.psum(count, "seq")
+
+        spec = P(None, "seq")
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), spec), out_specs=P())
+        return lambda params, batch: on_mesh(params["w"], batch["x"].astype(jnp.float32))
+
+    report = verify.compare(
+        make_loss, {"w": jnp.float32(0.3)}, {"x": np.arange(128).reshape(2, 64) % 9},
+        mesh=mesh_of(seq=2), layout="zigzag", gradients=False,
+    )  # fmt: skip
+    assert not report.passed
+    assert "it sums over devices before it divides" in report.problems[0]
