@@ -291,8 +291,7 @@ def _check_balanced(
     other += [name for name in _STATIC_WITHOUT_BALANCED if getattr(arguments, name) is not None]
     other += [] if offset == 0 else ["query_offset"]
     other += ["dropout_rate"] if arguments.dropout_rate else []
-    sides = window_sides(arguments.local_window_size)
-    if isinstance(sides, tuple) and any(isinstance(side, jax.Array) for side in sides):
+    if any(isinstance(side, jax.Array) for side in window_sides(arguments.local_window_size)):
         other.append("a traced local_window_size")
     if other:
         raise NotImplementedError(

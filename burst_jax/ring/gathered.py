@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.ring.local import Gradients
+from burst_jax.ring.local import Gradients, bounds_of_parts
 from burst_jax.ring.request import Request
 from burst_jax.ring.schedule import step_name
 from burst_jax.ring.zone import (
@@ -69,16 +69,17 @@ class _Documents:
       whole: inputs of the attention over whole documents.
       split: inputs of that over split documents, with this device's zone instead of all keys.
       specs: of ``whole`` and of ``split``.
+      shard: this device's shard.
+      route: the ring.
       is_split: bool ``[B, z]``: which tokens of this device's zone are of split documents.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
         assert request.zone is not None
-        zone, self._route = request.zone, request.route(request.zone, request.zone)
-        shard = Shard(request, self._route, inputs)
-        self._outside = shard.outside
+        zone, self.route = request.zone, request.route(request.zone, request.zone)
+        self.shard = shard = Shard(request, self.route, inputs)
         own = Order.of(inputs.query, shard.outside)
-        everyone = self._route.gather(jnp.stack(own))
+        everyone = self.route.gather(jnp.stack(own))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
@@ -86,11 +87,11 @@ class _Documents:
         zones = Order(everyone[:, 0], everyone[:, 1])
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
-        here = document[jnp.asarray(self._route.source(self._route.local))]
+        here = document[jnp.asarray(self.route.source(self.route.local))]
         self.is_split = (ids != 0) & (document.sum(0) > here)
         _, _, rank, starts, ends = counts.sum(1)
         starts, ends = (jnp.where(self.is_split, x, 0) for x in (starts, ends))
-        self._rank = _one_sequence(self._route.gather(rank))
+        self._rank = _one_sequence(self.route.gather(rank))
         index = jnp.broadcast_to(jnp.arange(self._rank.shape[1], dtype=jnp.int32), self._rank.shape)
         # Padding comes last, where nothing attends to it.
         self._order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(self._rank, index)
@@ -105,7 +106,7 @@ class _Documents:
 
     def gather(self) -> tuple[jax.Array, jax.Array]:
         """K and V of all zones, ``[n, B, z, K, H]``."""
-        return self._route.gather(self.split.kv.k), self._route.gather(self.split.kv.v)
+        return self.route.gather(self.split.kv.k), self.route.gather(self.split.kv.v)
 
     def with_keys(self, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
         """``split`` with the keys of all zones, sorted by document."""
@@ -117,29 +118,15 @@ class _Documents:
         """A gradient of sorted keys, of each zone: ``[n, B, z, K, H]``."""
         unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
         batch, tokens, *rest = x.shape
-        shape = batch, self._route.size, tokens // self._route.size, *rest
+        shape = batch, self.route.size, tokens // self.route.size, *rest
         return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
-    def sum_here(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices of their gradients of this device's zone."""
-        return self._route.scatter_sum(x)
-
-    def added(self, whole: jax.Array, zone: jax.Array) -> jax.Array:
-        """A gradient of the shard, and one of its zone."""
-        widths = [(0, 0)] * whole.ndim
-        widths[1] = self._outside, 0
-        return whole + jnp.pad(zone, widths)
-
-    def joined(self, whole: Carry, split: Carry) -> Carry:
+    def combined(self, whole: Carry, split: Carry) -> Carry:
         """Out and lse of the shard."""
-        first, split_out = self._outside, self.is_split[:, :, None, None]
-        out = jnp.where(split_out, split[0], whole[0][:, first:])
-        lse = jnp.where(self.is_split[:, None], split[1], whole[1][:, :, first:])
-        # In place: only the zone is written again.
-        return (
-            lax.dynamic_update_slice_in_dim(whole[0], out, first, 1),
-            lax.dynamic_update_slice_in_dim(whole[1], lse, first, 2),
-        )
+        first, is_split = self.shard.outside, self.is_split
+        out = jnp.where(is_split[:, :, None, None], split[0], whole[0][:, first:])
+        lse = jnp.where(is_split[:, None], split[1], whole[1][:, :, first:])
+        return self.shard.with_results_of_zone(whole, (out, lse))
 
 
 def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
@@ -156,7 +143,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         zones, whole = lax.optimization_barrier((zones, whole))
     with jax.named_scope(step_name("forward", 1)):
         split = run(documents.with_keys(zones), of_split)
-        results = documents.joined(whole, split)
+        results = documents.combined(whole, split)
     out, lse = (lax.optimization_barrier(x) for x in results)
     return vary((out, lse), varying_axes(inputs))
 
@@ -170,11 +157,12 @@ def backward(
     whole = Gradients(implementation, of_whole, implementation.dq_accumulator, None)
     split = Gradients(implementation, of_split, implementation.dq_accumulator, None)
     bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
-    halves = [bounds]
-    if implementation.split_backward is not None:
-        halves = list(implementation.split_backward(bounds))
+    parts = bounds_of_parts(implementation, bounds)
     with jax.named_scope(step_name("backward", 0)):
-        zones, results = documents.gather(), whole(documents.whole, halves[0], None, None)
+        zones, results = (
+            documents.gather(),
+            whole(documents.whole, parts.get("first", bounds), None, None),
+        )
         zones, results = lax.optimization_barrier((zones, results))
     with jax.named_scope(step_name("backward", 1)):
         gathered = documents.with_keys(zones)
@@ -183,13 +171,13 @@ def backward(
         dq, sums = split.dq(dq, gathered), tuple(map(documents.by_zone, dkv))
         dq, sums, results = lax.optimization_barrier((dq, sums, results))
     with jax.named_scope(step_name("backward", 2)):
-        zone = tuple(map(documents.sum_here, sums))
-        for half in halves[1:]:
-            results = whole(documents.whole, half, *results)
+        zone = tuple(map(documents.route.scatter_sum, sums))
+        if "second" in parts:
+            results = whole(documents.whole, parts["second"], *results)
         zone, results = lax.optimization_barrier((zone, results))
     dq_whole, (dk, dv) = whole.dq(results[0], documents.whole), results[1]
-    dkv = documents.added(dk, zone[0]), documents.added(dv, zone[1])
-    return documents.added(dq_whole, dq), dkv, {}
+    add_zone = documents.shard.add_zone
+    return add_zone(dq_whole, dq), (add_zone(dk, zone[0]), add_zone(dv, zone[1])), {}
 
 
 def _one_sequence(x: jax.Array) -> jax.Array:

@@ -127,12 +127,8 @@ class LocalBackward:
         per_step = inputs.shared.block_mask is not None
         self._bounds_at = _bounds_at(route, rotating, bounds, per_step)
         whole = self._bounds_at(route.local, rotating)
-        self._local_bounds: dict[Part, Any] = {"whole": whole}
-        split = implementation.split_backward
-        self.splits_local = split is not None and len(route.offsets) > 1
-        if split is not None and self.splits_local:
-            first, second = split(whole)
-            self._local_bounds |= {"first": first, "second": second}
+        self._local_bounds = bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
+        self.splits_local = "first" in self._local_bounds
         self.rotating = rotating
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
         accumulator = dq_accumulator(
@@ -163,7 +159,7 @@ class LocalBackward:
 
     def add(self, sums: list[Any]) -> Any:
         """The sum of partial gradients of the rotating side."""
-        return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
+        return added_up(sums)
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
@@ -214,6 +210,25 @@ class Gradients:
         if self._accumulator is None:
             return dq
         return self._accumulator.finish(dq, inputs, spec=self._spec)
+
+
+def bounds_of_parts(
+    implementation: Implementation, whole: Any, *, alone: bool = False
+) -> dict[Part, Any]:
+    """The backward bounds of the local block's parts: whole, and first and second half.
+
+    There are no halves if the work cannot be split, or if it is done ``alone``, without a ring.
+    """
+    split = implementation.split_backward
+    if split is None or alone:
+        return {"whole": whole}
+    first, second = split(whole)
+    return {"whole": whole, "first": first, "second": second}
+
+
+def added_up(sums: list[Any]) -> Any:
+    """The elementwise sum of pytrees of arrays."""
+    return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
 
 def dq_accumulator(

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.ring.local import Gradients, dq_accumulator, swap
+from burst_jax.ring.local import Gradients, added_up, bounds_of_parts, dq_accumulator, swap
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Offset, Route
@@ -161,6 +161,20 @@ class Shard:
         """The inputs, without the queries outside of the zone."""
         return self.inputs._replace(query=tokens_from(self.inputs.query, self.outside))
 
+    def with_results_of_zone(self, results: Carry, zone: Carry) -> Carry:
+        """Out and lse, with those of the zone written in place."""
+        (out, lse), (zone_out, zone_lse) = results, zone
+        return (
+            lax.dynamic_update_slice_in_dim(out, zone_out, self.outside, 1),
+            lax.dynamic_update_slice_in_dim(lse, zone_lse, self.outside, 2),
+        )
+
+    def add_zone(self, gradient: jax.Array, zone: jax.Array) -> jax.Array:
+        """A gradient ``[B, c, ...]``, with one of the zone added."""
+        widths = [(0, 0)] * gradient.ndim
+        widths[1] = self.outside, 0
+        return gradient + jnp.pad(zone, widths)
+
 
 class _Steps:
     """The inputs of the ring steps after the first: zones, with per-query KV bounds.
@@ -281,12 +295,7 @@ class ZoneForward:
             return outside, zone
         if outside is None:
             return zone
-        # In place: only the zone is written again.
-        first, axes = self._shard.outside, (1, 2)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(x, update, first, axis)
-            for x, update, axis in zip(outside, zone, axes, strict=True)
-        )
+        return self._shard.with_results_of_zone(outside, zone)
 
     def _on_shard(self, inputs: AttentionInputs, out_dtype: Any) -> Carry:
         spec = self._shard.spec
@@ -314,13 +323,9 @@ class ZoneBackward:
         self.route = route = zone_route(request)
         self._shard = shard = Shard(request, route, inputs)
         whole = implementation.backward_bounds(shard.inputs, spec=shard.spec)
-        self._shard_bounds: dict[Part, Any] = {"whole": whole}
-        split = implementation.split_backward
         alone = len(route.offsets) == 1
-        self.splits_local = split is not None and not alone
-        if split is not None and self.splits_local:
-            first, second = split(whole)
-            self._shard_bounds |= {"first": first, "second": second}
+        self._shard_bounds = bounds_of_parts(implementation, whole, alone=alone)
+        self.splits_local = "first" in self._shard_bounds
         out_dtype = inputs.query.q.dtype if alone and request.ulysses_axis is None else None
         accumulator = None if alone else implementation.dq_accumulator
         self._of_shard = Gradients(implementation, shard.spec, accumulator, out_dtype)
@@ -362,7 +367,7 @@ class ZoneBackward:
     def add(self, sums: list[Any]) -> Any:
         """The sum of partial gradients of the rotating side; the shard's own stays apart."""
         own = sums[0] if isinstance(sums[0], _Sum) else None
-        total = jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums[own is not None :])
+        total = added_up(sums[own is not None :])
         return total if own is None else own._replace(zone=total)
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
@@ -375,12 +380,8 @@ class ZoneBackward:
         q_shard = self._of_shard.dq(q_shard, self._shard.inputs)
         q_zone = self._of_zone.dq(q_zone, self._any_step)
 
-        def added(whole: jax.Array, zone: jax.Array) -> jax.Array:
-            widths = [(0, 0)] * whole.ndim
-            widths[1] = self._shard.outside, 0
-            return whole + jnp.pad(zone, widths)
-
-        return added(q_shard, q_zone), jax.tree.map(added, kv_shard, kv_zone)
+        add_zone = self._shard.add_zone
+        return add_zone(q_shard, q_zone), jax.tree.map(add_zone, kv_shard, kv_zone)
 
 
 def zone_route(request: Request) -> Route:
