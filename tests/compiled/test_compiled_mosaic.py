@@ -63,7 +63,12 @@ CALLS = [
     )),
     # Of multi-head latent attention, and the widest.
     ("forward", 192, FULL | {"value_dim": 128}), ("forward", 256, FULL),
-    ("backward", 96, FULL), ("backward", 64, BOTH), ("backward", 64, FULL | {"value_dim": 128}),
+    # Tiles of 128 queries, then of 64.
+    *(("backward", 64, options) for options in (
+        {}, LAST | SEGMENTS, RANGES, {"blocks": 128}, LAST | {"deterministic": True}, BOTH,
+        FULL | {"value_dim": 128},
+    )),
+    ("backward", 96, FULL),
     ("backward", 64, {"mods": "score+mask"} | BOTH),
     *(("backward", 128, options) for options in (
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
@@ -72,8 +77,15 @@ CALLS = [
 ]  # fmt: skip
 
 
-# One register is stored and loaded outside of the loops over tiles, once per work tile.
-ONE_SPILL = {("forward", 128): {"full+cluster"}, ("backward", 128): {"added+mask"}}
+# Bytes of stack: registers that are stored and loaded once per work tile, not in a loop over tiles.
+STACK = {
+    ("forward", 128): {"full+cluster": 8},
+    ("backward", 128): {"added+mask": 8},
+    ("backward", 64): {
+        "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
+        "no_carried+rounded+deterministic": 48,
+    },
+}  # fmt: skip
 
 
 def call_id(value):
@@ -86,15 +98,13 @@ def call_id(value):
 @hopper_kernels
 @pytest.mark.parametrize(("half", "dim", "options"), CALLS, ids=call_id)
 def test_kernels_fit_in_the_registers(report, half, dim, options):
-    """No register is spilled, and matrix instructions overlap."""
+    """No register is spilled in a loop, and matrix instructions overlap."""
     seen = report(half, dim, **options)
     assert len(seen.kernels) == 1
-    if call_id(options) in ONE_SPILL.get((half, dim), ()):
-        assert seen.stack <= 8, seen
-        assert seen.spills <= 12, seen
-        assert not seen.serialized
-        return
-    assert (seen.spills, seen.stack, seen.serialized) == (0, 0, False), seen
+    stack = STACK.get((half, dim), {}).get(call_id(options), 0)
+    assert seen.stack <= stack, seen
+    assert seen.spills <= 3 * stack, seen
+    assert not seen.serialized
 
 
 @hopper_kernels
@@ -126,7 +136,7 @@ def test_kernels_without_a_producer_warpgroup(monkeypatch, report, half, dim, op
     monkeypatch.setattr(configs, "EQUAL_REGISTERS_SINCE", (0,))
     seen = report(half, dim, **options)
     assert len(seen.kernels) == 1
-    most_stack, most_spills = (144, 400) if (half, dim) == ("backward", 128) else (0, 0)
+    most_stack, most_spills = (144, 420) if (half, dim) == ("backward", 128) else (0, 0)
     assert seen.stack <= most_stack
     assert seen.spills <= most_spills
     assert not seen.serialized

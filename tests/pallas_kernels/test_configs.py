@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from pallas_kernels import (
     AttentionInputs,
     AttentionSpec,
+    BlockMask,
+    Dropout,
     KVSide,
     QuerySide,
     Score,
@@ -101,13 +104,15 @@ def test_sm90_forward_tiles_fit(out_dtype):
         assert lanes <= 64
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
-def test_sm90_backward_tiles_fit_and_bulk_copies_are_aligned(dim):
+@pytest.mark.parametrize(
+    ("dim", "small"), [(32, False), (32, True), (64, False), (64, True), (96, True), (128, True)]
+)
+def test_sm90_backward_tiles_fit_and_bulk_copies_are_aligned(dim, small):
     """Copies fail unless their shared-memory address is a multiple of 128 bytes."""
     for value_dim in {dim, *range(32, 129, 32)} & {*range(0, 129, dim // 2)}:
-        config = sm90.backward_config(max(dim, value_dim))
+        config = sm90.backward_config(max(dim, value_dim), small)
         assert BackwardMemory.of(config, dim, jnp.bfloat16, value_dim).nbytes <= 227 * 1024
-    scratch = ScratchLayout.of(sm90.backward_config(dim))
+    scratch = ScratchLayout.of(sm90.backward_config(dim, small))
     copied = [scratch.lse(stage) for stage in range(scratch.stages)]
     copied += [scratch.delta(stage) for stage in range(scratch.do_stages)]
     copied += [scratch.per_head_sums(i) for i in range(sm90.BACKWARD_WARPGROUPS)]
@@ -118,6 +123,46 @@ def test_sm90_backward_tiles_fit_and_bulk_copies_are_aligned(dim):
     taken += range(scratch.slots, scratch.slots + SLOTS)
     assert len(set(taken)) == len(taken)
     assert max(taken) < scratch.size
+
+
+@pytest.mark.parametrize(
+    ("block_q", "options"),
+    [
+        (128, {}),
+        (128, {"ids": True}),
+        (128, {"blocks": 256}),
+        (128, {"deterministic": True}),
+        (64, {"dim": 96}),
+        (64, {"dropout": Dropout(0.1)}),
+        (64, {"slopes": True}),
+        # Tiles would be larger than the mask's blocks.
+        (64, {"blocks": 64}),
+        (64, {"ids": True, "deterministic": True}),
+        (64, {"equal_registers": True}),
+    ],
+    ids=str,
+)
+def test_sm90_backward_tiles_of_128_queries(monkeypatch, block_q, options):
+    """Where they have registers, and the mask no smaller blocks. Bounds and dQ depend on it."""
+    monkeypatch.setattr(sm90, "EQUAL_REGISTERS_SINCE", (0 if "equal_registers" in options else 99,))
+    x = jnp.zeros((1, 512, 2, options.get("dim", 64)), jnp.bfloat16)
+    ids = jnp.zeros((1, 512), jnp.int32) if "ids" in options else None
+    side, blocks = local.tokens(jnp.arange(512, dtype=jnp.int32), ids), None
+    if "blocks" in options:
+        size = options["blocks"]
+        blocks = BlockMask(jnp.ones((1, 512 // size, 512 // size), bool), *[size] * 4)
+    kernels: Any = mosaic_sm90(deterministic="deterministic" in options)
+    spec = dataclasses.replace(SPEC(0.1), dropout=options.get("dropout"))
+    seeds = jnp.zeros((1, 2), jnp.int32) if spec.dropout else None
+    numbers = {"alibi_slopes": jnp.ones(2)} if "slopes" in options else None
+    inputs = local.inputs_of(x, x, x, side, side, numbers, seeds, blocks)
+    inputs = local.with_cotangents(inputs, x, jnp.zeros((2, 1, 2, 512)))
+    bounds = kernels.backward_bounds(inputs, spec=spec)
+    zeros = jax.eval_shape(
+        functools.partial(kernels.dq_accumulator.zeros, spec=spec), inputs, bounds
+    )
+    made = (1, 2, 4, 2, 128, 32) if block_q == 128 else x.shape
+    assert zeros.values.shape == made
 
 
 def test_long_plain_masks_use_clusters():

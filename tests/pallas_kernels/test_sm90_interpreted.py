@@ -29,6 +29,11 @@ slow = pytest.mark.slow
 CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2), MosaicConfig(64, 128, 2))
 # The smallest tiles. Lengths are chosen for few steps, with partial tiles on both sides.
 KERNELS = mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2))
+# dQ in register order.
+LARGE, LARGE_DETERMINISTIC = (
+    mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(128, 128, 2), deterministic)
+    for deterministic in (False, True)
+)
 # The consumers share a producer's work.
 SHARED = mosaic_sm90(
     MosaicConfig(128, 64, 2, v_stages=3, producer_warpgroup=False),
@@ -97,16 +102,21 @@ BOTH, WITHOUT = (
     ("plain",),
     ("slopes", "block_mask", "cap", "packed", "shared_block_mask", "shuffled"),
 )
+LARGE_TILES = "plain", "float16"
 RUNS = [
-    *((name, KERNELS) for name in CASES if name not in WITHOUT and name != "shipped"),
+    *((name, KERNELS) for name in CASES if name not in (*WITHOUT, *LARGE_TILES, "shipped")),
+    *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in (*BOTH, *WITHOUT)),
-    *((name, DETERMINISTIC) for name in ("packed", "kv_bounds")),
+    ("packed", LARGE_DETERMINISTIC),
+    ("kv_bounds", DETERMINISTIC),
     ("cap", SHARED_DETERMINISTIC),
     # The shipped tiles of that case are for three consumer warpgroups.
     ("shipped", mosaic_sm90()),
 ]
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
 SUFFIXES = {
+    LARGE: "-large-tiles",
+    LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
     DETERMINISTIC: "-deterministic",
     SHARED_DETERMINISTIC: "-deterministic-without-producer",

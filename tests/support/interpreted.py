@@ -47,6 +47,7 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments, tile_scheduler
+from pallas_kernels.mosaic.sm90 import instructions
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Number of clocks that asynchronous copies and products use in turn. A race between two that share
@@ -421,6 +422,15 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
 
 
+def _add_in_register_order(target, staging, x, tile):
+    """What :func:`instructions.from_register_order` undoes, by one copy for all warps."""
+    flat = x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).transpose(0, 3, 2, 4, 1, 5)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[...] = flat.reshape(staging.shape)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, target, predicate=tile >= 0, reduction_op="add")
+
+
 _compiling = threading.Lock()
 
 
@@ -443,6 +453,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
     params = plgpu.InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=_CLOCKS)
     with (
         mock.patch.object(_Impatient, "patience", patience),
+        mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
         mock.patch.object(shared_memory, "Barrier", _Barrier),

@@ -32,6 +32,7 @@ from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
+from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.fragments import i32, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.scores import ScoreTile
@@ -44,7 +45,7 @@ from pallas_kernels.mosaic.sm80.configs import (
     BackwardConfig,
     backward_config,
 )
-from pallas_kernels.mosaic.sm80.dq import DqSum, backward_static
+from pallas_kernels.mosaic.sm80.dq import backward_static
 from pallas_kernels.mosaic.sm80.inputs import (
     BackwardArrays,
     BackwardResults,
@@ -97,7 +98,7 @@ def backward(
         semantics=plgpu.LoweringSemantics.Lane,
         inputs=arrays,
         results=BackwardResults(
-            dq.registers,
+            dq.values,
             *_dkv_results(static, dkv, gradient_dtype(dkv, out_dtype)),
             {
                 name: depending_on(jnp.zeros(by_warp, jnp.float32), stats)
@@ -111,7 +112,7 @@ def backward(
         for x, like in ((results.dk, inputs.kv.k), (results.dv, inputs.kv.v))
     )
     per_head = {name: x.sum((0, 2, 3, 4)) for name, x in results.per_head.items()}
-    return dq._replace(registers=results.dq), (dk, dv), per_head
+    return dq._replace(values=results.dq), (dk, dv), per_head
 
 
 def backward_bounds(

@@ -7,14 +7,15 @@ its steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic import dq as dq_sums
 from pallas_kernels.mosaic import fixed_point
+from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import (
     BACKWARD_M_WARPS,
@@ -28,20 +29,6 @@ from pallas_kernels.mosaic.sm80.inputs import Static
 from pallas_kernels.spec import AttentionSpec
 
 _THREADS = 32 * WARPS
-
-
-class DqSum(NamedTuple):
-    """dQ / scale, padded to whole query tiles.
-
-    Attributes:
-      registers: float32 ``[B, N, query tiles, warpgroups, registers, 128 threads]``; in fixed point
-        int32 ``[..., 2]``, the low and the high half of each integer.
-      bound: float32 ``[B, N]``, the largest :func:`pallas_kernels.mosaic.fixed_point.dq_bound` of
-        each head; None if the registers are float32.
-    """
-
-    registers: jax.Array
-    bound: jax.Array | None
 
 
 def backward_static(
@@ -65,19 +52,20 @@ def zeros(
     shared_memory: int = SHARED_MEMORY,
     deterministic: bool = False,
 ) -> DqSum:
-    """The sum before the first call; in fixed point if it is ``deterministic``."""
-    static = backward_static(inputs, spec, config, shared_memory)
-    # They depend on an operand, so that a ring does not allocate those of all steps at once. The
-    # barrier has operands that differ between steps. Otherwise XLA would create equal arrays once,
-    # and copy them.
-    zero, *_ = lax.optimization_barrier((jnp.int32(0), inputs.query.stats, inputs.kv.k, bounds))
+    """The sum before the first call; in fixed point if it is ``deterministic``.
+
+    Values are those of dQ / scale, padded to whole query tiles: ``[B, N, query tiles, warpgroups,
+    registers, 128 threads]``, in fixed point ``[..., 2]``, the low and the high half of each
+    integer. The bound of fixed point is the largest of each head, ``[B, N]``.
+    """
+    static, bound = backward_static(inputs, spec, config, shared_memory), None
     queries, lanes = static.config.dq_part(static.head_dim)
     registers = queries * lanes // _THREADS
     shape = static.batch, static.heads, static.q_tiles, BACKWARD_WARPGROUPS, registers, _THREADS
     if deterministic:
         bound = jnp.max(fixed_point.dq_bound(inputs, spec, maximum), axis=2)
-        return DqSum(jnp.full((*shape, 2), zero), bound)
-    return DqSum(jnp.full(shape, zero.astype(jnp.float32)), None)
+        shape = *shape, 2
+    return dq_sums.zeros(inputs, bounds, shape, bound)
 
 
 def finish(

@@ -3,10 +3,15 @@
 The pass takes five matrix products per tile, where separate kernels for dQ and for dK, dV take
 seven. A work tile is a (batch index, key/value head, 128 keys). It loops over the query tiles
 within its bounds, for every query head that shares the key/value head. Two consumer warpgroups
-accumulate dK and dV of 64 keys each. dQ of a tile is summed over both, and TMA adds it to global
-memory in whatever order CTAs arrive: its last bits differ from run to run. Where gradients must be
-bitwise reproducible, TMA adds integers instead (:mod:`pallas_kernels.mosaic.fixed_point`). All else
-is summed in one CTA, in the same order in every run.
+accumulate dK and dV of 64 keys each. dQ of a tile is summed over both, and bulk copies add it to
+global memory in whatever order CTAs arrive: its last bits differ from run to run. Where gradients
+must be bitwise reproducible, they add integers instead (:mod:`pallas_kernels.mosaic.fixed_point`).
+All else is summed in one CTA, in the same order in every run.
+
+For head dims up to 64 a tile has 128 queries, half of whose dQ each warpgroup computes. It leaves
+in register order (:func:`pallas_kernels.mosaic.sm90.instructions.add_in_register_order`). Wider
+heads have tiles of 64 queries. There each warpgroup computes half the lanes, which TMA adds to a
+row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mosaic.sm90.dq`).
 
 A consumer's loop step is in ``backward_step.py``, scores and their gradients in
 ``backward_scores.py``, writes to global memory in ``backward_epilogue.py``.
@@ -26,11 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
-from pallas_kernels.arrays import depending_on, gradient_dtype, pad_axis
+from pallas_kernels.arrays import depending_on, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
+from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
@@ -40,9 +46,8 @@ from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
     MosaicConfig,
-    backward_config,
-    for_this_jax,
 )
+from pallas_kernels.mosaic.sm90.dq import backward_static, shipped_config
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
 from pallas_kernels.mosaic.sm90.instructions import specialize_warpgroups
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
@@ -64,24 +69,23 @@ from pallas_kernels.spec import AttentionSpec
 def backward(
     inputs: AttentionInputs,
     bounds: Any,
-    dq: jax.Array | None = None,
+    dq: DqSum,
     dkv: Dkv | None = None,
     *,
     spec: AttentionSpec,
     out_dtype: DTypeLike | None = None,
     config: MosaicConfig | None = None,
     deterministic: bool = False,
-) -> tuple[jax.Array, Dkv, PerHead]:
-    """See :class:`pallas_kernels.backend.BackwardFunction`.
+) -> tuple[DqSum, Dkv, PerHead]:
+    """``add`` of a :class:`pallas_kernels.backend.DqAccumulator`.
 
-    dQ is summed in global memory, so it is float32 whatever ``out_dtype`` is. ``config`` None is
-    the shipped one; ``deterministic``: whether the result is bitwise reproducible.
+    ``config`` None is the shipped one; ``deterministic``: whether the result is bitwise
+    reproducible.
     """
-    config = config or for_this_jax(_shipped_config(inputs))
-    static = BackwardStatic.of(
-        inputs, spec, config, adds_dkv=dkv is not None and not deterministic,
-        dkv_dtype=jnp.dtype(gradient_dtype(dkv, out_dtype)), deterministic=deterministic,
-    )  # fmt: skip
+    static = backward_static(
+        inputs, spec, config, dkv=dkv, out_dtype=out_dtype, deterministic=deterministic
+    )
+    config = static.config
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
     keys = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
@@ -95,19 +99,10 @@ def backward(
     do, (lse, delta) = inputs.cotangents()
     lse, delta = softmax.stats_in_base_2(lse, delta)
     delta = delta * (spec.score.scale if static.scale_in_ds else 1.0)
-    dq_sum, bound, factors = dq, None, None
-    if deterministic:
-        bound = fixed_point.dq_bound(inputs, spec)
-        if static.scale_in_ds:
-            bound = bound * abs(spec.score.scale)
-        factors = fixed_point.factor_32(bound)
+    factors = None
+    if dq.bound is not None:
+        factors = fixed_point.factor_32(dq.bound)
         factors = pad_axis(factors, 2, static.q_tiles * config.block_q)
-    if dq is None or deterministic:
-        # The zeros depend on an input, so that they are allocated only when the queries have been
-        # received: in a ring, zeros of all steps would wait in memory. The scalar zero is this
-        # call's own: XLA would merge equal arrays of zeros, and copy them for every call.
-        zero, lse = lax.optimization_barrier((jnp.float32(0), lse))
-        dq_sum = jnp.full(q.shape, zero.astype(jnp.int32) if deterministic else zero)
     if static.has_bias or spec.score.score_mod is not None:
         # Past the last query dO is zero, but a bias or a user function can make a weight there that
         # overflows, and zero times infinity is NaN. This lse makes the weights 0.
@@ -133,18 +128,16 @@ def backward(
         functools.partial(_kernel, static), "burst_backward", grid={CTA_AXIS: work_tiles.ctas},
         warpgroups=static.warpgroups,
         inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases, factors),
-        results=BackwardResults(dq_sum, dk, dv, per_head_sums),
+        results=BackwardResults(dq.values, dk, dv, per_head_sums),
         memory=static.memory, counter=counter,
     )  # fmt: skip
     per_head = {name: x.sum((0, 2)) for name, x in results.per_head_sums.items()}
-    if bound is None:
-        return results.dq, (results.dk, results.dv), per_head
-    made = fixed_point.from_32(results.dq, bound.swapaxes(1, 2)[..., None])
-    made = made if static.scale_in_ds else made * spec.score.scale
-    dk, dv = (lax.bitcast_convert_type(x, static.dkv_dtype) for x in (results.dk, results.dv))
-    if dkv is not None:
-        dk, dv = dkv[0] + dk, dkv[1] + dv
-    return made if dq is None else dq + made, (dk, dv), per_head
+    dk, dv = results.dk, results.dv
+    if static.deterministic:
+        dk, dv = (lax.bitcast_convert_type(x, static.dkv_dtype) for x in (dk, dv))
+        if dkv is not None:
+            dk, dv = dkv[0] + dk, dkv[1] + dv
+    return dq._replace(values=results.dq), (dk, dv), per_head
 
 
 def _bases_and_lse(
@@ -163,15 +156,16 @@ def _bases_and_lse(
 
 
 def backward_bounds(
-    inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: MosaicConfig | None = None,
+    deterministic: bool = False,
 ) -> jax.Array:
-    """The tile bounds that :func:`backward` reads with the same config."""
-    tiles, block_mask = (config or _shipped_config(inputs)).tiles, inputs.shared.block_mask
+    """The tile bounds that :func:`backward` reads with the same options."""
+    tiles = (config or shipped_config(inputs, spec, deterministic)).tiles
+    block_mask = inputs.shared.block_mask
     return key_bounds(spec.mask, inputs.query, inputs.kv, tiles, block_mask, inputs.groups)
-
-
-def _shipped_config(inputs: AttentionInputs) -> MosaicConfig:
-    return backward_config(max(inputs.head_dim, inputs.value_dim))
 
 
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
@@ -224,7 +218,6 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
 def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """One work tile of a consumer: masked steps, full steps, then the last dQ, dK and dV."""
     consumer = Consumer.of(static, refs, warpgroup, work)
-    lanes = pl.ds(warpgroup * static.half_dim, static.half_dim)
     plgpu.barrier_wait(refs.barriers.kv_arrived)
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
@@ -241,17 +234,17 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     )
     state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
-    dq = backward_step.last_dq(consumer, lanes)
+    dq = backward_step.last_dq(consumer)
     plgpu.barrier_arrive(refs.barriers.kv_free)
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)
     # Empirical: with dQ last, the backward of a causal mask takes 1.5 % less than with dQ first.
-    # The other warpgroup may still read dS of the last two steps, but not of the one before these.
-    buffer = backward_epilogue.ds_buffer(consumer.end)
+    # The other warpgroup may still read other dS buffers than the next step's.
+    buffer = backward_epilogue.ds_buffer(static, consumer.end)
     backward_epilogue.write_dkv(static, refs, warpgroup, kv_tile, buffer, state.dk, state.dv)
     work.start_next()
-    factors = backward_epilogue.load_dq_factors(static, refs, q_tile)
-    backward_epilogue.add_dq(static, refs, warpgroup, q_tile, lanes, dq, factors)
+    factors = backward_epilogue.load_dq_factors(static, refs, warpgroup, q_tile)
+    backward_epilogue.add_dq(static, refs, warpgroup, q_tile, dq, factors)
 
 
 # --- producer -------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
+from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
-from pallas_kernels.mosaic.sm90.configs import DS_BUFFERS, WARPGROUP_ROWS
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
@@ -33,46 +34,49 @@ def add_dq(
     refs: BackwardRefs,
     warpgroup: Any,
     at: TileCoordinates,
-    lanes: Any,
     dq: jax.Array,
     factors: jax.Array | None,
     predicate: Any = None,
 ) -> None:
-    """Adds half the lanes of a query tile's dQ to global memory.
+    """Adds a warpgroup's part of a query tile's dQ to global memory.
 
     Args:
       static: static parameters of the call.
       refs: the kernel's references.
       warpgroup: index of the warpgroup.
-      at: coordinates of the query tile.
-      lanes: slice of the head dim.
-      dq: float32 ``[block_q, H / 2]``.
+      at: coordinates of the query tile; -1 is no tile.
+      dq: float32, of the shape :attr:`BackwardStatic.dq_part`.
       factors: of :func:`load_dq_factors`.
-      predicate: whether to add at all; None: always.
+      predicate: whether there is a tile; None: there is.
     """
-    staging, block_q = refs.memory.staging, static.config.block_q
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging, total = refs.memory.staging.at[warpgroup], refs.results.dq
+    by_rows, block_q = static.config.dq_by_rows, static.config.block_q
+    if not by_rows:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if factors is not None:
         dq = rounded_to_int32(dq * along_rows(factors, dq.shape), TILE)
-    elif not static.scale_in_ds:
-        dq = dq * static.spec.score.scale
-    staging[warpgroup] = dq
+    if by_rows:
+        target = total.at[at.batch, at.head, at.tile, warpgroup]
+        instructions.add_in_register_order(target, staging, dq, at.tile)
+        return
+    staging[...] = dq
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(
-        staging.at[warpgroup],
-        refs.results.dq.at[at.batch, pl.ds(at.tile * block_q, block_q), at.head, lanes],
-        predicate=predicate,
-        reduction_op="add",
-    )
+    queries = pl.ds(at.tile * block_q, block_q)
+    lanes = pl.ds(warpgroup * static.half_dim, static.half_dim)
+    target = total.at[at.batch, queries, at.head, lanes]
+    plgpu.copy_smem_to_gmem(staging, target, predicate=predicate, reduction_op="add")
 
 
 def load_dq_factors(
-    static: BackwardStatic, refs: BackwardRefs, at: TileCoordinates
+    static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, at: TileCoordinates
 ) -> jax.Array | None:
-    """Factors of a query tile's dQ, float32 ``[block_q]``; None unless it is in fixed point."""
+    """Factors of a warpgroup's part of dQ, per query; None unless it is in fixed point."""
     if not static.deterministic:
         return None
-    queries = pl.ds(at.tile * static.config.block_q, static.config.block_q)
+    count, _ = static.dq_part
+    first = at.tile * static.config.block_q
+    first = first + warpgroup * count if static.config.dq_by_rows else first
+    queries = pl.ds(first, count)
     return plgpu.load(
         refs.inputs.dq_factors.at[at.batch, at.head, queries], layout=ROWS, optimized=False
     )
@@ -104,9 +108,10 @@ def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
         plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
 
 
-def ds_buffer(step: Any) -> Any:
+def ds_buffer(static: BackwardStatic, step: Any) -> Any:
     """The index of the dS buffer of a step, counted over all work tiles of the CTA."""
-    return lax.rem(step + DS_BUFFERS, i32(DS_BUFFERS))
+    buffers = static.config.ds_buffers
+    return lax.rem(step + buffers, i32(buffers))
 
 
 def write_dkv(
@@ -135,16 +140,27 @@ def write_dkv(
         for first in range(0, gradient.shape[1], width):
             part = gradient[:, first : first + width]
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, part)
+    _release_staging(static)
 
 
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """Writes dK and dV of a work tile whose keys no query attends to."""
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
-    buffer = ds_buffer(work.steps_before)
+    buffer = ds_buffer(static, work.steps_before)
     for target, dim in ((refs.results.dk, static.head_dim), (refs.results.dv, static.value_dim)):
         for first in range(0, dim, width):
             zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
+    _release_staging(static)
+
+
+def _release_staging(static: BackwardStatic) -> None:
+    """Waits for dK and dV to leave dQ's staging buffer, if a warp then waits for its own dQ only.
+
+    One thread of the warpgroup has started their copies, and others would not wait for them.
+    """
+    if static.config.dq_by_rows and not static.rounds_dkv:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _write_lanes(
@@ -160,14 +176,14 @@ def _write_lanes(
     """Writes or adds ``part``: lanes of dK or dV (``target``) from ``first`` on.
 
     A rounded part is staged in the warpgroup's rows of a dS buffer, which has the same dtype. The
-    widest heads leave no shared memory for a buffer of its own.
+    shipped tiles leave no shared memory for a buffer of its own.
     """
     start = at.tile * static.config.block_kv + optimization_barrier(warpgroup) * WARPGROUP_ROWS
     keys = pl.ds(start, WARPGROUP_ROWS)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if static.rounds_dkv:
         rows = pl.ds(optimization_barrier(warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        staging = refs.memory.ds.at[buffer, rows]
+        staging = refs.memory.ds.at[buffer, 0, rows]
     else:
         staging = refs.memory.staging.at[warpgroup, :WARPGROUP_ROWS]
     part = part.astype(static.dkv_dtype)

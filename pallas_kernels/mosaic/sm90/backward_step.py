@@ -75,7 +75,6 @@ class _StepData(NamedTuple):
       earlier_ds: buffer of the previous step's dS.
       at: the tile of scores.
       keys: the warpgroup's keys in the work tile.
-      lanes: the lanes of dQ that the warpgroup computes.
     """
 
     stage: Any
@@ -84,22 +83,21 @@ class _StepData(NamedTuple):
     earlier_ds: Any
     at: StepTile
     keys: Any
-    lanes: Any
 
     @classmethod
     def of(cls, consumer: Consumer, step: Any) -> _StepData:
         """Of a step whose queries have arrived."""
         stage, do_stage = consumer.stage(step), consumer.do_stage(step)
-        ds, earlier_ds = ds_buffer(step), ds_buffer(step - 1)
+        static = consumer.static
+        ds, earlier_ds = ds_buffer(static, step), ds_buffer(static, step - 1)
         # What follows from the warpgroup is recomputed in every step: kept, it would take registers
         # that the tiles need.
         warpgroup = optimization_barrier(consumer.warpgroup)
-        scratch, half = consumer.refs.memory.scratch, consumer.static.half_dim
-        indices = ScratchLayout.of(consumer.static.config).tile_and_head(stage)
+        scratch = consumer.refs.memory.scratch
+        indices = ScratchLayout.of(static.config).tile_and_head(stage)
         at = StepTile(warpgroup, *(scratch[index].astype(jnp.int32) for index in indices))
         keys = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        lanes = pl.ds(warpgroup * half, half)
-        return cls(stage, do_stage, ds, earlier_ds, at, keys, lanes)
+        return cls(stage, do_stage, ds, earlier_ds, at, keys)
 
 
 def step(
@@ -127,16 +125,21 @@ def step(
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
-    # finished the products of the step before that, which read the buffer that is written next.
-    # Before the first step nobody has written a dS.
+    # finished the products of the step before that, which with three buffers read the one that is
+    # written next. Before the first step nobody has written a dS.
     @pl.when(state.q_tile >= 0)
     def _():
         plgpu.barrier_wait(refs.barriers.ds_arrived)
 
+    if consumer.static.config.ds_buffers == 2:
+        # Products of the previous step read it, or the last one of the previous work tile.
+        pl.when(step > 0)(lambda: plgpu.barrier_wait(refs.barriers.ds_free.at[0]))
     if consumer.static.rounds_dkv:
         # dK and dV of the previous work tile may still be on their way out of the buffer.
         pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-    refs.memory.ds[data.ds, data.keys] = ds
+    for part in range(ds.shape[1] // WARPGROUP_ROWS):
+        queries = slice(part * WARPGROUP_ROWS, (part + 1) * WARPGROUP_ROWS)
+        refs.memory.ds[data.ds, part, data.keys] = ds[:, queries]
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
 
@@ -286,19 +289,20 @@ def _add_products(
     if static.deterministic:
         # Loaded early to hide the latency.
         loaded = earlier(jnp.maximum(state.q_tile, 0))
-        factors = load_dq_factors(static, consumer.refs, loaded)
+        factors = load_dq_factors(static, consumer.refs, data.at.warpgroup, loaded)
 
     def products(dv_acc, dk_acc, dq_acc):
         dv_acc[...] = state.dv
         dk_acc[...] = state.dk
-        _issue_dq(consumer, dq_acc, data.earlier_ds, data.lanes)
+        _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
         copy_late()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+        _arrive_ds_free(consumer)
         add_dq(
-            static, consumer.refs, data.at.warpgroup, earlier(state.q_tile), data.lanes, dq,
-            factors, predicate=state.q_tile >= 0,
+            static, consumer.refs, data.at.warpgroup, earlier(state.q_tile), dq, factors,
+            predicate=state.q_tile >= 0,
         )  # fmt: skip
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)
@@ -312,15 +316,27 @@ def _add_products(
     return pl.run_scoped(products, dv_acc, dk_acc, _dq_accumulator(static))
 
 
-def last_dq(consumer: Consumer, lanes: Any) -> jax.Array:
-    """Half the lanes of dQ of the work tile's last step, which no further step computes."""
+def last_dq(consumer: Consumer) -> jax.Array:
+    """The warpgroup's part of dQ of the work tile's last step, which no further step computes."""
 
     def product(dq_acc):
-        _issue_dq(consumer, dq_acc, ds_buffer(consumer.end - 1), lanes)
-        return dq_acc[...]
+        buffer = ds_buffer(consumer.static, consumer.end - 1)
+        _issue_dq(consumer, dq_acc, buffer, consumer.warpgroup)
+        dq = dq_acc[...]
+        _arrive_ds_free(consumer)
+        return dq
 
     plgpu.barrier_wait(consumer.refs.barriers.ds_arrived)
+    if consumer.static.config.ds_buffers == 2:
+        # The last step's products have read the buffer to which dK and dV may go.
+        plgpu.barrier_wait(consumer.refs.barriers.ds_free.at[0])
     return pl.run_scoped(product, _dq_accumulator(consumer.static))
+
+
+def _arrive_ds_free(consumer: Consumer) -> None:
+    """With two dS buffers, tells that this consumer has finished a product that reads one."""
+    if consumer.static.config.ds_buffers == 2:
+        plgpu.barrier_arrive(consumer.refs.barriers.ds_free.at[0])
 
 
 def wait_for_queries(consumer: Consumer, step: Any) -> None:
@@ -331,12 +347,16 @@ def wait_for_queries(consumer: Consumer, step: Any) -> None:
         plgpu.barrier_wait(consumer.refs.barriers.q_arrived.at[consumer.stage(step)])
 
 
-def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, lanes: Any) -> None:
-    """Issues the product of a dS, of both consumers, and half the lanes of the keys."""
-    memory = consumer.refs.memory
-    plgpu.wgmma(dq_acc, memory.ds.at[buffer].transpose((1, 0)), memory.k.at[:, lanes])
+def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, warpgroup: Any) -> None:
+    """Issues the product of a dS, of both consumers, and the keys: the warpgroup's part of dQ."""
+    memory, (_, lanes) = consumer.refs.memory, consumer.static.dq_part
+    if consumer.static.config.dq_by_rows:
+        plgpu.wgmma(dq_acc, memory.ds.at[buffer, warpgroup].transpose((1, 0)), memory.k)
+    else:
+        k = memory.k.at[:, pl.ds(warpgroup * lanes, lanes)]
+        plgpu.wgmma(dq_acc, memory.ds.at[buffer, 0].transpose((1, 0)), k)
 
 
 def _dq_accumulator(static: BackwardStatic) -> Any:
-    """Accumulator of half the lanes of a query tile's dQ."""
-    return plgpu.ACC((static.config.block_q, static.half_dim), jnp.float32)
+    """Accumulator of a warpgroup's part of a query tile's dQ."""
+    return plgpu.ACC(static.dq_part, jnp.float32)

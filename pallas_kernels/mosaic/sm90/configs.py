@@ -1,7 +1,8 @@
 """Tile configs of the sm90 kernels: what fits a Hopper SM's shared memory and registers.
 
-Every shipped config fits in 227 KiB. Tests compile them all and find no register spilled;
-EXPERIMENTS.md names the few programs that were seen to spill, and how the fastest were found.
+Every shipped config fits in 227 KiB. Tests compile them all and find no register spilled in a loop
+over tiles; EXPERIMENTS.md names the programs that spill once per work tile or were seen to spill,
+and how the fastest were found.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 # Since this version JAX assembles Mosaic kernels with nvJitLink, as relocatable code, in which
 # ``setmaxnreg`` has no effect: all warpgroups of a kernel get the same number of registers.
 EQUAL_REGISTERS_SINCE = (0, 12)
-# Buffers for dS of the backward kernel: with three, either consumer warpgroup may run almost a
-# whole step ahead of the other.
-DS_BUFFERS = 3
+# Queries of the backward kernel's larger tiles: 64 for each consumer warpgroup.
+LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # The widest heads for which the backward kernel has registers for the derivatives of a score_mod.
 MAX_DERIVATIVE_HEAD_DIM = 64
 
@@ -71,14 +71,36 @@ class MosaicConfig:
             raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
 
     @property
+    def dq_by_rows(self) -> bool:
+        """Backward: whether a warpgroup computes dQ of half a tile's queries; else half its lanes.
+
+        Only so does dQ leave in register order: where it is half the lanes, that gains nothing.
+        """
+        return self.block_q == LARGE_BLOCK_Q
+
+    @property
+    def ds_buffers(self) -> int:
+        """Buffers for dS of the backward kernel.
+
+        Either consumer warpgroup may run almost a whole step ahead of the other: with three
+        buffers, or with two and a barrier that tells when both have read one.
+        """
+        return 2 if self.dq_by_rows else 3
+
+    @property
     def tiles(self) -> Tiles:
         """The tile sizes that bounds depend on; the queries are those of a whole cluster."""
         return Tiles(self.block_q * self.cluster, self.block_kv)
 
 
+def moves_registers() -> bool:
+    """Whether a producer warpgroup's registers go to the consumers with the installed JAX."""
+    return jax.__version_info__ < EQUAL_REGISTERS_SINCE
+
+
 def for_this_jax(config: MosaicConfig) -> MosaicConfig:
     """The config without a producer warpgroup, if the installed JAX moves no registers."""
-    if jax.__version_info__ < EQUAL_REGISTERS_SINCE:
+    if moves_registers():
         return config
     return dataclasses.replace(config, producer_warpgroup=False)
 
@@ -115,8 +137,16 @@ def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
     return 2 if 96 < head_dim <= 128 and length >= 4096 else 1
 
 
-def backward_config(head_dim: int) -> MosaicConfig:
-    """The shipped backward config; ``head_dim`` is the larger of H and Hv."""
+def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:
+    """The shipped backward config.
+
+    Args:
+      head_dim: the larger of H and Hv.
+      small: whether tiles are small for small head dims, too. Tiles of 128 queries need registers
+        that dropout, a soft cap, a user function or a bias takes, and a producer warpgroup's.
+    """
+    if head_dim <= 64 and not small:
+        return MosaicConfig(LARGE_BLOCK_Q, 128, 3, do_stages=2)
     if head_dim <= 96:
         return MosaicConfig(64, 128, 3)
     return MosaicConfig(64, 128, 3, do_stages=2)

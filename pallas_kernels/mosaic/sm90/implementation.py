@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from pallas_kernels.backend import Implementation, needs_gpu
+from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.elementwise import derivative_is_one
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_inputs
+from pallas_kernels.mosaic.sm90 import dq
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm90.configs import MAX_DERIVATIVE_HEAD_DIM, MosaicConfig
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
@@ -32,13 +34,21 @@ def mosaic_sm90(
       deterministic: whether the backward pass is bitwise reproducible.
     """
     configs = forward_config, backward_config
+    of_backward: Any = {"config": backward_config, "deterministic": deterministic}
+    accumulator = DqAccumulator(
+        zeros=functools.partial(dq.zeros, **of_backward),
+        add=functools.partial(backward, **of_backward),
+        finish=functools.partial(dq.finish, **of_backward),
+        is_additive=not deterministic,
+    )
     implementation = Implementation(
         name="mosaic_sm90",
         forward=functools.partial(forward, config=forward_config),
-        backward=functools.partial(backward, config=backward_config, deterministic=deterministic),
+        backward=accumulator.backward,
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
-        backward_bounds=functools.partial(backward_bounds, config=backward_config),
+        backward_bounds=functools.partial(backward_bounds, **of_backward),
         split_backward=split_tiles,
+        dq_accumulator=accumulator,
         unsupported=functools.partial(unsupported_inputs, most=256),
         # With (192, 128), dK, dV and a warpgroup's half of dQ alone would take 208 of a thread's
         # 240 registers, and two stages 258 KiB of shared memory.

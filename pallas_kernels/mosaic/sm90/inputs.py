@@ -95,7 +95,7 @@ class BackwardResults(NamedTuple):
     """What the backward kernel writes.
 
     Attributes:
-      dq: float32 ``[B, T, N, H]``, or int32 if :attr:`BackwardStatic.deterministic`; added to.
+      dq: values of a :class:`pallas_kernels.mosaic.dq.DqSum`; added to.
       dk: ``[B, S, K, H]``, of :attr:`BackwardStatic.written_dkv_dtype`.
       dv: ``[B, S, K, Hv]``, the same.
       per_head_sums: float32 ``[B, N, S]`` each, by name, S padded to whole tiles; added to. Summed

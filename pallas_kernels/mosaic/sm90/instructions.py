@@ -1,14 +1,20 @@
-"""Register layouts of wgmma, and warp specialization."""
+"""Register layouts of wgmma, warp specialization, and dQ in register order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS
 from pallas_kernels.mosaic.sm90.configs import REGISTERS
 
@@ -16,6 +22,8 @@ from pallas_kernels.mosaic.sm90.configs import REGISTERS
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_WARPS = 4
+_WARP_THREADS = 32
 
 
 class _Layouts(NamedTuple):
@@ -52,3 +60,77 @@ def specialize_warpgroups(
     def _():
         plgpu.set_max_registers(consumer_registers, action="increase")
         consume(warpgroup)
+
+
+def matrix_transforms(lanes: int, itemsize: int) -> tuple[Any, Any]:
+    """How wgmma and TMA read a matrix in shared memory, ``lanes`` at a time: in swizzled tiles."""
+    step = swizzle_lanes(lanes, itemsize)
+    return plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(step * itemsize)
+
+
+def add_in_register_order(target: Any, staging: Any, x: jax.Array, tile: Any) -> None:
+    """Starts the addition of 64 rows to global memory, in the order in which threads hold them.
+
+    A thread holds four numbers in a row, of two lanes in each of two rows that are 8 apart. A
+    128-bit store without bank conflicts takes them as they are, and what a warp stores is
+    contiguous. Each warp starts its own copy when its previous one has read the memory, and waits
+    for no other warp. :func:`from_register_order` undoes the order.
+
+    Args:
+      target: global memory of the size of ``x``.
+      staging: the warpgroup's shared memory, of the same size: swizzled for rows of its lanes. Its
+        shape does not matter. No copies but those of earlier calls may be reading it.
+      x: float32 or int32 ``[64, lanes]``.
+      tile: int32 scalar; nothing is added if it is negative.
+    """
+    transforms = plgpu.RefType(matrix_transforms(staging.shape[-1], 4))
+    types = plgpu.RefType(), transforms, TILE, plgpu.Layout.WG_SPLAT(())
+    plgpu.inline_mgpu(arg_types=types)(_add_in_register_order)(target, staging, x, tile)
+
+
+def _add_in_register_order(_, target, staging, x, tile):
+    i32, dtype = ir.IntegerType.get_signless(32), x.mlir_dtype
+    # [groups of 8 lanes * 2, 2]: registers of two lanes in two rows that are 8 apart.
+    pieces = x.registers.reshape(-1, 2)
+    of_warp = 4 * _WARP_THREADS * len(pieces)
+    warp = arith.remui(utils.warp_idx(sync=True), utils.c(_WARPS, i32))
+    thread = arith.remui(utils.thread_idx(), utils.c(_WARP_THREADS, i32))
+    first = arith.muli(warp, utils.c(of_warp, i32))
+    source = utils.getelementptr(utils.memref_ptr(staging), [first], dtype)
+    nvvm.cp_async_bulk_wait_group(0, read=True)
+    utils.warp_barrier()
+    of_thread = utils.getelementptr(source, [arith.muli(thread, utils.c(4, i32))], dtype)
+    for index, piece in enumerate(pieces):
+        numbers = [
+            vector.extract(register, dynamic_position=[], static_position=[i])
+            for register in piece
+            for i in range(2)
+        ]
+        place = utils.getelementptr(of_thread, [4 * _WARP_THREADS * index], dtype)
+        four = vector.from_elements(ir.VectorType.get((4,), dtype), numbers)
+        llvm.store(four, place, alignment=16)
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+    utils.warp_barrier()
+    one_thread = utils.single_thread_predicate(utils.ThreadSubset.WARP)
+    exists = arith.cmpi(arith.CmpIPredicate.sge, tile.registers.item(), utils.c(0, i32))
+    kind = "f32" if isinstance(dtype, ir.F32Type) else "s32"
+    utils.inline_ptx(
+        f"@$2 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind} "
+        f"[$0], [$1], {4 * of_warp};",
+        utils.getelementptr(utils.memref_ptr(target), [first], dtype),
+        source,
+        arith.andi(one_thread, exists),
+        has_side_effects=True,
+    )
+    nvvm.cp_async_bulk_commit_group()
+
+
+def from_register_order(x: jax.Array, lanes: int) -> jax.Array:
+    """``[..., 64, lanes]`` from ``[..., any, other]``, :func:`add_in_register_order`'s targets."""
+    *lead, _, _ = x.shape
+    # [warp, group of 8 lanes, row of 8, pair of lanes, half of 16 rows, lane of a pair]
+    x = x.reshape(*lead, _WARPS, lanes // 8, 8, 4, 2, 2)
+    order = *range(len(lead)), *(len(lead) + axis for axis in (0, 2, 1, 3, 4))
+    # One half after the other: XLA's code for the transpose of both takes 12 times as long.
+    halves = [x[..., half, :].transpose(order) for half in range(2)]
+    return jnp.stack(halves, len(lead) + 1).reshape(*lead, 16 * _WARPS, lanes)

@@ -18,16 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
-    DS_BUFFERS,
     WARPGROUP_ROWS,
     MosaicConfig,
     float32_lanes,
     result_lanes,
 )
+from pallas_kernels.mosaic.sm90.instructions import matrix_transforms
 from pallas_kernels.mosaic.tile_scheduler import SLOTS
 
 
@@ -157,9 +156,10 @@ class BackwardMemory(NamedTuple):
       q: ``[stages, block_q, H]``.
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
-      ds: ``[DS_BUFFERS, block_kv, block_q]``, dS as an operand of dQ's product.
+      ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product.
       staging: float32 ``[2, block_q, H / 2]``, by consumer warpgroup: gradients on their way to
-        global memory; int32 if dQ is accumulated in fixed point.
+        global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes no
+        notice of the shape.
       barriers: all barriers (:class:`BackwardBarriers`).
     """
 
@@ -193,15 +193,17 @@ class BackwardMemory(NamedTuple):
         value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
         scratch = ScratchLayout.of(config)
-        # dQ's product reads half of K's lanes at a time. For small head dims K's swizzled tiles are
-        # therefore half as wide; and both operands of a product must be tiled alike.
+        # dQ's product may read half of K's lanes at a time. For small head dims K's swizzled tiles
+        # are then half as wide; and both operands of a product must be tiled alike.
+        lanes = head_dim if config.dq_by_rows else half
+        q_parts = block_q // WARPGROUP_ROWS
         return cls(
-            k=_matrix((block_kv, head_dim), dtype, lanes=half),
+            k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
             v=_matrix((block_kv, value_dim), dtype),
-            q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=half),
+            q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=lanes),
             do=_matrix((scratch.do_stages, block_q, value_dim), dtype),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
-            ds=_matrix((DS_BUFFERS, block_kv, block_q), dtype, lanes=half),
+            ds=_matrix((config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS), dtype, lanes=lanes),
             staging=_matrix(
                 (BACKWARD_WARPGROUPS, block_q, half), jnp.int32 if in_fixed_point else jnp.float32
             ),
@@ -234,6 +236,7 @@ class BackwardBarriers(NamedTuple):
       do_free: by stage: both consumers have read dO.
       slot_fetched: by slot of the tile scheduler.
       slot_free: by slot of the tile scheduler.
+      ds_free: with two dS buffers, both consumers have finished a product that reads one.
     """
 
     kv_arrived: Any
@@ -245,12 +248,14 @@ class BackwardBarriers(NamedTuple):
     do_free: Any
     slot_fetched: Any
     slot_free: Any
+    ds_free: Any
 
     @classmethod
     def counts(cls, config: MosaicConfig) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
-        return cls(1, 1, 1, stages, do_stages, stages, do_stages, SLOTS, SLOTS)
+        by_stage = stages, do_stages, stages, do_stages
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers == 2))
 
     @classmethod
     def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:
@@ -340,13 +345,9 @@ def _matrix(shape: tuple[int, ...], dtype: DTypeLike, lanes: int | None = None) 
 
     ``lanes``: width of the widest slice that is read or written, if not whole rows.
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    step = swizzle_lanes(shape[-1] if lanes is None else lanes, itemsize)
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(step * itemsize)),
-    )
+    lanes = shape[-1] if lanes is None else lanes
+    transforms = matrix_transforms(lanes, jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _cluster_barriers(config: MosaicConfig, arrivals: int, count: int) -> Any:

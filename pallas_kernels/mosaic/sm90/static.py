@@ -21,6 +21,13 @@ from pallas_kernels.mosaic.sm90.configs import (
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTiles
+from pallas_kernels.spec import AttentionSpec
+
+
+def needs_registers(spec: AttentionSpec, has_bias: bool) -> bool:
+    """Whether there is a soft cap, a bias, dropout or a user function: all take registers."""
+    has_cap, drops = spec.score.logits_soft_cap is not None, spec.dropout is not None
+    return has_bias or has_cap or drops or spec.calls_functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +51,8 @@ class Sm90Static(KernelStatic[MosaicConfig]):
 
     @property
     def needs_registers(self) -> bool:
-        """Whether there is a soft cap, a bias, dropout or a user function: all take registers."""
-        has_cap, drops = self.spec.score.logits_soft_cap is not None, self.spec.dropout is not None
-        return self.has_bias or has_cap or drops or self.spec.calls_functions
+        """See :func:`needs_registers`."""
+        return needs_registers(self.spec, self.has_bias)
 
     @property
     def bias_in_accumulator(self) -> bool:
@@ -187,14 +193,14 @@ class BackwardStatic(Sm90Static):
     def can_round_dkv(self) -> bool:
         """Whether the kernel can write dK and dV in ``dkv_dtype``.
 
-        Rounded gradients are staged in a dS buffer. So they must have the inputs' dtype and fill
-        its rows, and calls with a bias, dropout, a soft cap or a user function lack registers for
-        it.
+        Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
+        inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
+        user function lack registers for it.
         """
         if not self.rounds_dkv:
             return True
-        fill_rows = all(x % self.config.block_q == 0 for x in (self.head_dim, self.value_dim))
-        return self.dkv_dtype == self.dtype and fill_rows and not self.needs_registers
+        fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
+        return self.dkv_dtype == self.dtype and fit and not self.needs_registers
 
     @property
     def written_dkv_dtype(self) -> np.dtype:
@@ -209,7 +215,7 @@ class BackwardStatic(Sm90Static):
     @property
     def dkv_lanes(self) -> int:
         """Lanes of dK and dV that are written at a time."""
-        return self.config.block_q if self.rounds_dkv else self.half_dim
+        return WARPGROUP_ROWS if self.rounds_dkv else self.half_dim
 
     @property
     def stages(self) -> int:
@@ -223,8 +229,15 @@ class BackwardStatic(Sm90Static):
 
     @property
     def half_dim(self) -> int:
-        """Lanes of dQ that each consumer warpgroup computes."""
+        """Half the lanes of dQ."""
         return self.head_dim // 2
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """``(queries, lanes)`` of a query tile's dQ that each consumer warpgroup computes."""
+        if self.config.dq_by_rows:
+            return WARPGROUP_ROWS, self.head_dim
+        return self.config.block_q, self.half_dim
 
     @property
     def bias_is_affine(self) -> bool:
