@@ -85,9 +85,11 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
             if memory.nbytes <= SHARED_MEMORY:
                 yield config
         return
-    for stages, do_stages in itertools.product((2, 3, 4), (None, 2, 3)):
+    # Wider heads leave no registers for 128 queries.
+    queries = (64, 128) if max(head_dim, value_dim) <= 64 else (64,)
+    for block_q, stages, do_stages in itertools.product(queries, (2, 3, 4), (None, 2, 3)):
         if do_stages is None or do_stages < stages:
-            config = MosaicConfig(64, 128, stages, do_stages)
+            config = MosaicConfig(block_q, 128, stages, do_stages)
             if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
                 yield config
 

@@ -47,8 +47,8 @@ def test_the_mosaic_space_is_what_fits_of_the_whole():
         for config in itertools.product(*sizes)
         for cluster in ((), ("cluster=2",))
     }
-    fewer = {(64, 128, 3, 2), (64, 128, 4, 2), (64, 128, 4, 3)}
-    whole = {(64, 128, n) for n in (2, 3, 4)} | fewer
+    stages = (2,), (3,), (4,), (3, 2), (4, 2), (4, 3)
+    whole = {(block_q, 128, *n) for block_q in (64, 128) for n in stages}
     assert entries(tune.mosaic_space("backward", 32, 32)) == whole
     large = entries(tune.mosaic_space("forward", 128, 128))
     assert {(128, 128, 2), (128, 128, 2, "cluster=2")} <= large
