@@ -30,7 +30,7 @@ def backward(
     ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
     this device alone: they are still to be summed over the ring.
     """
-    if gathered.gathers(request, inputs.q_length):
+    if gathered.gathers(request):
         return gathered.backward(request, implementation, inputs)
     local = LocalBackward if request.zone is None else ZoneBackward
     kernels = local(request, implementation, inputs, rotation)

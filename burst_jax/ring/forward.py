@@ -22,7 +22,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
-    if gathered.gathers(request, inputs.q_length):
+    if gathered.gathers(request):
         return gathered.forward(request, implementation, inputs)
     local = LocalForward if request.zone is None else ZoneForward
     kernel = local(request, implementation, inputs)

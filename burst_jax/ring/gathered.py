@@ -1,29 +1,33 @@
-"""Small ring zones are gathered instead of rotated: split documents are then one sequence.
+"""Ring zones are gathered instead of rotated: split documents are then one sequence, or a few.
 
-A ring over small zones runs many short kernels. If the zones of all devices together have at most
-:data:`MOST_SHARDS` times the tokens of a shard, every device gets all of them at once. Sorted by
-document and position their keys are one sequence, of which each query attends to one range, and the
-attention is two independent ones::
+A ring over zones runs many short kernels, each of which reads and writes results in float32. So
+every device gets the zones of all devices at once; if they have more than :data:`MOST_SHARDS` times
+the tokens of a shard, the same slice of every zone at a time. Sorted by document and position the
+keys of a slice are one sequence, of which each query attends to one range, and the attention is two
+independent ones::
 
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
 
-No query has keys in both, so nothing is merged, and results are rounded as they are written.
-Kernels, and what is sent meanwhile::
+No query has keys in both, so their results are not merged. With two slices the kernels, and what
+is sent meanwhile, are::
 
-    forward     whole documents                all-gather of K and V of the zones
-                split documents
+    forward     whole documents                all-gather of K and V of slice 0
+                split documents, slice 0       all-gather of K and V of slice 1
+                split documents, slice 1
 
-    backward    whole documents, first half    all-gather of K and V of the zones
-                split documents
-                whole documents, second half   reduce-scatter of their gradients, in float32
+    backward    whole documents, first half    all-gather of K and V of slice 0
+                split documents, slice 0       all-gather of K and V of slice 1
+                split documents, slice 1       reduce-scatter of gradients of slice 0
+                whole documents, second half   reduce-scatter of gradients of slice 1
 
-The bytes are those of a ring that rotates K and V. (As many permutes at once are not overlapped:
+Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many permutes at once are not overlapped:
 XLA runs all but four of them one after the other.)
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -47,19 +51,16 @@ from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, var
 from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, PerHead
 
-# The zones of all devices are gathered if they have at most as many tokens as this many shards.
+# The slices that are gathered at once have at most as many tokens as this many shards.
 MOST_SHARDS = 4
 
 
-def gathers(request: Request, length: int) -> bool:
-    """Whether the zones of a balanced layout are gathered, on shards of this length.
+def gathers(request: Request) -> bool:
+    """Whether a call has zones, and they are gathered.
 
     Queries that the caller wants to rotate are rotated.
     """
-    zone, n = request.zone, request.ring_size
-    if not zone or n == 1 or request.rotation == "rotate_query":
-        return False
-    return zone < length and n * zone <= MOST_SHARDS * length
+    return bool(request.zone) and request.ring_size > 1 and request.rotation != "rotate_query"
 
 
 class _Documents:
@@ -71,13 +72,16 @@ class _Documents:
       specs: of ``whole`` and of ``split``.
       shard: this device's shard.
       route: the ring.
-      is_split: bool ``[B, z]``: which tokens of this device's zone are of split documents.
+      slices: the slices of a zone, of its tokens.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
         assert request.zone is not None
         zone, self.route = request.zone, request.route(request.zone, request.zone)
         self.shard = shard = Shard(request, self.route, inputs)
+        count = min(zone, -(-self.route.size * zone // (MOST_SHARDS * inputs.q_length)))
+        edges = [zone * i // count for i in range(count + 1)]
+        self.slices = [slice(*pair) for pair in itertools.pairwise(edges)]
         own = Order.of(inputs.query, shard.outside)
         everyone = self.route.gather(jnp.stack(own))
         ids, positions = own
@@ -88,42 +92,53 @@ class _Documents:
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
         here = document[jnp.asarray(self.route.source(self.route.local))]
-        self.is_split = (ids != 0) & (document.sum(0) > here)
-        _, _, rank, starts, ends = counts.sum(1)
-        starts, ends = (jnp.where(self.is_split, x, 0) for x in (starts, ends))
-        self._rank = _one_sequence(self.route.gather(rank))
-        index = jnp.broadcast_to(jnp.arange(self._rank.shape[1], dtype=jnp.int32), self._rank.shape)
-        # Padding comes last, where nothing attends to it.
-        self._order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(self._rank, index)
-        local = jnp.pad(~self.is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
+        self._is_split = (ids != 0) & (document.sum(0) > here)
+        # A slice is a range of a sorted zone.
+        of_slices = [
+            jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
+            for part in self.slices
+        ]
+        ranks = [of[0, :, part] for of, part in zip(of_slices, self.slices, strict=True)]
+        ranks = self.route.gather(jnp.concatenate(ranks, 1))
+        self._ranks = [_one_sequence(ranks[..., part]) for part in self.slices]
+        self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
+        local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        places: Any = np.arange(zone, dtype=np.int32)
-        query = query._replace(positions=places, kv_starts=starts, kv_ends=ends)
+        query = query._replace(positions=_places(zone))
         kv = without_order(tokens_from(inputs.kv, shard.outside))
-        self.split = AttentionInputs(query, kv, inputs.shared)
+        self.split = AttentionInputs(query, kv._replace(positions=_places(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
-    def gather(self) -> tuple[jax.Array, jax.Array]:
-        """K and V of all zones, ``[n, B, z, K, H]``."""
-        return self.route.gather(self.split.kv.k), self.route.gather(self.split.kv.v)
+    def gather(self, index: int) -> tuple[jax.Array, jax.Array]:
+        """K and V of a slice of all zones, ``[n, B, slice, K, H]``; nothing past the last slice."""
+        if index == len(self.slices):
+            return ()
+        part, (k, v, *_) = self.slices[index], self.split.kv
+        return self.route.gather(k[:, part]), self.route.gather(v[:, part])
 
-    def with_keys(self, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
-        """``split`` with the keys of all zones, sorted by document."""
-        k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), self._order) for x in zones)
-        places: Any = np.arange(k.shape[1], dtype=np.int32)
-        return self.split._replace(kv=self.split.kv._replace(k=k, v=v, positions=places))
+    def with_keys(self, index: int, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
+        """``split`` with the keys of a slice of all zones, sorted by document."""
+        rank = self._ranks[index]
+        tokens = jnp.broadcast_to(jnp.arange(rank.shape[1], dtype=jnp.int32), rank.shape)
+        # Padding comes last, where nothing attends to it.
+        order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(rank, tokens)
+        k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), order) for x in zones)
+        starts, ends = self._ranges[index]
+        query = self.split.query._replace(kv_starts=starts, kv_ends=ends)
+        kv = self.split.kv._replace(k=k, v=v, positions=_places(k.shape[1]))
+        return self.split._replace(query=query, kv=kv)
 
-    def by_zone(self, x: jax.Array) -> jax.Array:
-        """A gradient of sorted keys, of each zone: ``[n, B, z, K, H]``."""
-        unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
+    def by_zone(self, index: int, x: jax.Array) -> jax.Array:
+        """A gradient of a slice's sorted keys, of each zone: ``[n, B, slice, K, H]``."""
+        unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._ranks[index])
         batch, tokens, *rest = x.shape
         shape = batch, self.route.size, tokens // self.route.size, *rest
         return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
     def combined(self, whole: Carry, split: Carry) -> Carry:
         """Out and lse of the shard."""
-        first, is_split = self.shard.outside, self.is_split
+        first, is_split = self.shard.outside, self._is_split
         out = jnp.where(is_split[:, :, None, None], split[0], whole[0][:, first:])
         lse = jnp.where(is_split[:, None], split[1], whole[1][:, :, first:])
         return self.shard.with_results_of_zone(whole, (out, lse))
@@ -133,18 +148,23 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
     """As :func:`burst_jax.ring.forward.forward`."""
     documents, dtype = _Documents(request, inputs), inputs.query.q.dtype
     of_whole, of_split = documents.specs
+    run_jitted = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
 
-    def run(inputs: AttentionInputs, spec: Any) -> Carry:
+    def run(inputs: AttentionInputs, carry: Carry | None, spec: Any, out_dtype: Any) -> Carry:
         bounds = implementation.forward_bounds(inputs, spec=spec)
-        return implementation.forward(inputs, bounds, None, spec=spec, out_dtype=dtype)
+        return run_jitted(inputs, bounds, carry, spec=spec, out_dtype=out_dtype)
 
     with jax.named_scope(step_name("forward", 0)):
-        zones, whole = documents.gather(), run(documents.whole, of_whole)
+        zones, whole = documents.gather(0), run(documents.whole, None, of_whole, dtype)
         zones, whole = lax.optimization_barrier((zones, whole))
-    with jax.named_scope(step_name("forward", 1)):
-        split = run(documents.with_keys(zones), of_split)
-        results = documents.combined(whole, split)
-    out, lse = (lax.optimization_barrier(x) for x in results)
+    split: Any = None
+    for index in range(len(documents.slices)):
+        with jax.named_scope(step_name("forward", index + 1)):
+            following = documents.gather(index + 1)
+            keys = documents.with_keys(index, zones)
+            split = run(keys, split, of_split, None if following else dtype)
+            zones, split = lax.optimization_barrier((following, split))
+    out, lse = (lax.optimization_barrier(x) for x in documents.combined(whole, split))
     return vary((out, lse), varying_axes(inputs))
 
 
@@ -154,30 +174,44 @@ def backward(
     """As :func:`burst_jax.ring.backward.backward`."""
     documents = _Documents(request, inputs)
     of_whole, of_split = documents.specs
-    whole = Gradients(implementation, of_whole, implementation.dq_accumulator, None)
-    split = Gradients(implementation, of_split, implementation.dq_accumulator, None)
+    route, accumulator = documents.route, implementation.dq_accumulator
+    whole = Gradients(implementation, of_whole, accumulator, None)
+    split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
     bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
     parts = bounds_of_parts(implementation, bounds)
     with jax.named_scope(step_name("backward", 0)):
-        zones, results = (
-            documents.gather(),
-            whole(documents.whole, parts.get("first", bounds), None, None),
-        )
+        zones = documents.gather(0)
+        results = whole(documents.whole, parts.get("first", bounds), None, None)
         zones, results = lax.optimization_barrier((zones, results))
-    with jax.named_scope(step_name("backward", 1)):
-        gathered = documents.with_keys(zones)
-        bounds = implementation.backward_bounds(gathered, spec=of_split)
-        dq, dkv = split(gathered, bounds, None, None)
-        dq, sums = split.dq(dq, gathered), tuple(map(documents.by_zone, dkv))
-        dq, sums, results = lax.optimization_barrier((dq, sums, results))
-    with jax.named_scope(step_name("backward", 2)):
-        zone = tuple(map(documents.route.scatter_sum, sums))
+    dq, sums, reduced = None, (), []
+    for index in range(len(documents.slices)):
+        with jax.named_scope(step_name("backward", index + 1)):
+            following, of_zone = documents.gather(index + 1), tuple(map(route.scatter_sum, sums))
+            keys = documents.with_keys(index, zones)
+            bounds = implementation.backward_bounds(keys, spec=of_split)
+            # The sum of dQ must be able to hold what the keys of all slices add to it.
+            dq = split.zeros(documents.split, bounds) if dq is None else dq
+            dq, dkv = split(keys, bounds, dq, None)
+            sums = tuple(documents.by_zone(index, x) for x in dkv)
+            zones, of_zone, sums, dq, results = lax.optimization_barrier(
+                (following, of_zone, sums, dq, results)
+            )
+            reduced += [of_zone] if of_zone else []
+    with jax.named_scope(step_name("backward", len(documents.slices) + 1)):
+        of_zone = tuple(map(route.scatter_sum, sums))
         if "second" in parts:
             results = whole(documents.whole, parts["second"], *results)
-        zone, results = lax.optimization_barrier((zone, results))
-    dq_whole, (dk, dv) = whole.dq(results[0], documents.whole), results[1]
-    add_zone = documents.shard.add_zone
-    return add_zone(dq_whole, dq), (add_zone(dk, zone[0]), add_zone(dv, zone[1])), {}
+        of_zone, results = lax.optimization_barrier((of_zone, results))
+    reduced.append(of_zone)
+    dk, dv = (jnp.concatenate(slices, 1) for slices in zip(*reduced, strict=True))
+    dq_whole = whole.dq(results[0], documents.whole)
+    add_zone, (dk_whole, dv_whole) = documents.shard.add_zone, results[1]
+    dq = add_zone(dq_whole, split.dq(dq, documents.split))
+    return dq, (add_zone(dk_whole, dk), add_zone(dv_whole, dv)), {}
+
+
+def _places(length: int) -> Any:
+    return np.arange(length, dtype=np.int32)
 
 
 def _one_sequence(x: jax.Array) -> jax.Array:

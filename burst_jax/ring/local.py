@@ -196,14 +196,19 @@ class Gradients:
         self, inputs: AttentionInputs, bounds: Any, dq: Any, dkv: Dkv | None
     ) -> tuple[Any, Dkv]:
         """``(dq, dkv)`` with this call's gradients added; :meth:`dq` converts the first."""
-        if dq is None and self._accumulator is not None:
-            options = {} if self._maximum is None else {"maximum": self._maximum}
-            dq = self._accumulator.zeros(inputs, bounds, spec=self._spec, **options)
+        dq = self.zeros(inputs, bounds) if dq is None else dq
         dq, dkv, per_head = self._run(inputs, bounds, dq, dkv)
         for name, addend in per_head.items():
             before = self.per_head.get(name)
             self.per_head[name] = addend if before is None else before + addend
         return dq, dkv
+
+    def zeros(self, inputs: AttentionInputs, bounds: Any) -> Any:
+        """What the first call adds dQ to; None if it needs nothing."""
+        if self._accumulator is None:
+            return None
+        options = {} if self._maximum is None else {"maximum": self._maximum}
+        return self._accumulator.zeros(inputs, bounds, spec=self._spec, **options)
 
     def dq(self, dq: Any, inputs: AttentionInputs) -> jax.Array:
         """dQ ``[B, T, N, H]`` after all calls."""
