@@ -21,8 +21,8 @@ is sent meanwhile, are::
                 split documents, slice 1       reduce-scatter of gradients of slice 0
                 whole documents, second half   reduce-scatter of gradients of slice 1
 
-Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many permutes at once are not overlapped:
-XLA runs all but four of them one after the other.)
+Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many
+permutes at once are not overlapped: XLA runs all but four of them one after the other.)
 """
 
 from __future__ import annotations
