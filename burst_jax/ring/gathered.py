@@ -110,14 +110,16 @@ class _Documents:
         self.split = AttentionInputs(query, kv._replace(positions=_places(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
-    def gather(self, index: int) -> tuple[jax.Array, jax.Array]:
-        """K and V of a slice of all zones, ``[n, B, slice, K, H]``; nothing past the last slice."""
-        if index == len(self.slices):
-            return ()
-        part, (k, v, *_) = self.slices[index], self.split.kv
-        return self.route.gather(k[:, part]), self.route.gather(v[:, part])
+    def parts(self) -> list[tuple[jax.Array, jax.Array]]:
+        """K and V of each slice of this device's zone, ``[B, slice, K, H]``."""
+        k, v, *_ = self.split.kv
+        return [(k[:, part], v[:, part]) for part in self.slices]
 
-    def with_keys(self, index: int, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
+    def gather(self, parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
+        """The first of these slices of all zones, ``[n, B, slice, K, H]``; nothing of none."""
+        return tuple(map(self.route.gather, parts[0])) if parts else ()
+
+    def with_keys(self, index: int, zones: tuple[jax.Array, ...]) -> AttentionInputs:
         """``split`` with the keys of a slice of all zones, sorted by document."""
         rank = self._ranks[index]
         tokens = jnp.broadcast_to(jnp.arange(rank.shape[1], dtype=jnp.int32), rank.shape)
@@ -154,16 +156,18 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         bounds = implementation.forward_bounds(inputs, spec=spec)
         return run_jitted(inputs, bounds, carry, spec=spec, out_dtype=out_dtype)
 
+    # What is gathered later passes each step's barrier: XLA would gather it early.
+    parts = documents.parts()
     with jax.named_scope(step_name("forward", 0)):
-        zones, whole = documents.gather(0), run(documents.whole, None, of_whole, dtype)
-        zones, whole = lax.optimization_barrier((zones, whole))
+        zones, whole = documents.gather(parts), run(documents.whole, None, of_whole, dtype)
+        zones, parts, whole = lax.optimization_barrier((zones, parts[1:], whole))
     split: Any = None
     for index in range(len(documents.slices)):
         with jax.named_scope(step_name("forward", index + 1)):
-            following = documents.gather(index + 1)
+            following = documents.gather(parts)
             keys = documents.with_keys(index, zones)
-            split = run(keys, split, of_split, None if following else dtype)
-            zones, split = lax.optimization_barrier((following, split))
+            split = run(keys, split, of_split, dtype if not parts else None)
+            zones, parts, split = lax.optimization_barrier((following, parts[1:], split))
     out, lse = (lax.optimization_barrier(x) for x in documents.combined(whole, split))
     return vary((out, lse), varying_axes(inputs))
 
@@ -178,29 +182,29 @@ def backward(
     whole = Gradients(implementation, of_whole, accumulator, None)
     split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
     bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
-    parts = bounds_of_parts(implementation, bounds)
+    bounds, parts = bounds_of_parts(implementation, bounds), documents.parts()
     with jax.named_scope(step_name("backward", 0)):
-        zones = documents.gather(0)
-        results = whole(documents.whole, parts.get("first", bounds), None, None)
-        zones, results = lax.optimization_barrier((zones, results))
+        zones = documents.gather(parts)
+        results = whole(documents.whole, bounds.get("first", bounds["whole"]), None, None)
+        zones, parts, results = lax.optimization_barrier((zones, parts[1:], results))
     dq, sums, reduced = None, (), []
     for index in range(len(documents.slices)):
         with jax.named_scope(step_name("backward", index + 1)):
-            following, of_zone = documents.gather(index + 1), tuple(map(route.scatter_sum, sums))
+            following, of_zone = documents.gather(parts), tuple(map(route.scatter_sum, sums))
             keys = documents.with_keys(index, zones)
-            bounds = implementation.backward_bounds(keys, spec=of_split)
+            table = implementation.backward_bounds(keys, spec=of_split)
             # The sum of dQ must be able to hold what the keys of all slices add to it.
-            dq = split.zeros(documents.split, bounds) if dq is None else dq
-            dq, dkv = split(keys, bounds, dq, None)
+            dq = split.zeros(documents.split, table) if dq is None else dq
+            dq, dkv = split(keys, table, dq, None)
             sums = tuple(documents.by_zone(index, x) for x in dkv)
-            zones, of_zone, sums, dq, results = lax.optimization_barrier(
-                (following, of_zone, sums, dq, results)
+            zones, parts, of_zone, sums, dq, results = lax.optimization_barrier(
+                (following, parts[1:], of_zone, sums, dq, results)
             )
             reduced += [of_zone] if of_zone else []
     with jax.named_scope(step_name("backward", len(documents.slices) + 1)):
         of_zone = tuple(map(route.scatter_sum, sums))
-        if "second" in parts:
-            results = whole(documents.whole, parts["second"], *results)
+        if "second" in bounds:
+            results = whole(documents.whole, bounds["second"], *results)
         of_zone, results = lax.optimization_barrier((of_zone, results))
     reduced.append(of_zone)
     dk, dv = (jnp.concatenate(slices, 1) for slices in zip(*reduced, strict=True))
