@@ -107,18 +107,18 @@ def over_batch(bounds: jax.Array) -> jax.Array:
 
 
 def split_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
-    """Splits a pytree of bounds in two: one keeps every other tile, one the others.
+    """Splits a pytree of bounds in two: one keeps the first half of the tiles, one the second.
 
-    The other tiles' bounds are empty. Both halves then have about as much work, with long and short
-    tiles in the same order as the whole.
+    The other tiles' bounds are empty.
     """
 
-    def half(table: jax.Array, odd: int) -> jax.Array:
-        index = np.arange(table.shape[-2], dtype=np.int32)[:, None]
-        return jnp.where(index % 2 == odd, table, 0)
+    def half(table: jax.Array, first: bool) -> jax.Array:
+        tiles = table.shape[-2]
+        index = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+        return jnp.where((index < (tiles + 1) // 2) == first, table, 0)
 
-    even, odd = (jax.tree.map(lambda x, i=i: half(x, i), bounds) for i in (0, 1))
-    return even, odd
+    first, second = (jax.tree.map(lambda x, i=i: half(x, i), bounds) for i in (True, False))
+    return first, second
 
 
 def _tiles(

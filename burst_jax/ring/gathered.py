@@ -52,7 +52,7 @@ from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, PerHead
 
 # The slices that are gathered at once have at most as many tokens as this many shards.
-MOST_SHARDS = 4
+MOST_SHARDS = 2
 
 
 def gathers(request: Request) -> bool:
