@@ -1,10 +1,10 @@
-"""Ring zones are gathered instead of rotated: split documents are then one sequence, or a few.
+"""The attention in a balanced layout: whole documents need no ring, and split ones few kernels.
 
-A ring over zones runs many short kernels, each of which reads and writes results in float32. So
-every device gets the zones of all devices at once; if they have more than :data:`MOST_SHARDS` times
-the tokens of a shard, the same slice of every zone at a time. Sorted by document and position the
-keys of a slice are one sequence, of which each query attends to one range, and the attention is two
-independent ones::
+A ring over zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads and
+writes results in float32. So every device gets the zones of all devices at once; if they have more
+than :data:`MOST_SHARDS` times the tokens of a shard, a slice of every zone at a time. Sorted by
+document and position the keys of a slice are one sequence, of which each query attends to one
+range, and the attention is two independent ones::
 
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
@@ -12,14 +12,14 @@ independent ones::
 No query has keys in both, so their results are not merged. With two slices the kernels, and what
 is sent meanwhile, are::
 
-    forward     whole documents                all-gather of K and V of slice 0
-                split documents, slice 0       all-gather of K and V of slice 1
+    forward     whole documents             all-gather of K and V of slice 0
+                split documents, slice 0    all-gather of K and V of slice 1
                 split documents, slice 1
 
-    backward    whole documents, first half    all-gather of K and V of slice 0
-                split documents, slice 0       all-gather of K and V of slice 1
-                split documents, slice 1       reduce-scatter of gradients of slice 0
-                whole documents, second half   reduce-scatter of gradients of slice 1
+    backward    delta, zeros, tile bounds   all-gather of K and V of slice 0
+                split documents, slice 0    all-gather of K and V of slice 1
+                split documents, slice 1    reduce-scatter of gradients of slice 0
+                whole documents             reduce-scatter of gradients of slice 1
 
 Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many
 permutes at once are not overlapped: XLA runs all but four of them one after the other.)
@@ -35,13 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.ring.local import Gradients, bounds_of_parts
+from burst_jax.ring.local import Gradients
 from burst_jax.ring.request import Request
 from burst_jax.ring.schedule import step_name
 from burst_jax.ring.zone import (
     LAST,
     Order,
     Shard,
+    indices,
     key_limits,
     tokens_from,
     without_mask,
@@ -55,12 +56,9 @@ from pallas_kernels.inputs import Carry, PerHead
 MOST_SHARDS = 2
 
 
-def gathers(request: Request) -> bool:
-    """Whether a call has zones, and they are gathered.
-
-    Queries that the caller wants to rotate are rotated.
-    """
-    return bool(request.zone) and request.ring_size > 1 and request.rotation != "rotate_query"
+def _sends(request: Request) -> bool:
+    """Whether a device needs other shards."""
+    return bool(request.zone) and request.ring_size > 1
 
 
 class _Documents:
@@ -78,7 +76,7 @@ class _Documents:
     def __init__(self, request: Request, inputs: AttentionInputs):
         assert request.zone is not None
         zone, self.route = request.zone, request.route(request.zone, request.zone)
-        self.shard = shard = Shard(request, self.route, inputs)
+        self.shard = shard = Shard(request, inputs)
         count = min(zone, -(-self.route.size * zone // (MOST_SHARDS * inputs.q_length)))
         edges = [zone * i // count for i in range(count + 1)]
         self.slices = [slice(*pair) for pair in itertools.pairwise(edges)]
@@ -91,8 +89,9 @@ class _Documents:
         zones = Order(everyone[:, 0], everyone[:, 1])
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
-        here = document[jnp.asarray(self.route.source(self.route.local))]
-        self._is_split = (ids != 0) & (document.sum(0) > here)
+        here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
+        self._is_split = (ids != 0) & (document.sum(0) > document[here])
+        self._contradicts = self._is_outside(inputs, zones.segment_ids, here)
         # A slice is a range of a sorted zone.
         of_slices = [
             jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
@@ -105,10 +104,22 @@ class _Documents:
         local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        query = query._replace(positions=_places(zone))
+        query = query._replace(positions=indices(zone))
         kv = without_order(tokens_from(inputs.kv, shard.outside))
-        self.split = AttentionInputs(query, kv._replace(positions=_places(zone)), inputs.shared)
+        self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
+
+    def _is_outside(self, inputs: AttentionInputs, zones: jax.Array, here: jax.Array) -> jax.Array:
+        """Bool ``[B]``, whether a split document has tokens before this device's zone.
+
+        The layout then is that of another placement. Split documents have the highest ids, so only
+        the last document before the zone may be one. It is in the zones of other devices.
+        """
+        if not self.shard.outside:
+            return jnp.zeros(inputs.query.q.shape[0], bool)
+        last = Order.of(inputs.query).segment_ids[:, self.shard.outside - 1]
+        others = indices(self.route.size)[:, None, None] != here
+        return ((zones == last[:, None]) & others).any((0, 2)) & (last != 0)
 
     def parts(self) -> list[tuple[jax.Array, jax.Array]]:
         """K and V of each slice of this device's zone, ``[B, slice, K, H]``."""
@@ -128,7 +139,7 @@ class _Documents:
         k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), order) for x in zones)
         starts, ends = self._ranges[index]
         query = self.split.query._replace(kv_starts=starts, kv_ends=ends)
-        kv = self.split.kv._replace(k=k, v=v, positions=_places(k.shape[1]))
+        kv = self.split.kv._replace(k=k, v=v, positions=indices(k.shape[1]))
         return self.split._replace(query=query, kv=kv)
 
     def by_zone(self, index: int, x: jax.Array) -> jax.Array:
@@ -139,23 +150,30 @@ class _Documents:
         return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
     def combined(self, whole: Carry, split: Carry) -> Carry:
-        """Out and lse of the shard."""
+        """Out and lse of the shard; NaN in the zone if the placement contradicts the layout."""
         first, is_split = self.shard.outside, self._is_split
         out = jnp.where(is_split[:, :, None, None], split[0], whole[0][:, first:])
         lse = jnp.where(is_split[:, None], split[1], whole[1][:, :, first:])
+        wrong = self._contradicts[:, None, None]
+        out = jnp.where(wrong[..., None], jnp.asarray(jnp.nan, out.dtype), out)
+        lse = jnp.where(wrong, jnp.asarray(jnp.nan, lse.dtype), lse)
         return self.shard.with_results_of_zone(whole, (out, lse))
 
 
 def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
     """As :func:`burst_jax.ring.forward.forward`."""
-    documents, dtype = _Documents(request, inputs), inputs.query.q.dtype
-    of_whole, of_split = documents.specs
+    dtype = inputs.query.q.dtype
     run_jitted = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
 
     def run(inputs: AttentionInputs, carry: Carry | None, spec: Any, out_dtype: Any) -> Carry:
         bounds = implementation.forward_bounds(inputs, spec=spec)
         return run_jitted(inputs, bounds, carry, spec=spec, out_dtype=out_dtype)
 
+    if not _sends(request):
+        shard = Shard(request, inputs)
+        return run(shard.inputs, None, shard.spec, dtype)
+    documents = _Documents(request, inputs)
+    of_whole, of_split = documents.specs
     # What is gathered later passes each step's barrier: XLA would gather it early.
     parts = documents.parts()
     with jax.named_scope(step_name("forward", 0)):
@@ -176,46 +194,53 @@ def backward(
     request: Request, implementation: Implementation, inputs: AttentionInputs
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """As :func:`burst_jax.ring.backward.backward`."""
-    documents = _Documents(request, inputs)
-    of_whole, of_split = documents.specs
-    route, accumulator = documents.route, implementation.dq_accumulator
-    whole = Gradients(implementation, of_whole, accumulator, None)
+    if not _sends(request):
+        return _backward_alone(request, implementation, inputs)
+    documents, accumulator = _Documents(request, inputs), implementation.dq_accumulator
+    route, (of_whole, of_split) = documents.route, documents.specs
     split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
-    bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
-    bounds, parts = bounds_of_parts(implementation, bounds), documents.parts()
+    parts, dq, sums, reduced = documents.parts(), None, (), []
     with jax.named_scope(step_name("backward", 0)):
         zones = documents.gather(parts)
-        results = whole(documents.whole, bounds.get("first", bounds["whole"]), None, None)
-        zones, parts, results = lax.optimization_barrier((zones, parts[1:], results))
-    dq, sums, reduced = None, (), []
+        parts = parts[1:]
     for index in range(len(documents.slices)):
         with jax.named_scope(step_name("backward", index + 1)):
             following, of_zone = documents.gather(parts), tuple(map(route.scatter_sum, sums))
             keys = documents.with_keys(index, zones)
-            table = implementation.backward_bounds(keys, spec=of_split)
+            bounds = implementation.backward_bounds(keys, spec=of_split)
             # The sum of dQ must be able to hold what the keys of all slices add to it.
-            dq = split.zeros(documents.split, table) if dq is None else dq
-            dq, dkv = split(keys, table, dq, None)
+            dq = split.zeros(documents.split, bounds) if dq is None else dq
+            dq, dkv = split(keys, bounds, dq, None)
             sums = tuple(documents.by_zone(index, x) for x in dkv)
-            zones, parts, of_zone, sums, dq, results = lax.optimization_barrier(
-                (following, parts[1:], of_zone, sums, dq, results)
+            zones, parts, of_zone, sums, dq = lax.optimization_barrier(
+                (following, parts[1:], of_zone, sums, dq)
             )
             reduced += [of_zone] if of_zone else []
+    # Last, because there is more to send than at first, and because in one kernel it takes less
+    # time than in two.
     with jax.named_scope(step_name("backward", len(documents.slices) + 1)):
-        of_zone = tuple(map(route.scatter_sum, sums))
-        if "second" in bounds:
-            results = whole(documents.whole, bounds["second"], *results)
-        of_zone, results = lax.optimization_barrier((of_zone, results))
-    reduced.append(of_zone)
+        whole, of_zone = documents.whole, tuple(map(route.scatter_sum, sums))
+        bounds = implementation.backward_bounds(whole, spec=of_whole)
+        gradients = Gradients(implementation, of_whole, accumulator, None)
+        results = gradients(whole, bounds, None, None)
+        reduced.append(of_zone)
+        reduced, results = lax.optimization_barrier((reduced, results))
     dk, dv = (jnp.concatenate(slices, 1) for slices in zip(*reduced, strict=True))
-    dq_whole = whole.dq(results[0], documents.whole)
     add_zone, (dk_whole, dv_whole) = documents.shard.add_zone, results[1]
-    dq = add_zone(dq_whole, split.dq(dq, documents.split))
+    dq = add_zone(gradients.dq(results[0], whole), split.dq(dq, documents.split))
     return dq, (add_zone(dk_whole, dk), add_zone(dv_whole, dv)), {}
 
 
-def _places(length: int) -> Any:
-    return np.arange(length, dtype=np.int32)
+def _backward_alone(
+    request: Request, implementation: Implementation, inputs: AttentionInputs
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """:func:`backward` of a device that needs no other shard."""
+    shard = Shard(request, inputs)
+    bounds = implementation.backward_bounds(shard.inputs, spec=shard.spec)
+    # A Ulysses axis may sum gradients of copied heads.
+    out_dtype = inputs.query.q.dtype if request.ulysses_axis is None else None
+    gradients = Gradients(implementation, shard.spec, None, out_dtype)
+    return *gradients(shard.inputs, bounds, None, None), {}
 
 
 def _one_sequence(x: jax.Array) -> jax.Array:

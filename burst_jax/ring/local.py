@@ -159,7 +159,7 @@ class LocalBackward:
 
     def add(self, sums: list[Any]) -> Any:
         """The sum of partial gradients of the rotating side."""
-        return added_up(sums)
+        return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
@@ -229,11 +229,6 @@ def bounds_of_parts(
         return {"whole": whole}
     first, second = split(whole)
     return {"whole": whole, "first": first, "second": second}
-
-
-def added_up(sums: list[Any]) -> Any:
-    """The elementwise sum of pytrees of arrays."""
-    return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
 
 def dq_accumulator(
