@@ -71,6 +71,7 @@ class _Documents:
       shard: this device's shard.
       route: the ring.
       slices: the slices of a zone, of its tokens.
+      parts: K and V of each slice of this device's zone, ``[B, slice, K, H]``.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
@@ -81,7 +82,11 @@ class _Documents:
         edges = [zone * i // count for i in range(count + 1)]
         self.slices = [slice(*pair) for pair in itertools.pairwise(edges)]
         own = Order.of(inputs.query, shard.outside)
-        everyone = self.route.gather(jnp.stack(own))
+        kv = without_order(tokens_from(inputs.kv, shard.outside))
+        parts = [(kv.k[:, part], kv.v[:, part]) for part in self.slices]
+        # XLA would gather the order, which the first kernel needs, in one operation with K and V
+        # that is sent during that kernel. The same below.
+        everyone, parts = lax.optimization_barrier((self.route.gather(jnp.stack(own)), parts))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
@@ -99,13 +104,13 @@ class _Documents:
         ]
         ranks = [of[0, :, part] for of, part in zip(of_slices, self.slices, strict=True)]
         ranks = self.route.gather(jnp.concatenate(ranks, 1))
+        ranks, self.parts = lax.optimization_barrier((ranks, parts))
         self._ranks = [_one_sequence(ranks[..., part]) for part in self.slices]
         self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
         local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
         query = query._replace(positions=indices(zone))
-        kv = without_order(tokens_from(inputs.kv, shard.outside))
         self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
@@ -120,11 +125,6 @@ class _Documents:
         last = Order.of(inputs.query).segment_ids[:, self.shard.outside - 1]
         others = indices(self.route.size)[:, None, None] != here
         return ((zones == last[:, None]) & others).any((0, 2)) & (last != 0)
-
-    def parts(self) -> list[tuple[jax.Array, jax.Array]]:
-        """K and V of each slice of this device's zone, ``[B, slice, K, H]``."""
-        k, v, *_ = self.split.kv
-        return [(k[:, part], v[:, part]) for part in self.slices]
 
     def gather(self, parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
         """The first of these slices of all zones, ``[n, B, slice, K, H]``; nothing of none."""
@@ -175,7 +175,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
     documents = _Documents(request, inputs)
     of_whole, of_split = documents.specs
     # What is gathered later passes each step's barrier: XLA would gather it early.
-    parts = documents.parts()
+    parts = documents.parts
     with jax.named_scope(step_name("forward", 0)):
         zones, whole = documents.gather(parts), run(documents.whole, None, of_whole, dtype)
         zones, parts, whole = lax.optimization_barrier((zones, parts[1:], whole))
@@ -199,10 +199,9 @@ def backward(
     documents, accumulator = _Documents(request, inputs), implementation.dq_accumulator
     route, (of_whole, of_split) = documents.route, documents.specs
     split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
-    parts, dq, sums, reduced = documents.parts(), None, (), []
+    parts, dq, sums, reduced = documents.parts, None, (), []
     with jax.named_scope(step_name("backward", 0)):
-        zones = documents.gather(parts)
-        parts = parts[1:]
+        zones, parts = lax.optimization_barrier((documents.gather(parts), parts[1:]))
     for index in range(len(documents.slices)):
         with jax.named_scope(step_name("backward", index + 1)):
             following, of_zone = documents.gather(parts), tuple(map(route.scatter_sum, sums))
