@@ -168,7 +168,7 @@ class _Comparison:
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
         # What is wrong with it is reported, and the losses get the batch in the layout.
-        self.wrong_orders = batches.wrong_orders(own, self.batch, self.sizes, layout, self.shards)
+        self.wrong_order = batches.wrong_order(own, self.batch, self.sizes, layout, self.shards)
         self.cost = Cost({}, {})
         alone = one_device(mesh)
         self.one = self._side("one device", make_loss, alone, "contiguous", params, ())
@@ -252,7 +252,7 @@ class _Comparison:
             losses["reference"] = reference[0]
         loss, gradients = self._differences(dtype, reference)
         replicated = watched_calls.replicated_axes(self.there.calls, self.mesh)
-        problems = self.wrong_orders + self._problems_of_batch()
+        problems = self.wrong_order + self._problems_of_batch()
         problems += watched_calls.replicated_sentences(
             replicated, self.there.calls, self.mesh, self.ring
         )
