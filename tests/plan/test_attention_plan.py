@@ -395,8 +395,7 @@ HYBRID = {"seq_axis": "outer", "ulysses_axis": "inner"}
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
-        ("ring", (4,), {}, "zigzag", "rotate_kv", "a100"),
-        ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", "a100"),
+        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", "a100"),
         ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_query", "h100"),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
